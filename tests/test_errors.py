@@ -38,7 +38,7 @@ OTHERS = {
     ("offload.checkpoints.dcp", "raise type(error)"): "an error of ours, with the path before its words",
     ("offload.checkpoints.forms.compressed_tensors", "raise ValueError"): "`unpack` tells of it, as a CheckpointError",
     ("offload.models.journal", "raise ValueError"): "`Journal.open` tells of it, with the path",
-    ("offload.models.saving", "raise AssertionError"): "the loop before it ends in no other way",
+    ("offload.checkpoints.writing", "raise AssertionError"): "the loop before it ends in no other way",
     ("offload.storage.gguf_header", "raise ValueError"): "`read_header` tells of it, as a damaged file",
     ("offload.storage.mapping", "raise OSError"): "`Parcel` tells of it, as a WriteError",
     ("offload.storage.regular", "raise OSError"): "what a file object says to a place before its beginning",

@@ -10,6 +10,7 @@ Always true:
 | `checkpoint` | a checkpoint as a mapping from names to stored values |
 | `dcp` | checkpoints written by many processes with torch.distributed.checkpoint |
 | `forms` | packed weight formats, as recipes of dense weights |
+| `writing` | named tensors as a new checkpoint |
 | `conversion` | a checkpoint to another dtype or form, or to one file per value |
 | `companions` | the files beside a transformers model's weights: configuration, tokenizer, code |
 | `verify` | checks that a checkpoint is complete |

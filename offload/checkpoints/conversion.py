@@ -22,8 +22,8 @@ from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_c
 from offload.checkpoints.forms.decoding import unpacked
 from offload.checkpoints.forms.gguf import dense_model
 from offload.checkpoints.forms.torchao import PARTS_NOTE
+from offload.checkpoints.writing import contents_in, contents_of, largest_shard, write_checkpoint, write_file_by_file
 from offload.errors import ArgumentError, CheckpointError, CorruptFileError, ForeignFileError, JournalError
-from offload.models.saving import save_checkpoint, save_file_by_file
 from offload.progress import progress
 from offload.storage.folders import file_name
 from offload.storage.layout import dtype_name, dtype_named
@@ -95,7 +95,7 @@ def convert_checkpoint(
         if to_offload_folder:
             _write_one_by_one(opened, folder, dtype)
         else:
-            save_checkpoint(opened, folder, max_shard_size, dtype=dtype)
+            write_checkpoint(contents_in(opened, dtype), folder, largest_shard(max_shard_size))
     return target
 
 
@@ -113,7 +113,7 @@ def _convert_dense(
         left = {name: tensor for name, tensor in values.items() if file_name(name) not in there}
         _write_one_by_one(left, work, dtype)
     else:
-        save_file_by_file(values, work, run["max_shard_size"], dtype=dtype)
+        write_file_by_file(contents_of(values, dtype), work, largest_shard(run["max_shard_size"]))
     if is_folder(source.path):
         with reading(source.path):
             copy_companions(source.path, work, dtype, config)

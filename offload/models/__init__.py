@@ -14,7 +14,7 @@ Always true:
 | `slots` | a model's distinct tensors, each under all its names |
 | `pretrained` `hooks` | what transformers and accelerate decide: names, formats, and where weights are held |
 | `values` `journal` | replacing many values one at a time, `map_values`, and the record of its runs |
-| `saving` | writing a checkpoint, `save_checkpoint` |
+| `saving` `collective` | `save_checkpoint`, by a process alone and by ranks together |
 """
 
 import logging

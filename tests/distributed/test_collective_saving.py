@@ -20,7 +20,7 @@ import offload
 from offload import OffloadedTensor, save_checkpoint
 from offload.distributed import FileStager
 from offload.errors import RankError
-from offload.models import saving
+from offload.models import collective
 from offload.models.pretrained import let_save
 from offload.tensor.locals import local_of
 from offload.testing.checkpoints import tiny_checkpoint
@@ -177,7 +177,7 @@ def test_a_rank_that_is_killed_is_an_error_of_the_others_and_nothing_is_left(tmp
     def act(rank: int) -> None:
         state = shared(init_device_mesh("cpu", (2,)))
         if rank:
-            monkeypatch.setattr(saving, "_fill_all", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            monkeypatch.setattr(collective, "_fill_all", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         try:
             save_checkpoint(state, tmp_path / "model")
         except RankError as error:

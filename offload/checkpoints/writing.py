@@ -1,0 +1,452 @@
+"""Named tensors written as a safetensors checkpoint.
+
+Always true:
+- no value is in memory as a whole: what is on disk is copied from file to file, everything else piece by piece
+- every file is complete under a temporary name before the first is put in place, and shards get names that no file has;
+  the last rename, of the index or the only file, makes the new checkpoint the visible one
+- at any moment a reader finds either the old checkpoint, complete, or the new one
+- only earlier checkpoints of ours are replaced or removed, and no file that a live tensor refers to
+- any safetensors reader returns the values as they are
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from offload.checkpoints import log
+from offload.checkpoints.checkpoint import Checkpoint
+from offload.checkpoints.companions import NOTE, companions_in
+from offload.checkpoints.forms.torchao import in_torchaos_form, prefixes_of_quantized
+from offload.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ForeignFileError,
+    OffloadError,
+    ReadError,
+    UnsupportedOpError,
+    WriteError,
+)
+from offload.memory import as_bytes
+from offload.progress import progress_in_bytes
+from offload.storage.file import TensorFile
+from offload.storage.header import MARK, VERSION, is_standard, is_unicode
+from offload.storage.layout import Layout, contiguous
+from offload.storage.reasons import reading, writing
+from offload.storage.regular import is_there
+from offload.storage.replacing import made_folder, new_file, replacing_all, sync_folder, write_all
+from offload.storage.state_file import Kind, state_if_ours
+from offload.storage.subclasses import is_subclass_value, refuse_lossy
+from offload.storage.write import write_beside
+from offload.tensor.arguments import checked_dense, refuse_unstorable
+from offload.tensor.saved import files_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_box
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
+_LARGEST_STEP = 64  # alignment in bytes of values whose sizes allow it
+_OWN_METADATA = ("format", MARK, NOTE)
+_KIND = Kind(what="an index of offload", stamp={"metadata": {MARK: json.dumps({"version": VERSION})}})
+
+
+def write_checkpoint(
+    contents: Contents, folder: Path, most: int, *, companions: Mapping[str, bytes] | None = None
+) -> list[Path]:
+    """Write a checkpoint, in place of an earlier one of ours.
+
+    Args:
+        contents: the values.
+        folder: created if needed.
+        most: bytes of the values in a file; a value that is larger has its own file.
+        companions: the files of a model beside its weights; None if nothing is known of one: then what is there stays.
+
+    Returns:
+        The files with the weights, the index last.
+
+    Raises:
+        ForeignFileError, WriteError, ReadError: see `offload.save_checkpoint`.
+    """
+    files = shards(contents, most)
+    earlier = earlier_in(folder, files, contents.sources)
+    beside = companions_in(folder, companions, notes_in(earlier))
+    contents = contents.noting(beside.note)
+    files = with_free_names(folder, files)
+    targets = targets_in(folder, files)
+    made_folder(folder, contents.nbytes)
+    with replacing_all(targets, contents.nbytes) as temporaries:
+        write_files(contents, files, temporaries)
+    beside.put(folder)
+    remove_earlier(path for path in earlier if path not in targets)
+    log.info("saved %d values, %d bytes, in %d files in %s", len(contents.parts), contents.nbytes, len(files), folder)
+    return targets
+
+
+def write_file_by_file(contents: Contents, folder: Path, most: int) -> None:
+    """As `write_checkpoint`, to a folder that keeps each file once it is whole; existing ones are not made again.
+
+    Args:
+        contents, most: those that the files there were made with.
+        folder: one of ours.
+    """
+    files = shards(contents, most)
+    made_folder(folder, contents.nbytes)
+    for path in targets_in(folder, files):
+        if not is_there(path):
+            with replacing_all([path], contents.nbytes) as temporaries:
+                write_files(contents, files, temporaries)
+
+
+def largest_shard(size: int | str) -> int:
+    """`max_shard_size` in bytes. Raises `ArgumentError` if it is not an amount, or zero."""
+    most = as_bytes(size, 0)
+    if most < 1:
+        raise ArgumentError(f"max_shard_size={size!r} leaves no room for any value: use '5GB', '500MiB', 4096...")
+    return most
+
+
+# What will be written
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A value as it will be in its file.
+
+    Attributes:
+        tensor: all of it, or what this process writes of it.
+        layout: of the whole.
+        boxes: what is written: each box's start in the whole, its start in `tensor`, and its size.
+    """
+
+    tensor: torch.Tensor
+    layout: Layout
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint's files will have.
+
+    Attributes:
+        parts: the values by key.
+        ties: the omitted names, each with the key that has its value.
+        sources: the files that values come from, by name.
+        metadata: of every file.
+        parameters: number of elements of each value, for the index.
+    """
+
+    parts: dict[str, Part]
+    ties: dict[str, str]
+    sources: dict[str, list[Path]]
+    metadata: dict[str, str]
+    parameters: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(part.layout.nbytes for part in self.parts.values())
+
+    def noting(self, note: Mapping[str, str]) -> Contents:
+        """The same with more metadata."""
+        return replace(self, metadata={**self.metadata, **note})
+
+
+def contents_of(
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+    *,
+    discarded: Collection[str] = (),
+    metadata: Mapping[str, str] | None = None,
+) -> Contents:
+    """Named tensors as the contents of a checkpoint.
+
+    Args:
+        tensors: those with the same value are written once.
+        dtype: to which floating-point values of more than 8 bits are converted; None for none.
+        discarded: of names with the same value, those that are only kept if there is no other.
+        metadata: of the files that the tensors are from.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: a name or a value can't be in such a file.
+        UnsupportedOpError, UnknownSubclassError: a value can't be stored.
+    """
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+    ties = _ties(tensors, discarded)
+    metadata = metadata or {}
+    parts, more = _parts({name: tensor for name, tensor in tensors.items() if name not in ties}, dtype, metadata)
+    sources = {name: files_of(tensor) for name, tensor in tensors.items()}
+    numbers = {key: prod(part.layout.shape) for key, part in parts.items()}
+    return Contents(parts, ties, sources, {**metadata, **more}, numbers)
+
+
+def contents_in(source: Checkpoint, dtype: torch.dtype | None = None) -> Contents:
+    """The contents of an opened checkpoint, with its ties and metadata: quantized values can't be read without them.
+
+    Raises: as `contents_of`
+    """
+    files = {id(file): file for value in source.values() for file in value.files}
+    found: dict[str, str] = {}
+    for file in files.values():
+        found = {**file.header.metadata, **found}
+    metadata = {key: text for key, text in found.items() if key not in _OWN_METADATA and key not in source.ties}
+    contents = contents_of(source.tensors(), dtype, metadata=metadata)
+    return replace(contents, ties={**source.ties, **contents.ties})
+
+
+def _check(name: object, tensor: object) -> None:
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"the name of a tensor is text, not {name!r}")
+    if name == "__metadata__" or not is_unicode(name):
+        raise ArgumentError(f"no tensor in a safetensors file can be called {name!r}: rename it")
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(
+            f"{name!r} is a {type(tensor).__name__}, not a tensor: save it elsewhere, and leave it out here"
+        )
+    checked_dense(tensor, name)
+    if not is_subclass_value(tensor):  # for those, torchao decides later whether they can be stored
+        refuse_lossy(tensor, name)
+
+
+def _ties(tensors: Mapping[str, torch.Tensor], discarded: Collection[str]) -> dict[str, str]:
+    """The names that need no value of their own, each with the one that has it.
+
+    Of several names the first in alphabetical order is kept, as in `safetensors.torch.save_model`, but none of
+    `discarded` if there is another.
+    """
+    same: dict[Any, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        same[identity_of(tensor)].append(name)
+    ties: dict[str, str] = {}
+    for names in same.values():
+        kept = min([name for name in names if name not in discarded] or names)
+        ties.update((name, kept) for name in sorted(names) if name != kept)
+    return ties
+
+
+def _parts(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, metadata: Mapping[str, str]
+) -> tuple[dict[str, Part], dict[str, str]]:
+    """The entries of the files, and additions to their metadata."""
+    of_quantized = prefixes_of_quantized(tensors, metadata)
+    quantized = {name: value for name, tensor in tensors.items() if (value := subclass_value(tensor)) is not None}
+    plain, notes = in_torchaos_form(tensors) if quantized else (tensors, {})
+    for name, value in quantized.items():
+        refuse_lossy(value, name)
+    stay = {key for key in plain if key not in tensors or key.startswith(of_quantized)}
+    return {key: _part(key, tensor, None if key in stay else dtype) for key, tensor in plain.items()}, notes
+
+
+def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Part:
+    refuse_unstorable(tensor, name)
+    converts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    layout = contiguous(dtype if dtype is not None and converts else tensor.dtype, tuple(tensor.shape))
+    if not is_standard(layout):
+        raise UnsupportedOpError(
+            f"{name!r} is of {layout.dtype}, which safetensors does not support: convert it first, "
+            "or keep it in an offload folder (OffloadedTensor.from_original_tensor, offload.disk_offload)"
+        )
+    return Part(tensor.detach(), layout, (whole_box(layout.shape),))
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """The box that is all of a value."""
+    start = (0,) * len(shape)
+    return start, start, shape
+
+
+# Files
+
+
+def shards(contents: Contents, most: int) -> dict[str, list[str]]:
+    """The keys for each file, in file order."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        contents.parts,
+        get_storage_size=lambda part: part.layout.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=most,
+    )
+    files: dict[str, list[str]] = split.filename_to_tensors or {_SINGLE: []}
+    return {
+        name: sorted(keys, key=lambda key: -_step(contents.parts[key].layout.nbytes)) for name, keys in files.items()
+    }
+
+
+def with_free_names(folder: Path, files: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The same shards with unused names: an existing index refers to complete shards until it is replaced."""
+    if len(files) == 1:
+        return files
+    for number in count(1):
+        named = {name if number == 1 else name.replace("-", f"-{number}-", 1): keys for name, keys in files.items()}
+        if not any(is_there(folder / name) for name in named):
+            return named
+    raise AssertionError("unreachable")
+
+
+def _step(nbytes: int) -> int:
+    """The alignment that the end of a value of this size provides for the next one: entries have no gaps.
+
+    With values sorted by decreasing step, each is aligned to its own step, which is at least its element size.
+    """
+    return min(nbytes & -nbytes, _LARGEST_STEP) or _LARGEST_STEP
+
+
+def targets_in(folder: Path, files: Iterable[str]) -> list[Path]:
+    """The files of a checkpoint, the index last if there is one."""
+    paths = [folder / name for name in files]
+    return [*paths, folder / _INDEX] if len(paths) > 1 else paths
+
+
+def write_files(
+    contents: Contents,
+    files: Mapping[str, list[str]],
+    temporaries: Mapping[Path, Path],
+    mine: Mapping[str, Part] | None = None,
+) -> None:
+    """Create the files, under their temporary names, and write the values.
+
+    Args:
+        contents: of all files.
+        files: the keys in each.
+        temporaries: by target.
+        mine: the values that are written; the files have room for the others. None for all.
+    """
+    mine = contents.parts if mine is None else mine
+    nbytes = sum(contents.parts[key].layout.nbytes for path in temporaries for key in files.get(path.name, ()))
+    with progress_in_bytes(nbytes, "saving", shown=bool(mine)) as advance:
+
+        def fill(fd: int, key: str, start: int) -> None:
+            if key in mine:
+                write_part(fd, start, mine[key])
+                advance(mine[key].layout.nbytes)
+
+        for target, temporary in temporaries.items():
+            log.debug("writing %s", target)
+            if target.name == _INDEX:
+                _write_index(target, temporary, contents, files)
+            else:
+                layouts = {key: contents.parts[key].layout for key in files[target.name]}
+                write_beside(temporary, target, layouts, metadata_of_files(contents, files), fill)
+
+
+def metadata_of_files(contents: Contents, files: Mapping[str, list[str]]) -> dict[str, str]:
+    """The metadata of each file; if there are several, the index has the ties."""
+    return contents.metadata if len(files) > 1 else {**contents.ties, **contents.metadata}
+
+
+def write_part(fd: int, at: int, part: Part) -> None:
+    """Write what this process has of a value that begins at a byte of the file."""
+    for start, inside, sides in part.boxes:
+        box = part.tensor
+        for dim, (first, side) in enumerate(zip(inside, sides, strict=True)):
+            box = box if side == box.shape[dim] else box.narrow(dim, first, side)
+        write_box(fd, at, box, part.layout.dtype, part.layout.shape, start)
+
+
+def _write_index(target: Path, temporary: Path, contents: Contents, files: Mapping[str, list[str]]) -> None:
+    weight_map = {key: name for name, keys in files.items() for key in keys}
+    numbers = {"total_parameters": sum(contents.parameters.values()), "total_size": contents.nbytes}
+    index = {"metadata": {**contents.ties, **numbers, **_KIND.stamp["metadata"]}, "weight_map": weight_map}
+    data = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    with writing(target, len(data)), new_file(temporary, len(data), like=target) as fd:
+        write_all(fd, memoryview(data), 0)
+
+
+# Earlier files
+
+
+def earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterable[Path]]) -> list[Path]:
+    """The files of the earlier checkpoint in a folder, which a new one replaces or removes; index first.
+
+    These include our shards that no index names: a killed process left them.
+
+    Args:
+        folder: of the new checkpoint.
+        files: that it would have.
+        sources: the files that its values come from, by name.
+
+    Raises:
+        ForeignFileError: files there are not ours, or live tensors refer to them.
+    """
+    found = [path for path in (folder / _INDEX, folder / _SINGLE) if is_there(path)]
+    with reading(folder):
+        named = [path for path in sorted(folder.glob("model-*.safetensors")) if _SHARD.fullmatch(path.name)]
+    earlier = found + [path for path in named if _is_ours(path)]
+    for path in sorted({*(folder / name for name in files), *earlier}):
+        if is_there(path) and not _is_ours(path):
+            raise ForeignFileError(
+                f"{path} exists and is not part of a checkpoint that offload saved: it is left as it is. "
+                "Save to another folder, or move it away first."
+            )
+    _refuse_offload_folder(folder)
+    refuse_sources(sources, earlier)
+    refuse_referenced(earlier)
+    return earlier
+
+
+def notes_in(earlier: Iterable[Path]) -> dict[str, str]:
+    """The metadata of an earlier checkpoint's files."""
+    opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None]
+    return {key: text for file in opened for key, text in file.header.metadata.items() if file.is_ours}
+
+
+def remove_earlier(paths: Iterable[Path]) -> None:
+    """Remove files of the earlier checkpoint; the index durably, before any shard that it names.
+
+    Raises:
+        WriteError
+    """
+    for path in paths:
+        try:
+            path.unlink()
+        except OSError as error:
+            reason = (
+                f"the new checkpoint is written, but this file of the earlier one stays ({error.strerror}): remove it"
+            )
+            raise WriteError(error.errno, reason, str(path)) from error
+        if path.name == _INDEX:
+            sync_folder(path.parent)
+
+
+def _refuse_offload_folder(folder: Path) -> None:
+    """A checkpoint among single-value files would hide them: it would be opened in their place."""
+    with reading(folder):
+        found = list(folder.glob("*.safetensors"))
+    for path in found:
+        file = _opened(path)
+        if file is not None and file.notes.get("name") is not None:
+            raise ForeignFileError(f"{folder} is an offload folder ({path.name}...): save to another one")
+
+
+def _opened(path: Path) -> TensorFile | None:
+    """A file of tensors; None if it is not one."""
+    try:
+        return TensorFile.open(path)
+    except ReadError:
+        raise
+    except OffloadError:
+        return None
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether `save_checkpoint` wrote it."""
+    with reading(path):
+        is_link = path.is_symlink()
+    if is_link:
+        return False
+    if path.name == _INDEX:
+        return state_if_ours(path, _KIND) is not None
+    file = _opened(path)
+    return file is not None and file.is_ours
