@@ -53,7 +53,7 @@ def add_to(commands: Any) -> None:
         "--in-flight",
         type=arguments.count,
         metavar="K",
-        help="requests that share one reading of the model (default: as many as memory has room for)",
+        help="requests that share one reading of the model (default: as many as fit in memory)",
     )
     command.set_defaults(run=batch)
     allow_json(command)
@@ -70,7 +70,7 @@ def batch(options: argparse.Namespace) -> int:
     source = options.input if str(options.input) == "-" else arguments.existing(options.input).resolve()
     places = {source, options.output.resolve(), errors.resolve()}
     if len(places) < 3:
-        raise ArgumentError("requests, answers and errors are one file: give three")
+        raise ArgumentError("requests, answers and errors need three different files")
     with closing(Answers(options.output)) as answers, closing(_Refusals(errors)) as refusals:
         before = len(answers.done)
         progress = _Progress()
@@ -157,7 +157,7 @@ class _Answering:
             inputs = self._inputs(request)
         except Exception as error:  # chat templates can raise anything
             has_template = request.messages is None or getattr(self._tokenizer, "chat_template", None)
-            why = f"the model's tokenizer does not take it: {first_line(error)}" if has_template else _NO_TEMPLATE
+            why = f"the model's tokenizer rejects it: {first_line(error)}" if has_template else _NO_TEMPLATE
             return request.custom_id, number, why
         length = inputs["input_ids"].shape[1]
         most = request.max_tokens or self._most
@@ -165,7 +165,7 @@ class _Answering:
             return request.custom_id, number, "the prompt has no tokens for this model"
         if self._longest is not None:
             if length >= self._longest:
-                return request.custom_id, number, f"{length} tokens are more than the model takes ({self._longest})"
+                return request.custom_id, number, f"{length} tokens are more than the model allows ({self._longest})"
             most = min(most, self._longest - length)
         options = self._options(request.options, most, length)
         try:
@@ -175,7 +175,7 @@ class _Answering:
         except (ValueError, IndexError, RuntimeError) as error:  # a temperature close to 0, an unknown token
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            return request.custom_id, number, f"the model does not take it: {first_line(error)}"
+            return request.custom_id, number, f"the model rejects it: {first_line(error)}"
         text, has_stopped = _up_to(self._tokenizer.decode(tokens, skip_special_tokens=True), request.options)
         reason = "length" if len(tokens) == most and not has_stopped and not self._is_end(tokens[-1]) else "stop"
         return Answer(request, text, length, len(tokens), reason)

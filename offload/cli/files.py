@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
         help="the kind of folder to write (default: %(default)s)",
     )
     command.add_argument("--dequantize", action="store_true", help="of a quantized checkpoint, write the dense one")
-    command.add_argument("--resume", action="store_true", help="go on with a run of --dequantize that was killed")
+    command.add_argument("--resume", action="store_true", help="resume a run of --dequantize that was killed")
     command.set_defaults(run=convert)
 
     looking = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
@@ -48,7 +48,7 @@ def add_to(commands: Any) -> None:
     looking.set_defaults(run=inspect)
 
     checking = commands.add_parser("verify", help="check that a checkpoint is complete", description=verify.__doc__)
-    verified = checking.add_argument("path", type=arguments.path, help="as for inspect; of a folder, all that is in it")
+    verified = checking.add_argument("path", type=arguments.path, help="as for inspect; a folder with all its files")
     checking.set_defaults(run=verify)
     allow_json(looking, checking)
     for path in (source, inspected, verified):

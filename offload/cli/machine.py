@@ -21,7 +21,7 @@ def add_to(commands: Any) -> None:
     """Add this command to a parser."""
     import shtab
 
-    command = commands.add_parser("doctor", help="say what this machine can do", description=doctor.__doc__)
+    command = commands.add_parser("doctor", help="show what this machine can do", description=doctor.__doc__)
     folder = command.add_argument(
         "folder",
         type=arguments.path,

@@ -38,11 +38,11 @@ def add_to(commands: Any) -> None:
 
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
     add_model_options(command)
-    command.add_argument("--prompt", type=arguments.prompt, required=True, help="the text that the model goes on from")
+    command.add_argument("--prompt", type=arguments.prompt, required=True, help="the text that the model continues")
     command.add_argument(
         "--max-new-tokens", type=arguments.count, default=64, metavar="N", help="at most (default: %(default)s)"
     )
-    command.add_argument("--sample", action="store_true", help="sample (default: take the likeliest token)")
+    command.add_argument("--sample", action="store_true", help="sample (default: take the most likely token)")
     command.set_defaults(run=generate)
 
     timing = commands.add_parser("bench", help="time a language model from disk", description=bench.__doc__)
@@ -60,7 +60,7 @@ def add_to(commands: Any) -> None:
             "--report",
             type=arguments.path,
             metavar="FILE",
-            help="where an HTML page of memory, reads and time goes (default: none is made)",
+            help="write an HTML page about memory, reads and time (default: none)",
         )
         model = next(action for action in made._actions if action.dest == "model")
         model.complete = shtab.DIRECTORY
@@ -95,7 +95,7 @@ def add_max_memory(command: argparse.ArgumentParser) -> None:
         "--max-memory",
         type=arguments.size,
         metavar="SIZE",
-        help="how much of the weights may stay in memory: 8GiB (default: what is available)",
+        help="how much of the weights may stay in memory: 8GiB (default: as much as is available)",
     )
 
 
@@ -285,6 +285,6 @@ def tokenizer_of(model: Path) -> Any:
             raise CheckpointError(f"{model} has no tokenizer{unread}") from error
         is_there = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
         raise CheckpointError(
-            f"{folder} has no tokenizer{unread if is_there else ''}: put the one of the model there (tokenizer.json "
-            "and tokenizer_config.json)"
+            f"{folder} has no tokenizer{unread if is_there else ''}: put the tokenizer of the model there "
+            "(tokenizer.json and tokenizer_config.json)"
         ) from error

@@ -193,4 +193,4 @@ def counted(number: int, what: str) -> str:
 def allow_json(*commands: ArgumentParser) -> None:
     """Add the option `--json` to commands."""
     for command in commands:
-        command.add_argument("--json", action="store_true", help="print it as JSON, for machines")
+        command.add_argument("--json", action="store_true", help="print JSON, for programs")

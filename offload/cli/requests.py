@@ -119,9 +119,9 @@ def parsed(line: bytes, number: int) -> Request:
     try:
         said = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"it is no JSON: {error}") from error
+        raise BadRequest(f"not valid JSON: {error}") from error
     if not isinstance(said, dict):
-        raise BadRequest("it is no JSON object")
+        raise BadRequest("not a JSON object")
     body = said.get("body", said)
     if not isinstance(body, dict):
         raise BadRequest("its body is not a JSON object")
@@ -232,7 +232,11 @@ class Answers:
             if not flock(self._fd, path, wait=False):
                 raise ArgumentError(f"another process is writing answers to {path}")
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                raise ForeignFileError(errno.EINVAL, "answers go to a file that can be read again", str(path))
+                raise ForeignFileError(
+                    errno.EINVAL,
+                    "answers go to a regular file, which is read again to resume",
+                    str(path),
+                )
             self._look()
 
     def _look(self) -> None:
@@ -257,7 +261,7 @@ class Answers:
         names = {"custom_id", "response", "error"}
         if not isinstance(said, dict) or names - said.keys() or (said["response"] is None) != self._refused:
             kind = "refusals" if self._refused else "answers"
-            message = f"it is there already and holds more than {kind}: give another file"
+            message = f"the file exists and holds more than {kind}: give another file"
             raise ForeignFileError(errno.EEXIST, message, str(self.path))
         return str(said["custom_id"])
 

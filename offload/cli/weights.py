@@ -44,7 +44,7 @@ def add_to(commands: Any) -> None:
     for made in (command, merging):
         add_shard_size(made)
         add_revision(made)
-        made.add_argument("--resume", action="store_true", help="go on with a run that was killed")
+        made.add_argument("--resume", action="store_true", help="resume a run that was killed")
 
 
 def _add_folders(command: argparse.ArgumentParser, *sources: str) -> None:
@@ -92,8 +92,9 @@ def quantize(options: argparse.Namespace) -> None:
     )
     if left:
         print(
-            f"left as they are: {counted(len(left), 'layer')}, whose columns are no multiple of {options.group_size}, "
-            f"or whose experts are stored as one ({', '.join(left[:3])}{'...' if len(left) > 3 else ''})",
+            f"left as they are: {counted(len(left), 'layer')} whose columns are not a multiple of "
+            f"{options.group_size}, or whose experts are stored as one tensor "
+            f"({', '.join(left[:3])}{'...' if len(left) > 3 else ''})",
             file=sys.stderr,
         )
     print_written(options.target)

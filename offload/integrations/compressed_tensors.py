@@ -115,7 +115,7 @@ def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict
     """The weights to quantize, and the layers to leave, each with whether it is the output layer."""
     model, config, _ = model_on_meta(source.path, class_of(source.path))
     if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(f"{source.path} is quantized already: quantize the model that it was made of")
+        raise CheckpointError(f"{source.path} is quantized already: quantize the model that it was made from")
     head = model.get_output_embeddings()
     modules = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "weight")}
     chosen, left = [], {}
@@ -138,7 +138,7 @@ def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict
             left[name.removesuffix(".weight")] = module is head or not is_linear
     if not chosen:
         columns = f" whose columns are a multiple of {group_size}" if group_size else ""
-        raise CheckpointError(f"{source.path} has no linear layers{columns}: nothing of it can be quantized")
+        raise CheckpointError(f"{source.path} has no linear layers{columns}: nothing in it can be quantized")
     return chosen, left
 
 

@@ -45,7 +45,7 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
     if is_there(folder):
         if gguf_file is None and is_gguf(folder):
             return folder.absolute()
-        raise CheckpointError(f"{name_or_path} is a file, and a model is a folder: give {folder.absolute().parent}")
+        raise CheckpointError(f"{name_or_path} is a file: give the folder of the model, {folder.absolute().parent}")
     from huggingface_hub import snapshot_download
 
     with _asking(name_or_path):
@@ -101,7 +101,7 @@ def _asking(name: str | os.PathLike[str]) -> Iterator[None]:
         raise CheckpointError(f"{name} is neither a folder nor a name on the hub ({error})") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{name} is not a folder here, and the hub did not give it: {first_line(error).rstrip('.')}. "
+            f"{name} is not a folder here, and fetching it from the hub failed: {first_line(error).rstrip('.')}. "
             "Check the name, the network and your token, or give a folder."
         ) from error
 

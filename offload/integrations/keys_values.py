@@ -93,8 +93,8 @@ def _folder_of_its_own(offload_dir: str | os.PathLike[str]) -> Path:
         is_used = is_folder(folder) and any(folder.iterdir())
     if is_used:
         raise ForeignFileError(
-            f"{folder} is not empty: keys and values need a folder of their own, and those of an earlier cache are "
-            "not opened again. Take a new folder, or empty this one."
+            f"{folder} is not empty: keys and values need a folder of their own, and those of an earlier cache can't "
+            "be opened again. Use a new folder, or empty this one."
         )
     return folder
 
@@ -217,13 +217,13 @@ class _Rows:
     def _refuse_others(self, kept: torch.Tensor, states: torch.Tensor) -> None:
         if _shape_of_a_token(kept) != _shape_of_a_token(states):
             raise ShapeMismatchError(
-                f"{self._name!r} holds tokens of shape {tuple(kept.shape)}, those to add have {tuple(states.shape)}: "
-                "reset() the cache, or take another one for another batch"
+                f"{self._name!r} holds tokens of shape {tuple(kept.shape)}, the new ones have {tuple(states.shape)}: "
+                "reset() the cache, or use another cache for another batch"
             )
         if kept.dtype != states.dtype:
             raise DtypeMismatchError(
-                f"{self._name!r} holds {kept.dtype}, the tokens to add are {states.dtype}: "
-                "reset() the cache, or run the model in one dtype"
+                f"{self._name!r} holds {kept.dtype}, the new tokens are {states.dtype}: reset() the cache, or run "
+                "the model in one dtype"
             )
 
 

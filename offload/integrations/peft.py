@@ -252,12 +252,14 @@ def _kind_of(adapter: str) -> str:
     if config.is_prompt_learning:
         raise _unmergeable(kind, "it adds virtual tokens, and changes no weights")
     if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), "merge_and_unload"):
-        raise _unmergeable(kind, "peft has no way to")
+        raise _unmergeable(kind, "peft does not support it")
     return kind
 
 
 def _unmergeable(kind: str, why: str) -> UnsupportedOpError:
-    return UnsupportedOpError(f"an adapter of the kind {kind} can't be merged ({why}): run the model with it, as it is")
+    return UnsupportedOpError(
+        f"an adapter of kind {kind} can't be merged ({why}): run the model with the adapter unmerged"
+    )
 
 
 def _with_adapter(
@@ -269,8 +271,8 @@ def _with_adapter(
     quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)
     if quantized is not None:
         raise UnsupportedOpError(
-            f"{quantized!r} is quantized, and no adapter is merged into that: merge it into the base that is not, and "
-            "quantize then (offload.quantize_)"
+            f"{quantized!r} is quantized, and adapters can't be merged into quantized weights: merge into the dense "
+            "base, then quantize it (offload.quantize_)"
         )
     before = [_state_of(value.tensor) for value in values]
     warnings.filterwarnings("error", "Found missing adapter keys")
@@ -286,7 +288,7 @@ def _with_adapter(
     if is_resumed and changed is not None:
         raise JournalError(
             f"{adapter} changes {changed!r} of the base when it is read ({kind}), so that a merge of it can't be "
-            "resumed: load the base anew, and call merge_lora without resume"
+            "resumed: load the base again, and call merge_lora without resume"
         )
     return tuner, read
 
@@ -320,7 +322,7 @@ def _merged_by(tuner: Any, kind: str, merging: _Merging) -> None:
 
 
 def _so_far(merging: _Merging) -> str:
-    way_on = f"resume={merging.journal.name!r} goes on from there" if merging.journal.name else "load the base anew"
+    way_on = f"resume={merging.journal.name!r} continues from there" if merging.journal.name else "load the base again"
     return f"{merging.done} layers are merged, and stay; {way_on}"
 
 

@@ -95,9 +95,9 @@ def quantize_(
     sharded = next((name for name, tensor in model.named_parameters() if is_dtensor(tensor)), None)
     if sharded is not None:
         raise UnsupportedOpError(
-            f"{sharded!r} is one of many ranks (a DTensor), and torchao would quantize it by what all of them have: "
-            "quantize the model for one process, or load the ranks from a checkpoint of FP8, compressed-tensors, "
-            "GPTQ..., whose weights are decoded as they are read"
+            f"{sharded!r} is sharded over ranks (a DTensor), and torchao needs the whole weight: quantize the model "
+            "in one process, or load the ranks from a checkpoint in FP8, compressed-tensors, GPTQ..., whose weights "
+            "are decoded as they are read"
         )
     is_theirs = type(config).__name__ == _THEIRS
     if not isinstance(config, AOBaseConfig) and not is_theirs:
@@ -219,7 +219,8 @@ class _Quantizing:
         except Exception as error:
             at = self.at if chosen else _module_in(error)
             raise MapError(
-                f"torchao failed at {at!r} ({type(error).__name__}: {error}): those before it are quantized, and stay"
+                f"torchao failed at {at!r} ({type(error).__name__}: {error}): the weights before it are quantized "
+                "and stay so"
             ) from error
 
     def finish(self) -> None:
@@ -260,8 +261,8 @@ def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> A
     is_theirs = type(config).__name__ == _THEIRS
     if is_theirs and (filter_fn is not None or not is_of_transformers(model)):
         raise ArgumentTypeError(
-            f"a {_THEIRS} says which layers of a transformers model are quantized: give no filter_fn with it, and for "
-            "other models its quant_type"
+            f"a {_THEIRS} says which layers of a transformers model are quantized: do not pass filter_fn with it, "
+            "and for other models pass its quant_type"
         )
     if not is_of_transformers(model):
         return None

@@ -123,7 +123,7 @@ def from_pretrained(
     elif quantization is not None and PARTS_NOTE in (metadata := source.metadata):
         model, info = filled(type(empty), empty.config, rebuilt(tensors, metadata), dtype, **options)
     elif quantization is not None:
-        log.info("%s is quantized: its values are loaded as transformers does, and then placed", folder)
+        log.info("%s is quantized: its values are loaded by transformers, and then placed", folder)
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     else:
@@ -164,7 +164,7 @@ def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **o
         has_config = is_gguf or (folder / "config.json").is_file()
     if config is None and not has_config:
         raise CheckpointError(
-            f"{folder} has no config.json, so it is not a transformers model: pass config=, name a GGUF file in there "
+            f"{folder} has no config.json, so it is not a transformers model: pass config=, name a GGUF file in it "
             "with gguf_file=, or fill a model of your own with offload.load_checkpoint_and_dispatch"
         )
     try:
@@ -179,7 +179,7 @@ def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **o
     except OffloadError:
         raise
     except Exception as error:  # transformers can raise anything for a damaged configuration or another kind of model
-        raise CheckpointError(f"transformers can't make a model of {folder}: {first_line(error)}") from error
+        raise CheckpointError(f"transformers can't make a model from {folder}: {first_line(error)}") from error
 
 
 def class_of(folder: Path) -> Any:
@@ -208,7 +208,7 @@ def _refuse_options(options: dict[str, Any]) -> None:
     for name in _QUANTIZING:
         options.pop(name, None)
     for name in _NOT_HERE.keys() & options.keys():
-        raise ArgumentTypeError(f"offload.from_pretrained takes no {name!r}: {_NOT_HERE[name]}")
+        raise ArgumentTypeError(f"offload.from_pretrained does not take {name!r}: {_NOT_HERE[name]}")
 
 
 def _empty_model(model_class: Any, config: Any) -> Any:

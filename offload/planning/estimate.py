@@ -114,7 +114,7 @@ class Plan:
                     "  model.generate(..., past_key_values=offload.integrations.kv_cache(model))",
                 ]
         if self.fits:
-            lines.append("It fits in memory: plain transformers does, and no setting of offload makes it quicker.")
+            lines.append("It fits in memory: use plain transformers. No setting of offload makes it faster.")
         for one in (way, *self.ways):
             bound = "reading" if one.is_read_bound else "computing"
             lines += [
@@ -122,7 +122,7 @@ class Plan:
                 f"{one.what}: {_in_words(one.token_seconds)} per token, bound by {bound}"
                 + (f"; the first pass takes {_in_words(one.first_seconds)}" if one is way else ""),
                 f"  {decimal(one.stays)} of {decimal(one.stored)} stay in memory, "
-                + (f"a pass reads {decimal(one.reads)}" if one.reads else "all that a pass needs of the weights")
+                + (f"a pass reads {decimal(one.reads)}" if one.reads else "everything that a pass needs")
                 + (f" for {one.tokens} tokens" if one.tokens > 1 else ""),
                 *(f"  {command}" for command in one.commands),
             ]
@@ -214,7 +214,9 @@ def _options(max_memory: int | float | str | None, device: torch.device | str | 
 def _positive(disk_rate: int | str) -> int:
     rate = as_bytes(disk_rate, 0)
     if not rate:
-        raise ArgumentError(f"disk_rate must be in bytes per second and more than 0, as '2GB', not {disk_rate!r}")
+        raise ArgumentError(
+            f"disk_rate must be a positive number of bytes per second, such as '2GB', not {disk_rate!r}"
+        )
     return rate
 
 

@@ -99,7 +99,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
     """
     place = absolute(folder)
     if not place.is_dir():
-        raise MissingFileError(errno.ENOENT, "there is no such folder: name one, or make it first", str(place))
+        raise MissingFileError(errno.ENOENT, "no such folder: name an existing one, or make it first", str(place))
     pool = Pool()
     pool.reconsider(anew=True)
     return Diagnosis(

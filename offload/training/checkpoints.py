@@ -189,8 +189,8 @@ def _taking(name: str, checkpoint: Path) -> Iterator[None]:
         raise
     except Exception as error:  # of any class
         raise CheckpointError(
-            f"{checkpoint}: {name} did not take the state that was saved ({type(error).__name__}: {short(error)}): "
-            "is it made as the one that was saved?"
+            f"{checkpoint}: {name} did not accept the saved state ({type(error).__name__}: {short(error)}): was it "
+            "created like the one that was saved?"
         ) from error
 
 
@@ -221,8 +221,8 @@ def _checked(tensor: torch.Tensor, way: Way) -> torch.Tensor:
     refuse_unstorable(tensor, name)
     if subclass_value(tensor) is not None:
         raise UnsupportedOpError(
-            f"{name} is of a tensor subclass, which a checkpoint of training has no form for: "
-            "pass frozen=False to leave out what is not trained"
+            f"{name} is a tensor subclass, which a training checkpoint can't store: pass frozen=False to leave out "
+            "parameters that are not trained"
         )
     return tensor
 
@@ -285,7 +285,7 @@ def _read(checkpoint: Path) -> _Saved:
     """
     state = state_if_ours(checkpoint / _STATE, _KIND)
     if state is None:
-        raise CheckpointError(f"{checkpoint / _STATE} is missing, or not whole: the checkpoint can't be used")
+        raise CheckpointError(f"{checkpoint / _STATE} is missing or incomplete: the checkpoint can't be used")
     tensors = load_file(checkpoint)
     try:
         structure = state["structure"] if "structure" in state else _node_from(state["tree"])
@@ -332,8 +332,8 @@ def _check_optimizer(state: Any) -> None:
 
 def _damaged(checkpoint: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{checkpoint / _STATE} is not whole: {what} can't be used, and nothing was changed. "
-        "Take an earlier copy of the folder, or train anew."
+        f"{checkpoint / _STATE} is not complete: {what} can't be used, and nothing was changed. Use an earlier copy "
+        "of the folder, or start training again."
     )
 
 
@@ -343,7 +343,7 @@ def _refuse_other_model(
     """Refuse another model before anything is changed."""
     wrong = sorted((values.keys() ^ saved.keys()) - left_out)
     if wrong:
-        raise CheckpointError(f"{checkpoint} is of another model, which differs in {some(wrong)}")
+        raise CheckpointError(f"{checkpoint} belongs to another model, which differs in {some(wrong)}")
     for name, value in values.items():
         other = saved.get(name)
         if isinstance(value, torch.Tensor) != isinstance(other, torch.Tensor) and name in saved:
@@ -354,11 +354,12 @@ def _refuse_other_model(
             continue
         if other.dtype != value.dtype:
             raise DtypeMismatchError(
-                f"{name!r} is of {value.dtype}, and of {other.dtype} in {checkpoint}: make the model as it was saved"
+                f"{name!r} is of {value.dtype}, and of {other.dtype} in {checkpoint}: create the model as it was "
+                "when it was saved"
             )
         if other.shape != value.shape:
             raise CheckpointError(
-                f"{checkpoint} is of another model (size mismatch): {name!r} is {tuple(value.shape)}, and "
+                f"{checkpoint} belongs to another model (size mismatch): {name!r} is {tuple(value.shape)}, and "
                 f"{tuple(other.shape)} there"
             )
 
@@ -366,7 +367,9 @@ def _refuse_other_model(
 def _refuse_other_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], checkpoint: Path) -> None:
     there, here = ([len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups))
     if there != here:
-        raise CheckpointError(f"{checkpoint} is of another optimizer: its groups have {there} parameters, not {here}")
+        raise CheckpointError(
+            f"{checkpoint} belongs to another optimizer: its groups have {there} parameters, not {here}"
+        )
 
 
 def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
@@ -388,13 +391,13 @@ def _refuse_others(model: object, optimizer: object) -> None:
 
 def _latest(folder: Path) -> Path:
     if not is_there(folder / _LATEST):
-        reason = "there is no checkpoint of training yet: save_training makes one"
+        reason = "there is no training checkpoint yet: save_training writes one"
         raise MissingFileError(errno.ENOENT, reason, str(folder))
     pointer = state_if_ours(folder / _LATEST, _KIND) or {}
     name = pointer.get("checkpoint")
     if not isinstance(name, str) or not _CHECKPOINT.fullmatch(name):
         raise CheckpointError(
-            f"{folder / _LATEST} names no checkpoint of training: it is damaged, or was written by another program"
+            f"{folder / _LATEST} names no training checkpoint: it is damaged, or was written by another program"
         )
     if not is_folder(folder / name):
         raise MissingFileError(errno.ENOENT, f"the checkpoint that {_LATEST} names is gone", str(folder / name))

@@ -91,8 +91,8 @@ def offload_optimizer(
         raise ArgumentError(f"the state of this {kind.__name__} is on disk already")
     if step_bytes is not None and not _steps_one_by_one(kind):
         raise UnsupportedOpError(
-            f"{kind.__module__}.{kind.__name__} may need all parameters in one step: pass step_bytes=None to step so, "
-            "with what the first step makes in memory as a whole"
+            f"{kind.__module__}.{kind.__name__} may need all parameters in one step: pass step_bytes=None for that; "
+            "the first step then creates its whole state in memory"
         )
     if model is not None:
         refuse_other(model, nn.Module, "a torch.nn.Module")
@@ -308,6 +308,6 @@ def _own_step(optimizer: Optimizer) -> dict[str, Any]:
         return {}
     if not hasattr(replaced, "_wrapped_by_lr_sched"):
         raise UnsupportedOpError(
-            f"the step of this {type(optimizer).__name__} was replaced by {replaced!r}: call offload_optimizer before"
+            f"the step of this {type(optimizer).__name__} was replaced by {replaced!r}: call offload_optimizer first"
         )
     return {"step": replaced}

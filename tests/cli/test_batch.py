@@ -104,8 +104,8 @@ def test_the_form_is_that_of_inference_servers(folder, tmp_path):
 
 def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
     bad: dict[str, Any] = {
-        "no JSON": "{",
-        "no JSON object": "[1]",
+        "not valid JSON": "{",
+        "not a JSON object": "[1]",
         "neither messages nor a prompt": {"custom_id": "a"},
         "both messages and a prompt": {"custom_id": "b", "messages": [{"role": "user"}], "prompt": "w1"},
         "should be text": {"custom_id": 3, "prompt": "w1"},
@@ -115,9 +115,9 @@ def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
         "top_p is 2": request(4, top_p=2),
         "n=2 is not supported": request(5, n=2),
         "stop is 3": request(6, stop=3),
-        "more than the model takes": {"custom_id": "c", "prompt": "w1 " * 64},
+        "more than the model allows": {"custom_id": "c", "prompt": "w1 " * 64},
         "a role and content": request(7, messages=[1]),
-        "does not take it": request(8, messages=[{"role": "user", "content": {"a": 1}, "x": 1}, {"role": "user"}]),
+        "rejects it": request(8, messages=[{"role": "user", "content": {"a": 1}, "x": 1}, {"role": "user"}]),
     }
     lines = [request(1), *bad.values(), request(9)]
     source = written(tmp_path / "in.jsonl", lines)
@@ -128,7 +128,7 @@ def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
     assert {"request 1", "request 9"} <= texts(tmp_path / "out.jsonl").keys()
     told = {said["error"]["line"]: said["error"]["message"] for said in read(errors)}
     for at, words in enumerate(bad, start=2):
-        if words != "does not take it":  # depends on the template
+        if words != "rejects it":  # depends on the template
             assert words in told[at]
     assert all(said["response"] is None for said in read(errors))
 
@@ -270,7 +270,7 @@ def test_one_file_for_two_things_is_an_error(folder, tmp_path, capsys):
     assert 1 == run(folder, tmp_path / "missing.jsonl", tmp_path / "out.jsonl")
 
     assert before == source.read_bytes()
-    assert "give three" in capsys.readouterr().err
+    assert "need three different files" in capsys.readouterr().err
 
 
 def test_samples_follow_their_seed_and_stop_where_they_are_told(folder, tmp_path):

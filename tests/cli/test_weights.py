@@ -92,7 +92,7 @@ def test_layers_that_no_group_divides_are_left_and_named(
 ) -> None:
     assert 0 == cli.main(["quantize", str(models["dense"]), str(tmp_path / "new"), "--int8"])
 
-    assert "left as they are: 12 layers, whose columns are no multiple of 128" in capsys.readouterr().err
+    assert "left as they are: 12 layers whose columns are not a multiple of 128" in capsys.readouterr().err
     found = load_file(tmp_path / "new" / "model.safetensors")
     assert "model.layers.0.mlp.down_proj.weight_packed" in found
     assert "model.layers.0.mlp.up_proj.weight" in found

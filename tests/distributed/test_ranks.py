@@ -954,7 +954,7 @@ def test_what_can_not_be_sharded_says_why_and_in_which_order_it_can(tmp_path: Pa
         sharded = empty_model(tmp_path)
         by_tensor(sharded)
         offload.load_checkpoint_and_dispatch(sharded, tmp_path)
-        with pytest.raises(UnsupportedOpError, match="quantize the model for one process, or load the ranks from"):
+        with pytest.raises(UnsupportedOpError, match="quantize the model in one process, or load the ranks from"):
             offload.quantize_(sharded, Int8WeightOnlyConfig())
 
     run_ranks(2, act)

@@ -52,7 +52,7 @@ def test_bin_files_are_not_fetched_where_there_are_safetensors(fetch: Any) -> No
 def test_a_file_is_refused_with_the_folder_that_it_is_in(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
 
-    with pytest.raises(CheckpointError, match=rf"is a file, and a model is a folder: give {tmp_path}$"):
+    with pytest.raises(CheckpointError, match=rf"is a file: give the folder of the model, {tmp_path}$"):
         folder_of(tmp_path / "model.safetensors")
 
 
@@ -62,5 +62,5 @@ def test_an_error_of_the_hub_ends_with_one_full_stop(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
 
-    with pytest.raises(CheckpointError, match=r"did not give it: It is not there\. Check the name"):
+    with pytest.raises(CheckpointError, match=r"fetching it from the hub failed: It is not there\. Check the name"):
         folder_of("org/model")

@@ -412,7 +412,7 @@ def test_an_error_of_torchao_names_the_layer(by_name: bool) -> None:
     if by_name:
         config = torchao.FqnToConfig({"0": config, "2": config})
 
-    with pytest.raises(MapError, match=r"torchao failed at '2' \(AssertionError: .*those before it are quantized"):
+    with pytest.raises(MapError, match=r"torchao failed at '2' \(AssertionError: .*weights before it are quantized"):
         offload.quantize_(model, config)
 
     assert "IntxUnpackedToInt8Tensor" == type(model[0].weight.materialize()).__name__
@@ -494,7 +494,7 @@ def test_a_configuration_of_transformers_is_for_its_models_and_takes_no_filter(f
     method = transformers.TorchAoConfig(int8())
 
     for model, wanted in ((nn.Linear(8, 8), None), (in_memory(folder), is_in_a_layer)):
-        with pytest.raises(TypeError, match="give no filter_fn with it, and for other models its quant_type"):
+        with pytest.raises(TypeError, match="do not pass filter_fn with it, and for other models pass its quant_type"):
             offload.quantize_(model, method, wanted)
 
 

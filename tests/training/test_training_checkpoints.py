@@ -253,7 +253,7 @@ def test_a_checkpoint_that_has_not_become_the_latest_is_removed(tmp_path):
 
 
 def test_a_folder_without_a_checkpoint_says_so(tmp_path):
-    with pytest.raises(MissingFileError, match="no checkpoint of training yet"):
+    with pytest.raises(MissingFileError, match="no training checkpoint yet"):
         offload.training.load_training(network(), tmp_path)
 
 
@@ -361,7 +361,7 @@ def test_what_nobody_took_apart_is_refused(kind, form, tmp_path):
     state = {"offload": state["offload"], form: {"dict": {"extra": extra}} if form == "structure" else {"extra": extra}}
     (made / "state.json").write_text(json.dumps(state))
 
-    with pytest.raises(CheckpointError, match="not whole"):
+    with pytest.raises(CheckpointError, match="not complete"):
         offload.training.load_training(network(), tmp_path)
 
 
@@ -562,7 +562,7 @@ def test_a_state_of_random_numbers_that_is_none_changes_nothing(which, run):
     path.write_text(json.dumps(state))
     before = everything(model, optimizer, scheduler)
 
-    with pytest.raises(CheckpointError, match=r"state\.json is not whole: its states of random numbers"):
+    with pytest.raises(CheckpointError, match=r"state\.json is not complete: its states of random numbers"):
         offload.training.load_training(model, folder, optimizer, scheduler=scheduler)
 
     assert everything(model, optimizer, scheduler) == before
@@ -593,7 +593,7 @@ def test_an_object_that_takes_no_state_leaves_the_others_as_they_were(tmp_path):
     train(model, optimizer)
     before = everything(model, optimizer, scheduler)
 
-    with pytest.raises(CheckpointError, match=r"stubborn did not take the state.*KeyError"):
+    with pytest.raises(CheckpointError, match=r"stubborn did not accept the saved state.*KeyError"):
         offload.training.load_training(model, tmp_path, optimizer, counter=counter, stubborn=stubborn)
 
     assert everything(model, optimizer, scheduler) == before
