@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.storage import folders
+from offload.storage import clock, folders
 from offload.testing import tiny_checkpoint
 from tests.campaigns import asked, left_out
+from tests.engines import Clock, be_alone, forget
 
 pytest.register_assert_rewrite("tests.acts")
 for library in ("HF_HUB", "TRANSFORMERS", "HF_DATASETS"):
@@ -33,6 +34,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _seconds(item: pytest.Item) -> float:
     marker = item.get_closest_marker("slow")
     return marker.args[0] if marker else 0.0
+
+
+@pytest.fixture(autouse=True)
+def fresh_prefetcher() -> None:
+    """No order, plan, rate or budget that an earlier test has left."""
+    forget()
+
+
+@pytest.fixture
+def only_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of values that earlier tests have left does not count."""
+    be_alone(monkeypatch)
+
+
+@pytest.fixture
+def still_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of rules that depend on time, which stands still until the test moves it."""
+    still = Clock()
+    monkeypatch.setattr(clock, "now", still)
+    return still
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,8 @@ from tests.page_cache import needs_page_cache
 MIB = 1 << 20
 LAYERS = 12
 
+pytestmark = pytest.mark.usefixtures("only_own_values", "still_clock")
+
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:

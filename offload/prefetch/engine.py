@@ -22,7 +22,6 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from time import monotonic
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from offload.prefetch.order import Streams
 from offload.prefetch.plan import Pool
 from offload.prefetch.reader import Counts, Reader, ReadInParts
 from offload.prefetch.value import AWAY, SMALL, PageState, Value, dropping_after, page_state_of
+from offload.storage import clock
 from offload.storage.handle import Handle
 from offload.storage.pages import PAGE, announce, are_cached
 
@@ -61,7 +61,7 @@ def brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
         return _ENGINE.glance(handle, view_spec)
     if found.is_picked:
         found.pool.picked.count(found)
-    if found.checked_until < monotonic():
+    if found.checked_until < clock.now():
         _ENGINE.arrive(found)
     return found
 
@@ -113,7 +113,7 @@ def are_staying(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
 
 def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
     """Start reading what several views need, before waiting for the first, as far as the window allows."""
-    now, values = monotonic(), []
+    now, values = clock.now(), []
     for handle, view_spec in views:
         found = _range_of(handle, view_spec)
         if found is UNTRACKED:
@@ -153,7 +153,7 @@ def _range_of(handle: Handle, view_spec: torch.Tensor) -> Value | None:
     whole = page_state_of(handle).ranges.get(handle.extent)
     if handle.recipe is not None or nbytes == most:
         return whole or (tracked(handle, start, most) if most > SMALL else UNTRACKED)
-    if whole is not None and whole.checked_until >= monotonic():
+    if whole is not None and whole.checked_until >= clock.now():
         return whole
     if nbytes <= SMALL:
         return UNTRACKED
@@ -196,7 +196,7 @@ def _pieces_brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
     first = handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
     found = [tracked(handle, start, piece) for start in _starts(first, others)]
     for one in found:
-        if one.checked_until < monotonic():
+        if one.checked_until < clock.now():
             _ENGINE.arrive(one)
     return min(found, key=lambda one: one.checked_until)
 
@@ -215,7 +215,7 @@ class Engine:
         if not handle.file.is_picked_from:
             return UNTRACKED
         _announce(handle, view_spec)
-        now, seen = monotonic(), self._glance
+        now, seen = clock.now(), self._glance
         if seen.checked_until == _FOREVER or seen.checked_until < now:
             seen = Value.nowhere()
             seen.checked_until = now + CHECKED_FOR
@@ -259,7 +259,7 @@ class Engine:
         if value.stays:
             lasts = value.is_held or value.nbytes <= SMALL
             calm = _FOREVER if lasts else CHECKED_FOR * self._chance.uniform(0.1, 1)
-            value.checked_until = monotonic() + calm
+            value.checked_until = clock.now() + calm
 
     def _mend(self, value: Value) -> None:
         """After an unfinished read: give up what this thread has ahead, and drop what was to be dropped."""
@@ -276,7 +276,7 @@ class Engine:
             with reader.lock:
                 reader.counts.found += 1
             return
-        started = monotonic()
+        started = clock.now()
         with reader.lock:  # if the reader is behind with dropping, this makes room
             leaving = reader.take_leaving() if self.streams.in_flight() > value.pool.window else []
         reader.let_go(leaving)

@@ -9,7 +9,6 @@ Always true:
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ import torch
 from offload.prefetch.engine import POOL, fill, lock
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import log
+from offload.storage import clock
 from offload.storage.pages import announce, populated, read_in_huge_pages
 
 _LEAST_ROWS = 256
@@ -65,7 +65,7 @@ class Filling:
         """
         with lock():
             if self.is_under_way or self._begins(rows, nbytes, size, mapped):
-                self._until = time.monotonic() + _GOES_ON
+                self._until = clock.now() + _GOES_ON
                 fill(self)
 
     def _begins(self, rows: int, nbytes: int, size: int, mapped: Callable[[], torch.Tensor | None]) -> bool:
@@ -98,7 +98,7 @@ class Filling:
     def read_on(self) -> bool:
         """Read the next part; returns whether there is more to do now. Called by the reader."""
         coming, done = self._coming, self._done
-        if coming is None or time.monotonic() > self._until:
+        if coming is None or clock.now() > self._until:
             return False
         if not self._has_room(coming.nbytes):
             self.end()

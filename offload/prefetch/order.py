@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from offload.prefetch.reader import Reader
 from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, RESIDENT, SMALL, Value
+from offload.storage import clock
 
 if TYPE_CHECKING:
     from offload.prefetch.lease import Lease
@@ -117,11 +117,11 @@ class Stream:
     def is_idle(self) -> bool:
         """Whether its thread has ended or stopped reading."""
         thread = self._thread()
-        return thread is None or not thread.is_alive() or time.monotonic() - self._touched > _FORGET
+        return thread is None or not thread.is_alive() or clock.now() - self._touched > _FORGET
 
     def move_to(self, value: Value) -> None:
         """The thread reads `value` now: learn from it, and read ahead from there."""
-        self._touched = time.monotonic()
+        self._touched = clock.now()
         if value is self._last:
             return
         self._moves += not value.is_picked
@@ -207,7 +207,7 @@ class Stream:
 
     def _read_ahead(self) -> None:
         """Follow the order as far as the window reaches."""
-        now = time.monotonic()
+        now = clock.now()
         before, last = self._walked
         for _ in range(_MOST_STEPS):
             following = last.follower(before) if last is not None else None

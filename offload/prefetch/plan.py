@@ -17,7 +17,6 @@ Functions that change a plan return the values to evict; the caller drops them a
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ import torch
 from offload.memory import available_bytes
 from offload.prefetch.picked import Picked
 from offload.prefetch.value import SMALL, Value, log, page_state_of
+from offload.storage import clock
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
 
@@ -181,7 +181,7 @@ class Pool:
         Args:
             anew: check and plan in any case.
         """
-        now = time.monotonic()
+        now = clock.now()
         room = self._room
         if anew or now - self._looked > _LOOK_AGAIN:
             self._looked = now

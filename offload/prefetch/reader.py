@@ -9,7 +9,6 @@ Always true:
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Protocol
 
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage, Value, log
+from offload.storage import clock
 from offload.storage.background import Background
 from offload.storage.locks import Waiters
 
@@ -151,7 +151,7 @@ class Reader(Background[Work]):
 
     def count_waited(self, value: Value, started: float) -> None:
         """An op has waited for `value` since `started`."""
-        waited = time.monotonic() - started
+        waited = clock.now() - started
         value.waited += waited
         self.counts.waited += waited
 
@@ -171,7 +171,7 @@ class Reader(Background[Work]):
                         value.move_to(IN_USE)
                     return was_ahead
                 done = self._ops.add()
-            started = started or time.monotonic()
+            started = started or clock.now()
             done.acquire()
 
     def let_go(self, leaving: list[Value]) -> None:
@@ -238,7 +238,7 @@ class Reader(Background[Work]):
         runs = list(_runs(batch))
         joined = [run[0] if len(run) == 1 else run[0].through(run[-1]) for run in runs]
         missing = [0 if extent.is_cached() else extent.missing_bytes() for extent in joined]
-        pool, read, started = batch[0].pool, 0, time.monotonic()
+        pool, read, started = batch[0].pool, 0, clock.now()
         with suppress(Exception):  # the op that needs the value meets the same error, and reports it
             for run, extent in zip(runs, joined, strict=True):
                 if len(runs) > 1:
@@ -255,7 +255,7 @@ class Reader(Background[Work]):
                     self.counts.bytes_read += due
                     read += due if extent.may_ask and run[0].pool is pool else 0  # else unknown whether from the disk
         with self.lock:
-            pool.learn_rate(read, time.monotonic() - started)
+            pool.learn_rate(read, clock.now() - started)
 
     def _has_read(self, run: list[Value], stage: Stage) -> None:
         """Some values are `RESIDENT` now, or still `AWAY`; one that was dropped meanwhile has to go again."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from time import monotonic
 
 import torch
 
 from offload.prefetch.engine import CHECKED_FOR, POOL, span_of
 from offload.prefetch.filling import Filling
 from offload.prefetch.value import PageState, page_state_of
+from offload.storage import clock
 from offload.storage.handle import Handle
 from offload.storage.pages import PAGE, announce, are_cached, has_holes
 
@@ -28,7 +28,7 @@ def has_rows_here(handle: Handle) -> bool:
     page_state = handle.page_state
     if type(page_state) is not PageState:
         return False
-    now = monotonic()
+    now = clock.now()
     if page_state.checked_until >= now:
         return True
     whole = page_state.ranges.get(handle.extent)
@@ -55,7 +55,7 @@ def rows_coming(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -> 
         if type(page_state.filling) is Filling:
             page_state.filling.take()  # its mapping is the file's
         if are_cached(mapped.data_ptr() + start, length):
-            page_state.checked_until = monotonic() + CHECKED_FOR
+            page_state.checked_until = clock.now() + CHECKED_FOR
         return
     each = torch.unique(numbers).tolist()
     for begin, end in runs_of(each, len(view_spec), PAGE // max(step, 1)):

@@ -179,7 +179,7 @@ class PageState:
         pool: its budget; None for the process's.
         ranges: tracked ranges, by start and length.
         copies: resident copies on accelerators, by device.
-        checked_until: until when (`time.monotonic`) its rows are assumed to be in memory without checking.
+        checked_until: until when (`clock.now`) its rows are assumed to be in memory without checking.
         filling: reads in all of it, if rows are picked from it.
     """
 

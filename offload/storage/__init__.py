@@ -20,6 +20,7 @@
 | `gguf_header` | files from llama.cpp |
 | `locks` `modes` | locking, and leaving torch's modes |
 | `background` | a thread that runs while there is work |
+| `clock` | the clock of rules that depend on time |
 """
 
 import logging

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from statistics import median
 
+from offload.storage import clock
 from offload.storage.locks import fork_safe_lock
 
 _USUAL = 2  # threads
@@ -99,7 +99,7 @@ def read_shared(device: int, start: int, nbytes: int, part: int, read: Read, mis
         disk = _DISKS.setdefault(device, Disk())
     tells = disk.other is not None and missing() > _COLD * nbytes
     counted = mine = count = 0
-    started = time.perf_counter()
+    started = clock.now()
     try:
         with _LOCK:
             counted = 1
@@ -111,10 +111,11 @@ def read_shared(device: int, start: int, nbytes: int, part: int, read: Read, mis
     finally:
         with _LOCK:
             disk.under_way -= counted
-    if tells:
+    seconds = clock.now() - started
+    if tells and seconds > 0:
         with _LOCK:
             if disk.begun == mine:  # it was alone all the time
-                disk.learn(count, nbytes / (time.perf_counter() - started))
+                disk.learn(count, nbytes / seconds)
 
 
 def _read_by(count: int, parts: deque[tuple[int, int]], read: Read) -> None:

@@ -55,7 +55,7 @@ class Range:
 
     Attributes:
         nbytes: their number.
-        checked_until: until when (`time.monotonic`) they are assumed to be in memory without checking.
+        checked_until: until when (`clock.now`) they are assumed to be in memory without checking.
         is_part: whether the rest of the value may stay unread: nothing around them is read along.
     """
 

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from time import monotonic
 from types import FrameType, SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -33,6 +32,7 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.prefetch.engine import UNTRACKED, brought_in
+from offload.storage import clock
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, Notes
 from offload.storage.modes import no_functions, no_grad, no_modes
@@ -747,7 +747,7 @@ def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     if tensor._handle.composed is not None:  # computing it has read its sources already
         return value
     known = tensor._range
-    if known is None or known.checked_until < monotonic():
+    if known is None or known.checked_until < clock.now():
         tensor._range = brought_in(handle_of(tensor), tensor._view_spec)
     return value
 

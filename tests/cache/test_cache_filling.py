@@ -22,7 +22,7 @@ from tests.processes import in_fork, run_script
 MIB = 1 << 20
 ROWS = 2048  # of 8 KiB
 
-pytestmark = needs_page_cache
+pytestmark = [needs_page_cache, pytest.mark.usefixtures("only_own_values", "still_clock")]
 
 
 def values(numbers):

@@ -28,6 +28,7 @@ from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 from tests.prefetch.test_prefetch import MIB, Made, engine, made, memory, read, rest, seed  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("only_own_values", "still_clock")
 COUNT, LENGTH = 32, 2500
 ORDERS = orders(COUNT, LENGTH)
 

@@ -13,7 +13,7 @@ from offload.prefetch import engine as engines
 from offload.prefetch.engine import Engine
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import QUEUED, READING, RESIDENT, SMALL, Value
-from offload.storage import background
+from offload.storage import background, clock
 from tests.processes import in_fork
 
 MIB = 1 << 20
@@ -98,7 +98,7 @@ def made(memory: Memory, names: str, *, size: int = MIB, budget: int = 0, window
 def read(engine: Engine, values: list[Made]) -> None:
     """Read like ops that take a while: the reader becomes idle in between."""
     for value in values:
-        if value.checked_until < time.monotonic():
+        if value.checked_until < clock.now():
             engine.arrive(value)
             assert value.is_cached()
             rest(engine)
