@@ -31,7 +31,7 @@ def run_script(
     shell: str = "",
     expected: int = 0,
     env: dict[str, str] | None = None,
-    limit: float = 120,
+    limit: float = 280,
     fresh: bool = False,
 ) -> str:
     """The output of a Python script.
@@ -46,7 +46,8 @@ def run_script(
         expected: the exit code, or minus the signal that killed it.
         env: added to the environment.
         limit: seconds until it is killed, and the test fails.
-        fresh: with an interpreter of its own, for tests of imports.
+        fresh: with an interpreter of its own: for tests of imports, and in a memory cgroup, to which pages count that
+            a fork copies.
     """
     words, code = [*map(str, args)], textwrap.dedent(code)
     environment = {**os.environ, **_OWN, **(env or {})}
@@ -69,7 +70,7 @@ def run_module(
     cwd: Path = ROOT,
     env: dict[str, str] | None = None,
     given: bytes = b"",
-    limit: float = 120,
+    limit: float = 280,
 ) -> subprocess.CompletedProcess[str]:
     """`python -m name args...`, in a fork of the server where that makes no difference.
 

@@ -41,7 +41,7 @@ SCRIPT = """
 def test_a_cache_of_three_times_the_memory_is_built_scanned_and_read_at_random(tmp_path):
     limit = 48 * MIB
 
-    said = json.loads(run_script(SCRIPT, tmp_path, limit))
+    said = json.loads(run_script(SCRIPT, tmp_path, limit, fresh=True))
 
     assert (3 * limit // 8192, True) == (said["filled"], said["right"])
     assert said["max_usage_in_bytes"] <= limit

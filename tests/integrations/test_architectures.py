@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import offload
 from bench import architectures, equality
 from bench.architectures import ABSENT, DIFFERS, EQUAL, VALUES, Row, examined, examined_apart, names, prepared
 from bench.tiny import tiny_configs
+from tests.processes import run_script
 
 GENERATING = [
     ("causal", "llama"),
@@ -36,10 +38,17 @@ ENCODING = [
 ]
 
 
-def examined_quietly(kind: str, name: str, written: int = 0) -> Row:
-    """Again if other bytes were written: warnings go to a file while tests run, and are printed once per process."""
-    row = examined(kind, name)
-    return row if row.written == written else examined(kind, name)
+EXAMINED = """
+    import json, sys
+    from dataclasses import asdict
+    from bench.architectures import examined
+    print(json.dumps(asdict(examined(*sys.argv[1:3]))))
+"""
+
+
+def examined_alone(kind: str, name: str) -> Row:
+    """In a process that has no file for what is printed: the bytes that are written are those of loading."""
+    return Row(**json.loads(run_script(EXAMINED, kind, name).splitlines()[-1]))
 
 
 @pytest.fixture
@@ -59,7 +68,7 @@ def model(subject):
 
 @pytest.mark.parametrize(("kind", "name"), GENERATING, ids=lambda value: value)
 def test_a_generating_model_is_equal_in_every_respect(kind, name):
-    row = examined_quietly(kind, name)
+    row = examined_alone(kind, name)
 
     assert EQUAL == row.equal, row.note
     assert "generates" in row.note.split("; ")
@@ -68,7 +77,7 @@ def test_a_generating_model_is_equal_in_every_respect(kind, name):
 
 @pytest.mark.parametrize(("kind", "name"), ENCODING, ids=lambda value: value)
 def test_an_encoder_is_equal_in_every_respect(kind, name):
-    row = examined_quietly(kind, name)
+    row = examined_alone(kind, name)
 
     assert EQUAL == row.equal, row.note
     assert 0 == row.written
@@ -175,16 +184,22 @@ def test_a_failure_on_disk_alone_counts_as_a_difference(monkeypatch):
     assert (DIFFERS, "ValueError: not today") == (row.equal, row.note)
 
 
-def test_recipes_are_counted_and_bytes_that_loading_writes(monkeypatch, tmp_path):
+def test_recipes_are_counted_and_bytes_that_loading_writes(tmp_path):
+    writing = """
+    import sys
+    from pathlib import Path
+    import offload
     load = offload.from_pretrained
 
     def load_and_write(*arguments, **options):
-        (tmp_path / "more").write_bytes(bytes(8192))
+        Path(sys.argv[3], "more").write_bytes(bytes(8192))
         return load(*arguments, **options)
 
-    monkeypatch.setattr("offload.from_pretrained", load_and_write)
+    offload.from_pretrained = load_and_write
+    """
 
-    row = examined_quietly("causal", "mixtral", 8192)
+    row = Row(**json.loads(run_script(writing + EXAMINED, "causal", "mixtral", tmp_path).splitlines()[-1]))
+
     assert (EQUAL, 4, 8192) == (row.equal, row.recipes, row.written), row.note
 
 

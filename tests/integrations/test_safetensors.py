@@ -132,11 +132,11 @@ def test_loaded_values_go_to_own_files_of_the_model(
 
 
 MEASURED = """
-    import json, sys, threading, torch, offload
+    import json, sys, torch, offload
     from huggingface_hub import save_torch_model
     from safetensors.torch import load_model, save_model
     from torch import nn
-    from offload.memory import anonymous_bytes
+    from tests.peak import Peak
 
     source, folder, what = sys.argv[1:]
 
@@ -154,18 +154,9 @@ MEASURED = """
 
     act(network(sys.argv[1] + ".small", 1, 8), sys.argv[1] + ".small")  # imports, first calls
     model = network(source, 8, 2800)
-    before, peak, done = anonymous_bytes(), [], threading.Event()
-
-    def watch():
-        while not done.wait(0.002):
-            peak.append(anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    act(model, source)
-    done.set()
-    watcher.join()
-    print(json.dumps(dict(grown=max(peak) - before, looks=len(peak))))
+    with Peak() as peak:
+        act(model, source)
+    print(json.dumps(dict(grown=peak.nbytes, looks=peak.calls)))
 """
 
 

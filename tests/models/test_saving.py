@@ -645,10 +645,10 @@ def test_a_source_that_changed_is_an_error(tmp_path: Path) -> None:
 # Memory
 
 BOUNDED = """
-    import json, sys, threading, torch, offload
+    import json, sys, torch, offload
     from pathlib import Path
     from offload.checkpoints.conversion import convert_checkpoint
-    from offload.memory import anonymous_bytes
+    from tests.peak import Peak
 
     source, target, size, dtype, kind = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
     dtype = getattr(torch, dtype, None)
@@ -657,21 +657,12 @@ BOUNDED = """
     tensors = offload.load_file(source)
     if kind == "views":
         tensors = {name: tensor.t() for name, tensor in tensors.items()}
-    before, peak, done = anonymous_bytes(), [0], threading.Event()
-
-    def watch():
-        while not done.wait(0.002):
-            peak.append(anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    if kind == "one by one":
-        convert_checkpoint(source, target / "saved", dtype=dtype, to_offload_folder=True)
-    else:
-        offload.save_checkpoint(tensors, target / "saved", size, dtype=dtype)
-    done.set()
-    watcher.join()
-    print(json.dumps(dict(grown=max(peak) - before, looks=len(peak))))
+    with Peak() as peak:
+        if kind == "one by one":
+            convert_checkpoint(source, target / "saved", dtype=dtype, to_offload_folder=True)
+        else:
+            offload.save_checkpoint(tensors, target / "saved", size, dtype=dtype)
+    print(json.dumps(dict(grown=peak.nbytes, looks=peak.calls)))
 """
 
 
