@@ -257,8 +257,7 @@ class Store:
         if tensor is None or len(tensor) != capacity:
             with self._lock.held():
                 column.fit(self._states.capacity, self._states.capacity)  # a previous writer may have been killed
-                handle = Handle.shared(TensorFile.open(column.path), name, self.folder)
-            handle.has_holes = handle.is_fixed = True
+                handle = Handle.shared(TensorFile.open(column.path), name, self.folder, in_place=True)
             tensor = self._tensors[name] = wrap_handle(handle, CPU)
         whole = tensor if tensor.device == device else tensor.to(device)
         return whole if len(whole) == rows else whole[:rows]  # type: ignore[return-value]

@@ -26,6 +26,7 @@ from offload.storage.gguf_header import ARCHITECTURE
 from offload.storage.handle import Handle
 from offload.storage.header import MARK, is_file_name
 from offload.storage.layout import Layout, contiguous
+from offload.storage.owning import open_owned
 from offload.storage.reasons import reading, short, some
 from offload.storage.regular import absolute, is_folder, is_same_folder, is_there
 from offload.storage.state_file import read_json
@@ -181,7 +182,7 @@ class Checkpoint(Mapping[str, Value]):
         to_write = self.is_offload_folder and self.is_in(offload_dir)
         values = [self[name] for name in wanted]
         handles = [
-            Handle.adopt(value.file, value.key) if to_write else value.handle(name, offload_dir)
+            open_owned(value.file, value.key) if to_write else value.handle(name, offload_dir)
             for name, value in zip(wanted, values, strict=True)
         ]
         tensors = wrap_handles(zip(handles, wanted.values(), strict=True))

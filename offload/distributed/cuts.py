@@ -20,6 +20,7 @@ from offload.errors import CheckpointError
 from offload.storage.folders import file_name, named_folder
 from offload.storage.handle import Handle
 from offload.storage.locks import flock
+from offload.storage.owning import has_stored, open_stored, store_recipe
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute, closed_after, is_folder, is_there
 from offload.tensor.wrapper import PathLike
@@ -47,9 +48,9 @@ def taken_up(handle: Handle, mark: str) -> bool:
     Raises:
         CheckpointError: its file was cut from something else.
     """
-    if handle.take_up(mark):
+    if open_stored(handle, mark):
         return True
-    if handle.has_stored():
+    if has_stored(handle):
         raise CheckpointError(
             f"{handle.folder} has a share of {handle.name!r} that was cut from another checkpoint, or from this one as "
             "it was before: remove that folder, or give another offload_dir"
@@ -69,16 +70,16 @@ def cut_once(handle: Handle, mark: str, outer: Any) -> None:
     with _alone_in(named_folder(owner)):
         path = owner / file_name(handle.name)
         if owner == handle.folder:
-            if not handle.take_up(mark):  # another rank may have cut it here meanwhile
-                handle.put_down(mark)
+            if not open_stored(handle, mark):  # another rank may have cut it here meanwhile
+                store_recipe(handle, mark)
             return
         first = handle.elsewhere(owner)
-        if not first.take_up(mark) and not is_there(path):
-            first.put_down(mark)
+        if not open_stored(first, mark) and not is_there(path):
+            store_recipe(first, mark)
         if first.composed is None:  # otherwise the owner has another value there by now
             _link(path, named_folder(handle.folder) / path.name)
-    if not handle.take_up(mark):
-        handle.put_down(mark)
+    if not open_stored(handle, mark):
+        store_recipe(handle, mark)
 
 
 @contextmanager

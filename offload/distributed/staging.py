@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.owning import create_temporary
 from offload.storage.regular import absolute
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.locals import is_dtensor, local_of, with_local
@@ -99,4 +99,4 @@ def _staged(tensor: torch.Tensor, folder: Path | None) -> torch.Tensor:
 def _copied(tensor: torch.Tensor, name: str, target: torch.device, folder: Path | None) -> OffloadedTensor:
     with no_functions(), no_modes():
         value = mapped_value(tensor) if is_offloaded(tensor) else tensor
-        return wrap_handle(Handle.passing(value, name, folder), target)
+        return wrap_handle(create_temporary(value, name, folder), target)

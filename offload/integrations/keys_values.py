@@ -24,6 +24,7 @@ from offload.errors import (
 )
 from offload.integrations.log import log
 from offload.storage.layout import Layout, contiguous_stride
+from offload.storage.owning import replace_by_zeros
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute, is_folder
 from offload.tensor.arguments import checked_count
@@ -209,7 +210,7 @@ class _Rows:
         before = () if kept is None else mapped_value(kept.to(CPU)).flatten(0, 1)  # type: ignore[arg-type]
         row = layout.nbytes // (batch * heads)
         try:
-            handle.clear(layout, ((number * row, part) for number, part in enumerate(before)))
+            replace_by_zeros(handle, layout, ((number * row, part) for number, part in enumerate(before)))
         finally:
             self._file = wrap_handle(handle, CPU)
         return count

@@ -54,6 +54,7 @@ from offload.prefetch.value import SMALL
 from offload.progress import progress, progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
+from offload.storage.owning import open_stored, store_recipe
 from offload.storage.reasons import some
 from offload.storage.regular import is_folder
 from offload.storage.subclasses import refuse_lossy
@@ -533,14 +534,14 @@ def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
     left = [
         (handle, mark)
         for handle, mark in made
-        if not (handle.take_up(mark) if stored[handle] is None else taken_up(handle, mark))
+        if not (open_stored(handle, mark) if stored[handle] is None else taken_up(handle, mark))
     ]
     if not store:
         return
     with progress_in_bytes(sum(handle.layout.nbytes for handle, _ in left), "storing") as advance:
         for handle, mark in left:
             if stored[handle] is None:
-                handle.put_down(mark)
+                store_recipe(handle, mark)
             else:
                 cut_once(handle, mark, stored[handle])
             log.debug("%s: stored in %s", handle.name, handle.path)

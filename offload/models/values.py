@@ -42,7 +42,7 @@ from offload.prefetch.value import page_state_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.folders import file_name, named_folder
-from offload.storage.handle import Handle, Notes
+from offload.storage.owning import Notes, create_value, open_owned, switch_to
 from offload.storage.reasons import some
 from offload.storage.regular import is_there
 from offload.storage.subclasses import is_subclass_value, refuse_lossy
@@ -250,7 +250,7 @@ def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping
     refuse_other_kind(tensor, checked_dense(new, slot.name), slot.name, **strict)
     if is_offloaded(tensor):
         refuse_lossy(new, slot.name)
-        handle = Handle.create(guest_of(new.detach()), slot.name, slot.folder, _notes(marks))
+        handle = create_value(guest_of(new.detach()), slot.name, slot.folder, _notes(marks))
         _follow(slot, wrap_handle(handle, target_of(tensor)))
         return
     new, tensors = _own(new), [tensor, *slot.others]
@@ -280,9 +280,9 @@ def _adopt(slot: Slot, key: str) -> None:
     if not file.is_ours or key not in marks_of(file):
         return
     if is_cut:
-        _follow(slot, wrap_handle(Handle.adopt(file, slot.name), target_of(tensor)))
+        _follow(slot, wrap_handle(open_owned(file, slot.name), target_of(tensor)))
     else:
-        handle.take_over(file)
+        switch_to(handle, file)
         redress(tensor, meta_of(handle), target_of(tensor))
         _follow(slot, tensor)
 
@@ -414,7 +414,7 @@ class Replacing:
         """`new` in a separate file, in the folder and under the memory budget of `old`."""
         handle, value = handle_of(old), guest_of(new.detach())
         own_name = f"{handle.name}.{self._suffix}" if name in ("", handle.name) else name
-        made = Handle.create(value, own_name, handle.folder, _notes(marks), exist_ok=True)
+        made = create_value(value, own_name, handle.folder, _notes(marks), exist_ok=True)
         page_state_of(made).pool = page_state_of(handle).pool
         self._handles.add(made)
         return wrap_handle(made, new.device)

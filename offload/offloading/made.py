@@ -18,9 +18,9 @@ import torch
 
 from offload.offloading.place import Place, log
 from offload.storage.folders import discard
-from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.owning import allocate_value, writable_base
 from offload.tensor.guests import CPU
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, target_of, view_spec_of, wrap_handle
@@ -46,9 +46,9 @@ def made_on_disk(place: Place, func: Any, args: Sequence[Any], kwargs: dict[str,
         return None
     what = func.overloadpacket.__name__
     with no_functions(), no_modes():
-        handle = Handle.allocate(layout, place.name(what), place.folder)
+        handle = allocate_value(layout, place.name(what), place.folder)
         try:
-            fill(handle.writable_base(), args, kwargs)
+            fill(writable_base(handle), args, kwargs)
         except BaseException:
             discard(handle.path)
             raise

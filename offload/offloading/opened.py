@@ -25,6 +25,7 @@ from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.mapping import mapped_alone
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.owning import create_value
 from offload.storage.regular import absolute
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, handle_of, wrap_handle
@@ -56,7 +57,7 @@ def rebuilt(place: Place, frame: FrameType, kwargs: dict[str, Any]) -> torch.Ten
             layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
             is_all = layout.nbytes == storage.nbytes() and layout.is_dense
             whole = tensor if is_all else torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage)
-            handle = Handle.create(whole, place.name("load"), place.folder)
+            handle = create_value(whole, place.name("load"), place.folder)
             log.debug("%s is loaded by a copy to %s: it is not an entry of its file", layout, handle.path)
         _STORED[storage_id(storage)] = handle
         _STORAGES[handle] = storage  # while it lives, its address stays unique

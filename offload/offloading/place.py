@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.owning import create_value
 from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
 
@@ -60,7 +60,7 @@ class Place:
     def put(self, tensor: torch.Tensor, what: str) -> OffloadedTensor:
         """Put a tensor's value in a file of its own."""
         with no_functions(), no_modes():
-            handle = Handle.create(tensor, self.name(what), self.folder)
+            handle = create_value(tensor, self.name(what), self.folder)
             log.debug("%s: written to %s", what, handle.path)
             return wrap_handle(handle, tensor.device)
 

@@ -32,7 +32,7 @@ from offload.prefetch.plan import Pool
 from offload.prefetch.reader import Counts, Reader, ReadInParts
 from offload.prefetch.value import AWAY, SMALL, PageState, Value, dropping_after, page_state_of
 from offload.storage import clock
-from offload.storage.handle import Handle
+from offload.storage.handle import Access, Handle
 from offload.storage.pages import PAGE, announce, are_cached
 
 CHECKED_FOR = 2.0  # longest time in seconds for which a value seen in memory is assumed to be still there
@@ -149,9 +149,10 @@ def _announce(handle: Handle, view_spec: torch.Tensor) -> None:
 def _range_of(handle: Handle, view_spec: torch.Tensor) -> Value | None:
     """The bytes that are read as one range; None for several pieces, each worth checking."""
     nbytes = view_spec.numel() * view_spec.itemsize
-    start, most = handle.extent
-    whole = page_state_of(handle).ranges.get(handle.extent)
-    if handle.recipe is not None or nbytes == most:
+    source = handle.source
+    start, most = source.extent
+    whole = page_state_of(handle).ranges.get(source.extent)
+    if source.recipe is not None or nbytes == most:
         return whole or (tracked(handle, start, most) if most > SMALL else UNTRACKED)
     if whole is not None and whole.checked_until >= clock.now():
         return whole
@@ -374,8 +375,8 @@ def counts() -> Counts:
 def _track(handle: Handle, key: tuple[int, int], page_state: PageState) -> Value:
     value = Value(page_state.pool or POOL, handle.file, *key, shared=handle.owned)
     is_cut = key != handle.extent
-    value.is_part = is_cut or handle.is_apart
-    value.is_picked = handle.is_picked or (is_cut and len(handle.layout.shape) == _OF_MATRICES)
+    value.is_part = is_cut or handle.access is not Access.TOGETHER
+    value.is_picked = handle.access is Access.PICKED or (is_cut and len(handle.layout.shape) == _OF_MATRICES)
     handle.file.is_picked_from = handle.file.is_picked_from or value.is_picked
     return value
 

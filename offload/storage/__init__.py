@@ -3,6 +3,8 @@
 | module | what |
 | --- | --- |
 | `handle` | a stored value, shared by the tensors that are views of it |
+| `source` | what it is: in somebody else's file, in a file of ours, or computed |
+| `owning` | files of our own: how a value gets one, and is replaced there |
 | `file` | a file of tensors, checked and mapped; and the values that are copied out of it |
 | `mapping` | file bytes mapped into memory, and scratch memory for a value in transit |
 | `pages` | which parts of a mapped file are in the page cache |

@@ -39,7 +39,7 @@ from offload.storage.layout import Entry, Loose, Record, can_be_over, contiguous
 from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import mapped as map_bytes
 from offload.storage.mapping import scratch, scratch_bytes
-from offload.storage.reasons import not_regular, reading, some
+from offload.storage.reasons import explained, not_regular, reading, some
 from offload.storage.regular import Section, absolute, as_file, closed_after, closed_on_error, open_regular
 from offload.torch_api import as_negated
 
@@ -265,8 +265,10 @@ class TensorFile:
 
 def file_status(path: Path) -> os.stat_result:
     """`os.stat`, with an error that says what to do."""
-    with reading(path):
+    try:  # not `with reading`: it is called for each value that is mapped
         return os.stat(path)
+    except OSError as error:
+        raise explained(path, error) from error
 
 
 def _read(path: Path, read_header: Callable[[BinaryIO, int], Header]) -> tuple[Identity, Header]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.owning import create_from_blocks
 from offload.storage.write import layout_of
 from offload.tensor.guests import CPU, copied, metadata_of, sent_to
 from offload.tensor.recipes import Joined, Piece
@@ -91,7 +91,7 @@ class Assembly:
         """
         recipe = self.recipe()
         with no_functions(), no_modes():
-            handle = Handle.assemble(recipe.layout, recipe.blocks(), name, offload_dir)
+            handle = create_from_blocks(recipe.layout, recipe.blocks(), name, offload_dir)
         return wrap_handle(handle, device)
 
     def in_memory(self, device: torch.device) -> torch.Tensor:

@@ -22,6 +22,7 @@ from offload.storage.gguf_header import dense_shape
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout, contiguous
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.owning import open_value
 from offload.tensor.guests import meta_of
 from offload.tensor.recipes import Decoded, Piece
 
@@ -42,8 +43,8 @@ def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] |
         CorruptFileError: as `TensorFile.entry`.
     """
     if key not in file.header.kinds:
-        return Handle.reference(file, key, offload_dir)
-    kind, packed = file.header.kinds[key], Handle.reference(file, key, offload_dir)
+        return open_value(file, key, offload_dir)
+    kind, packed = file.header.kinds[key], open_value(file, key, offload_dir)
     with no_functions(), no_modes():
         view_spec = meta_of(packed)
         piece = Piece(packed, view_spec.view(-1, view_spec.shape[-1]))

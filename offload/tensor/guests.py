@@ -212,7 +212,6 @@ class Traced:
 
     __slots__ = ("generation", "inner", "recipe")
     owned = True
-    has_holes = False
     composed = None
 
     def __init__(self, inner: torch.Tensor) -> None:
@@ -223,7 +222,9 @@ class Traced:
     def base(self) -> torch.Tensor:
         return self.inner
 
-    writable_base = base
+    @property
+    def source(self) -> Traced:
+        return self
 
     @property
     def meta(self) -> torch.Tensor:

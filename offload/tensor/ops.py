@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from offload.errors import UnsupportedOpError
 from offload.prefetch.engine import are_staying, brought_in, coming, shared
 from offload.prefetch.tables import has_rows_here, rows_coming
-from offload.storage.handle import Composed, Handle
+from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_grad, no_modes
+from offload.storage.source import Composition
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
 from offload.tensor.guests import CPU, Traced, copied, metadata_of, sent_to
@@ -376,7 +377,7 @@ def _reads(views: Iterable[tuple[Handle, torch.Tensor]]) -> Iterator[tuple[Handl
         yield from [(handle, view_spec)] if composed is None else composed.reads(view_spec)
 
 
-def _is_staying(recipe: Composed, view_spec: torch.Tensor) -> bool:
+def _is_staying(recipe: Composition, view_spec: torch.Tensor) -> bool:
     """Whether a cut that was just read or computed stays in memory for the next thread."""
     views = list(recipe.reads(view_spec))  # none of a result that is kept
     return not views or (recipe.stands(view_spec) and are_staying(views))

@@ -26,10 +26,11 @@ import torch
 
 from offload.errors import ChangedFileError, UnsupportedOpError
 from offload.storage.file import Identity, TensorFile
-from offload.storage.handle import Composed, Handle
+from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.source import Composed, Composition
 from offload.tensor.guests import meta_of_layout, metadata_of, view_with
 from offload.tensor.recipes import Piece
 from offload.tensor.wrapper import OffloadedTensor, dressed, handle_of, view_spec_of, wrap
@@ -80,7 +81,7 @@ class Reference:
     Attributes:
         identity: of a file that is not ours and must not change; None for a file of ours.
         entry: where the value lies in a file without a header; otherwise None.
-        part: see `Handle.part`.
+        part: see `Referenced.part`.
     """
 
     path: Path
@@ -96,7 +97,7 @@ class Reference:
 class ComposedReference:
     """How to compute a value that has no file; `number` distinguishes it from others."""
 
-    composed: Composed
+    composed: Composition
     name: str
     folder: Path | None
     number: tuple[int, int]
@@ -118,14 +119,15 @@ def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
 
 
 def _reference(handle: Handle) -> Reference | ComposedReference:
-    if (composed := handle.composed) is not None:
+    source = handle.source
+    if isinstance(source, Composed):
         with _LOCK:
             number = _NUMBERS.setdefault(handle, (os.getpid(), next(_COUNT)))
             _COMPOSED[number] = handle
-        return ComposedReference(composed, handle.name, handle.folder, number)
-    identity = None if handle.owned else handle.file.identity
-    entry = handle.file.entry(handle.name) if handle.file.is_raw else None
-    reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity, entry, handle.part)
+        return ComposedReference(source.composed, handle.name, handle.folder, number)
+    identity = None if source.owned else source.file.identity
+    entry = source.entry if source.file.is_raw else None
+    reference = Reference(source.path, handle.name, handle.folder, source.layout, identity, entry, source.part)
     with _LOCK:
         _PASSED[reference.path, reference.name, reference.part] = handle
     return reference

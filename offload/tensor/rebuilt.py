@@ -53,7 +53,7 @@ class Rebuilt(Recipe):
         digest.update(repr(self.recipe).encode())
 
     def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Composed`.
+        """See `Composition`.
 
         Raises: as `unflatten`, as `uncut`, and as `Handle.base`.
         """

@@ -27,7 +27,7 @@ from offload.memory import count_freed
 from offload.prefetch.engine import brought_in, coming, found_kept, kept
 from offload.prefetch.tables import runs_of
 from offload.storage.file import TensorFile
-from offload.storage.handle import Handle
+from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import cut, meta_of, metadata_of, with_bits_of
@@ -134,7 +134,7 @@ class Recipe(ABC):
 
     Attributes:
         layout: of the value.
-        recipe: see `Composed`.
+        recipe: see `Composition`.
         pieces: all its sources.
     """
 
@@ -179,15 +179,15 @@ class Recipe(ABC):
 
     @abstractmethod
     def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Composed`."""
+        """See `Composition`."""
 
     def reads(self, _: torch.Tensor, /) -> Iterator[tuple[Handle, torch.Tensor]]:
-        """See `Composed`: all of its pieces, whichever cut is read."""
+        """See `Composition`: all of its pieces, whichever cut is read."""
         for piece in self.pieces:
             yield from piece.reads(piece.view_spec)
 
     def stands(self, _: torch.Tensor, /) -> bool:
-        """See `Composed`."""
+        """See `Composition`."""
         return False
 
 
@@ -197,7 +197,7 @@ class Plain(Recipe):
     __slots__ = ()
 
     def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Composed`."""
+        """See `Composition`."""
         with no_functions(), no_modes():
             layout = self.layout
             if view_spec is None:
@@ -209,7 +209,7 @@ class Plain(Recipe):
             return _recut(self._in_box(box), box.first * layout.dtype.itemsize, view_spec)
 
     def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
-        """See `Composed`: only what `view_spec` needs."""
+        """See `Composition`: only what `view_spec` needs."""
         with no_functions(), no_modes():
             box = Box.around(self.layout, view_spec) if view_spec.numel() else None
             if box is not None and found_kept((self, box)) is None:
@@ -251,7 +251,7 @@ class Plain(Recipe):
             place.copy_(self.value())
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """See `Composed`."""
+        """See `Composition`."""
         layout = self.layout
         meta = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").permute(layout.order)
         for part in _cuts(meta) if meta.numel() else ():
@@ -363,8 +363,7 @@ class Joined(Plain):
         self._known = _Boxes()
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
-                handle.is_picked = True
-                handle.read_apart()
+                handle.read_apart(Access.PICKED)
 
     @property
     def form(self) -> str:
@@ -381,7 +380,7 @@ class Joined(Plain):
         digest.update(repr(self._places).encode())
 
     def stands(self, view_spec: torch.Tensor, /) -> bool:
-        """See `Composed`."""
+        """See `Composition`."""
         found = self._only_one(self._inside(Box.around(self.layout, view_spec))) if view_spec.numel() else None
         if found is None:
             return False
@@ -540,8 +539,7 @@ class Decoded(Plain):
         self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # the last one read is used first
         if stacked:
             for handle in self.handles():
-                handle.is_picked = True
-                handle.read_apart()
+                handle.read_apart(Access.PICKED)
 
     @property
     def form(self) -> str:

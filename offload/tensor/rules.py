@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.owning import make_writable, writable_base
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.guests import CPU, Traced, cut, metadata_of, sent_to, view_with
 from offload.tensor.wrapper import (
@@ -419,8 +420,7 @@ def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
     handle = tensor._handle
     if type(handle) is Traced:
         return handle.inner  # the tensor itself: this is how a compiler sees writes
-    if not handle.owned or handle.has_holes:
-        handle.writable_base()
+    make_writable(handle)
     guest = sent_to(mapped_value(tensor), tensor._target)  # the op may not need the old value: it is not prefetched
     return guest.detach() if handle.recipe is None else guest.clone()
 
@@ -441,9 +441,9 @@ def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[Any, ...
         store(tensor, guest)
     elif before == _metadata(guest):
         if tensor._target != CPU:
-            cut(handle.writable_base(), view_spec).copy_(guest)
+            cut(writable_base(handle), view_spec).copy_(guest)
     elif before is None and guest.shape == view_spec.shape:
-        cut(handle.writable_base(), view_spec).copy_(guest)
+        cut(writable_base(handle), view_spec).copy_(guest)
     elif before is not None and before[0] == guest.untyped_storage().data_ptr() and tensor._target == CPU:
         with no_functions(), no_modes():
             redress(tensor, view_with(view_spec, metadata_of(guest)), tensor._target)

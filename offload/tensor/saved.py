@@ -21,10 +21,10 @@ import torch
 
 from offload.errors import ForeignFileError
 from offload.storage.file import TensorFile
-from offload.storage.handle import InBlocks
 from offload.storage.layout import contiguous_stride
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import closed_after
+from offload.storage.source import InBlocks
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_runs, write_tensor
 from offload.tensor.guests import metadata_of, start_of_run

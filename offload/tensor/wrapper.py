@@ -34,8 +34,9 @@ from offload.errors import (
 from offload.prefetch.engine import UNTRACKED, brought_in
 from offload.storage import clock
 from offload.storage.file import TensorFile
-from offload.storage.handle import Handle, Notes
+from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_grad, no_modes
+from offload.storage.owning import Notes, allocate_value, create_value, duplicate, replace_whole, writable_base
 from offload.storage.pages import Range
 from offload.storage.subclasses import extras_of, is_subclass_value
 from offload.tensor.arguments import (
@@ -209,7 +210,7 @@ class OffloadedTensor(torch.Tensor):
             ForeignFileError, WriteError, UnsupportedOpError (not a dense tensor)
         """
         refuse_unstorable(tensor, name)
-        handle = Handle.create(guest_of(tensor.detach()), name, offload_dir, exist_ok=exist_ok)
+        handle = create_value(guest_of(tensor.detach()), name, offload_dir, exist_ok=exist_ok)
         stored = wrap_handle(handle, tensor.device)
         log.debug("offloaded %s to %s %s", name, stored.offload_path, suffix_log_msg)
         carry_attributes(tensor, stored)
@@ -269,7 +270,7 @@ class OffloadedTensor(torch.Tensor):
             ArgumentTypeError, ArgumentError: no tensor has such a shape, or such a dtype.
         """
         layout, target = checked_layout(shape, sizes, dtype, name), computing_device(device)
-        return wrap_handle(Handle.allocate(layout, name, offload_dir, exist_ok=exist_ok), target)
+        return wrap_handle(allocate_value(layout, name, offload_dir, exist_ok=exist_ok), target)
 
     zeros = empty
 
@@ -405,7 +406,7 @@ class OffloadedTensor(torch.Tensor):
             )
         handle = handle_of(self)
         if id(handle) not in memo:
-            memo[id(handle)] = handle.duplicate()
+            memo[id(handle)] = duplicate(handle)
             log.debug("%s: copied from %s to %s", handle.name, handle.path, memo[id(handle)].path)
         copy = _dressed_as(wrap(memo[id(handle)], self._view_spec, self._target), self)
         memo[id(self)] = copy
@@ -534,7 +535,7 @@ class OffloadedTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """An address of the mapped value, inside the storage of all its views; what has no file is stored first."""
         if self._handle.composed is not None:
-            handle_of(self).writable_base()
+            writable_base(handle_of(self))
         return self.untyped_storage().data_ptr() + int(self._view_spec.storage_offset()) * self._view_spec.itemsize
 
     def storage(self) -> Any:
@@ -744,7 +745,7 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     """Like `guest_of`, but where the file is mapped, whatever the target device."""
     value = mapped_value(tensor)
-    if tensor._handle.composed is not None:  # computing it has read its sources already
+    if tensor._handle.source.composed is not None:  # computing it has read its sources already
         return value
     known = tensor._range
     if known is None or known.checked_until < clock.now():
@@ -757,14 +758,15 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
     handle, view_spec = tensor._handle, tensor._view_spec
     if tensor._generation != handle.generation:
         view_spec_of(tensor)  # raises
-    if (composed := handle.composed) is not None:
-        return composed.value(view_spec)
+    source = handle.source
+    if source.composed is not None:
+        return source.composed.value(view_spec)
     base = handle.base()
     if view_spec is not handle.meta:
-        base = cut(base, view_spec) if handle.recipe is None else uncut(base, view_spec, handle_of(tensor).name)
-    if not handle.owned and version_of(base) > _AS_MAPPED and handle.recipe is None:
+        base = cut(base, view_spec) if source.recipe is None else uncut(base, view_spec, handle_of(tensor).name)
+    if not source.owned and version_of(base) > _AS_MAPPED and source.recipe is None:
         # Compiled code stored into the mapping, which is only memory if the file is not ours.
-        handle_of(tensor).replace(handle.base())
+        replace_whole(handle_of(tensor), handle.base())
         return mapped_value(tensor)
     return base
 
@@ -809,7 +811,7 @@ def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) ->
     before = handle.file
     with DisableTorchFunctionSubclass(), no_grad():
         try:
-            handle.replace(guest_of(values.detach()), notes)
+            replace_whole(handle, guest_of(values.detach()), notes)
         finally:
             if handle.file is not before:
                 redress(tensor, meta_of(handle), tensor._target)
@@ -829,7 +831,7 @@ def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
     else:
         log.debug("%s: assigned anew, and others keep what is in %s", handle.name, handle.path)
         folder = None if is_part(tensor) else handle.folder
-        become(tensor, wrap_handle(Handle.create(guest_of(values.detach()), handle.name, folder), tensor._target))
+        become(tensor, wrap_handle(create_value(guest_of(values.detach()), handle.name, folder), tensor._target))
 
 
 def _holders(tensor: Any) -> int:
@@ -842,7 +844,7 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
     for value in values:
         kind = type(value)
         if kind is OffloadedTensor:
-            if value._handle.recipe is not None:
+            if value._handle.source.recipe is not None:
                 return True
         elif (kind is list or kind is tuple) and _holds_subclass(value):
             return True

@@ -24,9 +24,9 @@ from offload.errors import SavedTensorError
 from offload.memory import as_bytes, available_bytes, count_freed
 from offload.prefetch.engine import expect
 from offload.storage.background import Background
-from offload.storage.handle import Handle
 from offload.storage.locks import Waiters
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.owning import create_temporary
 from offload.storage.regular import absolute
 from offload.tensor.guests import CPU, metadata_of, sent_to, view_with
 from offload.tensor.wrapper import OffloadedTensor, handle_of, value_on_cpu, wrap_handle
@@ -266,7 +266,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
         if storage is None or not content.is_alone:  # backward has needed it
             return
         try:
-            handle = Handle.passing(_bytes_of(storage), f"activation-{content.turn}", block.folder)
+            handle = create_temporary(_bytes_of(storage), f"activation-{content.turn}", block.folder)
         except Exception as error:  # any error is for the computing thread
             log.warning("an activation stays in memory: %s", error)
             block.error = error

@@ -42,6 +42,7 @@ from offload.models.loader import load_file
 from offload.models.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
 from offload.storage.nodes import Node
+from offload.storage.owning import writable_base
 from offload.storage.reasons import short, some, writing
 from offload.storage.regular import absolute, is_folder, is_there
 from offload.storage.replacing import made_folder, remove, replacing_folder
@@ -377,7 +378,7 @@ def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
     for tensor in filter(is_offloaded, saved):
         handle_of(tensor).base()
     for tensor in filter(is_offloaded, values):
-        handle_of(tensor).writable_base()
+        writable_base(handle_of(tensor))
 
 
 # Folders

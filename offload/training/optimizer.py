@@ -25,7 +25,7 @@ from torch.optim import LBFGS, Optimizer
 
 from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
 from offload.memory import as_bytes, available_bytes, count_freed
-from offload.storage.handle import Handle
+from offload.storage.owning import create_temporary
 from offload.storage.regular import absolute
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import refuse_other
@@ -211,7 +211,7 @@ def _move_gradient(min_bytes: int, folder: Path | None, name: str, parameter: to
     grad = parameter.grad
     if grad is None or is_offloaded(grad) or grad.requires_grad or not _belongs_on_disk(grad, min_bytes):
         return
-    parameter.grad = wrap_handle(Handle.passing(grad, f"{name}.grad", folder), grad.device)
+    parameter.grad = wrap_handle(create_temporary(grad, f"{name}.grad", folder), grad.device)
     nbytes = grad.nbytes
     del grad
     count_freed(nbytes)

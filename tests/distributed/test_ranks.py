@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import offload
 from bench.page_cache import cached_fraction, make_cold
 from offload.budget import evict, keep_resident, memory_summary
+from offload.distributed import cuts
 from offload.errors import CheckpointError, OffloadError, ShapeMismatchError, UnsupportedOpError, WriteError
 from offload.models import values as values_module
 from offload.prefetch.value import page_state_of
@@ -607,15 +608,15 @@ def test_a_rank_that_is_killed_while_it_cuts_is_resumed(tmp_path: Path) -> None:
     tiny_checkpoint(source, **TINY)
 
     def killed(rank: int) -> None:
-        put_down, done = Handle.put_down, []
+        store_recipe, done = cuts.store_recipe, []
 
         def slow(handle: Handle, mark: str) -> None:
             if len(done) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            put_down(handle, mark)
+            store_recipe(handle, mark)
             done.append(handle)
 
-        Handle.put_down = slow  # type: ignore[method-assign]
+        cuts.store_recipe = slow
         cut_model(source, cut)
 
     run_ranks(2, killed, ends={0: signal.SIGKILL, 1: signal.SIGKILL})

@@ -118,17 +118,17 @@ def test_after_a_kill_the_rest_is_stored(values: dict[str, torch.Tensor], checkp
     script = """
         import os, sys, torch, offload
         from torch import nn
-        from offload.storage.handle import Handle
+        from offload.models import loader
 
-        put_down, done = Handle.put_down, []
+        store_recipe, done = loader.store_recipe, []
 
         def killed(handle, mark):
             if len(done) == 2:
                 os._exit(9)
-            put_down(handle, mark)
+            store_recipe(handle, mark)
             done.append(handle)
 
-        Handle.put_down = killed
+        loader.store_recipe = killed
         pid = os.fork()
         if not pid:
             model = nn.Sequential(*(nn.Linear(4, 3, False, "meta", torch.float16) for _ in range(4)))

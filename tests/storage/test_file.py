@@ -29,6 +29,7 @@ from offload.errors import (
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import Entry, contiguous
+from offload.storage.owning import writable_base
 from offload.storage.write import layout_of, write_values
 from tests import faults
 from tests.conftest import contents
@@ -466,7 +467,7 @@ def test_a_file_without_a_header_is_copied_at_its_first_write(tmp_path):
     before = contents(tmp_path)
     handle = Handle.reference(raw(tmp_path / "w.bin", 3), "w", tmp_path / "own")
 
-    handle.writable_base().mul_(2)
+    writable_base(handle).mul_(2)
 
     assert [2, 4, 6] == handle.base().tolist()
     assert before == {name: data for name, data in contents(tmp_path).items() if name in before}

@@ -7,6 +7,8 @@ import gc
 import os
 import re
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,7 @@ from offload.storage.file import TensorFile
 from offload.storage.folders import file_name
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
+from offload.storage.owning import allocate_value, create_value, duplicate, open_owned, replace_whole, writable_base
 from offload.storage.write import write_values
 from tests.processes import in_fork
 
@@ -68,7 +71,7 @@ NAMES = [
 
 
 def test_names_of_every_kind_live_beside_each_other(tmp_path):
-    handles = {name: Handle.create(torch.tensor(number), name, tmp_path) for number, name in enumerate(NAMES)}
+    handles = {name: create_value(torch.tensor(number), name, tmp_path) for number, name in enumerate(NAMES)}
 
     assert list(range(len(NAMES))) == [handle.base().item() for handle in handles.values()]
     assert len(NAMES) == len(os.listdir(tmp_path)) == len({name.casefold() for name in os.listdir(tmp_path)})
@@ -82,7 +85,7 @@ def test_names_of_every_kind_live_beside_each_other(tmp_path):
 
 def test_a_created_value_is_the_file_itself(tmp_path):
     value = torch.arange(6.0).reshape(2, 3).t()
-    handle = Handle.create(value, "w", tmp_path)
+    handle = create_value(value, "w", tmp_path)
 
     assert torch.equal(value, handle.base())
     assert value.stride() == handle.base().stride() == handle.layout.stride
@@ -93,10 +96,10 @@ def test_a_created_value_is_the_file_itself(tmp_path):
 
 
 def test_an_allocated_value_is_zeros_and_can_be_written_to(tmp_path):
-    handle = Handle.allocate(Layout(torch.int16, (2, 3), (3, 1)), "w", tmp_path)
+    handle = allocate_value(Layout(torch.int16, (2, 3), (3, 1)), "w", tmp_path)
 
     assert torch.equal(torch.zeros(2, 3, dtype=torch.int16), handle.base())
-    handle.writable_base()[1] = 7
+    writable_base(handle)[1] = 7
     assert torch.equal(torch.tensor([[0, 0, 0], [7, 7, 7]], dtype=torch.int16), load_file(handle.path)["w"])
 
 
@@ -106,7 +109,7 @@ def test_a_referenced_value_writes_nothing_until_it_is_written_to(checkpoint, tm
     assert torch.equal(torch.arange(6.0).reshape(2, 3), handle.base())
     assert not (tmp_path / "own").exists()
 
-    handle.writable_base().add_(1)
+    writable_base(handle).add_(1)
 
     assert tmp_path / "own" / "a.safetensors" == handle.path
     assert torch.equal(torch.arange(1.0, 7.0).reshape(2, 3), load_file(handle.path)["a"])
@@ -116,25 +119,25 @@ def test_a_referenced_value_writes_nothing_until_it_is_written_to(checkpoint, tm
 def test_a_referenced_value_may_be_replaced_before_its_folder_is_there(checkpoint, tmp_path):
     handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "own" / "deep")
 
-    handle.replace(torch.ones(3))
+    replace_whole(handle, torch.ones(3))
 
     assert torch.equal(torch.ones(3), load_file(tmp_path / "own" / "deep" / "a.safetensors")["a"])
     assert 1 == handle.generation
 
 
 def test_an_adopted_value_is_written_in_place(tmp_path):
-    Handle.create(torch.zeros(3), "w", tmp_path)
+    create_value(torch.zeros(3), "w", tmp_path)
     gc.collect()
 
-    handle = Handle.adopt(TensorFile.open(tmp_path / "w.safetensors"), "w")
-    handle.writable_base().fill_(2)
+    handle = open_owned(TensorFile.open(tmp_path / "w.safetensors"), "w")
+    writable_base(handle).fill_(2)
 
     assert torch.equal(torch.full((3,), 2.0), load_file(tmp_path / "w.safetensors")["w"])
 
 
 def test_a_foreign_file_is_not_adopted(checkpoint):
     with pytest.raises(ForeignFileError, match=r"model\.safetensors was not written by offload: 'a' can be referenced"):
-        Handle.adopt(TensorFile.open(checkpoint), "a")
+        open_owned(TensorFile.open(checkpoint), "a")
 
 
 def test_a_key_that_is_not_there_is_named(checkpoint):
@@ -146,26 +149,26 @@ def test_a_key_that_is_not_there_is_named(checkpoint):
 
 
 def test_two_live_values_cannot_claim_one_name_in_one_folder(tmp_path):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
 
     with pytest.raises(NameInUseError, match="'w' is in use"):
-        Handle.create(torch.ones(3), "w", tmp_path)
+        create_value(torch.ones(3), "w", tmp_path)
     with pytest.raises(NameInUseError):
-        Handle.allocate(Layout(torch.float32, (3,), (1,)), "w", tmp_path)
+        allocate_value(Layout(torch.float32, (3,), (1,)), "w", tmp_path)
     with pytest.raises(NameInUseError):
-        Handle.adopt(TensorFile.open(tmp_path / "w.safetensors"), "w")
+        open_owned(TensorFile.open(tmp_path / "w.safetensors"), "w")
     assert torch.equal(torch.zeros(3), handle.base())
     assert torch.equal(torch.zeros(3), load_file(tmp_path / "w.safetensors")["w"])
 
 
 def test_a_first_write_cannot_take_the_file_of_another_live_value(checkpoint, tmp_path):
-    kept = Handle.create(torch.zeros(2), "a", tmp_path / "own")
+    kept = create_value(torch.zeros(2), "a", tmp_path / "own")
     handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "own")
 
     with pytest.raises(NameInUseError):
-        handle.writable_base()
+        writable_base(handle)
     with pytest.raises(NameInUseError):
-        handle.replace(torch.ones(2, 3))
+        replace_whole(handle, torch.ones(2, 3))
     assert torch.equal(torch.zeros(2), kept.base())
     assert torch.equal(torch.arange(6.0).reshape(2, 3), handle.base())
 
@@ -173,36 +176,41 @@ def test_a_first_write_cannot_take_the_file_of_another_live_value(checkpoint, tm
 def test_a_name_is_free_while_the_error_that_kept_it_from_being_written_is_still_at_hand(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(b"mine")
     with pytest.raises(ForeignFileError) as caught:
-        Handle.create(torch.zeros(3), "w", tmp_path)
+        create_value(torch.zeros(3), "w", tmp_path)
     (tmp_path / "w.safetensors").unlink()
 
-    assert torch.equal(torch.ones(3), Handle.create(torch.ones(3), "w", tmp_path).base())
+    assert torch.equal(torch.ones(3), create_value(torch.ones(3), "w", tmp_path).base())
     assert caught
 
 
 @pytest.mark.parametrize("layout", [Layout(torch.qint8, (3,), (1,)), Layout(torch.float32, (-3,), (1,))], ids=str)
 def test_what_cannot_be_stored_is_refused_and_leaves_no_file(tmp_path, layout):
     with pytest.raises((UnsupportedOpError, ValueError), match="'w'"):
-        Handle.allocate(layout, "w", tmp_path)
+        allocate_value(layout, "w", tmp_path)
     assert [] == os.listdir(tmp_path)
 
 
 # Errors name the tensor, the path and the way out
 
 
+def looks(handle: Handle) -> tuple[Callable[[], object], ...]:
+    """All that opens the file of a value."""
+    return handle.base, partial(writable_base, handle), handle.pointers, partial(duplicate, handle)
+
+
 def failures(handle: Handle, folder: Path) -> dict[str, object]:
     layout = Layout(torch.float32, (3,), (1,))
     return {
-        "create": lambda: Handle.create(torch.ones(3), "new", folder),
-        "allocate": lambda: Handle.allocate(layout, "new", folder),
-        "replace": lambda: handle.replace(torch.ones(3)),
+        "create": lambda: create_value(torch.ones(3), "new", folder),
+        "allocate": lambda: allocate_value(layout, "new", folder),
+        "replace": lambda: replace_whole(handle, torch.ones(3)),
     }
 
 
 @pytest.mark.parametrize("act", ["create", "allocate", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_failure_to_write_names_tensor_path_and_way_out_and_changes_nothing(tmp_path, monkeypatch, act, code):
-    handle = Handle.create(torch.zeros(3), "old", tmp_path)
+    handle = create_value(torch.zeros(3), "old", tmp_path)
     name = "old" if act == "replace" else "new"
 
     def refuse(*_):
@@ -236,7 +244,7 @@ def test_a_first_write_without_a_folder_to_write_to_leaves_the_reference_as_it_w
     (tmp_path / "file").write_bytes(b"mine")
     handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "file")
 
-    for write in (handle.writable_base, lambda: handle.replace(torch.ones(2, 3))):
+    for write in (partial(writable_base, handle), lambda: replace_whole(handle, torch.ones(2, 3))):
         with pytest.raises(WriteError, match="tensor 'a': offload_dir can't be used"):
             write()
     assert not handle.owned
@@ -257,11 +265,11 @@ def test_a_foreign_file_in_the_way_is_named_with_the_tensor_and_left_byte_for_by
 
 
 def test_a_missing_file_is_named_with_the_tensor_and_not_created(tmp_path):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
     handle.base()
     handle.path.unlink()
 
-    for look in (handle.base, handle.writable_base, handle.flush, handle.pointers, handle.duplicate):
+    for look in (*looks(handle), handle.flush):
         with pytest.raises(MissingFileError, match=r"tensor 'w': the file is missing") as caught:
             look()
         assert isinstance(caught.value, FileNotFoundError)
@@ -272,11 +280,11 @@ def test_a_missing_file_is_named_with_the_tensor_and_not_created(tmp_path):
 
 @pytest.mark.parametrize("length", [0, 100, 4100])
 def test_a_truncated_file_is_named_with_the_tensor_and_not_extended(tmp_path, length):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
     handle.base()
     os.truncate(handle.path, length)
 
-    for look in (handle.base, handle.writable_base, handle.flush, handle.pointers, handle.duplicate):
+    for look in (*looks(handle), handle.flush):
         with pytest.raises(
             CorruptFileError, match=rf"tensor 'w': {handle.path} can't be used.*Download or copy the file again"
         ):
@@ -286,7 +294,7 @@ def test_a_truncated_file_is_named_with_the_tensor_and_not_extended(tmp_path, le
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_a_folder_or_a_pipe_where_the_file_was_is_named_with_the_tensor(tmp_path, make):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
     handle.path.unlink()
     make(handle.path)
 
@@ -294,14 +302,14 @@ def test_a_folder_or_a_pipe_where_the_file_was_is_named_with_the_tensor(tmp_path
         with pytest.raises(CorruptFileError, match=r"tensor 'w': .*(is a folder|not a regular file)"):
             look()
     with pytest.raises(ForeignFileError, match="tensor 'w'"):
-        handle.replace(torch.ones(3))
+        replace_whole(handle, torch.ones(3))
 
 
 def test_a_value_put_back_where_its_file_went_missing_is_found_again(tmp_path):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
     handle.path.unlink()
 
-    handle.replace(torch.ones(3))
+    replace_whole(handle, torch.ones(3))
 
     assert torch.equal(torch.ones(3), handle.base())
 
@@ -331,28 +339,28 @@ def test_a_changed_checkpoint_is_an_error_that_names_tensor_and_file(checkpoint,
             handle.base()
         change()
 
-        for look in (handle.base, handle.writable_base, handle.pointers, handle.duplicate):
+        for look in looks(handle):
             with pytest.raises(ChangedFileError, match=rf"tensor 'a': {checkpoint} has changed"):
                 look()
         os.truncate(checkpoint, before.st_size)
 
 
 def test_a_value_that_another_process_replaced_is_followed(tmp_path):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
     old = handle.base()
 
     put(tmp_path, torch.ones(3))
 
     assert torch.equal(torch.ones(3), handle.base())
     assert torch.equal(torch.zeros(3), old)
-    handle.writable_base().add_(1)
+    writable_base(handle).add_(1)
     handle.flush()
     assert torch.equal(torch.full((3,), 2.0), load_file(handle.path)["w"])
 
 
 @pytest.mark.parametrize("value", [torch.ones(4), torch.ones(3, dtype=torch.float64)], ids=["shape", "dtype"])
 def test_a_value_that_another_process_made_another_kind_of_is_an_error(tmp_path, value):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
     generation = handle.generation
 
     put(tmp_path, value)
@@ -363,7 +371,7 @@ def test_a_value_that_another_process_made_another_kind_of_is_an_error(tmp_path,
 
 
 def test_a_file_of_another_name_or_maker_at_the_path_is_an_error(tmp_path):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
 
     put(tmp_path, torch.ones(3), "v")
     os.replace(tmp_path / "v.safetensors", handle.path)
@@ -375,7 +383,7 @@ def test_a_file_of_another_name_or_maker_at_the_path_is_an_error(tmp_path):
 
 
 def test_a_replacement_between_look_and_mapping_is_looked_at_again(tmp_path, monkeypatch):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
     handle.unmap()
     follow, times = Handle._follow, []
 
@@ -390,7 +398,7 @@ def test_a_replacement_between_look_and_mapping_is_looked_at_again(tmp_path, mon
 
 
 def test_a_file_replaced_after_every_look_is_an_error_in_the_end(tmp_path, monkeypatch):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
     handle.unmap()
     follow = Handle._follow
     monkeypatch.setattr(Handle, "_follow", lambda self: (follow(self), put(tmp_path, torch.ones(3))))
@@ -403,10 +411,10 @@ def test_a_file_replaced_after_every_look_is_an_error_in_the_end(tmp_path, monke
 
 
 def test_a_replaced_value_keeps_its_strides_and_readers_keep_the_old_one(tmp_path):
-    handle = Handle.create(torch.zeros(3, 2).t(), "w", tmp_path)
+    handle = create_value(torch.zeros(3, 2).t(), "w", tmp_path)
     old = handle.base()
 
-    handle.replace(torch.ones(2, 3))
+    replace_whole(handle, torch.ones(2, 3))
 
     assert (1, 2) == handle.base().stride()
     assert torch.equal(torch.ones(2, 3), handle.base())
@@ -415,22 +423,22 @@ def test_a_replaced_value_keeps_its_strides_and_readers_keep_the_old_one(tmp_pat
 
 
 def test_a_value_of_another_shape_or_dtype_moves_the_generation(tmp_path):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
 
-    handle.replace(torch.ones(4))
-    handle.replace(torch.ones(4, dtype=torch.int8))
+    replace_whole(handle, torch.ones(4))
+    replace_whole(handle, torch.ones(4, dtype=torch.int8))
 
     assert 2 == handle.generation
     assert torch.equal(torch.ones(4, dtype=torch.int8), handle.base())
 
 
 def test_a_copy_has_what_was_stored_last_and_is_independent(tmp_path):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
-    handle.writable_base().fill_(1)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
+    writable_base(handle).fill_(1)
     os.utime(handle.path)
 
-    copied = handle.duplicate()
-    handle.writable_base().fill_(2)
+    copied = duplicate(handle)
+    writable_base(handle).fill_(2)
 
     assert torch.equal(torch.ones(3), copied.base())
     assert handle.path != copied.path
@@ -438,8 +446,8 @@ def test_a_copy_has_what_was_stored_last_and_is_independent(tmp_path):
 
 
 def test_a_flush_syncs_the_very_file(tmp_path, monkeypatch):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
-    handle.writable_base().fill_(1)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
+    writable_base(handle).fill_(1)
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
 
@@ -449,7 +457,7 @@ def test_a_flush_syncs_the_very_file(tmp_path, monkeypatch):
 
 
 def test_a_flush_that_fails_names_tensor_and_path(tmp_path, monkeypatch):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
     before = len(os.listdir("/proc/self/fd"))
 
     def refuse(_):
@@ -470,7 +478,7 @@ def test_a_reference_has_nothing_to_flush(checkpoint, monkeypatch):
 
 
 def test_pointers_lie_in_a_storage_that_no_op_computes_with(tmp_path):
-    handle = Handle.create(torch.arange(3.0), "w", tmp_path)
+    handle = create_value(torch.arange(3.0), "w", tmp_path)
 
     storage = handle.pointers()
 
@@ -481,7 +489,7 @@ def test_pointers_lie_in_a_storage_that_no_op_computes_with(tmp_path):
 
 def test_too_many_mappings_let_go_of_the_oldest_and_come_back(tmp_path, monkeypatch):
     monkeypatch.setattr(handle_module, "MOST_MAPPINGS", 4)
-    handles = [Handle.create(torch.tensor(number), f"w{number}", tmp_path) for number in range(10)]
+    handles = [create_value(torch.tensor(number), f"w{number}", tmp_path) for number in range(10)]
 
     def mapped():
         return Path("/proc/self/maps").read_text().count(str(tmp_path))
@@ -496,9 +504,9 @@ def test_too_many_mappings_let_go_of_the_oldest_and_come_back(tmp_path, monkeypa
 
 
 def test_a_private_file_goes_with_the_last_that_holds_it():
-    handle = Handle.create(torch.zeros(3), "w", None)
+    handle = create_value(torch.zeros(3), "w", None)
     path = handle.path
-    handle.replace(torch.ones(3))
+    replace_whole(handle, torch.ones(3))
     assert path.exists()
 
     del handle
@@ -507,14 +515,14 @@ def test_a_private_file_goes_with_the_last_that_holds_it():
 
 
 def test_a_named_file_stays(tmp_path):
-    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle = create_value(torch.zeros(3), "w", tmp_path)
     del handle
 
     assert torch.equal(torch.zeros(3), load_file(tmp_path / "w.safetensors")["w"])
 
 
 def test_a_private_file_that_is_gone_already_is_no_trouble(capsys):
-    handle = Handle.create(torch.zeros(3), "w", None)
+    handle = create_value(torch.zeros(3), "w", None)
     handle.path.unlink()
     del handle
     gc.collect()
@@ -524,16 +532,16 @@ def test_a_private_file_that_is_gone_already_is_no_trouble(capsys):
 
 @pytest.mark.parametrize("first", ["drops", "replaces", "writes", "copies"])
 def test_a_forked_child_never_deletes_its_parents_file(first):
-    held = [Handle.create(torch.zeros(3), "w", None)]
+    held = [create_value(torch.zeros(3), "w", None)]
     path = held[0].path
 
     def child():
         if first == "replaces":
-            held[0].replace(torch.ones(3))
+            replace_whole(held[0], torch.ones(3))
         if first == "writes":
-            held[0].writable_base().fill_(1)
+            writable_base(held[0]).fill_(1)
         if first == "copies":
-            copied = held[0].duplicate()
+            copied = duplicate(held[0])
             assert torch.equal(torch.zeros(3), copied.base())
             assert copied.path.parent != path.parent
         held.clear()
@@ -551,7 +559,7 @@ def test_a_child_that_makes_a_reference_its_own_writes_to_its_own_folder(checkpo
     handle_path = handle.path
 
     def child():
-        handle.writable_base().fill_(9)
+        writable_base(handle).fill_(9)
         assert handle.path != handle_path
         assert str(os.getpid()) in str(handle.path)
 
@@ -560,12 +568,12 @@ def test_a_child_that_makes_a_reference_its_own_writes_to_its_own_folder(checkpo
 
 
 def test_a_value_shared_with_another_process_is_written_by_both_and_removed_by_its_owner():
-    handle = Handle.create(torch.zeros(3), "w", None)
+    handle = create_value(torch.zeros(3), "w", None)
 
     def other():
         shared = Handle.shared(TensorFile.open(handle.path), "w", None)
-        shared.writable_base().add_(1)
-        shared.replace(shared.base() + 1)
+        writable_base(shared).add_(1)
+        replace_whole(shared, shared.base() + 1)
 
     assert in_fork(other)
     assert torch.equal(torch.full((3,), 2.0), handle.base())
@@ -575,7 +583,7 @@ def test_a_value_shared_with_another_process_is_written_by_both_and_removed_by_i
 
 
 def test_threads_that_write_and_replace_at_once_never_see_a_mix(tmp_path):
-    handle = Handle.create(torch.zeros(1000), "w", tmp_path)
+    handle = create_value(torch.zeros(1000), "w", tmp_path)
     faults: list[object] = []
     stop = threading.Event()
 
@@ -592,7 +600,7 @@ def test_threads_that_write_and_replace_at_once_never_see_a_mix(tmp_path):
     for thread in threads:
         thread.start()
     for number in range(60):
-        handle.replace(torch.full((1000,), float(number)))
+        replace_whole(handle, torch.full((1000,), float(number)))
     stop.set()
     for thread in threads:
         thread.join()
@@ -606,7 +614,7 @@ def test_threads_that_write_a_reference_first_make_one_copy(checkpoint, tmp_path
 
     def write(row):
         together.wait()
-        handle.writable_base()[row % 2, row // 2] = 100 + row
+        writable_base(handle)[row % 2, row // 2] = 100 + row
 
     threads = [threading.Thread(target=write, args=(row,)) for row in range(4)]
     for thread in threads:

@@ -27,7 +27,7 @@ def test_all_threads_have_the_same() -> None:
 
     def lock_of(handle: Handle) -> int:
         start.wait()
-        return id(handle._lock)
+        return id(handle.lock)
 
     with ThreadPoolExecutor(8) as threads:
         for _ in range(20):

@@ -31,8 +31,8 @@ from offload.errors import (
     ReadError,
 )
 from offload.storage.file import TensorFile
-from offload.storage.handle import Handle
 from offload.storage.layout import dtype_name, dtype_named
+from offload.storage.owning import open_value
 from offload.storage.pickled import NESTS
 from offload.testing import is_equal
 from tests.conftest import contents
@@ -392,7 +392,7 @@ def test_a_file_that_changes_after_it_was_opened_is_found_out(tmp_path, key):
     os.utime(path, ns=(0, 0))
 
     with pytest.raises(ChangedFileError, match="changed since it was opened"):
-        w.sum() if key == "plain" else Handle.reference(file, key)
+        w.sum() if key == "plain" else open_value(file, key)
 
 
 def test_a_file_that_is_gone_is_named(tmp_path):
@@ -408,16 +408,16 @@ COPIED = """
     import ctypes, json, sys, torch
     from offload import load_file
     from offload.memory import anonymous_bytes
-    from offload.storage import handle
+    from offload.storage import owning
     from offload.storage.file import TensorFile
 
-    seen, write_tensor = [], handle.write_tensor
+    seen, write_tensor = [], owning.write_tensor
 
     def watched(*args, **options):
         seen.append(anonymous_bytes())
         return write_tensor(*args, **options)
 
-    handle.write_tensor = watched
+    owning.write_tensor = watched
     [w[0, 0].item() for w in load_file(sys.argv[2]).values()]  # imports, first calls
     TensorFile.open(sys.argv[1])
     seen.clear()

@@ -26,6 +26,7 @@ from offload.errors import CorruptFileError, UnknownSubclassError
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
+from offload.storage.owning import create_value, duplicate, replace_whole
 from offload.storage.subclasses import flatten, layout_from, register_subclass, unflatten
 
 
@@ -108,7 +109,7 @@ CONTEXT = {
 
 
 def test_a_subclass_comes_back_from_its_file(tmp_path):
-    Handle.create(scaled(CONTEXT), "w", tmp_path)
+    create_value(scaled(CONTEXT), "w", tmp_path)
 
     found = Handle.reference(TensorFile.open(tmp_path / "w.safetensors"), "w").base()
 
@@ -145,7 +146,7 @@ def test_a_context_stands_in_the_file_in_the_words_that_every_release_reads(cont
 
 
 def test_the_file_holds_the_inner_tensors_for_any_reader(tmp_path):
-    Handle.create(scaled(), "w", tmp_path)
+    create_value(scaled(), "w", tmp_path)
 
     found = load_file(tmp_path / "w.safetensors")
 
@@ -156,7 +157,7 @@ def test_the_file_holds_the_inner_tensors_for_any_reader(tmp_path):
 
 def test_a_subclass_inside_a_subclass_comes_back(tmp_path):
     outer = Scaled(scaled("inside"), torch.tensor(3.0), "outside")
-    Handle.create(outer, "w", tmp_path)
+    create_value(outer, "w", tmp_path)
 
     found = Handle.reference(TensorFile.open(tmp_path / "w.safetensors"), "w").base()
 
@@ -166,13 +167,13 @@ def test_a_subclass_inside_a_subclass_comes_back(tmp_path):
 
 def test_strides_of_inner_tensors_come_back(tmp_path):
     value = Scaled(torch.arange(6, dtype=torch.int8).reshape(2, 3).t(), torch.tensor(0.5))
-    handle = Handle.create(value, "w", tmp_path)
+    handle = create_value(value, "w", tmp_path)
 
     assert (1, 3) == handle.base().stride() == handle.base().inner.stride() == handle.layout.stride
 
 
 def test_no_inner_tensor_starts_in_the_middle_of_anothers_element(tmp_path):
-    Handle.create(Scaled(torch.ones(3, dtype=torch.int8), torch.tensor([0.5])), "w", tmp_path)
+    create_value(Scaled(torch.ones(3, dtype=torch.int8), torch.tensor([0.5])), "w", tmp_path)
 
     entries = TensorFile.open(tmp_path / "w.safetensors").entries.values()
 
@@ -180,10 +181,10 @@ def test_no_inner_tensor_starts_in_the_middle_of_anothers_element(tmp_path):
 
 
 def test_a_copy_of_a_referenced_subclass_is_made_from_file_to_file(tmp_path):
-    Handle.create(scaled(CONTEXT), "w", tmp_path)
+    create_value(scaled(CONTEXT), "w", tmp_path)
     handle = Handle.reference(TensorFile.open(tmp_path / "w.safetensors"), "w")
 
-    copied = handle.duplicate()
+    copied = duplicate(handle)
     os.unlink(tmp_path / "w.safetensors")
 
     assert torch.equal(scaled().plain(), copied.base().plain())
@@ -191,12 +192,12 @@ def test_a_copy_of_a_referenced_subclass_is_made_from_file_to_file(tmp_path):
 
 
 def test_a_value_may_become_a_subclass_and_plain_again(tmp_path):
-    handle = Handle.create(torch.zeros(2, 3), "w", tmp_path)
+    handle = create_value(torch.zeros(2, 3), "w", tmp_path)
 
-    handle.replace(scaled())
+    replace_whole(handle, scaled())
     assert type(handle.base()) is Scaled
     assert handle.is_subclass
-    handle.replace(torch.ones(2, 3))
+    replace_whole(handle, torch.ones(2, 3))
     assert torch.equal(torch.ones(2, 3), handle.base())
     assert not handle.is_subclass
 
@@ -208,7 +209,7 @@ def test_a_weight_that_torchao_quantized_comes_back(tmp_path):
     weight = linear.weight.detach()
     x = torch.randn(3, 64)
 
-    Handle.create(weight, "w", tmp_path)
+    create_value(weight, "w", tmp_path)
     found = Handle.reference(TensorFile.open(tmp_path / "w.safetensors"), "w").base()
 
     assert type(found) is type(weight)
@@ -228,7 +229,7 @@ def test_an_unknown_class_is_refused_with_its_name_and_how_to_register_it(tmp_pa
     value = Unknown(torch.ones(2), torch.tensor(1.0))
 
     with pytest.raises(UnknownSubclassError, match=r"tensor 'w': .*Unknown \(of .*register_subclass\(.*Unknown\)"):
-        Handle.create(value, "w", tmp_path)
+        create_value(value, "w", tmp_path)
     assert [] == os.listdir(tmp_path)
 
 
@@ -246,7 +247,7 @@ def test_another_class_of_a_known_name_is_not_taken_for_it(monkeypatch):
 )
 def test_a_context_that_is_not_plain_data_is_refused_when_it_is_stored(tmp_path, context):
     with pytest.raises(UnknownSubclassError, match="can't be stored as plain data"):
-        Handle.create(scaled(context), "w", tmp_path)
+        create_value(scaled(context), "w", tmp_path)
     assert [] == os.listdir(tmp_path)
 
 
@@ -258,7 +259,7 @@ def test_an_unknown_class_in_a_context_is_refused_when_it_is_stored(monkeypatch)
 
 
 def test_a_stored_class_that_is_not_known_any_more_is_refused(tmp_path, monkeypatch):
-    Handle.create(scaled(), "w", tmp_path)
+    create_value(scaled(), "w", tmp_path)
     monkeypatch.setattr(subclasses, "_REGISTERED", {})
 
     with pytest.raises(UnknownSubclassError, match=r"register_subclass\(Scaled\)"):
@@ -286,7 +287,7 @@ def edited(path, change) -> None:
 
 
 def test_a_missing_inner_tensor_is_named(tmp_path):
-    Handle.create(scaled(), "w", tmp_path)
+    create_value(scaled(), "w", tmp_path)
     path = tmp_path / "w.safetensors"
     edited(path, lambda header, notes: header.update({"w.other": header.pop("w.scale")}))
 
@@ -323,7 +324,7 @@ def test_a_missing_inner_tensor_is_named(tmp_path):
     ids=str,
 )
 def test_a_recipe_that_is_not_one_is_a_corrupt_file_or_an_unknown_class(tmp_path, broken):
-    Handle.create(scaled(), "w", tmp_path)
+    create_value(scaled(), "w", tmp_path)
     path = tmp_path / "w.safetensors"
     edited(path, lambda header, notes: notes["subclass"].update(broken))
 
@@ -368,7 +369,7 @@ def test_nothing_is_pickled_on_the_way_to_a_file_and_back(tmp_path, monkeypatch)
             monkeypatch.setattr(module, name, refuse)
     monkeypatch.setattr(copy, "deepcopy", refuse)
 
-    Handle.create(scaled(CONTEXT), "w", tmp_path)
+    create_value(scaled(CONTEXT), "w", tmp_path)
     found = Handle.reference(TensorFile.open(tmp_path / "w.safetensors"), "w").base()
 
     assert CONTEXT == found.context

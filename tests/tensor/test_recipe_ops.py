@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import offload
 from offload import OffloadedTensor
 from offload.prefetch.engine import tracked
+from offload.storage.handle import Access
 from offload.storage.layout import contiguous
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.recipes import Joined, Piece, Plain, Recipe
@@ -142,10 +143,10 @@ def test_an_input_of_zeros_decides_nothing_for_those_after_it(tmp_path: Path) ->
 def test_an_expert_is_read_without_its_neighbours(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
     recipe = handle_of(matrices[0]).composed
     assert isinstance(recipe, Recipe)
-    assert all(handle.is_picked for handle in recipe.handles())
+    assert all(handle.access is Access.PICKED for handle in recipe.handles())
     assert all(tracked(handle, *handle.extent).is_part for handle in recipe.handles())
     [handle] = _whole(matrices[0]).handles()
-    assert not handle.is_picked
+    assert handle.access is not Access.PICKED
 
 
 def _whole(tensor: OffloadedTensor) -> Recipe:

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import SavedTensorError, WriteError
-from offload.storage.handle import Handle
 from offload.training import activations
 from tests.processes import run_script
 
@@ -399,7 +398,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise WriteError(28, "no room: free some space", "file")
 
-    monkeypatch.setattr(Handle, "passing", full)
+    monkeypatch.setattr(activations, "create_temporary", full)
     x = torch.ones(1000, requires_grad=True)
     losses = []
 

@@ -38,6 +38,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import is_unicode
 from offload.storage.layout import Entry, contiguous, contiguous_stride, dtype_named
+from offload.storage.owning import open_value
 from offload.storage.reasons import reading as as_read
 from offload.storage.regular import absolute, is_folder, is_there, open_regular
 from offload.storage.state_file import read_json
@@ -243,7 +244,7 @@ class _Reading:
         if self.writes:
             os.close(open_regular(path, os.O_RDWR))  # symlinks are not written through
             return wrap_handle(Handle.shared(file, name, path.parent), device)
-        return wrap_handle(Handle.reference(file, name, self.offload_dir), device)
+        return wrap_handle(open_value(file, name, self.offload_dir), device)
 
     def _nested(
         self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

@@ -1,0 +1,230 @@
+"""What a stored value is: bytes in somebody else's file, bytes in a file of ours, or computed from other values.
+
+Always true:
+- a source never changes: a handle switches from one to another in one assignment
+- `map` maps the file whose header was read, or raises; it reads nothing, and never creates or extends a file
+- only an owned source is mapped shared; a store into any other mapping does not reach the file
+- a composed source has no file of its own: its value is computed from other values at each read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+from offload.storage.file import TensorFile
+from offload.storage.layout import Entry, Layout
+from offload.storage.reasons import naming
+from offload.storage.subclasses import Recipe, layout_from, unflatten
+
+if TYPE_CHECKING:
+    from offload.storage.handle import Handle
+
+MADE_OF = "made of"  # a note in the file that stores a composed value: of what
+
+
+class Composition(Protocol):
+    """How a value is computed from other stored values, which must not be written to.
+
+    Attributes:
+        layout: of the computed value.
+        recipe: how to rebuild it if it is a tensor subclass; else None.
+    """
+
+    layout: Layout
+    recipe: Recipe | None
+
+    @property
+    def file(self) -> TensorFile:
+        """The file of the first source value."""
+
+    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
+        """The view that a meta tensor describes, or the whole, as a plain tensor: do not write to it or keep it."""
+
+    def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+        """The views of stored values from which the view that a meta tensor describes is computed, as they are read."""
+
+    def stands(self, view_spec: torch.Tensor, /) -> bool:
+        """Whether the view that a meta tensor describes is stored as is, so that `value` maps it without computing."""
+
+
+@runtime_checkable
+class InBlocks(Composition, Protocol):
+    """A composed value that is a plain tensor and can be computed in parts."""
+
+    def picked(self, view_spec: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows, by sorted index, of the view that a meta tensor describes, as a new tensor."""
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """Contiguous plain tensors that make up the whole in layout order; each is valid until the next one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InFile:
+    """A value in a file.
+
+    Attributes:
+        name: its key in the file, or the beginning of the keys of its inner tensors.
+        layout: shape, dtype and strides of the whole value.
+        recipe: how to rebuild it if it is a tensor subclass; else None.
+        extent: its first byte in the file, and its size.
+    """
+
+    file: TensorFile
+    name: str
+    layout: Layout
+    recipe: Recipe | None
+    extent: tuple[int, int]
+
+    owned: ClassVar[bool]
+    composed: ClassVar[None] = None
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def entry(self) -> Entry:
+        """Its entry in the file; not for a subclass, which has several."""
+        return self.file.entry(self.name)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Its entries in the file: one, or those of the inner tensors."""
+        return [self.entry] if self.recipe is None else list(self.file.entries.values())
+
+    def bytes(self) -> torch.UntypedStorage:
+        """Its bytes as a new storage; for a subclass, those of one inner tensor."""
+        return self.file.storage(self.entries[0], shared=self.owned)
+
+    def _mapped(self) -> torch.Tensor:
+        if self.recipe is None:
+            return self.file.tensor(self.entry, shared=self.owned)
+        parts = {key: self.file.tensor(entry, shared=self.owned) for key, entry in self.file.entries.items()}
+        with naming(self.name, self.file.path):
+            return unflatten(parts, self.recipe, self.name)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Referenced(_InFile):
+    """A value in a file that must not change, and that is not written to.
+
+    Attributes:
+        part: its place, if it is only a part of the value `name`.
+    """
+
+    part: Entry | None = None
+
+    owned: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, file: TensorFile, name: str, part: Entry | None = None) -> Referenced:
+        """
+        Raises:
+            KeyError: the file has no such value.
+            CorruptFileError: torch can't read it.
+        """
+        return cls(file, name, *_described(file, name, part), part)
+
+    @property
+    def entry(self) -> Entry:
+        return self.part or self.file.entry(self.name)
+
+    def map(self) -> torch.Tensor:
+        """The value as a plain tensor over the mapped file, copy-on-write.
+
+        Raises:
+            MissingFileError, ChangedFileError, CorruptFileError, ReadError
+        """
+        self.file.check()
+        return self._mapped()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned(_InFile):
+    """A value in a file of ours, which holds nothing else.
+
+    Attributes:
+        in_place: whether others write to the file in place, so that it must never be replaced.
+        has_holes: whether the file may be sparse; its blocks are then reserved before the first store.
+    """
+
+    in_place: bool = False
+    has_holes: bool = False
+
+    owned: ClassVar[bool] = True
+    part: ClassVar[None] = None
+
+    @classmethod
+    def of(cls, file: TensorFile, name: str, *, in_place: bool = False) -> Owned:
+        """
+        Raises:
+            KeyError: the file has no such value.
+        """
+        return cls(file, name, *_described(file, name), in_place, in_place)
+
+    def map(self) -> torch.Tensor:
+        """The value as a plain tensor over the mapped file; stores into it go to the file.
+
+        Raises:
+            MissingFileError, CorruptFileError, ReadError
+            ChangedFileError: another file is there by now.
+        """
+        return self._mapped()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Composed:
+    """A value that is computed at each read.
+
+    Attributes:
+        composed: how.
+        file: of its first source.
+        layout, recipe, extent: as for a value in a file.
+    """
+
+    composed: Composition
+    file: TensorFile
+    layout: Layout
+    recipe: Recipe | None
+    extent: tuple[int, int] = (0, 0)
+
+    owned: ClassVar[bool] = False
+    part: ClassVar[None] = None
+
+    @classmethod
+    def of(cls, composed: Composition) -> Composed:
+        return cls(composed, composed.file, composed.layout, composed.recipe)
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    def map(self) -> torch.Tensor:
+        """The value, computed; all of its sources are read.
+
+        Raises: as `Referenced.map`.
+        """
+        return self.composed.value()
+
+
+Source: TypeAlias = Referenced | Owned | Composed
+
+
+def _described(file: TensorFile, name: str, part: Entry | None = None) -> tuple[Layout, Recipe | None, tuple[int, int]]:
+    """The layout of a value in a file, its recipe if it is a subclass, and its extent."""
+    entry = part or file.entries.get(name)
+    if entry is not None:
+        return entry.layout, None, (entry.start, entry.layout.nbytes)
+    with naming(name, file.path):
+        recipe = file.notes.get("subclass")
+        if recipe is None:
+            file.entry(name)  # raises
+            raise AssertionError(name)
+        layout, entries = layout_from(recipe), file.entries.values()
+    start = min(entry.start for entry in entries)
+    return layout, recipe, (start, max(entry.start + entry.layout.nbytes for entry in entries) - start)
