@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -247,8 +248,9 @@ def _fill_with_a_model(cache: TensorCache) -> None:
     inputs = torch.cat([OLD, torch.zeros(len(cache) - 3, 4)])
     model = offload.disk_offload(nn.Sequential(nn.utils.skip_init(nn.Linear, 4, 4)))
     cache[1] = {"x": NEW[1], "text": "d"}
+    mapped = partial(offload.map_batches, model=model)
     with torch.no_grad():
-        cache.fill(lambda part: (model(part), {"x": part, "text": ["e"] * len(part)})[1], inputs, model=model)
+        cache.fill(lambda part: (model(part), {"x": part, "text": ["e"] * len(part)})[1], inputs, map_fn=mapped)
 
 
 _CACHE: dict[str, Callable[[TensorCache], object]] = {

@@ -99,11 +99,6 @@ def with_cache(act: Callable[[TensorCache], Any]) -> None:
             act(cache)
 
 
-def fill_anew(**options: Any) -> None:
-    with TensorCache.create("out", X, 2) as cache:
-        cache.fill(lambda part: {"x": part}, torch.ones(2), **options)
-
-
 def llama_config() -> Any:
     from transformers import LlamaConfig
 
@@ -300,8 +295,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "TensorCache.fill(batch_size)": lambda bad: with_cache(lambda cache: cache.fill(len, [1, 2], batch_size=bad)),
     "TensorCache.fill(columns)": lambda bad: with_cache(lambda cache: cache.fill(len, [1, 2], columns=bad)),
     "TensorCache.fill(collate)": lambda bad: with_cache(lambda cache: cache.fill(len, [1, 2], collate=bad)),
-    "TensorCache.fill(model)": lambda bad: fill_anew(model=bad),
-    "TensorCache.fill(in_flight)": lambda bad: fill_anew(model=model(), in_flight=bad),
     "TensorCache.missing_rows(columns)": lambda bad: with_cache(lambda cache: cache.missing_rows(bad)),
     "TensorCache[rows]": lambda bad: with_cache(lambda cache: cache[bad]),
     "TensorCache[rows] in memory": lambda bad: TensorCache(COLUMN)[bad],

@@ -11,5 +11,6 @@
 | `held` | existing tensors, in memory or in a file, as a cache; writing such a file |
 | `incoming` | rows to be added, from records and other sources |
 | `schema` | what a column is, and the manifest of a folder |
-| `indexing` `claims` | resolving row indices; sharing out missing rows among processes |
+| `indexing` | resolving row indices |
+| `missing` | missing rows: shared out among processes, computed, and written |
 """

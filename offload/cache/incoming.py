@@ -27,6 +27,7 @@ from offload.cache.schema import BYTES, JSON, RAGGED, schema_of
 from offload.errors import CacheError
 from offload.storage.reasons import some
 from offload.tensor.arguments import refuse_unstorable
+from offload.tensor.wrapper import guest_of
 
 PRESENT = ".present"
 _BATCH = 8 << 20  # bytes
@@ -106,6 +107,32 @@ class Incoming:
 def rows_in_batch(nbytes: Iterable[int]) -> int:
     """Rows per batch, if a row takes the sum of these bytes."""
     return max(_BATCH // max(sum(nbytes), 1), 1)
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by column, as users write them, with plain tensors.
+
+    Raises:
+        CacheError: it is not a mapping.
+        UnknownSubclassError, UnsupportedOpError: a tensor can't be stored.
+    """
+    if not isinstance(values, Mapping):
+        raise CacheError(f"rows are given by column, not as a {type(values).__name__}: cache[rows] = {{name: values}}")
+    return {name: _plain(value, name) for name, value in values.items()}
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A value that is neither offloaded nor nested.
+
+    Raises:
+        UnknownSubclassError: its class can't be stored completely.
+        UnsupportedOpError: it is meta or sparse.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not value.is_nested:
+        refuse_unstorable(value, name)
+    return list(value.detach().unbind()) if value.is_nested else guest_of(value.detach())
 
 
 # Records

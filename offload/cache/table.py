@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
-from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
@@ -24,14 +23,13 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from offload.batches.mapping import map_batches
 from offload.cache.batches import RowDataset, read_ahead, rows_of_each
-from offload.cache.claims import Claims
 from offload.cache.columns import Ragged
 from offload.cache.held import HeldStore, read_file, save_file, write_file
-from offload.cache.incoming import Field, Incoming, rows_in_batch
+from offload.cache.incoming import Field, Incoming, plain_values, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
 from offload.cache.indexing import rows_of
+from offload.cache.missing import fill_missing
 from offload.cache.schema import TENSOR, Column, Manifest, as_json, schema_of
 from offload.cache.states import FILE as STATES
 from offload.cache.store import Store, log
@@ -52,12 +50,8 @@ from offload.tensor.arguments import (
     iterated,
     refuse_other,
     refuse_uncalled,
-    refuse_unstorable,
 )
 from offload.tensor.guests import CPU
-from offload.tensor.wrapper import guest_of
-
-_FLUSH_EVERY = 2.0  # seconds of work that a kill may lose
 
 
 class TensorCache:
@@ -469,7 +463,7 @@ class TensorCache:
             CacheError: `values` is not a dictionary.
             WriteError: the disk is full; the rows count as missing.
         """
-        store, given = self._open(), _given(values)
+        store, given = self._open(), plain_values(values)
         with no_functions(), no_modes():
             store.write(rows_of(rows, store.num_rows), given)
 
@@ -484,7 +478,7 @@ class TensorCache:
 
         Raises: as `cache[rows] = values`.
         """
-        given = _given(values)
+        given = plain_values(values)
         with no_functions(), no_modes():
             return self._open().append(given)
 
@@ -496,8 +490,7 @@ class TensorCache:
         batch_size: int = 32,
         columns: Iterable[str] | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
-        model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
-        in_flight: int | None = None,
+        map_fn: Callable[[Callable[[Any], Any], Iterator[Any]], Iterable[Any]] = map,
         progress: bool = True,
     ) -> None:
         """Compute the rows that are missing, batch by batch, and write them, so that a stopped job can continue.
@@ -513,8 +506,8 @@ class TensorCache:
             batch_size: rows that are computed at a time.
             columns: those that `fn` makes; all if None.
             collate: makes a batch of a list of items; torch's, as in a `DataLoader`. With `list` it is that list.
-            model: what `fn` calls, if that is larger than memory: it is read once for many batches, by `map_batches`.
-            in_flight: how many batches that is; see there.
+            map_fn: applies a function to batches, as `map` does. `partial(offload.map_batches, model=model)` reads a
+                model that `fn` calls once for many batches.
             progress: whether a bar shows how far it is, on a terminal.
 
         Raises:
@@ -529,6 +522,7 @@ class TensorCache:
         """
         refuse_uncalled(fn, "fn")
         refuse_uncalled(collate, "collate")
+        refuse_uncalled(map_fn, "map_fn")
         try:
             count = len(inputs) if hasattr(inputs, "__getitem__") else None
         except TypeError:  # a tensor without dimensions
@@ -543,39 +537,13 @@ class TensorCache:
         log.info("%s: %d of %d rows are missing and are computed", self.folder, total, len(self))
         is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)
 
-        def computed(part: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        def make(part: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
             return part, fn(inputs[part] if is_taken_whole else collate([inputs[row] for row in part.tolist()]))
 
         store = self._open()
-        if not total or not isinstance(store, Store):
-            return
-        claims = Claims(store, columns, count)
-
-        def carried_out(parts: Iterator[torch.Tensor]) -> Generator[tuple[torch.Tensor, Mapping[str, Any]], None, None]:
-            if model is None:
-                yield from map(computed, parts)
-            else:
-                yield from map_batches(computed, parts, model, in_flight=in_flight, progress=False)
-
-        try:
+        if total and isinstance(store, Store):
             with Bar(desc="rows", total=total, delay=1, disable=None if progress else True, leave=False) as bar:
-                is_more = True
-                while is_more:
-                    due = monotonic() + _FLUSH_EVERY
-                    with closing(carried_out(claims.parts(size))) as made:
-                        for part, values in made:
-                            self[part] = values
-                            bar.update(len(part))
-                            if monotonic() > due:
-                                self.flush()
-                                due = monotonic() + _FLUSH_EVERY
-                    self.flush()
-                    is_more = claims.has_more()
-        finally:
-            try:
-                self.flush()
-            finally:
-                claims.close()
+                fill_missing(store, columns, count, make, self.__setitem__, batch_size=size, map_fn=map_fn, bar=bar)
 
     def flush(self) -> None:
         """Wait until what was written is on the disk: the rows are filled then, also after a power cut.
@@ -681,26 +649,6 @@ def _sent(value: Any, device: torch.device, pinned: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=pinned)
     return Ragged(value.values.to(device, non_blocking=pinned), value.counts) if isinstance(value, Ragged) else value
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(values, Mapping):
-        raise CacheError(f"rows are given by column, not as a {type(values).__name__}: cache[rows] = {{name: values}}")
-    return {name: _plain(value, name) for name, value in values.items()}
-
-
-def _plain(value: Any, name: str) -> Any:
-    """A value that is neither offloaded nor nested.
-
-    Raises:
-        UnknownSubclassError: its class can't be stored completely.
-        UnsupportedOpError: it is meta or sparse.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not value.is_nested:
-        refuse_unstorable(value, name)
-    return list(value.detach().unbind()) if value.is_nested else guest_of(value.detach())
 
 
 def cache_of(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, StackDataset
 
-from offload import TensorCache, progress
+from offload import TensorCache, map_batches, progress
 from offload.errors import ArgumentError, ArgumentTypeError, ColumnError, ShapeMismatchError
 from tests.campaigns import amount
 from tests.processes import run_script
@@ -119,6 +120,7 @@ def test_rows_that_are_there_are_left_and_so_are_other_columns(tmp_path):
         ({"fn": 3}, ArgumentTypeError, "fn is a function"),
         ({"inputs": torch.arange(3)}, ShapeMismatchError, "there are 3 inputs, and the cache in .* has 10 rows"),
         ({"inputs": iter([1])}, ArgumentTypeError, "inputs: a tensor, a list or a dataset with a length"),
+        ({"map_fn": 3}, ArgumentTypeError, "map_fn is a function"),
         ({"batch_size": 0}, ArgumentError, "batch_size"),
         ({"columns": ["z"]}, ColumnError, "has no column 'z'"),
     ],
@@ -157,7 +159,7 @@ def test_a_bar_is_shown_unless_it_is_not_wanted(cache, tmp_path, monkeypatch):
 # With a model, and in several processes
 
 
-def test_a_model_is_read_in_lockstep_for_the_batches(cache):
+def test_a_model_is_read_once_for_the_batches_of_map_batches(cache):
     layers = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
     order = []
     layers[1].register_forward_pre_hook(lambda *_: order.append("second"))
@@ -167,7 +169,7 @@ def test_a_model_is_read_in_lockstep_for_the_batches(cache):
         layers(batch[:, None].float())
         return doubled(batch)
 
-    cache.fill(fn, torch.arange(ROWS), batch_size=3, model=layers, in_flight=4)
+    cache.fill(fn, torch.arange(ROWS), batch_size=3, map_fn=partial(map_batches, model=layers, in_flight=4))
 
     assert ["first"] * 4 + ["second"] * 4 == order
     assert list(range(0, 2 * ROWS, 2)) == cache[:]["x"].tolist()
@@ -182,11 +184,13 @@ def test_several_processes_share_the_rows_and_a_killed_one_loses_little(tmp_path
     script = """
         import os, random, signal, sys, time
         import torch
-        import offload.cache.table
-        from offload import TensorCache
+        import offload.cache.missing
+        from functools import partial
+        from offload import TensorCache, map_batches
         folder, log, count, kills = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-        offload.cache.table._FLUSH_EVERY = 0.0
+        offload.cache.missing._FLUSH_EVERY = 0.0
         layers = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
+        mapped = partial(map_batches, model=layers, in_flight=3)
 
         def fn(batch):
             fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -198,7 +202,7 @@ def test_several_processes_share_the_rows_and_a_killed_one_loses_little(tmp_path
 
         def work():
             with TensorCache.open(folder, "r+") as cache:
-                cache.fill(fn, torch.arange(count), batch_size=2, model=layers, in_flight=3)
+                cache.fill(fn, torch.arange(count), batch_size=2, map_fn=mapped)
                 assert len(cache.missing_rows()) == 0
 
         def fork():

@@ -1,6 +1,8 @@
-"""Sharing out missing rows among those who compute them.
+"""Missing rows: shared out among processes, computed, and written.
 
 Always true:
+- finished rows are kept, whatever stops the work: after an error or an interrupt all of them, after a kill all but
+  those of the last seconds
 - a row is computed by one thread or process at a time; rows claimed by a process that died are free at once
 - if the file system has no locks, each process computes everything that is missing
 """
@@ -8,7 +10,10 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from time import monotonic
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +21,57 @@ import torch
 from offload.cache.indexing import Numbers
 from offload.cache.parts import opened
 from offload.cache.store import LOCK, Store
+from offload.progress import Bar
 from offload.storage.locks import lock_range, unlock_range
+
+_FLUSH_EVERY = 2.0  # seconds of work that a kill may lose
+
+Made: TypeAlias = "tuple[torch.Tensor, Mapping[str, Any]]"  # rows, and their values by column
+Mapper: TypeAlias = "Callable[[Callable[[torch.Tensor], Made], Iterator[torch.Tensor]], Iterable[Made]]"
+
+
+def fill_missing(
+    store: Store,
+    columns: Iterable[str] | None,
+    count: int,
+    make: Callable[[torch.Tensor], Made],
+    write: Callable[[torch.Tensor, Mapping[str, Any]], None],
+    *,
+    batch_size: int,
+    map_fn: Mapper,
+    bar: Bar,
+) -> None:
+    """Compute the missing rows among the first `count`, and write them; see `TensorCache.fill`.
+
+    Args:
+        make: computes a batch of rows.
+        map_fn: applies `make` to batches, as `map` does.
+
+    Raises: what `make` and `write` raise.
+    """
+    claims = Claims(store, columns, count)
+
+    def made() -> Generator[Made, None, None]:  # closing it closes what `map_fn` returns
+        yield from map_fn(make, claims.parts(batch_size))
+
+    try:
+        is_more = True
+        while is_more:
+            due = monotonic() + _FLUSH_EVERY
+            with closing(made()) as parts:
+                for rows, values in parts:
+                    write(rows, values)
+                    bar.update(len(rows))
+                    if monotonic() > due:
+                        store.flush()
+                        due = monotonic() + _FLUSH_EVERY
+            store.flush()
+            is_more = claims.has_more()
+    finally:
+        try:
+            store.flush()
+        finally:
+            claims.close()
 
 
 class Claims:
