@@ -33,7 +33,8 @@ from bench import equality
 from bench.probes import probes
 from bench.process import written_bytes
 from bench.tiny import config_for, tiny_configs
-from offload.tensor.wrapper import handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import is_offloaded
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

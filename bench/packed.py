@@ -38,7 +38,7 @@ from bench.rounds import Figure, Rounds, in_turn
 from bench.routed import NOTICED
 from bench.scale import Scale
 from offload.tensor.recipes import stored_in
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 
 DENSE = "stored dense"
 _SHARD = 256 << 20  # bytes

@@ -18,7 +18,7 @@ import offload
 from offload.prefetch.engine import counts
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import page_state_of
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 
 ROWS, COLUMNS = 68, 256  # of a matrix in float32: 68 KiB, whole pages
 _ENTRY = "experts"

@@ -25,7 +25,8 @@ from offload.storage.handle import Handle
 from offload.storage.pages import joined
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
-from offload.tensor.wrapper import handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import is_offloaded
 from offload.torch_api import tree_leaves
 
 __all__ = ["evict", "keep_resident", "set_read_ahead"]

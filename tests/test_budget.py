@@ -19,7 +19,7 @@ from offload.errors import BudgetError
 from offload.prefetch.engine import POOL, counts
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import page_state_of
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from tests.page_cache import needs_page_cache
 
 MIB = 1 << 20

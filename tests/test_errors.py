@@ -48,7 +48,7 @@ OTHERS = {
     ("offload.storage.state_file", "raise ValueError"): "who parses tells of it, with the path",
     ("offload.storage.state_file", "raise kind."): "an error of ours, which the kind of file has",
     ("offload.storage.subclasses", "raise TypeError"): "`unflatten` tells of it, with the recipe",
-    ("offload.tensor.wrapper", "raise AttributeError"): "what `hasattr` asks for",
+    ("offload.tensor.replacing", "raise AttributeError"): "what `hasattr` asks for",
     ("offload.training.checkpoints", "raise ValueError"): "`_checked` tells of it, with the path",
     ("offload.models.values", "raise KeyboardInterrupt"): "still an interrupt, with what was done before it",
 }

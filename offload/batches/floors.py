@@ -16,7 +16,8 @@ from offload.errors import ArgumentError, ArgumentTypeError
 from offload.storage.handle import Handle
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
-from offload.tensor.wrapper import handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import is_offloaded
 from offload.torch_api import blocks_of, buffers_of, parameters_of
 
 

@@ -43,8 +43,9 @@ from offload.storage.reasons import reading
 from offload.storage.replacing import replacing
 from offload.storage.write import refuse_foreign, write_values
 from offload.tensor.arguments import checked_dense, checked_names, refuse_other, refuse_unstorable
-from offload.tensor.guests import CPU
-from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_part, mapped_value, wrap_handles
+from offload.tensor.guests import CPU, mapped_value
+from offload.tensor.views import handle_of, is_part
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handles
 
 _NOTE = "rows"  # the note in a file of ours
 _ROOT = "archive"  # the folder inside a file of torch.save that is given a file object

@@ -34,7 +34,8 @@ from offload.storage.state_file import Kind, read_json, read_state, write_state
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.guests import CPU
 from offload.tensor.saved import subclass_value
-from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded
 
 _CONFIG = "config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")

@@ -21,7 +21,8 @@ from offload.storage.layout import contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
 from offload.tensor.recipes import Piece, joined
-from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, target_of, view_spec_of, wrap_handle
+from offload.tensor.views import handle_of, target_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
 from offload.torch_api import offsets_of_shard, world_of
 
 Run: TypeAlias = tuple[int, int]  # first and end of consecutive rows or columns

@@ -20,18 +20,11 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import create_temporary
 from offload.storage.regular import absolute
 from offload.storage.subclasses import is_subclass_value
+from offload.tensor.guests import mapped_value
 from offload.tensor.locals import is_dtensor, local_of, with_local
 from offload.tensor.saved import identity_of
-from offload.tensor.wrapper import (
-    OffloadedTensor,
-    handle_of,
-    is_offloaded,
-    mapped_value,
-    target_of,
-    view_spec_of,
-    wrap,
-    wrap_handle,
-)
+from offload.tensor.views import handle_of, target_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap, wrap_handle
 from offload.torch_api import tree_map
 
 _SMALL = 64 << 10  # bytes up to which a tensor in memory is copied in memory

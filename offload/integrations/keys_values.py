@@ -28,9 +28,10 @@ from offload.storage.owning import replace_by_zeros
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute, is_folder
 from offload.tensor.arguments import checked_count
-from offload.tensor.guests import CPU
+from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.rules import is_followed
-from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_stale, mapped_value, wrap_handle
+from offload.tensor.views import handle_of, is_stale
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
 _LEAST_ROOM = 256  # tokens
 _STEP = 64  # granularity of the capacity in tokens: heads then begin at whole cache lines, as in plain tensors

@@ -36,7 +36,8 @@ from offload.storage.regular import absolute, as_file, is_folder, open_regular, 
 from offload.storage.replacing import refuse_filled, remove_folder, replacing_folder
 from offload.tensor.arguments import refuse_other
 from offload.tensor.saved import subclass_value
-from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import PathLike, is_offloaded
 from offload.torch_api import parameters_of, version_of
 
 _BLOCK = 1 << 20  # bytes per read

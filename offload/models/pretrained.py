@@ -43,9 +43,11 @@ from offload.storage.regular import absolute
 from offload.storage.replacing import made_folder, put_file, remove_folder, temporary_for
 from offload.storage.state_file import read_json
 from offload.tensor.deferred import DeferredTensor, deferred, refuse_to_share
+from offload.tensor.guests import mapped_value
 from offload.tensor.locals import is_dtensor, local_of
 from offload.tensor.saved import files_of, refuse_referenced, refuse_sources
-from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, mapped_value
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 
 # Files that are replaced or removed by transformers, diffusers and others that save in the same way.
 _SHARDING = ("tp_plan", "distributed_config", "device_mesh")  # options with which transformers shards weights

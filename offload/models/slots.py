@@ -27,17 +27,8 @@ from offload.tensor.deferred import DeferredTensor
 from offload.tensor.guests import CPU
 from offload.tensor.locals import is_dtensor, local_of, with_local
 from offload.tensor.saved import identity_of
-from offload.tensor.wrapper import (
-    OffloadedTensor,
-    PathLike,
-    carry_attributes,
-    dressed,
-    handle_of,
-    is_offloaded,
-    target_of,
-    view_spec_of,
-    wrap,
-)
+from offload.tensor.views import handle_of, target_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, PathLike, carry_attributes, dressed, is_offloaded, wrap
 from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, parameters_of, share_hooks, unsaved_buffers_of
 
 

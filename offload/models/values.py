@@ -48,22 +48,11 @@ from offload.storage.regular import is_there
 from offload.storage.subclasses import is_subclass_value, refuse_lossy
 from offload.storage.write import refuse_earlier
 from offload.tensor.arguments import checked_count, checked_dense, refuse_other, refuse_other_kind, refuse_uncalled
-from offload.tensor.guests import meta_of
 from offload.tensor.recipes import files_in
+from offload.tensor.replacing import become, redress, replace_value
 from offload.tensor.saved import identity_of
-from offload.tensor.wrapper import (
-    OffloadedTensor,
-    become,
-    dressed,
-    guest_of,
-    handle_of,
-    is_offloaded,
-    is_part,
-    redress,
-    replace_value,
-    target_of,
-    wrap_handle,
-)
+from offload.tensor.views import handle_of, is_part, meta_of, target_of
+from offload.tensor.wrapper import OffloadedTensor, dressed, guest_of, is_offloaded, wrap_handle
 from offload.torch_api import version_of
 
 Function: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]

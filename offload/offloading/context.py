@@ -20,6 +20,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from offload.annotations import Args, Kwargs
 from offload.errors import UnknownSubclassError
 from offload.memory import as_bytes, available_bytes
 from offload.offloading.made import made_on_disk
@@ -138,9 +139,7 @@ class _Results(TorchDispatchMode):
         with _LOCK:
             super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if func is _SET and args[0] is self.rebuilt:
             self.rebuilt = None
@@ -185,9 +184,7 @@ class _Loads(TorchFunctionMode):
         super().__init__()
         self.results = results
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         made = None
         if func in _WATCHED and not _is_left_alone(()):

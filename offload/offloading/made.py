@@ -23,7 +23,8 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import allocate_value, writable_base
 from offload.tensor.guests import CPU
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in
-from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, target_of, view_spec_of, wrap_handle
+from offload.tensor.views import handle_of, target_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 from offload.torch_api import OpOverload, op_schema
 
 Fill: TypeAlias = Callable[[torch.Tensor, Sequence[Any], dict[str, Any]], object]

@@ -28,7 +28,8 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import create_value
 from offload.storage.regular import absolute
 from offload.tensor.guests import CPU
-from offload.tensor.wrapper import OffloadedTensor, handle_of, wrap_handle
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 from offload.torch_api import LOADING, READING_A_RECORD, REBUILDING, storage_id, typed_storage_of, untyped
 
 _MAPS = Path("/proc/self/maps")

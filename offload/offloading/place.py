@@ -20,7 +20,8 @@ from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import create_value
 from offload.storage.subclasses import is_subclass_value, with_inner
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
+from offload.tensor.guests import mapped_value
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
 log = logging.getLogger("offload.offloading")
 

@@ -29,7 +29,8 @@ from offload.storage.replacing import put_file
 from offload.tensor.arguments import refuse_other
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
-from offload.tensor.wrapper import handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import is_offloaded
 
 _EVERY = 0.02  # seconds between samples
 _MOST = 4000  # samples to keep; beyond that, every second one is dropped

@@ -12,10 +12,13 @@ How an op is executed, in this order:
 
 | module | what |
 | --- | --- |
-| `wrapper` | the class `OffloadedTensor`, the tables of rules, and the functions through which others query a tensor |
+| `wrapper` | the class `OffloadedTensor`: what users call, where torch enters, pickles |
+| `registry` | the tables of rules |
 | `rules` | 2 and 3: what follows from an op's schema; how functions run on guests |
 | `ops` | 1: rules for ops that 2 and 3 do not fit, and for values of tensor subclasses |
-| `guests` | the plain tensors that ops compute with, and their stand-ins while a compiler traces |
+| `views` | which part of which value a tensor is; what stands for a value while a compiler traces |
+| `guests` | the plain tensors that ops compute with |
+| `replacing` | values and views that are replaced: `update_values`, `.data`, metadata that changes in place |
 | `blocks` | values packed in the blocks of a GGUF file |
 | `locals` | a rank's part of a DTensor |
 | `arguments` | checks of user input |

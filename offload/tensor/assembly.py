@@ -16,9 +16,10 @@ import torch
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import create_from_blocks
 from offload.storage.write import layout_of
-from offload.tensor.guests import CPU, copied, metadata_of, sent_to
+from offload.tensor.guests import CPU, copied, mapped_value, sent_to
 from offload.tensor.recipes import Joined, Piece
-from offload.tensor.wrapper import OffloadedTensor, handle_of, mapped_value, view_spec_of, wrap_handle
+from offload.tensor.views import handle_of, metadata_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 from offload.torch_api import DisableTorchFunctionSubclass
 
 

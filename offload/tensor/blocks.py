@@ -23,8 +23,8 @@ from offload.storage.handle import Handle
 from offload.storage.layout import Layout, contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import open_value
-from offload.tensor.guests import meta_of
 from offload.tensor.recipes import Decoded, Piece
+from offload.tensor.views import meta_of
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _F32 = torch.float32

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from offload.annotations import Args, Kwargs
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
@@ -25,19 +26,12 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import is_same_folder
 from offload.storage.write import layout_of
 from offload.tensor.assembly import Assembly, Part, as_parts
-from offload.tensor.guests import CPU, meta_of_layout
+from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.recipes import Decode, Decoded, Piece, stored_in
+from offload.tensor.registry import Rule
 from offload.tensor.rules import written_arguments
-from offload.tensor.wrapper import (
-    OffloadedTensor,
-    Rule,
-    handle_of,
-    is_offloaded,
-    is_part,
-    mapped_value,
-    view_spec_of,
-    wrap_handle,
-)
+from offload.tensor.views import handle_of, is_part, meta_of_layout, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 from offload.torch_api import DisableTorchFunctionSubclass, make_wrapper, refuse_pointers, tree_map_only
 
 _MOST_FILLS = 4  # each makes a recipe over the one before: what it takes to read them multiplies
@@ -84,7 +78,7 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         rule: Rule = _RULES.get(func) or (_cut if func.is_view else _compute)
         return rule(func, args, kwargs or {})
@@ -273,20 +267,20 @@ def _wrapped(
 # Recorded ops
 
 
-def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _same(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Another tensor over the same values."""
     tensor = args[0]
     meta = func(tensor._meta, *args[1:], **kwargs)
     return _wrapped(tensor._body, tensor._root, tensor._cuts, meta, tensor._parts)
 
 
-def _clone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _clone(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The same values until one of the two is written to; possibly with other strides."""
     tensor = args[0]
     return _made(tensor._copied(), func(tensor._meta, *args[1:], **kwargs))
 
 
-def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _convert(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Another dtype is recorded; another device means reading now."""
     tensor = args[0]
     device = torch.device(kwargs.get("device") or CPU)
@@ -308,7 +302,7 @@ def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _made(parts, func(tensor._meta, **options, device="meta"))
 
 
-def _stack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _stack(func: Any, args: Args, kwargs: Kwargs) -> Any:
     tensors, dim = [_deferred(tensor) for tensor in args[0]], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
     layouts = _layouts(tensors)
     meta = _meta_of_many(func, layouts, dim)
@@ -323,7 +317,7 @@ def _stack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _made(parts, meta)
 
 
-def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     tensors, dim = [_deferred(tensor) for tensor in args[0]], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
     layouts = _layouts(tensors)
     if len({layout.dtype for layout in layouts}) > 1 or any(not layout.shape for layout in layouts):
@@ -360,7 +354,7 @@ def _deferred(tensor: torch.Tensor) -> DeferredTensor:
     return deferred(tensor if is_offloaded(tensor) else OffloadedTensor.from_original_tensor(tensor, "deferred"))
 
 
-def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _cut(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A view of the only part: an existing one, or the recipe that joins the parts."""
     tensor = args[0]
     if len(tensor._parts) > 1 or (func not in _FOR_ANY_STRIDES and tensor.assembly.as_it_is() is None):
@@ -381,18 +375,18 @@ def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ]
 
 
-def _pad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _pad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Padding by nothing is a copy: transformers pads each head's bias to its table."""
     tensor, pad = args[0], args[1] if len(args) > 1 else kwargs["pad"]
     return _compute(func, args, kwargs) if any(pad) else _clone(_aten.clone.default, (tensor,), {})
 
 
-def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A tensor of its shape and dtype in memory: models create initial values like this, even if they are not used."""
     return func(args[0]._meta, *args[1:], **{**kwargs, "device": kwargs.get("device") or CPU})
 
 
-def _index(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _index(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reordered rows become joined runs; columns are reordered row by row."""
     tensor, (*before, order) = args
     dim = len(before)
@@ -416,7 +410,7 @@ def _runs(numbers: list[int]) -> list[tuple[int, int]]:
     return [(numbers[at], numbers[end - 1] + 1) for at, end in zip(begins, [*begins[1:], len(numbers)], strict=True)]
 
 
-def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _each(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Ops that work on each number by itself."""
     tensor, *others = args
     if not isinstance(tensor, DeferredTensor) or any(isinstance(other, torch.Tensor) for other in others) or kwargs:
@@ -427,7 +421,7 @@ def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _row_by_row(tensor, partial(_applied, name=func.name(), others=tuple(others)), meta)
 
 
-def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _fill(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Setting rows to a number, as some models do to the padding row: they are joined with the other rows."""
     tensor, *values = args
     rows = _rows_in_root(tensor) if isinstance(tensor, DeferredTensor) and not kwargs else None
@@ -490,7 +484,7 @@ def _applied(rows: torch.Tensor, *, name: str, others: tuple[Any, ...]) -> torch
 # Other ops
 
 
-def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _compute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Other ops read; large results are put on disk again. Writes go to a file of the tensor's own."""
     for position, name in written_arguments(func):
         tensor = kwargs.get(name) if name in kwargs or position >= len(args) else args[position]

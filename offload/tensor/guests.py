@@ -1,101 +1,89 @@
 """Guests: plain tensors that stand in for a stored value during an op.
 
 Always true:
-- a cut is a view described by a meta tensor, the view spec: shape, strides, offset, dtype, lazy conjugation
-  and negation
-- cutting reads nothing; a cut of a value on the CPU maps the file, on another device it is a copy
+- a guest of a value on the CPU maps the file, on another device it is a copy; it is neither kept nor handed out
+- a read writes nothing, but for what compiled code has stored into a mapping (`store_what_compiled_code_wrote`)
 - only values in files that are never written to stay on an accelerator, and only within a budget: no copy can become
   stale
-- a value traced by a compiler has no file, it is the compiler's tensor; `torch.jit.trace` sees offloaded tensors
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, final
+from typing import TYPE_CHECKING
 
 import torch
 
-from offload.errors import StaleViewError
 from offload.prefetch.engine import POOL, brought_in, replanning
 from offload.prefetch.plan import Pool
 from offload.prefetch.staging import lend, send, settle
 from offload.prefetch.value import Value, page_state_of
+from offload.storage import clock
 from offload.storage.handle import Handle
-from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.owning import replace_whole
 from offload.storage.subclasses import is_subclass_value, with_inner
-from offload.torch_api import set_conj, set_neg
+from offload.tensor.views import Traced, cut, handle_of, meta_of, uncut, view_spec_of
+from offload.torch_api import version_of
+
+if TYPE_CHECKING:
+    from offload.tensor.wrapper import OffloadedTensor
 
 CPU = torch.device("cpu")
+_AS_MAPPED = version_of(torch.empty(0).set_(torch.empty(0).untyped_storage()))  # version of an unwritten mapping
 
 
-# Meta tensors that describe values and views
+def guest(tensor: OffloadedTensor) -> torch.Tensor:
+    """The plain tensor that stands in for `tensor` during an op: over the mapped file on the CPU, a copy elsewhere.
 
-
-@lru_cache(maxsize=1024)
-def meta_of_layout(layout: Layout) -> torch.Tensor:
-    """The meta tensor for a whole value, shared by values of the same layout; do not change it."""
-    with no_functions(), no_modes():
-        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-
-
-def meta_of(handle: Handle) -> torch.Tensor:
-    """The meta tensor of the whole value, which is also the view spec of all of it."""
-    if handle.meta is None:
-        handle.meta = meta_of_layout(handle.layout)
-    return handle.meta
-
-
-def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Everything that distinguishes one cut from another."""
-    return (
-        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    )  # fmt: skip
-
-
-def view_with(view_spec: torch.Tensor, metadata: tuple[Any, ...]) -> torch.Tensor:
-    """A cut of the same value as `view_spec`, with the metadata from `metadata_of`. Works for a plain tensor, too."""
-    shape, stride, offset, dtype, conjugate, negative = metadata
-    cut = torch.empty(0, dtype=dtype, device=view_spec.device)
-    cut.set_(view_spec.untyped_storage(), offset, shape, stride)
-    set_conj(cut, conjugate)
-    set_neg(cut, negative)
-    return cut
-
-
-def with_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`tensor` with the lazy conjugation and negation of `other`."""
-    set_conj(tensor, other.is_conj())
-    set_neg(tensor, other.is_neg())
-    return tensor
-
-
-# Cuts of a value
-
-
-def cut(base: torch.Tensor, view_spec: torch.Tensor) -> torch.Tensor:
-    """A tensor over the storage of `base`, a plain tensor, cut like `view_spec`."""
-    if base is view_spec:
-        return base
-    if base.dtype != view_spec.dtype:
-        return view_with(base, metadata_of(view_spec))
-    guest = base.as_strided(view_spec.shape, view_spec.stride(), view_spec.storage_offset())
-    return with_bits_of(guest, view_spec) if view_spec.is_conj() or view_spec.is_neg() else guest
-
-
-def uncut(base: torch.Tensor, view_spec: torch.Tensor, name: str) -> torch.Tensor:
-    """`base`, of a tensor subclass, for a view spec of the whole value.
+    Do not write to it or hand it out.
 
     Raises:
-        StaleViewError: it describes a cut of the plain value that was there before.
+        StaleViewError, and as `Handle.base`.
     """
-    if (view_spec.shape, view_spec.stride(), view_spec.dtype) != (base.shape, base.stride(), base.dtype):
-        raise StaleViewError(
-            f"the value {name!r} was replaced by a {type(base).__name__}, and this tensor is an old view of a part: "
-            "cut the view again"
-        )
+    target = tensor._target
+    if target == CPU:
+        return value_on_cpu(tensor)
+    handle = tensor._handle
+    resident = resident_guest(handle, view_spec_of(tensor), target) if type(handle) is Handle else None
+    return sent_to(value_on_cpu(tensor), target) if resident is None else resident
+
+
+def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
+    """Like `guest_of`, but where the file is mapped, whatever the target device."""
+    value = mapped_value(tensor)
+    if tensor._handle.source.composed is not None:  # computing it has read its sources already
+        return value
+    known = tensor._range
+    if known is None or known.checked_until < clock.now():
+        tensor._range = brought_in(handle_of(tensor), tensor._view_spec)
+    return value
+
+
+def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
+    """Like `value_on_cpu`, but not prefetched: for code that reads only a part of it, or writes to it."""
+    handle, view_spec = tensor._handle, tensor._view_spec
+    if tensor._generation != handle.generation:
+        view_spec_of(tensor)  # raises
+    source = handle.source
+    if source.composed is not None:
+        return source.composed.value(view_spec)
+    base = handle.base()
+    if view_spec is not handle.meta:
+        base = cut(base, view_spec) if source.recipe is None else uncut(base, view_spec, handle_of(tensor).name)
+    if not source.owned and version_of(base) > _AS_MAPPED and source.recipe is None:
+        store_what_compiled_code_wrote(handle_of(tensor))
+        return mapped_value(tensor)
     return base
+
+
+def store_what_compiled_code_wrote(handle: Handle) -> None:
+    """Make a file of a referenced value that compiled code wrote to, in place.
+
+    Such code is given the mapping itself, which is only memory if the file is not ours, and calls nothing of ours when
+    it has written. The next read of the value is the first to see it, and has to act: pages that are dropped would
+    bring the old value back.
+    """
+    replace_whole(handle, handle.base())
 
 
 def where_torch_expects(value: torch.Tensor, handle: Handle | Traced, view_spec: torch.Tensor) -> torch.Tensor:
@@ -108,19 +96,6 @@ def where_torch_expects(value: torch.Tensor, handle: Handle | Traced, view_spec:
     base = handle.base()
     span = base.untyped_storage()[int(base.storage_offset()) * base.itemsize :]
     return cut(torch.empty(0, dtype=base.dtype, device=CPU).set_(span, 0, base.shape, base.stride()), view_spec)
-
-
-def start_of_run(handle: Handle, view_spec: torch.Tensor) -> int | None:
-    """The first byte in the file of a view whose elements are contiguous there; None for any other view."""
-    if (
-        handle.recipe is not None
-        or handle.composed is not None
-        or not view_spec.is_contiguous()
-        or view_spec.is_conj()
-        or view_spec.is_neg()
-    ):
-        return None
-    return handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
 
 
 # Copies, and those that stay on an accelerator
@@ -204,28 +179,3 @@ def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
 
 
 # Stand-ins while a value is traced
-
-
-@final
-class Traced:
-    """Stands in for a handle while a compiler traces: the value is one of the compiler's tensors."""
-
-    __slots__ = ("generation", "inner", "recipe")
-    owned = True
-    composed = None
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-        self.recipe: dict[str, Any] | None = {} if is_subclass_value(inner) else None
-        self.generation = 0
-
-    def base(self) -> torch.Tensor:
-        return self.inner
-
-    @property
-    def source(self) -> Traced:
-        return self
-
-    @property
-    def meta(self) -> torch.Tensor:
-        return self.inner

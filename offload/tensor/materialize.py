@@ -13,7 +13,8 @@ from torch import nn
 
 from offload.tensor.locals import is_offloaded, local_of, with_local
 from offload.tensor.saved import identity_of
-from offload.tensor.wrapper import carry_attributes, target_of
+from offload.tensor.views import target_of
+from offload.tensor.wrapper import carry_attributes
 from offload.torch_api import buffers_of, parameters_of, tree_map
 
 

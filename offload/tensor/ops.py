@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from offload.annotations import Args, Kwargs
 from offload.errors import UnsupportedOpError
 from offload.prefetch.engine import are_staying, brought_in, coming, shared
 from offload.prefetch.tables import has_rows_here, rows_coming
@@ -22,7 +23,9 @@ from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.source import Composition
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
-from offload.tensor.guests import CPU, Traced, copied, metadata_of, sent_to
+from offload.tensor.guests import CPU, copied, mapped_value, sent_to
+from offload.tensor.registry import INNER, implements, overrides
+from offload.tensor.replacing import become, redress, store
 from offload.tensor.rules import (
     call,
     decompose_in_sight,
@@ -39,20 +42,8 @@ from offload.tensor.rules import (
     view_of,
     write,
 )
-from offload.tensor.wrapper import (
-    INNER,
-    OffloadedTensor,
-    become,
-    guest_of,
-    handle_of,
-    implements,
-    mapped_value,
-    overrides,
-    redress,
-    store,
-    view_spec_of,
-    wrap,
-)
+from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, guest_of, wrap
 from offload.torch_api import (
     DisableTorchFunctionSubclass,
     are_swappable,
@@ -68,7 +59,7 @@ aten = torch.ops.aten
 
 
 @overrides(torch.tensor_split, torch.Tensor.tensor_split)
-def split_at_offloaded_indices(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def split_at_offloaded_indices(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """torch reads the indices from memory, below every dispatcher."""
     tensor, where, *rest = [
         *args,
@@ -80,7 +71,7 @@ def split_at_offloaded_indices(func: Any, args: Sequence[Any], kwargs: dict[str,
 
 
 @overrides(torch.chunk, torch.narrow)
-def refuse_to_be_sharded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def refuse_to_be_sharded(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """torch.distributed would copy each rank's shard into memory, or send it from one rank to the others."""
     if dtensor_class() is not None and is_sharding():
         tensor = next((one for one in (*args, *kwargs.values()) if type(one) is OffloadedTensor), None)
@@ -96,7 +87,7 @@ def refuse_to_be_sharded(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 @overrides(torch.sparse.mm)
-def read_above_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def read_above_autograd(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """With a reduction, torch reads the dense factor from memory, below every dispatcher."""
     return on_guests(func, args, kwargs, plain_copies((*args, *kwargs.values())))
 
@@ -105,9 +96,9 @@ def read_above_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse, torch.linalg.lstsq, torch.linalg.vecdot,
     torch.fft.hfft, torch.fft.hfft2, torch.fft.hfftn,
 )  # fmt: skip
-def read_resolved(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def read_resolved(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A lazily conjugated argument is resolved first: torch would do it, and then exclude keys needed here (2.13)."""
-    return read_directly(func, [_resolved(arg) for arg in args], kwargs)
+    return read_directly(func, tuple(map(_resolved, args)), kwargs)
 
 
 def _resolved(arg: Any) -> Any:
@@ -115,14 +106,14 @@ def _resolved(arg: Any) -> Any:
 
 
 @implements(aten._fused_sdp_choice.default)
-def choose_attention(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def choose_attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The kernel depends on whether the arguments require grad, which guests don't."""
     memo = guests_that_ask_for_grad(args, kwargs)
     return read(func, args, kwargs, memo)
 
 
 @overrides(F.embedding)
-def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def embed(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Like `read_directly`, but reads rows instead of the table; unless it writes to the table (`max_norm`)."""
     table = args[1] if len(args) > 1 else kwargs["weight"]
     writes = len(args) > 3 or kwargs.get("max_norm") is not None
@@ -137,13 +128,13 @@ def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(aten.convolution.default)
-def convolve(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def convolve(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`torch.jit.trace` records the op that it decomposes into, not this one."""
     return decompose_in_sight(func, args, kwargs) if is_traced() else read(func, args, kwargs)
 
 
 @implements(aten.linear.default, aten.matmul.default)
-def multiply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def multiply(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """In inference mode they arrive whole, and use another kernel if a weight requires grad."""
     return decompose_with_views(func, args, kwargs)
 
@@ -152,7 +143,7 @@ def multiply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(aten.detach.default, aten.alias.default)
-def same_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def same_value(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Another tensor over the same value: the same view spec serves both, and no subclass is called."""
     base = args[0]
     view_spec = func(base._handle.inner) if type(base._handle) is Traced else view_spec_of(base)
@@ -167,7 +158,7 @@ def same_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     aten.new_empty.default, aten.new_empty_strided.default, aten.new_zeros.default, aten.new_ones.default,
     aten.new_full.default,
 )  # fmt: skip
-def like_without_reading(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def like_without_reading(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Needs only shape, strides and dtype: the file stays closed."""
     tensor = args[0]
     if not _has_file(tensor) or tensor._handle.is_subclass:
@@ -177,7 +168,7 @@ def like_without_reading(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 @implements(aten._nested_view_from_jagged.default)
-def read_into_nested(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def read_into_nested(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Its schema promises a view, but it returns a writable copy: run it on a copy in memory."""
     values, *rest = args
     values = values.materialize() if _has_file(values) else values
@@ -185,7 +176,7 @@ def read_into_nested(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 @implements(aten._to_copy.default)
-def move_or_cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def move_or_cast(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Only another device needs no value: same file, another target. On `meta` there are no values."""
     tensor, device = args[0], kwargs.get("device")
     if device is None or not _has_file(tensor):
@@ -208,7 +199,7 @@ def _changes_more_than_device(tensor: torch.Tensor, options: dict[str, Any]) -> 
 
 
 @overrides(torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
-def move_with_version(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def move_with_version(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A moved tensor writes to the same file: without a graph, it shares the version counter, as a view does."""
     with DisableTorchFunctionSubclass():
         moved = func(*args, **kwargs)
@@ -228,7 +219,7 @@ def _has_file(tensor: Any) -> bool:
 
 
 @implements(aten._has_compatible_shallow_copy_type.default)
-def compare_kinds(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def compare_kinds(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Needs only the types of two tensors; torch calls it when a wrapper gets other metadata."""
     return func.decompose(*args, **kwargs)
 
@@ -237,7 +228,7 @@ def compare_kinds(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 
 @implements(aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.gather.default)
-def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def pick_where_the_file_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Only the picked rows are read, not the whole table, and only these are sent to another device."""
     table, *picks = args
     if not _has_file(table) or table._handle.is_subclass:
@@ -261,7 +252,7 @@ def _announce_rows(table: OffloadedTensor, rows: torch.Tensor | None) -> None:
         rows_coming(handle_of(table), view_spec_of(table), rows)
 
 
-def _pick_what_is_carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _pick_what_is_carried_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Of a recipe, only the picked rows are computed, each once, and picked from these."""
     table, place = args[0], _PICKS.get(func)
     if place is None or modes_are_on():
@@ -283,7 +274,7 @@ def _pick_what_is_carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, 
     return call(func, guests_of(given, {}), named_guests(named, {}))
 
 
-def _is_of_rows(func: Any, args: Sequence[Any]) -> bool:
+def _is_of_rows(func: Any, args: Args) -> bool:
     """Whether a picking op works along the first dimension."""
     return func is not aten.index_select.default or args[1] % max(args[0].dim(), 1) == 0
 
@@ -301,7 +292,7 @@ _PICKS = {aten.embedding.default: 1, aten.index_select.default: 2, aten.index.Te
 
 
 @implements(aten._grouped_mm.default)
-def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def multiply_groups(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Only matrices of groups with rows are read: of a layer's experts, those that tokens were routed to."""
     rows, matrices, *rest = args
     ends = rest[0] if rest else kwargs.get("offs")
@@ -332,7 +323,7 @@ def _multiply_one_by_one(
     counts: torch.Tensor,
     groups: list[int],
     rest: Sequence[Any],
-    kwargs: dict[str, Any],
+    kwargs: Kwargs,
 ) -> torch.Tensor:
     """Of a recipe, one matrix at a time is computed: a whole layer would take many times its stored size."""
     ends, each = [*accumulate(counts.tolist())], counts.split(1)
@@ -390,7 +381,7 @@ def _chosen(matrices: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return matrices.index_select(0, groups)
 
 
-def _without_ends(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_ends(kwargs: Kwargs) -> Kwargs:
     return named_guests({name: value for name, value in kwargs.items() if name != "offs"}, {})
 
 
@@ -409,7 +400,7 @@ def _sent_to_cpu(values: Iterable[Any]) -> list[Any]:
 
 
 @implements(aten.resize_.default, aten.resize_as_.default)
-def resize(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def resize(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Tagged as a view, but may need another storage, and so another file."""
     return write(func, args, kwargs)
 
@@ -418,7 +409,7 @@ def resize(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     aten.set_.default, aten.set_.source_Tensor, aten.set_.source_Tensor_storage_offset,
     aten.set_.source_Storage, aten.set_.source_Storage_storage_offset,
 )  # fmt: skip
-def become_another(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def become_another(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Tagged as a view, but of another tensor: becomes an alias of an offloaded one; a plain one's value is stored."""
     tensor, *source = args
     if type(tensor) is not OffloadedTensor:
@@ -437,7 +428,7 @@ def become_another(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 
 @overrides(torch.ops.aten.set_data, torch.ops.aten.set_data.default)
-def refuse_set_data(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def refuse_set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """torch swaps metadata below every dispatcher, so that the file would keep the old value."""
     names = [repr(arg.name) for arg in (*args, *kwargs.values()) if type(arg) is OffloadedTensor]
     raise UnsupportedOpError(
@@ -452,7 +443,7 @@ def refuse_set_data(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     torch.Tensor.data_ptr, torch.Tensor.untyped_storage, typed_storage_of, torch.Tensor.storage,
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.share_memory_, torch.Tensor.is_shared,
 )  # fmt: skip
-def method_of_the_class(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def method_of_the_class(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """They read memory below every dispatcher."""
     return getattr(OffloadedTensor, func.__name__)(*args, **kwargs)
 
@@ -473,7 +464,7 @@ _VALUE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 
 
 @overrides(INNER)
-def call_on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def call_on_values(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Below torch functions, autograd would decompose `linear` into ops that the inner class lacks."""
     if _is_of_the_tensor(func, args, kwargs):
         with DisableTorchFunctionSubclass():
@@ -485,7 +476,7 @@ def call_on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     return _independent(results, {place for guest in memo.values() for place in _places(guest)})
 
 
-def _is_of_the_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _is_of_the_tensor(func: Any, args: Args, kwargs: Kwargs) -> bool:
     name = getattr(func, "__name__", "")
     if name == "to" and _casts(*args, *kwargs.values()):
         return False
@@ -507,7 +498,7 @@ def _is_inplace(func: Callable[..., Any]) -> bool:
     return name.endswith("_") and not name.startswith("_")
 
 
-def _as_the_class_has_it(func: Any, args: Sequence[Any]) -> Any:
+def _as_the_class_has_it(func: Any, args: Args) -> Any:
     """For a method of `torch.Tensor`, the one that the value's class has under this name."""
     name = getattr(func, "__name__", "")
     if not args or type(args[0]) is not OffloadedTensor or getattr(torch.Tensor, name, None) is not func:
@@ -515,7 +506,7 @@ def _as_the_class_has_it(func: Any, args: Sequence[Any]) -> Any:
     return getattr(type(args[0]._handle.base()), name, func)
 
 
-def _call_inplace(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _call_inplace(func: Any, args: Args, kwargs: Kwargs) -> Any:
     changed = next(iter((*args, *kwargs.values())))
     memo: dict[int, torch.Tensor] = {}
     if type(changed) is not OffloadedTensor:

@@ -31,9 +31,9 @@ from offload.storage.layout import Entry, Layout
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.source import Composed, Composition
-from offload.tensor.guests import meta_of_layout, metadata_of, view_with
 from offload.tensor.recipes import Piece
-from offload.tensor.wrapper import OffloadedTensor, dressed, handle_of, view_spec_of, wrap
+from offload.tensor.views import handle_of, meta_of_layout, metadata_of, view_spec_of, view_with
+from offload.tensor.wrapper import OffloadedTensor, dressed, wrap
 
 
 class by_reference:

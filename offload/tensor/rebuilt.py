@@ -16,8 +16,8 @@ from offload.prefetch.engine import brought_in
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming
 from offload.storage.subclasses import layout_from, unflatten
-from offload.tensor.guests import uncut
 from offload.tensor.recipes import Digest, Piece, Recipe
+from offload.tensor.views import uncut
 
 
 class Rebuilt(Recipe):

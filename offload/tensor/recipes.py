@@ -30,8 +30,8 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.guests import cut, meta_of, metadata_of, with_bits_of
 from offload.tensor.scratch import LEAST, scratch_for
+from offload.tensor.views import cut, meta_of, metadata_of, with_bits_of
 
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
 _CAST = 1 << 20  # the same, if the only step is a cast

@@ -15,27 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
+from offload.annotations import Args, Kwargs
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import make_writable, writable_base
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.guests import CPU, Traced, cut, metadata_of, sent_to, view_with
-from offload.tensor.wrapper import (
-    BY_SCHEMA,
-    OUT,
-    OffloadedTensor,
-    Rule,
-    guest_of,
-    implements,
-    is_part,
-    mapped_value,
-    overrides,
-    redress,
-    store,
-    view_spec_of,
-    wrap,
-    wrap_traced,
-)
+from offload.tensor.guests import CPU, mapped_value, sent_to
+from offload.tensor.registry import BY_SCHEMA, OUT, Rule, implements, overrides
+from offload.tensor.replacing import redress, store
+from offload.tensor.views import Traced, cut, is_part, metadata_of, view_spec_of, view_with
+from offload.tensor.wrapper import OffloadedTensor, guest_of, wrap, wrap_traced
 from offload.torch_api import (
     TRACER_KEY,
     DisableTorchFunctionSubclass,
@@ -71,11 +60,11 @@ def guests_of(args: Iterable[Any], memo: dict[int, torch.Tensor]) -> list[Any]:
     return guests
 
 
-def named_guests(kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> dict[str, Any]:
+def named_guests(kwargs: Kwargs, memo: dict[int, torch.Tensor]) -> Kwargs:
     return dict(zip(kwargs, guests_of(kwargs.values(), memo), strict=True)) if kwargs else kwargs
 
 
-def on_guests(func: Any, args: Sequence[Any], kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> Any:
+def on_guests(func: Any, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor]) -> Any:
     """Call `func` with guests for offloaded tensors; `memo` has existing guests, by id."""
     return func(*guests_of(args, memo), **named_guests(kwargs, memo))
 
@@ -108,7 +97,7 @@ def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
     torch.norm, torch.linalg.cond, torch.linalg.eigvalsh, torch.linalg.matrix_norm,
     torch.linalg.norm, torch.linalg.svdvals,
 )  # fmt: skip
-def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def read_directly(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Without a graph to record, the whole function runs on guests: one step instead of one per op inside.
 
     Only for functions that neither write nor return views.
@@ -119,7 +108,7 @@ def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         return on_guests(func, args, kwargs, guests_that_ask_for_grad(args, kwargs))
 
 
-def guests_that_ask_for_grad(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+def guests_that_ask_for_grad(args: Args, kwargs: Kwargs) -> dict[int, torch.Tensor]:
     """By id, guests that require grad as their tensors do: `matmul` and others choose a kernel by it, graph or not."""
     memo = {}
     for arg in (*args, *kwargs.values()) if kwargs else args:
@@ -150,7 +139,7 @@ def is_composite(func: OpOverload) -> bool:
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
-def decompose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def decompose(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Each op that it consists of finds its own rule: the schemas of `to` or `reshape` may or may not return a view.
 
     `func.decompose` would use Python decompositions if there are any, with different last bits.
@@ -158,14 +147,14 @@ def decompose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return call(kernel_of(func), (DispatchKey.CompositeImplicitAutograd, *args), kwargs)
 
 
-def decompose_with_views(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def decompose_with_views(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Like `decompose`, and views know whether their base requires grad, as outside of this."""
     with keys_kept():
         exclude_key(_VIEWS, False)
         return decompose(func, args, kwargs)
 
 
-def decompose_in_sight(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def decompose_in_sight(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Like `decompose`, for an op with a kernel of its own: `torch.jit.trace`, re-enabled here, records the parts."""
     with keys_kept():
         exclude_key(TRACER_KEY, False)
@@ -220,7 +209,7 @@ UNANNOTATED_WRITES = {
 }
 
 
-def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def call(func: Any, args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Run an op on guests, with lazy conjugation, negation and zero tensors handled inside it.
 
     Below Python dispatch these keys are excluded, and composite kernels that rely on them return wrong values.
@@ -235,13 +224,13 @@ _LAZY_KEYS = (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTenso
 _VIEWS = DispatchKey.ADInplaceOrView
 
 
-def read(func: Any, args: Sequence[Any], kwargs: dict[str, Any], memo: dict[int, torch.Tensor] | None = None) -> Any:
+def read(func: Any, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor] | None = None) -> Any:
     """Run on guests; the result is plain. `memo` has existing guests, by id."""
     memo = {} if memo is None else memo
     return call(func, guests_of(args, memo), named_guests(kwargs, memo))
 
 
-def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cut the view spec: nothing is read."""
     base = args[0]
     if type(base) is not OffloadedTensor or base._handle.recipe is not None:
@@ -262,7 +251,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _view_inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _view_inside(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A view of a value of torchao's class, in a program that is exported: it consists of ops below such classes.
 
     Most have no `t`, of which `linear` makes use there; that of NF4 gives itself.
@@ -292,7 +281,7 @@ def view_of(base: OffloadedTensor, view_spec: torch.Tensor) -> OffloadedTensor:
     return wrap_traced(view_spec) if type(base._handle) is Traced else wrap(base._handle, view_spec, base._target)
 
 
-def _write_inplace_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _write_inplace_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`t_`, `squeeze_`...: only the metadata changes."""
     tensor = args[0]
     if type(tensor) is not OffloadedTensor:
@@ -304,7 +293,7 @@ def _write_inplace_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return tensor
 
 
-def write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def write(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run on guests over the writable file; results that the schema marks as mutated are the arguments themselves."""
     changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
     results = write_into(changed, partial(call, func), args, kwargs)
@@ -323,7 +312,7 @@ def _count_writes_to_lists(changed: Iterable[Any]) -> None:
             torch.autograd.graph.increment_version([tensor for tensor in tensors if type(tensor) is OffloadedTensor])
 
 
-def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _communicate(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Like `write`, but the values may arrive later: they have to go into the mapped file itself."""
     received = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
     tensors = [tensor for tensor in tensors_in(*received) if type(tensor) is OffloadedTensor]
@@ -340,7 +329,7 @@ def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 @overrides(OUT)
-def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def write_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A call with `out=`: run as for plain tensors (some composite ops never write to the `out` of a subclass)."""
     out = kwargs["out"]
     outs = list(out) if isinstance(out, (tuple, list)) else [out]
@@ -356,7 +345,7 @@ def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return out if type(results) in (tuple, list) else type(results)(outs)
 
 
-def records_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def records_graph(args: Args, kwargs: Kwargs) -> bool:
     """Whether autograd or `torch.jit.trace` needs to see the offloaded tensors among these arguments."""
     if is_traced():
         return True
@@ -395,7 +384,7 @@ def tensors_in(*values: Any) -> Iterable[torch.Tensor]:
 
 
 def write_into(
-    changed: Iterable[Any], run: Callable[[list[Any], dict[str, Any]], Any], args: Sequence[Any], kwargs: dict[str, Any]
+    changed: Iterable[Any], run: Callable[[list[Any], dict[str, Any]], Any], args: Args, kwargs: Kwargs
 ) -> Any:
     """Run with writable guests for the offloaded tensors in `changed`, then store their new values."""
     targets = [tensor for tensor in tensors_in(*changed) if type(tensor) is OffloadedTensor]

@@ -27,9 +27,10 @@ from offload.storage.regular import closed_after
 from offload.storage.source import InBlocks
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_runs, write_tensor
-from offload.tensor.guests import metadata_of, start_of_run
+from offload.tensor.guests import mapped_value
 from offload.tensor.recipes import files_in
-from offload.tensor.wrapper import OffloadedTensor, handle_of, is_part, mapped_value, view_spec_of
+from offload.tensor.views import handle_of, is_part, metadata_of, start_of_run, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor
 
 
 def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:

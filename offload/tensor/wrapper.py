@@ -2,9 +2,9 @@
 
 Always true:
 - `_handle` is shared by all views of a value; `_view_spec` is a meta tensor with the metadata of this view
-- the wrapper's metadata, as torch sees it, is that of its view spec
-- a guest, the plain tensor that stands in during an op, is neither kept nor handed out
-- an op has at most one rule: in `RULES` for an aten overload, in `FUNCTIONS` for one of torch's Python functions
+- what it does with its value is in `guests` (reading) and `replacing` (changing)
+- an op enters through `__torch_function__` (above autograd) or `__torch_dispatch__` (below), and its rule is looked up
+  in the tables of `registry`
 """
 
 from __future__ import annotations
@@ -13,30 +13,19 @@ import copy
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from typing_extensions import TypeIs
 
-from offload.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ExportError,
-    MissingFileError,
-    OffloadError,
-    StaleViewError,
-    UnsupportedOpError,
-)
-from offload.prefetch.engine import UNTRACKED, brought_in
-from offload.storage import clock
+from offload.annotations import Args, Kwargs
+from offload.errors import ArgumentTypeError, ExportError, MissingFileError, OffloadError, UnsupportedOpError
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_grad, no_modes
-from offload.storage.owning import Notes, allocate_value, create_value, duplicate, replace_whole, writable_base
+from offload.storage.owning import allocate_value, create_value, duplicate, writable_base
 from offload.storage.pages import Range
 from offload.storage.subclasses import extras_of, is_subclass_value
 from offload.tensor.arguments import (
@@ -45,95 +34,27 @@ from offload.tensor.arguments import (
     computing_device,
     only_key,
     refuse_new_value,
-    refuse_other_kind,
     refuse_unstorable,
 )
 from offload.tensor.blocks import in_shape, referenced
-from offload.tensor.guests import (
-    CPU,
-    Traced,
-    copied,
-    cut,
-    meta_of,
-    resident_guest,
-    sent_to,
-    uncut,
-    where_torch_expects,
-    with_bits_of,
-)
+from offload.tensor.guests import CPU, copied, guest, mapped_value, sent_to, value_on_cpu, where_torch_expects
 from offload.tensor.recipes import files_in
+from offload.tensor.registry import BY_SCHEMA, FUNCTIONS, INNER, OUT, RULES
+from offload.tensor.replacing import become, redress, replace_value, store_alone, unless_swapped, wrapper_over
+from offload.tensor.views import Traced, handle_of, meta_of
 from offload.torch_api import (
     PARAMETER_MARK,
-    SWAPPING,
-    ConstantIntNode,
     DisableTorchFunctionSubclass,
-    make_wrapper,
     memo_of_stager,
-    refuse_pointers,
     tensor_data,
     tensor_text,
     typed,
-    version_of,
 )
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 log = logging.getLogger("offload.tensor")
-_set_metadata = tensor_data.__set__
 _attributes: Any = vars(torch.Tensor)["__dict__"]
-
-Rule: TypeAlias = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
-RULES: dict[Any, Any] = {}
-FUNCTIONS: dict[Any, Rule] = {}
-BY_SCHEMA = "by schema"  # builds the rule of an aten op that has none
-OUT = "out="  # a call with `out=`
-INNER = "inner"  # a call on a value of a tensor subclass
-
-
-def implements(*ops: Any) -> Callable[[Rule], Rule]:
-    """Register the rule of aten ops, below autograd.
-
-    Raises:
-        ArgumentError: one of them already has a rule.
-    """
-    return _registrar(RULES, ops)
-
-
-def overrides(*functions: Any) -> Callable[[Rule], Rule]:
-    """Like `implements`, for functions of torch's Python interface, above autograd."""
-    return _registrar(FUNCTIONS, functions)
-
-
-def _registrar(table: dict[Any, Any], keys: Iterable[Any]) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        for key in keys:
-            if key in table:
-                raise ArgumentError(f"{key} has a rule already: {table[key].__name__}")
-            table[key] = rule
-        return rule
-
-    return register
-
-
-class _unless_swapped:
-    """A method that a parameter hides from code that swaps parameters with this method, and sets the data of others.
-
-    `nn.Module.to`, `float`, `share_memory`... would swap an unchanged parameter for a copy, which fails while a graph
-    holds it; without this method they set its `data` to itself. Parametrizations would swap it for a plain one; without
-    it they call `set_`, which is stored (2.13).
-    """
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method = method
-
-    def __get__(self, tensor: Any, kind: type) -> Any:
-        asks: FrameType | None = sys._getframe(1)
-        while asks is not None and asks.f_globals.get("__name__") == is_subclass_value.__module__:
-            asks = asks.f_back
-        swapped = None if asks is None else SWAPPING.variables(asks)
-        if swapped is not None and any(value is tensor for value in swapped.values()):
-            raise AttributeError(self.method.__name__)
-        return self.method.__get__(tensor, kind)
 
 
 class OffloadedTensor(torch.Tensor):
@@ -156,30 +77,7 @@ class OffloadedTensor(torch.Tensor):
     _generation: int
     _range: Range | None = None  # what is known about its pages
 
-    @staticmethod
-    def __new__(cls: type[OffloadedTensor], *tensors: Any, **noted: Any) -> OffloadedTensor:
-        """How accelerate and peft rebuild a parameter: `type(old)(tensor, requires_grad=...)`, also with `**vars(old)`.
-
-        Raises:
-            ArgumentTypeError: it is called in any other way.
-        """
-        requires_grad = noted.pop("requires_grad", None)
-        is_rebuilt = len(tensors) == 1 and isinstance(tensors[0], torch.Tensor) and isinstance(requires_grad, bool)
-        if not is_rebuilt or any(hasattr(cls, name) for name in noted.keys() - _OWN):
-            raise ArgumentTypeError(
-                "OffloadedTensor(...) stores nothing: use OffloadedTensor.from_original_tensor(tensor, name), or "
-                "from_file, empty, zeros, ones, full"
-            )
-        [tensor] = tensors
-        stored = tensor if is_offloaded(tensor) or tensor.is_meta else cls.from_original_tensor(tensor, "tensor")
-        parameter = torch.nn.Parameter(stored.detach(), requires_grad)
-        vars(parameter).update((name, value) for name, value in noted.items() if name not in _OWN)
-        return parameter  # type: ignore[return-value]
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    # Ways in
+    # For users: ways in
 
     @classmethod
     def from_original_tensor(
@@ -384,77 +282,10 @@ class OffloadedTensor(torch.Tensor):
             try:
                 if target != before:
                     redress(self, self._view_spec, target)
-                _store_alone(self, value)
+                store_alone(self, value)
             except BaseException:
                 redress(self, self._view_spec, before)
                 raise
-
-    # Copies
-
-    def __copy__(self) -> OffloadedTensor:
-        copy = _dressed_as(self.detach(), self)  # type: ignore[arg-type]
-        carry_attributes(self, copy)
-        return copy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        if not self.is_leaf:
-            raise UnsupportedOpError(
-                f"{self.name!r} is not a leaf. Only Tensors created explicitly by the user support the deepcopy "
-                "protocol: detach() it first."
-            )
-        handle = handle_of(self)
-        if id(handle) not in memo:
-            memo[id(handle)] = duplicate(handle)
-            log.debug("%s: copied from %s to %s", handle.name, handle.path, memo[id(handle)].path)
-        copy = _dressed_as(wrap(memo[id(handle)], self._view_spec, self._target), self)
-        memo[id(self)] = copy
-        if not isinstance(self, torch.nn.Parameter):  # as in torch
-            copy.grad = None if self.grad is None else self.grad.__deepcopy__(memo)
-            copy_attributes(self, copy, memo)
-        return copy
-
-    def as_subclass(self, cls: type[Any]) -> Any:
-        """Itself, as a class that it is of.
-
-        Raises:
-            UnsupportedOpError: for any other class, since one tensor can't be objects of two.
-        """
-        if not issubclass(OffloadedTensor, cls):
-            raise UnsupportedOpError(
-                f"{self.name!r} is a tensor on disk, and can't be a {cls.__name__} too: materialize() it first"
-            )
-        return super().as_subclass(cls)
-
-    @property
-    def __dict__(self) -> dict[str, Any]:
-        """Its attributes; for torch's stager, which makes a copy in memory, only those set by others."""
-        noted: dict[str, Any] = _attributes.__get__(self)
-        if memo_of_stager(sys._getframe(1)) is None:
-            return noted
-        return {name: value for name, value in noted.items() if name not in _OWN}
-
-    @__dict__.setter
-    def __dict__(self, noted: dict[str, Any]) -> None:
-        _attributes.__set__(self, noted)
-
-    @_unless_swapped
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_guest"], None
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: None, outer_size: Any, outer_stride: Any
-    ) -> OffloadedTensor:
-        return wrap_traced(inner["_guest"])
-
-    @property
-    def _guest(self) -> torch.Tensor:
-        if type(self._handle) is Traced and not torch.compiler.is_exporting():
-            return self._handle.inner
-        with no_functions(), no_modes():
-            return sent_to(where_torch_expects(mapped_value(self), self._handle, self._view_spec), self._target)
 
     # Numbers and arrays
 
@@ -473,15 +304,15 @@ class OffloadedTensor(torch.Tensor):
             array.flags.writeable = False
         return array
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        import numpy
-
-        return (numpy.array if copy else numpy.asarray)(self.numpy(), dtype=dtype)
-
     def tolist(self) -> Any:
         """The value as nested lists of Python numbers."""
         with no_functions(), no_modes():
             return self._on_cpu().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy
+
+        return (numpy.array if copy else numpy.asarray)(self.numpy(), dtype=dtype)
 
     def __dlpack__(self, **options: Any) -> Any:
         if self.requires_grad:
@@ -519,6 +350,118 @@ class OffloadedTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    # Copies
+
+    def __copy__(self) -> OffloadedTensor:
+        copy = _dressed_as(self.detach(), self)  # type: ignore[arg-type]
+        carry_attributes(self, copy)
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise UnsupportedOpError(
+                f"{self.name!r} is not a leaf. Only Tensors created explicitly by the user support the deepcopy "
+                "protocol: detach() it first."
+            )
+        handle = handle_of(self)
+        if id(handle) not in memo:
+            memo[id(handle)] = duplicate(handle)
+            log.debug("%s: copied from %s to %s", handle.name, handle.path, memo[id(handle)].path)
+        copy = _dressed_as(wrap(memo[id(handle)], self._view_spec, self._target), self)
+        memo[id(self)] = copy
+        if not isinstance(self, torch.nn.Parameter):  # as in torch
+            copy.grad = None if self.grad is None else self.grad.__deepcopy__(memo)
+            copy_attributes(self, copy, memo)
+        return copy
+
+    # For torch: executing ops
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
+            rule = FUNCTIONS.get(INNER)
+            if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+                args = tuple(one._guest if type(one) is OffloadedTensor else one for one in args)
+                return func(*args, **{key: getattr(one, "_guest", one) for key, one in (kwargs or {}).items()})
+        elif kwargs and kwargs.get("out") is not None:
+            rule = FUNCTIONS[OUT]
+        else:
+            rule = FUNCTIONS.get(func)
+        if rule is None or torch.compiler.is_compiling():
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return rule(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        rule = RULES.get(func) or RULES.setdefault(func, RULES[BY_SCHEMA](func))
+        return rule(func, args, kwargs or {})
+
+    # Values for code that computes with them itself
+
+    def _on_cpu(self) -> torch.Tensor:
+        """The value over the mapping, as a new tensor object."""
+        with no_functions(), no_modes():  # a fake mode would create a fake tensor
+            return mapped_value(self).detach() if self._handle.recipe is None else handle_of(self).another_base()
+
+    @property
+    def _guest(self) -> torch.Tensor:
+        if type(self._handle) is Traced and not torch.compiler.is_exporting():
+            return self._handle.inner
+        with no_functions(), no_modes():
+            return sent_to(where_torch_expects(mapped_value(self), self._handle, self._view_spec), self._target)
+
+    @unless_swapped
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_guest"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: None, outer_size: Any, outer_stride: Any
+    ) -> OffloadedTensor:
+        return wrap_traced(inner["_guest"])
+
+    # Classes
+
+    @staticmethod
+    def __new__(cls: type[OffloadedTensor], *tensors: Any, **noted: Any) -> OffloadedTensor:
+        """How accelerate and peft rebuild a parameter: `type(old)(tensor, requires_grad=...)`, also with `**vars(old)`.
+
+        Raises:
+            ArgumentTypeError: it is called in any other way.
+        """
+        requires_grad = noted.pop("requires_grad", None)
+        is_rebuilt = len(tensors) == 1 and isinstance(tensors[0], torch.Tensor) and isinstance(requires_grad, bool)
+        if not is_rebuilt or any(hasattr(cls, name) for name in noted.keys() - _OWN):
+            raise ArgumentTypeError(
+                "OffloadedTensor(...) stores nothing: use OffloadedTensor.from_original_tensor(tensor, name), or "
+                "from_file, empty, zeros, ones, full"
+            )
+        [tensor] = tensors
+        stored = tensor if is_offloaded(tensor) or tensor.is_meta else cls.from_original_tensor(tensor, "tensor")
+        parameter = torch.nn.Parameter(stored.detach(), requires_grad)
+        vars(parameter).update((name, value) for name, value in noted.items() if name not in _OWN)
+        return parameter  # type: ignore[return-value]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """Itself, as a class that it is of.
+
+        Raises:
+            UnsupportedOpError: for any other class, since one tensor can't be objects of two.
+        """
+        if not issubclass(OffloadedTensor, cls):
+            raise UnsupportedOpError(
+                f"{self.name!r} is a tensor on disk, and can't be a {cls.__name__} too: materialize() it first"
+            )
+        return super().as_subclass(cls)
+
     # Addresses, for code that detects shared memory by them
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -551,7 +494,7 @@ class OffloadedTensor(torch.Tensor):
     def is_shared(self) -> bool:
         return True
 
-    # Pickles
+    # For pickles
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain tensor or parameter, over the mapped file: pickled in bounded memory, loaded without `offload`."""
@@ -562,70 +505,25 @@ class OffloadedTensor(torch.Tensor):
             plain = plain.detach().requires_grad_(self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
-    # Executing ops
+    @property
+    def __dict__(self) -> dict[str, Any]:
+        """Its attributes; for torch's stager, which makes a copy in memory, only those set by others."""
+        noted: dict[str, Any] = _attributes.__get__(self)
+        if memo_of_stager(sys._getframe(1)) is None:
+            return noted
+        return {name: value for name, value in noted.items() if name not in _OWN}
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
-            rule = FUNCTIONS.get(INNER)
-            if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-                args = [one._guest if type(one) is OffloadedTensor else one for one in args]
-                return func(*args, **{key: getattr(one, "_guest", one) for key, one in (kwargs or {}).items()})
-        elif kwargs and kwargs.get("out") is not None:
-            rule = FUNCTIONS[OUT]
-        else:
-            rule = FUNCTIONS.get(func)
-        if rule is None or torch.compiler.is_compiling():
-            with DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return rule(func, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        rule = RULES.get(func) or RULES.setdefault(func, RULES[BY_SCHEMA](func))
-        return rule(func, args, kwargs or {})
-
-    def _on_cpu(self) -> torch.Tensor:
-        """The value over the mapping, as a new tensor object."""
-        with no_functions(), no_modes():  # a fake mode would create a fake tensor
-            return mapped_value(self).detach() if self._handle.recipe is None else handle_of(self).another_base()
+    @__dict__.setter
+    def __dict__(self, noted: dict[str, Any]) -> None:
+        _attributes.__set__(self, noted)
 
 
 # Making wrappers
 
 
 def wrap(handle: Handle | Traced, view_spec: torch.Tensor, target: torch.device) -> OffloadedTensor:
-    """An offloaded tensor over `handle`, the view described by the meta tensor `view_spec`."""
-    nbytes = view_spec.untyped_storage().nbytes()
-    wrapper: OffloadedTensor = make_wrapper(
-        OffloadedTensor,
-        view_spec.shape,
-        strides=view_spec.stride(),
-        storage_offset=view_spec.storage_offset(),
-        dtype=view_spec.dtype,
-        device=target,
-        storage_size=_unread(nbytes) if type(handle) is Handle else nbytes,
-    )
-    wrapper._handle = handle
-    wrapper._view_spec = view_spec
-    wrapper._target = target
-    wrapper._generation = handle.generation
-    if type(handle) is Traced:
-        wrapper._range = UNTRACKED
-    refuse_pointers(wrapper)  # functions that read memory below every dispatcher raise instead of crashing
-    if view_spec.is_conj() or view_spec.is_neg():
-        with_bits_of(wrapper, view_spec)
-    return wrapper
-
-
-@lru_cache(maxsize=4096)
-def _unread(nbytes: int) -> torch.SymInt:
-    """A size that raises for code that would copy so many bytes: `torch.jit.save` crashes, or writes zeros (2.13)."""
-    return torch.SymInt(ConstantIntNode(nbytes))
+    """An offloaded tensor over `handle`: the view that the meta tensor `view_spec` describes."""
+    return wrapper_over(OffloadedTensor, handle, view_spec, target)
 
 
 def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
@@ -654,37 +552,9 @@ def is_offloaded(x: object) -> TypeIs[OffloadedTensor]:
     return type(x) is OffloadedTensor
 
 
-# Questions about a tensor
-
-
-def handle_of(tensor: OffloadedTensor) -> Handle:
-    """The stored value that it is a view of.
-
-    Raises:
-        UnsupportedOpError: a compiler is tracing it.
-    """
-    handle = tensor._handle
-    if type(handle) is not Handle:
-        raise UnsupportedOpError("a tensor that is being traced has no file: call this outside compile or export")
-    return handle
-
-
-def target_of(tensor: OffloadedTensor) -> torch.device:
-    """The device on which its ops compute."""
-    return tensor._target
-
-
-def is_part(tensor: OffloadedTensor) -> bool:
-    """Whether it is a view of a part of its value, not the whole."""
-    layout, view_spec = handle_of(tensor).layout, tensor._view_spec
-    return (tuple(view_spec.shape), view_spec.dtype) != (layout.shape, layout.dtype) or (
-        view_spec.stride() != layout.stride and view_spec.numel() > 1
-    )
-
-
-def is_stale(tensor: OffloadedTensor) -> bool:
-    """Whether its value has been replaced by one of another layout since the view was made."""
-    return tensor._generation != tensor._handle.generation
+def guest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that stands in for `tensor` during an op: its `guest`, or itself if it is plain."""
+    return guest(tensor) if type(tensor) is OffloadedTensor else tensor
 
 
 def dressed(stored: OffloadedTensor, *, requires_grad: bool, is_parameter: bool) -> OffloadedTensor:
@@ -699,146 +569,6 @@ def _dressed_as(stored: OffloadedTensor, like: torch.Tensor) -> OffloadedTensor:
     return dressed(stored, requires_grad=like.requires_grad, is_parameter=isinstance(like, torch.nn.Parameter))
 
 
-def redress(wrapper: OffloadedTensor, view_spec: torch.Tensor, target: torch.device) -> None:
-    """Give a wrapper other metadata in place."""
-    if view_spec is wrapper._view_spec and target == wrapper._target:
-        wrapper._generation, wrapper._range = wrapper._handle.generation, None
-    else:
-        _take_on(wrapper, wrap(wrapper._handle, view_spec, target))
-
-
-def become(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
-    """Turn a wrapper into an alias of `other`."""
-    _take_on(wrapper, wrap(other._handle, view_spec_of(other), other._target))
-
-
-def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
-    _set_metadata(wrapper, other)  # raises if torch can't exchange one device type for another
-    wrapper._handle = other._handle
-    wrapper._view_spec = other._view_spec
-    wrapper._target = other._target
-    wrapper._generation = other._generation
-    wrapper._range = other._range
-
-
-# Guests: what ops compute with
-
-
-def guest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that stands in for `tensor` during an op: over the mapped file on the CPU, a copy elsewhere.
-
-    Do not write to it or hand it out.
-
-    Raises:
-        StaleViewError, and as `Handle.base`.
-    """
-    if type(tensor) is not OffloadedTensor:
-        return tensor
-    target = tensor._target
-    if target == CPU:
-        return value_on_cpu(tensor)
-    handle = tensor._handle
-    resident = resident_guest(handle, view_spec_of(tensor), target) if type(handle) is Handle else None
-    return sent_to(value_on_cpu(tensor), target) if resident is None else resident
-
-
-def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
-    """Like `guest_of`, but where the file is mapped, whatever the target device."""
-    value = mapped_value(tensor)
-    if tensor._handle.source.composed is not None:  # computing it has read its sources already
-        return value
-    known = tensor._range
-    if known is None or known.checked_until < clock.now():
-        tensor._range = brought_in(handle_of(tensor), tensor._view_spec)
-    return value
-
-
-def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
-    """Like `value_on_cpu`, but not prefetched: for code that reads only a part of it, or writes to it."""
-    handle, view_spec = tensor._handle, tensor._view_spec
-    if tensor._generation != handle.generation:
-        view_spec_of(tensor)  # raises
-    source = handle.source
-    if source.composed is not None:
-        return source.composed.value(view_spec)
-    base = handle.base()
-    if view_spec is not handle.meta:
-        base = cut(base, view_spec) if source.recipe is None else uncut(base, view_spec, handle_of(tensor).name)
-    if not source.owned and version_of(base) > _AS_MAPPED and source.recipe is None:
-        # Compiled code stored into the mapping, which is only memory if the file is not ours.
-        replace_whole(handle_of(tensor), handle.base())
-        return mapped_value(tensor)
-    return base
-
-
-def view_spec_of(tensor: OffloadedTensor) -> torch.Tensor:
-    """The view spec of `tensor`, if it still fits the stored value."""
-    if tensor._generation != tensor._handle.generation:
-        raise StaleViewError(
-            f"the value {handle_of(tensor).name!r} was replaced (by one of another shape or dtype, or in a "
-            "tensor's .data), and this tensor is an old view of it: cut the view again"
-        )
-    return tensor._view_spec
-
-
-def replace_value(
-    tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None, *, strict_shape: bool, strict_dtype: bool
-) -> None:
-    """Like `OffloadedTensor.update_values`; `notes` go into the file's header."""
-    handle = handle_of(tensor)
-    with DisableTorchFunctionSubclass():
-        refuse_new_value(tensor, values, handle.name)
-        if is_part(tensor):
-            raise UnsupportedOpError(
-                f"update_values replaces a whole value, and this is a view of a part of {handle.name!r}: "
-                "use copy_ on the view, or update_values on the tensor that it was cut from"
-            )
-        refuse_other_kind(tensor, values, handle.name, strict_shape=strict_shape, strict_dtype=strict_dtype)
-        before = handle.file
-        try:
-            store(tensor, values, notes)
-        finally:
-            if handle.file is not before:
-                torch.autograd.graph.increment_version(tensor)
-
-
-def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) -> None:
-    """Make `values` the whole stored value, and `tensor` the whole of it, on its own device.
-
-    On an error the value may have been replaced already, without the disk having confirmed it.
-    """
-    handle = handle_of(tensor)
-    before = handle.file
-    with DisableTorchFunctionSubclass(), no_grad():
-        try:
-            replace_whole(handle, guest_of(values.detach()), notes)
-        finally:
-            if handle.file is not before:
-                redress(tensor, meta_of(handle), tensor._target)
-    log.debug("%s: replaced in %s by %s", handle.name, handle.file.path, handle.layout)
-
-
-def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
-    """Like `store`, but other tensors over the value keep the old one."""
-    if _holders(tensor) <= _ONE_HOLDER:
-        store(tensor, values)
-        return
-    handle = handle_of(tensor)
-    if handle.owned and handle.folder is not None and not is_part(tensor):
-        store(tensor, values)  # one name, one file: the others can't keep the old value, and will raise
-        handle.generation += 1
-        tensor._generation = handle.generation
-    else:
-        log.debug("%s: assigned anew, and others keep what is in %s", handle.name, handle.path)
-        folder = None if is_part(tensor) else handle.folder
-        become(tensor, wrap_handle(create_value(guest_of(values.detach()), handle.name, folder), tensor._target))
-
-
-def _holders(tensor: Any) -> int:
-    """How many tensors are over the same value, plus a constant."""
-    return sys.getrefcount(tensor._handle)
-
-
 def _holds_subclass(values: Iterable[Any]) -> bool:
     """Whether one of `values` is an offloaded tensor that holds a subclass, such as a quantized weight."""
     for value in values:
@@ -849,10 +579,6 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
         elif (kind is list or kind is tuple) and _holds_subclass(value):
             return True
     return False
-
-
-_AS_MAPPED = version_of(torch.empty(0).set_(torch.empty(0).untyped_storage()))  # version of an unwritten mapping
-_ONE_HOLDER = _holders(SimpleNamespace(_handle=object()))
 
 
 # Python attributes that users and libraries set on a tensor follow its value

@@ -28,8 +28,9 @@ from offload.storage.locks import Waiters
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import create_temporary
 from offload.storage.regular import absolute
-from offload.tensor.guests import CPU, metadata_of, sent_to, view_with
-from offload.tensor.wrapper import OffloadedTensor, handle_of, value_on_cpu, wrap_handle
+from offload.tensor.guests import CPU, sent_to, value_on_cpu
+from offload.tensor.views import handle_of, metadata_of, view_with
+from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 from offload.torch_api import not_compiled, storage_id, storage_uses, version_of
 from offload.training.optimizer import log
 

@@ -50,7 +50,8 @@ from offload.storage.state_file import MOST_NESTED, Kind, state_if_ours, write_s
 from offload.tensor.arguments import refuse_other, refuse_unstorable
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import files_of, subclass_value
-from offload.tensor.wrapper import handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import is_offloaded
 from offload.training.optimizer import is_on_disk, log
 from offload.tree.structure import Named, Way, decode, encode
 

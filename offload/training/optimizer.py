@@ -30,7 +30,8 @@ from offload.storage.regular import absolute
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import refuse_other
 from offload.tensor.materialize import materialize
-from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, wrap_handle
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
 log = logging.getLogger("offload.training")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)

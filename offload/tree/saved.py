@@ -44,7 +44,8 @@ from offload.storage.replacing import made_folder, remove_folder, replacing_fold
 from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
 from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
 from offload.tensor.saved import write_file
-from offload.tensor.wrapper import dressed, handle_of, is_offloaded, is_part, view_spec_of, wrap_handle
+from offload.tensor.views import handle_of, is_part, view_spec_of
+from offload.tensor.wrapper import dressed, is_offloaded, wrap_handle
 from offload.tree.structure import ROOT, Named, Way, decode, encode, told
 
 _log = logging.getLogger("offload.tree")

@@ -20,7 +20,8 @@ from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import ops
 from offload.tensor.recipes import Joined, Piece
-from offload.tensor.wrapper import handle_of, wrap_handle
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import wrap_handle
 from tests.page_cache import needs_page_cache
 
 MIB = 1 << 20

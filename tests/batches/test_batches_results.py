@@ -19,9 +19,9 @@ from offload.prefetch.plan import Pool
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import scratch
-from offload.tensor.guests import meta_of
 from offload.tensor.recipes import Joined, Piece, Plain
-from offload.tensor.wrapper import OffloadedTensor, handle_of, wrap_handle
+from offload.tensor.views import handle_of, meta_of
+from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 from tests.page_cache import needs_page_cache
 from tests.peak import Peak
 

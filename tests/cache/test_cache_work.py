@@ -14,7 +14,7 @@ from offload.cache import rowfile
 from offload.cache.indexing import Rows
 from offload.cache.states import FILE, PAGE
 from offload.errors import CorruptFileError, ReadError
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from tests.page_cache import needs_page_cache
 
 COLUMNS = {"x": (torch.int64, (1024,))}  # rows of 8 KiB

@@ -23,7 +23,7 @@ from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.conversion import convert_checkpoint
 from offload.checkpoints.verify import verify
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from tests.processes import in_fork, run_script
 
 STATE = {

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import offload
 from offload.errors import CheckpointError
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, outcome
 
 FP8 = [name for name in FORMS if name.startswith("fp8")]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, PROMPT
 from tests.conftest import contents
 from tests.processes import run_script

@@ -17,7 +17,7 @@ from torch import nn
 
 import offload
 from offload.errors import CheckpointError
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, outcome
 from tests.conftest import contents
 from tests.processes import run_script

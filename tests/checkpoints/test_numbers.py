@@ -15,7 +15,7 @@ from offload.checkpoints.forms.mxfp4 import _decode as _decode_mxfp4
 from offload.checkpoints.forms.numbers import E2M1, numbers_of, of_halves, product
 from offload.storage.layout import contiguous
 from offload.tensor.recipes import Joined, Piece
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.int8)

@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload import is_offloaded
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, outcome
 
 SAVED = ["fp8-llama", "fp8-llama-shards", "fp8-qwen3_moe", "fp8-tensor-static", "fp8-scale-name", "fp8-fp4-experts"]

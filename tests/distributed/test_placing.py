@@ -20,7 +20,7 @@ import offload
 from offload.distributed.placing import share_of
 from offload.errors import CheckpointError
 from offload.tensor.locals import local_of
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from tests.processes import forked
 
 PLACEMENTS = [

@@ -36,7 +36,7 @@ from offload.storage.handle import Handle
 from offload.storage.pages import Range
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from offload.testing.checkpoints import tiny_checkpoint
 from tests.checkpoints.forms import FORMS, fp8
 from tests.distributed.ranks import run_ranks

@@ -28,7 +28,7 @@ import offload
 from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from offload.models import pretrained
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 
 SMALL = {
     "vocab_size": 96,

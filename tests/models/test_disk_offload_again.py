@@ -15,7 +15,7 @@ import offload
 from offload import OffloadedTensor
 from offload.errors import DeviceError, UnsupportedOpError
 from offload.prefetch.value import page_state_of
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 
 
 def files(folder):

@@ -14,7 +14,8 @@ from offload.checkpoints.forms import fp8
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.tensor.recipes import stored_in
-from offload.tensor.wrapper import handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import is_offloaded
 from tests.checkpoints.forms import FORMS, outcome
 
 WAYS = ("eager", "batched_mm", "grouped_mm")

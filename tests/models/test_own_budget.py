@@ -16,7 +16,8 @@ from offload.prefetch.engine import POOL
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import SMALL, page_state_of
 from offload.tensor.recipes import stored_in
-from offload.tensor.wrapper import handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import is_offloaded
 
 SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

@@ -24,7 +24,7 @@ from offload.prefetch.plan import Pool
 from offload.prefetch.tables import has_rows_here, runs_of
 from offload.prefetch.value import Value, page_state_of
 from offload.storage import pages
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from tests.page_cache import needs_page_cache
 from tests.prefetch.test_prefetch import MIB, Made, engine, made, memory, read, rest, seed  # noqa: F401
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import offload
 from offload.storage.handle import Handle
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 
 
 def test_values_that_are_not_read_have_none(tmp_path: Path) -> None:

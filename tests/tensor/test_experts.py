@@ -18,7 +18,7 @@ from offload.storage.handle import Handle
 from offload.storage.pages import Range
 from offload.tensor import ops
 from offload.tensor.deferred import DeferredTensor, deferred
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 from tests.page_cache import needs_page_cache
 
 EXPERTS, INNER, WIDTH = 16, 512, 1024  # 2 MiB per expert

@@ -18,7 +18,7 @@ from offload.storage.handle import Access
 from offload.storage.layout import contiguous
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.recipes import Joined, Piece, Plain, Recipe
-from offload.tensor.wrapper import handle_of
+from offload.tensor.views import handle_of
 
 E, N, K = 8, 48, 64
 

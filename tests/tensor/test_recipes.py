@@ -27,9 +27,10 @@ from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import recipes
 from offload.tensor.deferred import deferred
-from offload.tensor.guests import CPU, meta_of
+from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decoded, Piece
-from offload.tensor.wrapper import handle_of, wrap_handle
+from offload.tensor.views import handle_of, meta_of
+from offload.tensor.wrapper import wrap_handle
 
 EXPERTS, INNER, WIDTH = 4, 12, 20
 ROWS, GRANULE = 65, 10

@@ -34,7 +34,8 @@ from offload.errors import (
     StaleViewError,
     UnsupportedOpError,
 )
-from offload.tensor.wrapper import FUNCTIONS, wrap
+from offload.tensor.registry import FUNCTIONS
+from offload.tensor.wrapper import wrap
 from offload.testing import assert_equal
 from tests.processes import in_fork, run_script
 
@@ -705,7 +706,8 @@ def _set_up_device() -> list[int]:
     def known(device: Any) -> torch.device:
         return torch.device(torch.device(device).type, 0) if "elsewhere" in str(device) else torch.device(device)
 
-    offload.tensor.wrapper.sent_to = offload.tensor.rules.sent_to = offload.tensor.ops.sent_to = send
+    for module in ("guests", "wrapper", "rules", "ops"):
+        getattr(offload.tensor, module).sent_to = send
     offload.tensor.wrapper.computing_device = offload.tensor.ops.checked_device = known
     return sent
 

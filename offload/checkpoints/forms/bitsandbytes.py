@@ -26,7 +26,8 @@ from offload.checkpoints.forms.numbers import of_halves, scaled
 from offload.errors import CheckpointError
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.recipes import Decode
-from offload.tensor.wrapper import OffloadedTensor, handle_of
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import OffloadedTensor
 
 _FP4 = (0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
 _NUMBERS = {

@@ -35,7 +35,8 @@ from offload.checkpoints.forms.numbers import (
 from offload.errors import CheckpointError
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.recipes import Decode
-from offload.tensor.wrapper import OffloadedTensor, handle_of
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import OffloadedTensor
 
 _PIECES = re.compile(
     r"(?P<layer>.*?)(?P<piece>weight(_packed|_scale|_zero_point|_global_scale|_shape|_g_idx)?"

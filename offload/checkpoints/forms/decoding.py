@@ -20,7 +20,8 @@ from offload.storage.layout import contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decode, Decoded, Piece
-from offload.tensor.wrapper import OffloadedTensor, handle_of, view_spec_of, wrap_handle
+from offload.tensor.views import handle_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
 Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
 Unpack: TypeAlias = "Callable[[Tensors, Mapping[str, Any]], dict[str, OffloadedTensor]]"

@@ -21,7 +21,8 @@ import torch
 from offload.checkpoints.forms.decoding import Tensors, decoded, missing
 from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, product, scaled
 from offload.errors import CheckpointError
-from offload.tensor.wrapper import OffloadedTensor, handle_of
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import DisableTorchFunctionSubclass
 
 _PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)

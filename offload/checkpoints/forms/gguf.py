@@ -34,7 +34,8 @@ from offload.storage.regular import as_file, open_regular
 from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decode, Decoded, Piece
-from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, view_spec_of, wrap_handle
+from offload.tensor.views import handle_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
 Dense: TypeAlias = "dict[str, torch.Tensor]"
 

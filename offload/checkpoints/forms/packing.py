@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from offload.storage.handle import Handle
-from offload.tensor.guests import CPU, meta_of
+from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decoded, Joined, Piece, stored_in
 from offload.tensor.saved import identity_of
-from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_part, wrap_handle
+from offload.tensor.views import handle_of, is_part, meta_of
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
 _LEFT_OUT = {  # where a configuration lists the dense modules, by method
     "bitsandbytes": "llm_int8_skip_modules",

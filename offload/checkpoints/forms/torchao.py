@@ -23,7 +23,8 @@ from offload.tensor.guests import CPU
 from offload.tensor.rebuilt import Rebuilt
 from offload.tensor.recipes import Piece
 from offload.tensor.saved import subclass_value
-from offload.tensor.wrapper import OffloadedTensor, handle_of, view_spec_of, wrap_handle
+from offload.tensor.views import handle_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
 PARTS_NOTE = "tensor_names"  # lists the tensors, both whole ones and those stored in parts
 

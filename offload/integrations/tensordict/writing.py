@@ -34,7 +34,8 @@ from offload.storage.replacing import new_file, replacing_folder, sync_folder, w
 from offload.storage.state_file import Kind, state_if_ours
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
-from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import PathLike, is_offloaded
 
 _FORMAT = 1
 _TAKEN = ("shape", "device", "_type")  # keys of meta.json that an entry would collide with

@@ -1,0 +1,46 @@
+"""The tables of rules: how ops find what executes them.
+
+Always true:
+- an op has at most one rule: in `RULES` for an aten overload, in `FUNCTIONS` for one of torch's Python functions
+- `OffloadedTensor.__torch_function__` looks into `FUNCTIONS`, `OffloadedTensor.__torch_dispatch__` into `RULES`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from offload.annotations import Args, Kwargs
+from offload.errors import ArgumentError
+
+Rule: TypeAlias = Callable[[Any, Args, Kwargs], Any]
+RULES: dict[Any, Any] = {}
+FUNCTIONS: dict[Any, Rule] = {}
+BY_SCHEMA = "by schema"  # builds the rule of an aten op that has none
+OUT = "out="  # a call with `out=`
+INNER = "inner"  # a call on a value of a tensor subclass
+
+
+def implements(*ops: Any) -> Callable[[Rule], Rule]:
+    """Register the rule of aten ops, below autograd.
+
+    Raises:
+        ArgumentError: one of them already has a rule.
+    """
+    return _registrar(RULES, ops)
+
+
+def overrides(*functions: Any) -> Callable[[Rule], Rule]:
+    """Like `implements`, for functions of torch's Python interface, above autograd."""
+    return _registrar(FUNCTIONS, functions)
+
+
+def _registrar(table: dict[Any, Any], keys: Iterable[Any]) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        for key in keys:
+            if key in table:
+                raise ArgumentError(f"{key} has a rule already: {table[key].__name__}")
+            table[key] = rule
+        return rule
+
+    return register
