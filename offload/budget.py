@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -69,9 +70,9 @@ def set_max_memory(max_memory: MaxMemory) -> Setting:
         >>> with set_max_memory("4GiB"):
         ...     pass  # run the model
     """
-    before = POOL.max_memory, POOL.on_devices
+    undo = partial(_limit, POOL.max_memory, POOL.on_devices)
     _limit(*_shares(max_memory))
-    return Setting(lambda: _limit(*before))
+    return Setting(undo)
 
 
 def set_read_ahead(window: Amount | bool) -> Setting:
@@ -93,12 +94,8 @@ def set_read_ahead(window: Amount | bool) -> Setting:
         >>> with set_read_ahead("256MiB"):
         ...     pass  # run the model
     """
-    before = POOL.fixed_window
+    undo = partial(setattr, POOL, "fixed_window", POOL.fixed_window)
     POOL.fixed_window = _window_of(window)
-
-    def undo() -> None:
-        POOL.fixed_window = before
-
     return Setting(undo)
 
 
@@ -123,8 +120,8 @@ def keep_resident(*what: Any) -> None:
             leaving.extend(pool.reconsider(anew=True))
             pinned = {value for value in pool.values() if value.pinned} | {v for v in values if v.pool is pool}
             size = sum(value.nbytes for value in pinned)
-            if size > pool.room:
-                raise BudgetError(f"{size} bytes can't stay in memory: the budget is {pool.room}. Raise max_memory.")
+            if size > (most := pool.capacity):
+                raise BudgetError(f"{size} bytes can't stay in memory: the budget is {most}. Raise max_memory.")
         for value in values:
             value.pinned = True
         for pool in {value.pool for value in values}:
@@ -205,7 +202,7 @@ def memory_summary() -> MemorySummary:
     with replanning() as leaving:
         leaving.extend(POOL.reconsider(anew=True))
         values = [value for pool in Pool.all() for value in pool.values()]
-        budget = sum(pool.room for pool in Pool.all() if pool is POOL or pool.values())
+        budget = sum(pool.capacity for pool in Pool.all() if pool is POOL or pool.values())
     return MemorySummary(
         budget=budget,
         values=_bytes_in(values),
@@ -246,10 +243,10 @@ def _accelerator(device: int | str) -> torch.device:
     try:
         found = torch.device(device)
         current = torch.accelerator.current_accelerator()
-        here = torch.accelerator.device_count() if current is not None and found.type == current.type else 0
+        count = torch.accelerator.device_count() if current is not None and found.type == current.type else 0
     except (RuntimeError, TypeError):  # not a device name or index
-        here = 0
-    if not here or (found.index or 0) >= here:
+        count = 0
+    if not count or (found.index or 0) >= count:
         raise ArgumentError(f"max_memory: {device!r} is neither 'cpu' nor an accelerator of this machine")
     return torch.device(found.type, found.index or 0)
 

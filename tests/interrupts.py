@@ -212,7 +212,7 @@ def wrong_counts() -> Iterator[str]:
     engine = engines._ENGINE
     with engine.reader.lock:
         for stream in engine.streams.live:
-            total = sum(value.nbytes for value in (*stream._ahead, *stream._used))
+            total = sum(value.nbytes for value in (*stream.ahead, *stream._used))
             if stream.in_flight != total:
                 yield f"{stream.in_flight} bytes in flight, of {total}"
         if threading.get_ident() in engine.reader._going:

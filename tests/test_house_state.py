@@ -252,7 +252,11 @@ def test_the_finder_finds_state():
 
 # Arguments and variables of any type, on the lowest floors: module and name.
 ANYTHING = {
-    "offload.prefetch.staging": {"copied", "here", "self._module"},  # torch.cuda, torch.xpu... have the same interface
+    "offload.prefetch.staging": {
+        "copied",
+        "current",
+        "self._module",
+    },  # torch.cuda, torch.xpu... alike
     "offload.storage.header": {"name", "shape", "spec", "stride"},  # JSON that has not been checked yet
     "offload.storage.layout": {"numbers", "shape", "stride"},  # the same
     "offload.storage.locks": {"lock"},

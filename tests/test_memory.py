@@ -229,7 +229,7 @@ def test_each_rank_of_a_host_has_a_share_of_its_memory(monkeypatch, said, ranks)
     assert (1 << 20) // ranks == available_bytes()
     pool = Pool()
     pool.reconsider(anew=True)
-    assert int((1 << 20) // ranks * 0.85) == pool.room
+    assert int((1 << 20) // ranks * 0.85) == pool.capacity
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -225,7 +225,7 @@ def _budget(max_memory: int | float | str | None) -> int:
         return as_budget(max_memory, available_bytes())
     pool = Pool()
     pool.reconsider(anew=True)
-    return pool.room
+    return pool.capacity
 
 
 def _rate_of_disk(file: Path | None) -> float:

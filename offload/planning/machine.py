@@ -108,7 +108,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
         memory=psutil.virtual_memory().total,
         available=available_bytes(),
         limit=cgroup_room(),
-        budget=pool.room,
+        budget=pool.capacity,
         read_ahead=pool.window,
         disk=_measured(place, nbytes),
     )

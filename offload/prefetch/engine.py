@@ -66,11 +66,11 @@ def brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
     return found
 
 
-def kept(
+def computed_once(
     key: Hashable, compute: Callable[[], torch.Tensor], views: Callable[[], Iterable[tuple[Handle, torch.Tensor]]]
 ) -> torch.Tensor:
     """What `compute` makes of some views. If other threads are about to need the same, it is computed once for all."""
-    lease, found = _ENGINE.streams.lease(), found_kept(key)
+    lease, found = _ENGINE.streams.lease(), computed_before(key)
     if found is not None:
         return found
     if lease is None or not lease.keeps_results:
@@ -90,8 +90,8 @@ def kept(
     return found
 
 
-def found_kept(key: Hashable) -> torch.Tensor | None:
-    """What `kept` would return without reading anything."""
+def computed_before(key: Hashable) -> torch.Tensor | None:
+    """What `computed_once` would return without reading anything."""
     lease = _ENGINE.streams.lease()
     return None if lease is None else lease.result(key)
 
@@ -149,11 +149,11 @@ def _announce(handle: Handle, view_spec: torch.Tensor) -> None:
 def _range_of(handle: Handle, view_spec: torch.Tensor) -> Value | None:
     """The bytes that are read as one range; None for several pieces, each worth checking."""
     nbytes = view_spec.numel() * view_spec.itemsize
-    source = handle.source
+    source, page_state = handle.source, page_state_of(handle)
     start, most = source.extent
-    whole = page_state_of(handle).ranges.get(source.extent)
+    whole = page_state.ranges.get(source.extent)
     if source.recipe is not None or nbytes == most:
-        return whole or (tracked(handle, start, most) if most > SMALL else UNTRACKED)
+        return whole or (_tracked(page_state, handle, start, most) if most > SMALL else UNTRACKED)
     if whole is not None and whole.checked_until >= clock.now():
         return whole
     if nbytes <= SMALL:
@@ -164,8 +164,8 @@ def _range_of(handle: Handle, view_spec: torch.Tensor) -> Value | None:
         if others:
             return None if piece >= _LEAST_PIECE else UNTRACKED
     if span * _MOST > most:
-        return whole or tracked(handle, start, most)
-    return tracked(handle, start + int(view_spec.storage_offset()) * view_spec.itemsize, span)
+        return whole or _tracked(page_state, handle, start, most)
+    return _tracked(page_state, handle, start + int(view_spec.storage_offset()) * view_spec.itemsize, span)
 
 
 def _piece_of(view_spec: torch.Tensor, between: int = _BETWEEN) -> tuple[int, list[tuple[int, int]]]:
@@ -242,22 +242,21 @@ class Engine:
             leaving = value.pool.reconsider()
             for left in value.pool.admit(value) if value.is_picked else ():
                 self.reader.drop(left)
-            expected = stream.expects(value)
+            expected = value in stream.ahead
             if expected:
                 stream.move_to(value)
         for left in leaving:
             left.let_go()
-        found = False
+        found = not expected and value.is_cached()
         if not expected:
-            found = value.is_cached()
             with lock:
                 if not found and value.kept and value.checked_until > 0 and value.may_ask:
                     value.pool.doubt()  # it should be here: something else needed the memory
-                if not (found and value.stays):
+                if not (found and (value.kept or value.is_held)):
                     stream.move_to(value)
-        if not self.reader.brings(value):
-            self._make_sure(value, found=found)
-        if value.stays:
+        if not self.reader.brings(value, found=found):
+            self._make_sure(value)
+        if value.kept or value.is_held:
             lasts = value.is_held or value.nbytes <= SMALL
             calm = _FOREVER if lasts else CHECKED_FOR * self._chance.uniform(0.1, 1)
             value.checked_until = clock.now() + calm
@@ -270,10 +269,10 @@ class Engine:
                 self.reader.drop(value)
             self.reader.mend()
 
-    def _make_sure(self, value: Value, *, found: bool) -> None:
+    def _make_sure(self, value: Value) -> None:
         """Read what the reader has not read."""
         reader = self.reader
-        if found or value.is_cached():
+        if value.is_cached():
             with reader.lock:
                 reader.counts.found += 1
             return
@@ -291,7 +290,11 @@ class Engine:
 
 def tracked(handle: Handle, start: int, nbytes: int) -> Value:
     """The range of these bytes in the file of `handle`; `UNTRACKED` if enough of its parts are tracked already."""
-    key, page_state = (start, nbytes), page_state_of(handle)
+    return _tracked(page_state_of(handle), handle, start, nbytes)
+
+
+def _tracked(page_state: PageState, handle: Handle, start: int, nbytes: int) -> Value:
+    key = start, nbytes
     value = page_state.ranges.get(key)
     if value is not None:
         return value

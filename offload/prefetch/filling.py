@@ -1,8 +1,8 @@
-"""Rows picked from a file, or a table in one, at random: once that happens often, all are read in, if there is room.
+"""Rows picked from a file, or a table in one, at random: once that happens often, all are read in, if they fit.
 
 Always true:
 - only after 256 rows, and 1/64 of the bytes, had to be read from the disk row by row
-- only if there is room beside the values that stay, which is checked again for each part
+- only if they fit beside the values that stay, which is checked again for each part
 - the reader does it while it has nothing else to read, and stops soon after the last row that had to be read
 - each time that what was read in has been evicted, the threshold rises: most of such reading must not be in vain
 """
@@ -32,7 +32,7 @@ class Filling:
     """What was read of one file row by row, and how much of it has been read in as a whole.
 
     Args:
-        pool: the budget that it needs room in.
+        pool: the budget that they have to fit in.
         in_huge_pages: whether huge pages may be used; not for a mapping that is written to.
     """
 
@@ -44,7 +44,7 @@ class Filling:
         self._until = 0.0
         self._coming: torch.Tensor | None = None
         self._done = 0
-        self._here: torch.Tensor | None = None
+        self._filled_rows: torch.Tensor | None = None
         self._filled = 0  # bytes read in so far
 
     @property
@@ -75,58 +75,58 @@ class Filling:
             return False
         self._rows = self._bytes = self._done = 0
         coming = mapped()
-        if coming is None or not self._has_room(coming.nbytes):
+        if coming is None or not self._fits(coming.nbytes):
             return False
         if self._in_huge_pages:
             read_in_huge_pages(coming.data_ptr(), coming.nbytes, again=True)
         announce(coming.data_ptr(), min(_PART, coming.nbytes))
-        self._coming, self._here = coming, None
+        self._coming, self._filled_rows = coming, None
         _FILLINGS.add(self)
-        log.debug("%d bytes, of which rows are picked, have room: all are brought in", coming.nbytes)
+        log.debug("rows of %d bytes are picked at random, and all fit in memory: reading them in", coming.nbytes)
         return True
 
     def end(self) -> None:
         """Read in nothing more, and forget what was."""
-        self._coming = self._here = None
+        self._coming = self._filled_rows = None
         self._filled = 0
 
     def take(self) -> torch.Tensor | None:
         """All rows, mapped, if they have just been read in; returned once."""
-        here, self._here = self._here, None
-        return here
+        rows, self._filled_rows = self._filled_rows, None
+        return rows
 
     def read_on(self) -> bool:
         """Read the next part; returns whether there is more to do now. Called by the reader."""
         coming, done = self._coming, self._done
         if coming is None or clock.now() > self._until:
             return False
-        if not self._has_room(coming.nbytes):
+        if not self._fits(coming.nbytes):
             self.end()
             return False
         address, behind = coming.data_ptr(), min(done + _PART, coming.nbytes)
         announce(address + behind, min(_PART, coming.nbytes - behind))
-        is_here = False
+        is_read = False
         with suppress(OSError):  # the code that wants the rows meets the same error, and reports it
-            is_here = populated(address + done, behind - done)
-        if not is_here:  # not by touching: if another process truncates the file, that would kill this one
+            is_read = populated(address + done, behind - done)
+        if not is_read:  # not by touching: if another process truncates the file, that would kill this one
             self.end()
             return False
         with lock():
             self._done = behind
             if self._coming is not None and behind == coming.nbytes:
                 self._one_in = max(self._one_in // _LESS_READILY, 1)
-                self._coming, self._here, self._filled = None, coming, coming.nbytes
+                self._coming, self._filled_rows, self._filled = None, coming, coming.nbytes
             return self.is_under_way
 
-    def _has_room(self, nbytes: int) -> bool:
+    def _fits(self, nbytes: int) -> bool:
         """Whether so many bytes fit in memory beside the values of all models and everything else that was read in."""
         with lock():
             pools = Pool.all()
             elsewhere = {on_device for pool in pools for on_device in pool.on_devices.values()}
             values = sum(pool.nbytes for pool in pools if pool is not POOL and pool not in elsewhere)
             filled = sum(other._filled for other in _FILLINGS if other is not self)
-            has_own = self._pool is POOL or nbytes <= self._pool.spare()
-            return has_own and nbytes + values + filled <= POOL.spare()
+            has_own = self._pool is POOL or nbytes <= self._pool.free()
+            return has_own and nbytes + values + filled <= POOL.free()
 
 
 _FILLINGS: weakref.WeakSet[Filling] = weakref.WeakSet()  # those that have begun; under the lock

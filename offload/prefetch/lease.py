@@ -45,7 +45,7 @@ class Lease:
         self.keeps_results = False
 
     def expect(self, blocks: Sequence[Sequence[Handle]]) -> None:
-        """Reserve room for these blocks, each used until the lease moves on. Other values may be used, too."""
+        """Reserve memory for these blocks, each used until the lease moves on. Other values may be used, too."""
         with dropping_after(self._streams.reader.lock) as leaving:
             self._blocks = blocks
             known = [value for block in blocks for handle in block for value in page_state_of(handle).ranges.values()]
@@ -70,14 +70,14 @@ class Lease:
                 streams.join(own)
 
     def move_on(self) -> None:
-        """All threads have used what is held. From now on the budget has room for as much."""
+        """All threads have used what is held. From now on, as much is reserved in the budget."""
         with dropping_after(self._streams.reader.lock) as leaving:
             self._results, self._shared = {}, {}
             held, self._held = self._held, {}
             made, self._made = self._made, {}
             sizes, self._bytes = self._bytes, {}
             for users in self._users.values():
-                users.replaced.difference_update(held)  # there was no room for the result this time
+                users.replaced.difference_update(held)  # the result did not fit this time
             for value in held:
                 self._release(value)
             is_again, self._is_again = self._is_again, False
@@ -86,7 +86,7 @@ class Lease:
                     leaving.extend(self._take_part(pool, held, made.get(pool, 0)))
 
     def end(self) -> None:
-        """Release everything, and the reserved room."""
+        """Release everything, and the reserved memory."""
         self._has_ended = True
         self.move_on()
         with dropping_after(self._streams.reader.lock) as leaving:
@@ -107,7 +107,7 @@ class Lease:
     # Under the lock
 
     def keep(self, key: Hashable, result: torch.Tensor, pool: Pool, sources: Iterable[Value]) -> None:
-        """Keep a result until the lease moves on, if there is room, instead of the values that it was computed from."""
+        """Keep a result until the lease moves on, if it fits, instead of the values that it was computed from."""
         sources = list(dict.fromkeys(sources))  # several pieces may be cuts of one value
         held = [value for value in sources if value in self._held]
         nbytes = result.untyped_storage().nbytes()
@@ -126,7 +126,7 @@ class Lease:
         self._made[pool] = self._made.get(pool, 0) + nbytes
 
     def holds(self, value: Value) -> bool:
-        """Whether a value used now stays: it does if there is room for it."""
+        """Whether a value used now stays: it does if it fits."""
         if value.is_held or self._has_ended:
             return value.is_held
         pool = value.pool
@@ -142,11 +142,11 @@ class Lease:
     def _release(self, value: Value) -> None:
         value.is_held = False
         value.checked_until = 0.0
-        if not value.kept and not self._stream.expects(value):
+        if not value.kept and value not in self._stream.ahead:
             self._streams.reader.drop(value)
 
     def _take_part(self, pool: Pool, held: Iterable[Value] = (), made: int = 0) -> list[Value]:
-        """Reserve room in a budget for the blocks, and for what was held beside them and the bytes of results.
+        """Reserve memory in a budget for the blocks, and for what was held beside them and the bytes of results.
 
         Returns what has to be dropped.
         """

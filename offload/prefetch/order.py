@@ -23,7 +23,7 @@ from offload.storage import clock
 if TYPE_CHECKING:
     from offload.prefetch.lease import Lease
 
-_LEAST_AHEAD = 3  # values, if there is room: one in use, one here, one on its way
+_LEAST_AHEAD = 3  # values, if they fit: one in use, one resident, one on its way
 _MOST_STEPS = 256  # steps to follow the order at a time
 _NEARLY = 0.75  # of the window: with more in flight, don't follow the order yet
 _PATIENCE = 2  # unexpected reads in a row until what is ahead is given up
@@ -90,6 +90,7 @@ class Stream:
     """What one thread has read, and will read next.
 
     Attributes:
+        ahead: values that are read ahead for this thread, or will be, and the move at which each is due.
         in_flight: bytes that are ahead, or that stream and are in use or just used.
         lease: holds its values, if several threads read as one.
     """
@@ -104,15 +105,11 @@ class Stream:
         self._before: Value | None = None
         self._last: Value | None = None
         self._walked: tuple[Value | None, Value | None] = (None, None)  # how far the order has been followed
-        self._ahead: OrderedDict[Value, int] = OrderedDict()  # and the move at which each is due
+        self.ahead: OrderedDict[Value, int] = OrderedDict()
         self._moves = self._picks = 0  # values of the order, and picked ones
         self._surprises = 0  # in a row
-        self._picked = 0  # bytes picked last; the window keeps room for as much
+        self._picked = 0  # bytes picked last; as much of the window stays free for them
         self._used: deque[Value] = deque()  # streaming values only
-
-    def expects(self, value: Value) -> bool:
-        """Whether a value was read ahead for this thread."""
-        return value in self._ahead
 
     def is_idle(self) -> bool:
         """Whether its thread has ended or stopped reading."""
@@ -128,7 +125,7 @@ class Stream:
         self._picks += value.is_picked
         self._arrive(value)
         self._use(value)
-        if not self._ahead:
+        if not self.ahead:
             self._walked = (self._before, self._last) if value.is_picked else (self._last, value)
         if value.nbytes > SMALL and not value.is_picked:  # small values are read once, and are not part of it either
             if self._last is not None:
@@ -139,13 +136,13 @@ class Stream:
 
     def bring_soon(self, values: Sequence[Value]) -> None:
         """These are about to be read, in this order: before everything else that is ahead."""
-        new = [value for value in dict.fromkeys(values) if not value.is_ahead and value not in self._ahead]
+        new = [value for value in dict.fromkeys(values) if not value.is_ahead and value not in self.ahead]
         self._picked = sum(value.nbytes for value in new) if new else self._picked
         self._reader.queue_first(list(itertools.takewhile(self._put_ahead, new)))
 
     def give_up(self) -> None:
         """Drop everything."""
-        self._forget(list(self._ahead))
+        self._forget(list(self.ahead))
         while self._used:
             self._drop(self._used.popleft())
         self._before = self._last = None
@@ -153,7 +150,7 @@ class Stream:
 
     def _arrive(self, value: Value) -> None:
         """Take a value out of those ahead, and forget those that are overdue."""
-        if self._ahead.pop(value, None) is not None:
+        if self.ahead.pop(value, None) is not None:
             self.in_flight -= value.nbytes
             self._surprises = 0
         elif value.nbytes > SMALL and not value.is_picked:
@@ -161,12 +158,12 @@ class Stream:
         if self.lease is not None:  # what one thread does not use, the next one may
             return
         if self._surprises > _PATIENCE:
-            self._forget(list(self._ahead))
+            self._forget(list(self.ahead))
         if value.is_picked:
-            ahead = ((other, self._picks - due) for other, due in self._ahead.items() if other.is_picked)
+            ahead = ((other, self._picks - due) for other, due in self.ahead.items() if other.is_picked)
             self._forget([other for other, late in ahead if late > _OVERDUE])
             return
-        while (first := next((one for one in self._ahead.items() if not one[0].is_picked), None)) is not None:
+        while (first := next((one for one in self.ahead.items() if not one[0].is_picked), None)) is not None:
             if self._moves - first[1] <= _OVERDUE:
                 break
             self._forget([first[0]])
@@ -189,7 +186,7 @@ class Stream:
     def _forget(self, values: Iterable[Value]) -> None:
         """These values, which are ahead, were not needed after all."""
         for value in values:
-            del self._ahead[value]
+            del self.ahead[value]
             if value.stage is QUEUED:
                 value.move_to(AWAY)
             else:
@@ -198,7 +195,7 @@ class Stream:
 
     def _drop(self, value: Value) -> None:
         self.in_flight -= value.nbytes
-        if value in self._ahead:  # it will be needed again soon
+        if value in self.ahead:  # it will be needed again soon
             return
         if not value.kept:
             self._reader.drop(value)
@@ -211,7 +208,7 @@ class Stream:
         before, last = self._walked
         for _ in range(_MOST_STEPS):
             following = last.follower(before) if last is not None else None
-            if following is None or following is self._last or following in self._ahead:
+            if following is None or following is self._last or following in self.ahead:
                 break
             if following.checked_until < now:
                 if not self._put_ahead(following):
@@ -224,12 +221,12 @@ class Stream:
         """Count a value as ahead, if it fits in the window."""
         if not self._has_room(value):
             return False
-        self._ahead[value] = (self._picks if value.is_picked else self._moves) + len(self._ahead)
+        self.ahead[value] = (self._picks if value.is_picked else self._moves) + len(self.ahead)
         self.in_flight += value.nbytes
         return True
 
     def _has_room(self, value: Value) -> bool:
-        """Whether the window has room for a value.
+        """Whether a value fits in the window.
 
         It may be wider for the next few values; if no thread has anything ahead, it takes even a larger one.
         """
@@ -237,7 +234,7 @@ class Stream:
             return False
         if not self._fits(value) and len(self._streams.live) > 1:
             self._streams.reap()
-        return self._fits(value) or not any(other._ahead for other in self._streams.live)
+        return self._fits(value) or not any(other.ahead for other in self._streams.live)
 
     def _fits(self, value: Value) -> bool:
         streams, pool = self._streams, value.pool
@@ -249,4 +246,4 @@ class Stream:
 
     def _is_few(self) -> bool:
         """Whether less is ahead than there should be: small and picked values don't count."""
-        return sum(value.nbytes > SMALL and not value.is_picked for value in self._ahead) < _LEAST_AHEAD
+        return sum(value.nbytes > SMALL and not value.is_picked for value in self.ahead) < _LEAST_AHEAD

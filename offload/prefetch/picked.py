@@ -45,14 +45,14 @@ class Picked:
         value.uses += self._worth
         self._worth *= self._growth
 
-    def choose(self, values: Iterable[Pick], room: int) -> list[Pick]:
+    def choose(self, values: Iterable[Pick], free: int) -> list[Pick]:
         """A new plan: the most used of `values` that fit, preferring those that stay now among equals.
 
         Values whose uses differ by up to a round are equal.
         """
         ranked = sorted(values, key=lambda value: -value.uses * (2 ** (1 / _HALF) if value.kept else 1))
         self._growth = 2.0 ** (1 / (_HALF * max(len(ranked), 1)))
-        self._free, self._places, chosen = room, [], []
+        self._free, self._places, chosen = free, [], []
         for value in ranked:
             if value.nbytes <= self._free:
                 self._take_in(value)

@@ -4,12 +4,12 @@ Always true:
 - resident values are pages of the files themselves: there is no copy that could become stale
 - if all values fit in the budget, all stay; if not, a fixed part stays, spread evenly over the order of reads, and the
   rest streams: a pass then reads from the disk only what exceeds the budget
-- if several threads use the values block by block, there is room for the streaming part of the largest block
-- of values that are picked from many, such as experts, the most used stay, in the room that is left beside what each
+- if several threads use the values block by block, the streaming part of the largest block fits
+- of values that are picked from many, such as experts, the most used stay, in what is left beside what each
   pass reads
 - values of up to 64 KiB stay once they are read
 - a value is `AWAY` (nothing known), `QUEUED`, being `READ`, or `HERE`: read ahead, and not used yet
-- a budget never exceeds what the machine and its cgroups have room for
+- a budget never exceeds what the machine and its cgroups have
 
 Functions that change a plan return the values to evict; the caller drops them after releasing the lock.
 """
@@ -33,13 +33,13 @@ from offload.storage.pages import joined
 
 WINDOW = 64 << 20  # least bytes in flight: read ahead, in use, or not yet dropped
 _AHEAD = 0.25  # seconds of disk reads to have ahead
-_PART = 0.1  # largest share of the resident room that the window takes
+_PART = 0.1  # largest share of the budget that the window takes
 _RATES = 0.25  # weight of a new measurement of the disk rate
 _SHARE = 0.85  # share of the available memory without a set budget; the rest is for the window and activations
 _LOOK_AGAIN = 2.0  # seconds between checks of available memory
 _BESIDE = 32 << 20  # bytes of a block that may stream beside the budget
 _TELLING = 4 << 20  # smallest read, in bytes, that says something about the disk rate
-_NEWS = 0.1  # relative change of the total or the room that triggers a new plan
+_NEWS = 0.1  # relative change of the total or the budget that triggers a new plan
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Pool:
     """Values under one budget. Not thread-safe: the caller holds the lock.
 
     Attributes:
-        max_memory: bytes that may stay resident; None for as much as there is room for.
+        max_memory: bytes that may stay resident; None for as much as the machine has.
         fixed_window: bytes that may be read ahead, as set by the user, 0 for none; None for the automatic window.
         rate: recent disk rate in bytes per second; 0 until known.
         users: those that work block by block.
@@ -101,7 +101,7 @@ class Pool:
         self._values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()  # in order of arrival
         self._total = 0
         self._planned = 0  # the total when the plan was made
-        self._room = 0
+        self._limit = 0
         self._looked = float("-inf")
 
     @staticmethod
@@ -110,9 +110,9 @@ class Pool:
         return list(_POOLS)
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Bytes that may stay resident now."""
-        return max(0, self._room - self.reserved)
+        return max(0, self._limit - self.reserved)
 
     @property
     def reserved(self) -> int:
@@ -122,46 +122,46 @@ class Pool:
     @property
     def window(self) -> int:
         """Bytes that may be read ahead, in use, or not yet dropped: what the disk delivers in a quarter second."""
-        return self._window_beside(self._room)
+        return self._window_beside(self._limit)
 
     @property
     def widest(self) -> int:
         """Bytes that the window may grow to for the next few values, if these are large."""
-        return self._widest_beside(self._room)
+        return self._widest_beside(self._limit)
 
     @property
     def most_at_a_time(self) -> int:
         """Bytes of a block that may stream."""
-        return max(self.window, self._room // 2)
+        return max(self.window, self._limit // 2)
 
     @property
     def fits(self) -> bool:
         """Whether all values fit in memory."""
-        return self._total <= self._room
+        return self._total <= self._limit
 
     @property
     def nbytes(self) -> int:
         """Total size of values whose files are in use; may be a little high, as views can overlap."""
         return sum(value.nbytes for value in self.values() if value.has_file)
 
-    def spare(self) -> int:
-        """Bytes of room left beside all values."""
-        return max(0, self._room_now() - self.nbytes)
+    def free(self) -> int:
+        """Bytes that may stay beside all values."""
+        return max(0, self._limit_now() - self.nbytes)
 
-    def _room_now(self) -> int:
+    def _limit_now(self) -> int:
         available = (self._available or available_bytes)()
         if self.max_memory is None:
             return int(available * _SHARE)
-        room = min(self.max_memory, available)
-        return max(0, min(room, available - self._window_beside(room)))  # not beside the room that there was before
+        limit = min(self.max_memory, available)
+        return max(0, min(limit, available - self._window_beside(limit)))  # beside the new budget, not the one before
 
-    def _window_beside(self, room: int) -> int:
+    def _window_beside(self, limit: int) -> int:
         if self.fixed_window is not None:
             return self.fixed_window
-        return min(max(WINDOW, int(self.rate * _AHEAD)), self._widest_beside(room))
+        return min(max(WINDOW, int(self.rate * _AHEAD)), self._widest_beside(limit))
 
-    def _widest_beside(self, room: int) -> int:
-        return max(WINDOW, int(room * _PART)) if self.fixed_window is None else self.fixed_window
+    def _widest_beside(self, limit: int) -> int:
+        return max(WINDOW, int(limit * _PART)) if self.fixed_window is None else self.fixed_window
 
     def values(self) -> list[Value]:
         """The live ones, in order of arrival."""
@@ -172,24 +172,24 @@ class Pool:
         for value in values:
             self._values[next(_ARRIVALS)] = value
             self._total += value.nbytes
-            value.kept = value.nbytes <= SMALL or self._total <= self.room
+            value.kept = value.nbytes <= SMALL or self._total <= self.capacity
         return self.reconsider()
 
     def reconsider(self, *, anew: bool = False) -> list[Value]:
-        """Check how much room there is, and plan again if it or the values have changed. Returns those to drop.
+        """Check how much memory there is, and plan again if it or the values have changed. Returns those to drop.
 
         Args:
             anew: check and plan in any case.
         """
         now = clock.now()
-        room = self._room
+        limit = self._limit
         if anew or now - self._looked > _LOOK_AGAIN:
             self._looked = now
-            room = self._room_now()
-        fits = self._total <= min(room, self._room)
-        news = abs(room - self._room) > _NEWS * self._room or self._total - self._planned > _NEWS * self._total
+            limit = self._limit_now()
+        fits = self._total <= min(limit, self._limit)
+        news = abs(limit - self._limit) > _NEWS * self._limit or self._total - self._planned > _NEWS * self._total
         if anew or (news and not fits):
-            self._room = room
+            self._limit = limit
             return self._plan()
         return []
 
@@ -223,7 +223,9 @@ class Pool:
             if value.kept and value not in kept:
                 leaving.append(value)
             value.kept = value in kept
-        log.debug("%d bytes may stay: %d of %d values, %d bytes in all", self.room, len(kept), len(values), self._total)
+        log.debug(
+            "%d bytes may stay: %d of %d values, %d bytes in all", self.capacity, len(kept), len(values), self._total
+        )
         return leaving
 
     def _chosen(self, values: list[Value], *, is_new: bool) -> set[Value]:
@@ -238,7 +240,7 @@ class Pool:
         values = values if self.users else [value for value in values if not value.is_picked]
         before = [] if is_new else [value for value in values if value.kept]
         due = self._due_of_blocks(kept) if self.users else ()
-        left = self.room - _size(kept)
+        left = self.capacity - _size(kept)
         for tier in _stayed(due), due, _stayed(before), before, values:
             others = [value for value in tier if value not in kept]
             chosen = others if _size(others) <= left else _spread(others, left)
@@ -248,18 +250,18 @@ class Pool:
         return kept
 
     def _due_of_blocks(self, kept: set[Value]) -> list[Value]:
-        """What has to stay so that no block streams more than there is room for."""
+        """What has to stay so that no block streams more than fits."""
         blocks: list[list[Value]] = []
         for users in self.users:
             apart = kept.union(users.replaced)
             blocks.extend(self._streaming(block, apart) for block in users)
-        others, room = max(users.others for users in self.users), self._room - _size(kept)
+        others, free = max(users.others for users in self.users), self._limit - _size(kept)
         most = min(max(map(_size, blocks), default=0), self.most_at_a_time)
         too_small, due = 0, _due(blocks, most)
         while most - too_small > SMALL:
             size = (too_small + most) // 2
             found = _due(blocks, size)
-            if _size(found) + self._reserve(size + others) <= room:
+            if _size(found) + self._reserve(size + others) <= free:
                 most, due = size, found
             else:
                 too_small = size
@@ -300,10 +302,10 @@ def _due(blocks: Iterable[list[Value]], most: int) -> list[Value]:
     return list(due)
 
 
-def _spread(values: list[Value], room: int) -> set[Value]:
+def _spread(values: list[Value], free: int) -> set[Value]:
     """As many as fit, evenly spread."""
     kept: set[Value] = set()
-    left = room
+    left = free
     share = left / max(sum(value.nbytes for value in values), 1)
     due = 0.0
     for value in values:

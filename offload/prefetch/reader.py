@@ -157,8 +157,12 @@ class Reader(Background[Work]):
 
     # For ops that need a value
 
-    def brings(self, value: Value) -> bool:
-        """An op uses `value`: wait if the thread is reading it. Returns whether it was read ahead."""
+    def brings(self, value: Value, *, found: bool) -> bool:
+        """An op uses `value`: wait if the thread is reading it. Returns whether it is in memory.
+
+        Args:
+            found: whether it was in memory already.
+        """
         started = 0.0
         while True:
             with self.lock:
@@ -167,9 +171,10 @@ class Reader(Background[Work]):
                         self.count_waited(value, started)
                     was_ahead = value.stage is RESIDENT
                     self.counts.ahead += was_ahead
+                    self.counts.found += found and not was_ahead
                     if value.stage is not IN_USE:
                         value.move_to(IN_USE)
-                    return was_ahead
+                    return was_ahead or found
                 done = self._ops.add()
             started = started or clock.now()
             done.acquire()
@@ -242,12 +247,12 @@ class Reader(Background[Work]):
         with suppress(Exception):  # the op that needs the value meets the same error, and reports it
             for run, extent in zip(runs, joined, strict=True):
                 if len(runs) > 1:
-                    extent.announce(exactly=not run[0].pool.fits, spare=run[0].spare)
+                    extent.announce(exactly=not run[0].pool.fits, leave_free=run[0].leave_free)
         for run, extent, due in zip(runs, joined, missing, strict=True):
             stage = AWAY
             with suppress(Exception):
                 if due:
-                    extent.bring_in(exactly=not run[0].pool.fits, spare=run[0].spare)
+                    extent.bring_in(exactly=not run[0].pool.fits, leave_free=run[0].leave_free)
                 stage = RESIDENT
             with self.lock:
                 self._has_read(run, stage)

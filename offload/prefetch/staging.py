@@ -71,16 +71,16 @@ class Staging:
                 copy = torch.empty(len(source), dtype=torch.uint8, device=self._device)
                 for part, place in zip(source.split(_SLOT), copy.split(_SLOT), strict=True):
                     slot = self._copy(part, place)
-            here = self._module.current_stream(self._device)
-            self._pace(here)
-            here.wait_event(slot.copied)
-            copy.record_stream(here)
+            current = self._module.current_stream(self._device)
+            self._pace(current)
+            current.wait_event(slot.copied)
+            copy.record_stream(current)
             return copy
 
-    def _pace(self, here: Any) -> None:
+    def _pace(self, current: Any) -> None:
         """The CPU may run ahead of the device, but only by a few values: they take memory there."""
         use = self._module.Event()
-        use.record(here)
+        use.record(current)
         self._uses.append(use)
         if len(self._uses) > _SLOTS:
             self._uses.popleft().synchronize()

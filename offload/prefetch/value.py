@@ -125,10 +125,10 @@ class Value(Range):
         Raises:
             ReadError: the disk failed.
         """
-        self.bring_in(exactly=not self.pool.fits, spare=self.spare)
+        self.bring_in(exactly=not self.pool.fits, leave_free=self.leave_free)
 
     @property
-    def spare(self) -> int:
+    def leave_free(self) -> int:
         """Bytes of free huge pages that a resident value leaves for streaming ones, which are read again and again."""
         return self.pool.widest if self.kept and not self.pool.fits else 0
 

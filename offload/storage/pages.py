@@ -40,7 +40,7 @@ _BLOCK = 2 << 20  # bytes per read; the kernel honours a hint only up to its rea
 _BLOCKS = 4  # blocks in flight
 _PART = 16 << 20  # bytes that one of several threads announces and reads
 _HUGE = 2 << 20
-_SPARE = 256 << 20  # bytes of free huge pages to leave for others
+_LEAVE_FREE = 256 << 20  # bytes of free huge pages to leave for others
 _FREE_BLOCKS = Path("/proc/buddyinfo")
 _REPORTED_ORDER = Path("/sys/module/page_reporting/parameters/page_reporting_order")
 _MOST_ORDER = 16  # of blocks of memory, 1 << order pages: 256 MiB of pages of 4 KiB
@@ -126,23 +126,23 @@ class Range:
         mapped = None if file is None else file.mapping(shared=self._shared)
         return 0 if mapped is None else min(cached_bytes(mapped.data_ptr() + self._start, self.nbytes), self.nbytes)
 
-    def announce(self, *, exactly: bool = False, spare: int = 0) -> None:
+    def announce(self, *, exactly: bool = False, leave_free: int = 0) -> None:
         """Start reading it in the background, unless `bring_in` with these arguments reads it in larger pages."""
         file, mapped = self._file(), self._mapped()
         if file is not None and mapped is not None:
             address = mapped.data_ptr() + self._start
             exactly = exactly or file.is_picked_from
             is_small = self.nbytes < _HUGE  # it is never read in huge pages, which those here would be in the way of
-            takes_care = not is_small and self._ask_for_huge_pages(address, exactly=exactly, spare=spare)
+            takes_care = not is_small and self._ask_for_huge_pages(address, exactly=exactly, leave_free=leave_free)
             if is_small or (not takes_care and self._is_announced(exactly)):
                 announce(address, self.nbytes)
 
-    def bring_in(self, *, exactly: bool = False, spare: int = 0) -> None:
+    def bring_in(self, *, exactly: bool = False, leave_free: int = 0) -> None:
         """Read it from the disk unless it is in memory.
 
         Args:
             exactly: read little of its neighbours, which some disks read along by megabytes.
-            spare: bytes of free huge pages to leave for short-lived data.
+            leave_free: bytes of free huge pages to leave for short-lived data.
 
         Raises:
             ReadError: the disk failed.
@@ -153,7 +153,7 @@ class Range:
             return
         exactly = exactly or file.is_picked_from
         address = mapped.data_ptr() + self._start
-        takes_care = self._ask_for_huge_pages(address, exactly=exactly, spare=spare)
+        takes_care = self._ask_for_huge_pages(address, exactly=exactly, leave_free=leave_free)
         if takes_care and exactly:  # of the huge pages shared with neighbours, read only its own part
             head = min(-self._start % _HUGE, self.nbytes)
             tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
@@ -195,14 +195,14 @@ class Range:
             let_go(mapped.data_ptr() + self._start, self.nbytes)
             os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)  # partial huge pages at both ends
 
-    def _ask_for_huge_pages(self, address: int, *, exactly: bool, spare: int) -> bool:
+    def _ask_for_huge_pages(self, address: int, *, exactly: bool, leave_free: int) -> bool:
         """Read it in 2 MiB pages, and with `exactly` in no others; returns whether the system will.
 
         Not for writable values: a store would dirty a whole huge page. Nor for a part of a value.
         """
         if not _READS_HUGE_PAGES or self._shared or self.is_part or self.nbytes < _HUGE:
             return False
-        takes_care = read_in_huge_pages(address, self.nbytes, spare=spare, again=exactly and self._was_read)
+        takes_care = read_in_huge_pages(address, self.nbytes, leave_free=leave_free, again=exactly and self._was_read)
         libc.madvise(*_whole_pages(address, self.nbytes), _MADV_RANDOM if exactly and takes_care else _MADV_NORMAL)
         return takes_care
 
@@ -298,17 +298,17 @@ def populated(address: int, nbytes: int) -> bool:
     return False
 
 
-def read_in_huge_pages(address: int, nbytes: int, *, spare: int = 0, again: bool = False) -> bool:
+def read_in_huge_pages(address: int, nbytes: int, *, leave_free: int = 0, again: bool = False) -> bool:
     """Read a mapped range in 2 MiB pages from now on, if enough are free; returns whether the system will.
 
     Args:
-        spare: bytes of free huge pages to leave.
+        leave_free: bytes of free huge pages to leave.
         again: whether it is read again and again, in pages that are freed in between. Otherwise a virtual machine
             whose host takes what is free has no memory behind its huge pages: to get that back takes longer than to
             read. Small pages that are free it keeps.
     """
     are_there = again or not _HOST_TAKES_FREE_PAGES
-    has_enough = _READS_HUGE_PAGES and are_there and free_in_huge_pages() >= nbytes + spare + _SPARE
+    has_enough = _READS_HUGE_PAGES and are_there and free_in_huge_pages() >= nbytes + leave_free + _LEAVE_FREE
     refused = libc.madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE if has_enough else _MADV_NOHUGEPAGE)
     return has_enough and not refused
 

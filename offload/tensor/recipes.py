@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from offload.memory import count_freed
-from offload.prefetch.engine import brought_in, coming, found_kept, kept
+from offload.prefetch.engine import brought_in, coming, computed_before, computed_once
 from offload.prefetch.tables import runs_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
@@ -212,7 +212,7 @@ class Plain(Recipe):
         """See `Composition`: only what `view_spec` needs."""
         with no_functions(), no_modes():
             box = Box.around(self.layout, view_spec) if view_spec.numel() else None
-            if box is not None and found_kept((self, box)) is None:
+            if box is not None and computed_before((self, box)) is None:
                 yield from self._views(box)
 
     def _views(self, box: Box) -> Iterator[tuple[Handle, torch.Tensor]]:
@@ -223,7 +223,7 @@ class Plain(Recipe):
         """A tensor whose elements are in the same memory order as those of the box in the whole value."""
         if math.prod(box.size) * self.layout.dtype.itemsize < LEAST:
             return self._computed(box)
-        return kept((self, box), partial(self._computed, box), partial(self._views, box))
+        return computed_once((self, box), partial(self._computed, box), partial(self._views, box))
 
     @abstractmethod
     def _computed(self, box: Box) -> torch.Tensor:
@@ -399,7 +399,7 @@ class Joined(Plain):
         return ((piece, view_spec) for piece, view_spec, _ in self._inside(box))
 
     def _in_box(self, box: Box) -> torch.Tensor:
-        found = found_kept((self, box))
+        found = computed_before((self, box))
         if found is not None:
             return found
         only = self._only_one(self._inside(box))

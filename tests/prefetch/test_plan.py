@@ -70,7 +70,7 @@ def test_a_budget_set_after_reading_without_one_leaves_room_for_its_own_window()
 
     pool.reconsider(anew=True)
 
-    assert 400 * MIB == pool.room
+    assert 400 * MIB == pool.capacity
     assert 64 * MIB == pool.window
 
 
@@ -98,10 +98,10 @@ def test_what_stays_leaves_free_huge_pages_to_what_streams():
     pool = Pool(4 * MIB)
     values = values_of(pool, [MIB] * 8)
 
-    assert [0, pool.widest] * 4 == [value.spare for value in values]
+    assert [0, pool.widest] * 4 == [value.leave_free for value in values]
     pool.max_memory = 8 * MIB
     pool.reconsider(anew=True)
-    assert [0] * 8 == [value.spare for value in values]
+    assert [0] * 8 == [value.leave_free for value in values]
 
 
 @given(count=st.integers(4, 60), budgets=st.lists(st.integers(0, 60), min_size=1, max_size=6))

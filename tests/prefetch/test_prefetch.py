@@ -43,12 +43,12 @@ class Made(Value):
     def is_cached(self) -> bool:
         return self in self.memory.here
 
-    def bring_in(self, *, exactly: bool = False, spare: int = 0) -> None:
+    def bring_in(self, *, exactly: bool = False, leave_free: int = 0) -> None:
         if self.name == "broken":
             raise OSError("the disk is broken")
         self.memory.take(self)
 
-    def announce(self, *, exactly: bool = False, spare: int = 0) -> None:
+    def announce(self, *, exactly: bool = False, leave_free: int = 0) -> None:
         pass
 
     def let_go(self) -> None:
@@ -110,7 +110,7 @@ def rest(engine: Engine) -> None:
         with engine.reader.lock:
             reader = engine.reader.thread
             busy = [
-                value for stream in engine.streams.live for value in stream._ahead if value.stage in (QUEUED, READING)
+                value for stream in engine.streams.live for value in stream.ahead if value.stage in (QUEUED, READING)
             ]
             has_ended = reader is not None and not reader.is_alive()
             if not engine.reader.leaving_bytes and (has_ended or not (engine.reader._queue or busy)):
@@ -263,7 +263,7 @@ def test_values_are_requested_together_up_to_32_mib(engine, memory, size, expect
 def test_what_is_requested_together_is_announced_as_it_is_read(engine, memory, monkeypatch, names, budget, expected):
     """A single one, or one run in a file, is read at once."""
     announced: list[bool] = []
-    monkeypatch.setattr(Made, "announce", lambda _, exactly, spare: announced.append(exactly))
+    monkeypatch.setattr(Made, "announce", lambda _, exactly, leave_free: announced.append(exactly))
     values = made(memory, names, budget=budget * MIB, window=8 * MIB)
     with engine.reader.lock:
         engine.streams.own().bring_soon(values)
@@ -327,7 +327,7 @@ def test_what_streams_and_fits_in_the_window_is_not_dropped_just_before_its_use(
 
     assert len(memory.log) <= most
     for stream in engine.streams.live:
-        assert stream.in_flight == sum(value.nbytes for value in [*stream._ahead, *stream._used])
+        assert stream.in_flight == sum(value.nbytes for value in [*stream.ahead, *stream._used])
 
 
 def test_a_value_that_is_dropped_while_it_is_read_is_read_again(engine, memory):
