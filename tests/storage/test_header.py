@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-import time
 
 import pytest
 import torch
@@ -311,9 +310,8 @@ def test_a_header_cut_off_and_a_file_of_a_few_bytes_are_refused():
 
 
 def test_a_name_given_twice_among_many_is_found_in_time():
-    pairs = ", ".join(f'"{number}": 0' for number in [*range(100_000), 99_999])
-    start = time.monotonic()
+    """A comparison of each with each would take hours."""
+    pairs = ", ".join(f'"{number}": 0' for number in [*range(300_000), 299_999])
 
-    with pytest.raises(CorruptFileError, match="names '99999' twice"):
+    with pytest.raises(CorruptFileError, match="names '299999' twice"):
         parse(f"{{{pairs}}}".encode(), 2**40)
-    assert time.monotonic() - start < 10
