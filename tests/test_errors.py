@@ -18,8 +18,11 @@ from tests.test_house import MODULES, dotted
 # Other raised errors, by module and beginning, and why they are right.
 OTHERS = {
     ("offload", "raise ImportError"): "on another system nothing of ours is there to be caught",
-    ("offload.batches.errand", "raise error"): "what a block met; handed over as it was",
-    ("offload.batches.lift", "raise Stopped"): "unwinds a call of ours that is not needed any more; `_run` catches it",
+    ("offload.batches.delegated_call", "raise error"): "what a block met; handed over as it was",
+    (
+        "offload.batches.scheduler",
+        "raise Stopped",
+    ): "ends a call whose result is not needed; `_run` catches it",
     ("offload.batches.mapping", "raise error"): "what the user's function met; handed over as it was",
     ("offload.batches.mapping", "raise failure[1]"): "what the user's function met; handed over as it was",
     ("offload.testing.equal", "raise _told"): "an assertion that fails, as of `assert`",
@@ -40,7 +43,7 @@ OTHERS = {
     ("offload.models.journal", "raise ValueError"): "`Journal.open` tells of it, with the path",
     ("offload.checkpoints.writing", "raise AssertionError"): "the loop before it ends in no other way",
     ("offload.storage.gguf_header", "raise ValueError"): "`read_header` tells of it, as a damaged file",
-    ("offload.storage.mapping", "raise OSError"): "`Parcel` tells of it, as a WriteError",
+    ("offload.storage.mapping", "raise OSError"): "`Spilled` reports it, as a WriteError",
     ("offload.storage.regular", "raise OSError"): "what a file object says to a place before its beginning",
     ("offload.storage.disks", "raise errors[0]"): "what a part met; `Range` tells of it, with the path",
     ("offload.storage.pages", "raise OSError"): "readers ahead leave it to the op, which meets it again",

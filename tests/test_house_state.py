@@ -42,7 +42,7 @@ CONSTANTS = (
 
 # Global state, and why it is not an argument.
 STATE = {
-    "offload.batches.lift._HERE": "what a thread is in the middle of",
+    "offload.batches.scheduler._CURRENT": "what a thread is in the middle of",
     "offload.cache.columns._start": "a pure function, remembered",
     "offload.integrations.keys_values._kind_on_disk": "a class made of each class of transformers'",
     "offload.integrations.torchao._AT_WORK": "what `quantize_` is at, in this context",

@@ -9,9 +9,9 @@ Always true:
 | module | what |
 | --- | --- |
 | `mapping` | `map_batches` |
-| `lift` | scheduling: which batch continues, and how far, floor by floor |
-| `errand` | calling a block's forward in the thread that iterates |
-| `floors` | the parts of a model that batches pass together |
+| `scheduler` | scheduling: which batch continues, and how far, stage by stage |
+| `delegated_call` | calling a block's forward in the thread that iterates |
+| `stages` | the parts of a model that batches pass together |
 | `world` | thread and process state, carried between threads |
 | `waiting` | the tensors of a waiting batch: how much memory they take, and spilling them to disk |
 """

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from offload.batches.floors import floors_of, lots_of, models_of
-from offload.batches.lift import Call, Lift
+from offload.batches.scheduler import Call, Scheduler
+from offload.batches.stages import handles_of, models_of, stages_of
 from offload.batches.world import Seeds, Settings, World
 from offload.errors import ArgumentTypeError
 from offload.memory import anonymous_bytes, available_bytes
@@ -98,9 +98,9 @@ def map_batches(
         raise ArgumentTypeError("fn yields: it would run outside its batch. Have it return a list")
     most = None if in_flight is None else checked_count(in_flight, "in_flight")
     models = models_of(model)
-    floors = floors_of(models, blocks)
-    lift = Lift(floors, lots_of(models, floors), spills=spill)
-    mapping = _Mapping(fn, iterated(batches, "batches"), lift, most)
+    stages = stages_of(models, blocks)
+    scheduler = Scheduler(stages, handles_of(models, stages), spills=spill)
+    mapping = _Mapping(fn, iterated(batches, "batches"), scheduler, most)
     bar = Bar(desc="batches", total=_length(batches), delay=1, disable=None if progress else True, leave=False)
     return mapping.results(bar, ordered=ordered)
 
@@ -115,10 +115,12 @@ def _length(batches: Iterable[Any]) -> int | None:
 class _Mapping:
     """One call of `map_batches`."""
 
-    def __init__(self, fn: Callable[[Any], Any], batches: Iterator[Any], lift: Lift, most: int | None) -> None:
+    def __init__(
+        self, fn: Callable[[Any], Any], batches: Iterator[Any], scheduler: Scheduler, most: int | None
+    ) -> None:
         self._fn = fn
         self._batches: Iterator[Any] | None = batches
-        self._lift = lift
+        self._scheduler = scheduler
         self._limit = most or 1  # batches in flight
         self._room = None if most else int(available_bytes() * _SHARE)  # for what waits
         self._largest = 0  # largest waiting batch so far, in bytes
@@ -132,13 +134,13 @@ class _Mapping:
     def results(self, bar: Bar, *, ordered: bool) -> Iterator[Any]:
         """Start and run batches, and yield results, until nothing is left."""
         try:
-            with bar, self._lift.gates():
+            with bar, self._scheduler.gates():
                 given = 0
-                while self._batches is not None or self._lift.count:
+                while self._batches is not None or self._scheduler.count:
                     if self._has_room():
                         self._begin()
                     else:
-                        self._look_at(self._lift.go_on())
+                        self._look_at(self._scheduler.go_on())
                     for number in sorted(self._ended):
                         if number == given or not ordered:
                             given += 1
@@ -158,10 +160,10 @@ class _Mapping:
         """Whether another batch should be started."""
         is_behind = len(self._ended) >= _BACKLOG * self._limit  # results wait for one that is in progress
         most = 1 if is_behind else self._limit
-        return self._batches is not None and self._lift.count < most
+        return self._batches is not None and self._scheduler.count < most
 
     def _begin(self) -> None:
-        """Take a batch, and run it up to its first floor."""
+        """Take a batch, and run it up to its first stage."""
         assert self._batches is not None
         try:
             batch = next(self._batches)
@@ -173,7 +175,7 @@ class _Mapping:
             return
         settings = self._settings.seeded(self._seeds.next())
         fn = partial(self._fn, batch)
-        call = self._lift.begin(self._begun, fn, self._world, settings, alone=self._limit == 1)
+        call = self._scheduler.begin(self._begun, fn, self._world, settings, alone=self._limit == 1)
         self._begun += 1
         self._look_at(call)
 
@@ -197,13 +199,13 @@ class _Mapping:
         self._batches = None
         error.add_note(f"in batch {number}")
         self._failure = number, error
-        self._lift.stop(after=number)
+        self._scheduler.stop(after=number)
         self._ended = {one: call for one, call in self._ended.items() if one < number}
 
     def _measure(self, call: Call, room: int) -> None:
         """Compute how many batches fit, if each takes as much as this one.
 
-        With gradients a batch's graph grows at each floor: the first one runs to its end alone.
+        With gradients a batch's graph grows at each stage: the first one runs to its end alone.
         """
         size = _HELD * call.waiting_bytes
         if self._graphs is not None:
@@ -216,7 +218,7 @@ class _Mapping:
         self._limit = max(1, min(_MOST, room // (size + _A_THREAD)))
         if not self._largest:
             _log.info("%d batches in flight: one takes %d bytes while it waits", self._limit, size)
-            self._lift.restart()
+            self._scheduler.restart()
         self._largest = max(size, 1)
 
 

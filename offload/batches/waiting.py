@@ -54,7 +54,7 @@ def _tensors(given: Any, depth: int, kinds: tuple[type, ...]) -> Iterator[torch.
             yield from _tensors(part, depth - 1, kinds)
 
 
-class Parcel:
+class Spilled:
     """Storages on disk, in an unnamed file."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -62,7 +62,7 @@ class Parcel:
         self._storages: list[torch.UntypedStorage] = []  # those in the file
 
     @classmethod
-    def of(cls, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> Parcel | None:
+    def of(cls, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> Spilled | None:
         """Write to disk those of these tensors that were just created and are not small; None if there are none.
 
         Raises:
@@ -75,17 +75,17 @@ class Parcel:
             return None
         folder = private_folder()
         try:
-            parcel = cls(tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115  it is closed with the parcel
+            spilled = cls(tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115  it is closed with the spilled
             try:
                 for storage in large:
-                    parcel._put(storage)
+                    spilled._put(storage)
             except OSError:
-                parcel.bring_back()
+                spilled.bring_back()
                 raise
         except OSError as error:
             message = f"what waits can't be put on disk ({error.strerror}): call map_batches with spill=False"
             raise WriteError(error.errno, message, str(folder)) from error
-        return parcel
+        return spilled
 
     def _put(self, storage: torch.UntypedStorage) -> None:
         address, size = _pages(storage)

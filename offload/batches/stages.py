@@ -1,8 +1,8 @@
 """The parts of a model that batches pass together.
 
 Always true:
-- floors are modules in the order in which the model probably calls them; a wrong order costs only time
-- a floor contains parameters or buffers, directly or in its submodules
+- stages are modules in the order in which the model probably calls them; a wrong order costs only time
+- a stage contains parameters or buffers, directly or in its submodules
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return list(models)
 
 
-def floors_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | None) -> list[nn.Module]:
+def stages_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | None) -> list[nn.Module]:
     """The modules before which batches wait for one another, in the order of the models.
 
     Args:
@@ -48,21 +48,21 @@ def floors_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | N
     if blocks is not None:
         return list(dict.fromkeys(_named(models, block) for block in blocks))
     found = (members for model in models for members in blocks_of(model))
-    floors = dict.fromkeys(members[0] for members in found if any(map(_has_values, members)))
-    return [floor for floor in floors if not isinstance(floor, torch.jit.ScriptModule)]  # they take no hooks
+    stages = dict.fromkeys(members[0] for members in found if any(map(_has_values, members)))
+    return [stage for stage in stages if not isinstance(stage, torch.jit.ScriptModule)]  # they take no hooks
 
 
-def lots_of(models: Iterable[nn.Module], floors: Sequence[nn.Module]) -> list[list[Handle]]:
-    """The values on disk of each floor, and of what follows it up to the next one."""
-    lots: dict[int, dict[Handle, None]] = {id(floor): {} for floor in floors}
+def handles_of(models: Iterable[nn.Module], stages: Sequence[nn.Module]) -> list[list[Handle]]:
+    """The values on disk of each stage, and of what follows it up to the next one."""
+    found: dict[int, dict[Handle, None]] = {id(stage): {} for stage in stages}
     for model in models:
-        lot: dict[Handle, None] = {}
+        current: dict[Handle, None] = {}
         for module in model.modules():
-            lot = lots.get(id(module), lot)
+            current = found.get(id(module), current)
             members = (*parameters_of(module).values(), *buffers_of(module).values())
             stored = (member for member in map(local_of, members) if is_offloaded(member))
-            lot.update(dict.fromkeys(stored_in(map(handle_of, stored))))
-    return [list(lot) for lot in lots.values()]
+            current.update(dict.fromkeys(stored_in(map(handle_of, stored))))
+    return [list(current) for current in found.values()]
 
 
 def _has_values(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from offload.batches.world import World, has_accelerator, is_bare, kernels
 from offload.torch_api import is_compiled, not_compiled
 
 
-class Errand:
+class DelegatedCall:
     """A call that one thread may make for another.
 
     Attributes:
@@ -70,23 +70,23 @@ class Errand:
 class Forward:
     """A module's forward. In a copy of the module, or an unpickled one, it is the plain one."""
 
-    def __init__(self, module: nn.Module, ask: Callable[..., Errand | None]) -> None:
-        """`ask` is called before: with the call, or None if it is to be compiled, and with the arguments.
+    def __init__(self, module: nn.Module, delegate: Callable[..., DelegatedCall | None]) -> None:
+        """`delegate` takes the call, or None if it is to be compiled, and its arguments.
 
-        It returns the errand if it has made the call.
+        It returns the delegated call if it has made the call.
         """
-        self._module, self._plain, self._ask = module, module.forward, ask
+        self._module, self._plain, self._delegate = module, module.forward, delegate
         if "torch._dynamo" in sys.modules:
-            self._ask = not_compiled(ask)
+            self._delegate = not_compiled(delegate)
         functools.update_wrapper(self, module.forward)  # for those who ask for its parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            self._ask(None, (args, kwargs))
+            self._delegate(None, (args, kwargs))
             return self._plain(*args, **kwargs)
         forward = partial(self._plain, *args, **kwargs)
-        errand = self._ask(None if is_compiled() else forward, (args, kwargs))
-        return forward() if errand is None else errand.result()
+        delegated = self._delegate(None if is_compiled() else forward, (args, kwargs))
+        return forward() if delegated is None else delegated.result()
 
     @contextmanager
     def instead(self) -> Iterator[None]:

@@ -1,15 +1,15 @@
-"""Scheduling: which batch continues, and how far, floor by floor.
+"""Scheduling: which batch continues, and how far, stage by stage.
 
-A batch is a function call in a thread of its own. It waits before each floor; the lift runs the calls that wait at the
-current floor, one after the other, then those at the next. It goes up for forward and down for backward, and starts
-again at the bottom. So every call gets its turn, whatever a function calls, and in any order.
+A batch is a function call in a thread of its own. It waits before each stage. The scheduler runs the calls that wait
+at the current stage, one after the other, then those at the next: up the model for forward, down for backward, and
+again from the bottom. So every call gets its turn, whatever a function calls, and in any order.
 
 Blocks compute in the iterating thread, for the call whose turn it is, so that the threads of kernels are the same.
 
 Always true:
 - a call runs only while the iterating thread waits or computes for it
-- at each floor calls run in the order of their numbers: sums over batches are the same as with one batch at a time
-- a call that is stopped leaves its function at the next floor, with an exception that `except Exception` does not catch
+- at each stage calls run in the order of their numbers: sums over batches are the same as with one batch at a time
+- a call that is stopped leaves its function at the next stage, with an exception that `except Exception` does not catch
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.batches.errand import Errand, Forward
-from offload.batches.waiting import Parcel, storages_of, tensors_in, waiting_bytes
+from offload.annotations import Args, Kwargs
+from offload.batches.delegated_call import DelegatedCall, Forward
+from offload.batches.waiting import Spilled, storages_of, tensors_in, waiting_bytes
 from offload.batches.world import Settings, Thread, World
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
@@ -52,14 +53,14 @@ class Call:
         has_ended: whether there is a result or an error.
         thread: its thread.
         waiting_bytes: memory of its tensors while it waits.
-        made: if waiting tensors go to disk: those that its last floor has created and nothing else refers to.
-        taken: the storages passed to its current floor, by id, and whether they were created by a floor.
+        made: if waiting tensors go to disk: those that its last stage has created and nothing else refers to.
+        taken: the storages passed to its current stage, by id, and whether they were created by a stage.
     """
 
     def __init__(
-        self, lift: Lift, number: int, fn: Callable[[], Any], world: World, settings: Settings, thread: Thread
+        self, scheduler: Scheduler, number: int, fn: Callable[[], Any], world: World, settings: Settings, thread: Thread
     ) -> None:
-        self.lift = lift
+        self.scheduler = scheduler
         self.thread = thread
         self.number = number
         self.place: int | None = None
@@ -70,12 +71,12 @@ class Call:
         self.made: list[torch.Tensor] = []
         self.taken: dict[int, bool] = {}
         self._first, self._settings = settings, settings
-        self._parcel: Parcel | None = None
-        self._errand: Errand | None = None
+        self._spilled: Spilled | None = None
+        self._delegated: DelegatedCall | None = None
         self._is_stopped = False
         # One C call each, which an interrupt can't split.
         self._turn: SimpleQueue[None] = SimpleQueue()
-        self._back: SimpleQueue[bool] = SimpleQueue()  # whether it is still its turn, and it has an errand
+        self._back: SimpleQueue[bool] = SimpleQueue()  # whether it is still its turn, and it delegates a call
         thread.begin(partial(self._run, fn, world), f"offload-batch-{number}")
 
     @property
@@ -90,7 +91,7 @@ class Call:
             self._settings.apply()
             is_busy = True
             while is_busy:
-                self._run_errand()
+                self._run_delegated()
                 self._turn.put(None)
                 is_busy = self._back.get()
         except BaseException:  # an interrupt while it runs
@@ -111,50 +112,50 @@ class Call:
         self._turn.put(None)
         self.thread.end()
 
-    def _run_errand(self) -> None:
-        errand, self._errand = self._errand, None
-        if errand is not None:
-            with self.lift.lease.joined():
-                errand.run(None if self._parcel is None else self._parcel.bring_back)
+    def _run_delegated(self) -> None:
+        delegated, self._delegated = self._delegated, None
+        if delegated is not None:
+            with self.scheduler.lease.joined():
+                delegated.run(None if self._spilled is None else self._spilled.bring_back)
 
     def announce(self) -> None:
         """Its turn is near: read ahead what it has on disk."""
-        if self._parcel is not None:
-            self._parcel.announce()
+        if self._spilled is not None:
+            self._spilled.announce()
 
     # In the call's thread
 
-    def wait_at(self, place: int, given: Sequence[Any] = (), errand: Errand | None = None) -> None:
+    def wait_at(self, place: int, given: Sequence[Any] = (), delegated: DelegatedCall | None = None) -> None:
         """Wait for its turn at a place.
 
         Args:
             place: where.
             given: what the module there is called with.
-            errand: to be run first, when it is the turn.
+            delegated: to be run first, when it is the turn.
         """
         self._refuse_stopped()
         tensors = tensors_in(given)
-        parcel = Parcel.of(tensors, self.made) if self.lift.spills and self.lift.is_shared else None
+        spilled = Spilled.of(tensors, self.made) if self.scheduler.spills and self.scheduler.is_shared else None
         self.made = []
         self.waiting_bytes = waiting_bytes(tensors_in(given, caches=True))
-        self._parcel, self.place = parcel, place
+        self._spilled, self.place = spilled, place
         del tensors
         try:
-            self._wait(errand, is_turn=False)
+            self._wait(delegated, is_turn=False)
         finally:
-            self._parcel, self.place = None, None
-            if parcel is not None:
-                parcel.bring_back()
+            self._spilled, self.place = None, None
+            if spilled is not None:
+                spilled.bring_back()
         self._refuse_stopped()
 
-    def send(self, errand: Errand) -> None:
-        """Have the iterating thread run an errand."""
+    def delegate(self, delegated: DelegatedCall) -> None:
+        """Have the iterating thread make a call."""
         self._refuse_stopped()
-        self._wait(errand, is_turn=True)
+        self._wait(delegated, is_turn=True)
         self._refuse_stopped()
 
-    def _wait(self, errand: Errand | None, *, is_turn: bool) -> None:
-        self._errand = errand
+    def _wait(self, delegated: DelegatedCall | None, *, is_turn: bool) -> None:
+        self._delegated = delegated
         self._back.put(is_turn)
         self._turn.get()
 
@@ -164,8 +165,8 @@ class Call:
 
     def _run(self, fn: Callable[[], Any], world: World) -> None:
         self._turn.get()
-        _HERE.call = self
-        self.lift.lease.join()
+        _CURRENT.call = self
+        self.scheduler.lease.join()
         try:
             self._refuse_stopped()
             self.result = world.run(fn)
@@ -181,19 +182,19 @@ class Call:
             self._back.put(False)
 
 
-class Lift:
-    """Calls on their way through the floors of models.
+class Scheduler:
+    """Calls on their way through the stages of models.
 
     Attributes:
         spills: whether waiting tensors go to disk.
-        lease: holds the values on disk that calls at the current floor use.
+        lease: holds the values on disk that calls at the current stage use.
     """
 
-    def __init__(self, floors: Sequence[nn.Module], lots: Sequence[Sequence[Handle]], *, spills: bool) -> None:
-        """`lots` are the values that each floor is expected to use."""
+    def __init__(self, stages: Sequence[nn.Module], blocks: Sequence[Sequence[Handle]], *, spills: bool) -> None:
+        """`blocks` are the values that each stage is expected to use."""
         self.spills = spills
-        self._floors, self._lots = floors, lots
-        self._places = 2 * max(len(floors), 1)
+        self._stages, self._blocks = stages, blocks
+        self._places = 2 * max(len(stages), 1)
         self._at = 0
         self._calls: list[Call] = []
         self._idle: list[Thread] = []  # of calls that have ended
@@ -211,7 +212,7 @@ class Lift:
         return len(self._calls) > 1
 
     def begin(self, number: int, fn: Callable[[], Any], world: World, settings: Settings, *, alone: bool) -> Call:
-        """A new call, run up to its first floor or its end; `alone` unless others will be in progress beside it."""
+        """A new call, run up to its first stage or its end; `alone` unless others will be in progress beside it."""
         self.lease.keeps_results = not alone
         call = Call(self, number, fn, world, settings, self._thread())
         self._calls.append(call)
@@ -284,61 +285,59 @@ class Lift:
 
     @contextmanager
     def gates(self) -> Iterator[None]:
-        """In this context, calls wait before each floor."""
+        """In this context, calls wait before each stage."""
         self.lease = lease()
         gate = _uncompiled_gate() if "torch._dynamo" in sys.modules else _Gate
         with ExitStack() as stack:
             stack.callback(release_scratch)
             stack.callback(self.lease.end)
-            self.lease.expect(self._lots)
-            for floor, module in enumerate(self._floors):
-                is_plain = self._is_plain(module)
-                if is_plain:
-                    stack.enter_context(Forward(module, partial(self._pass, floor)).instead())
-                before = gate(partial(self._arrive, floor, is_plain))
-                after = gate(partial(self._leave, self._places - 1 - floor))
-                for handle in (
-                    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                    module.register_forward_hook(after),
-                ):
-                    stack.callback(handle.remove)
+            self.lease.expect(self._blocks)
+            for stage, module in enumerate(self._stages):
+                if self._is_plain(module):
+                    stack.enter_context(Forward(module, partial(self._delegate, stage)).instead())
+                else:
+                    before = gate(partial(self._arrive, stage))
+                    hook = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                    stack.callback(hook.remove)
+                after = gate(partial(self._leave, self._places - 1 - stage))
+                stack.callback(module.register_forward_hook(after).remove)
             stack.callback(self._end_idle)
             stack.callback(self.stop)  # first: what calls do as they end still happens inside
             yield
 
     def _is_plain(self, module: nn.Module) -> bool:
-        """Whether a floor has its class's forward, and no other floor inside, before which calls wait."""
-        inside = {*module.modules()} - {module}
-        return "forward" not in vars(module) and inside.isdisjoint(self._floors)
+        """Whether a stage has its class's forward, no hook before it, and no other stage inside.
 
-    def _arrive(self, floor: int, is_plain: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a floor. A plain one without other hooks, which come later, waits where its forward is called."""
+        Calls wait for it in its forward, since then the iterating thread can make that as soon as it is their turn.
+        For another stage they wait before its hooks.
+        """
+        inside = {*module.modules()} - {module}
+        return "forward" not in vars(module) and not pre_hooks_of(module) and inside.isdisjoint(self._stages)
+
+    def _arrive(self, stage: int, _module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._enter(stage, (args, kwargs))
+
+    def _delegate(self, stage: int, forward: Callable[[], Any] | None, given: Sequence[Any]) -> DelegatedCall | None:
+        """Have a stage's forward called by the iterating thread, if possible; returns the call if it was made."""
+        delegated = DelegatedCall(forward) if forward is not None and DelegatedCall.can_be_run() else None
+        self._enter(stage, given, delegated)
+        return delegated if delegated is not None and delegated.is_done else None
+
+    def _enter(self, stage: int, given: Sequence[Any], delegated: DelegatedCall | None = None) -> None:
+        """Wait for the turn at a stage that is called with `given`."""
         call = self._mine()
         if call is None:
             return
         if self.spills:
             made = storages_of(call.made)
-            call.taken = {key: key in made for key in storages_of(tensors_in((args, kwargs)))}
-        if floor != self._at and (not is_plain or len(pre_hooks_of(module)) > 1):
-            call.wait_at(floor, (args, kwargs))
-
-    def _pass(self, floor: int, forward: Callable[[], Any] | None, given: Sequence[Any]) -> Errand | None:
-        """At a floor, before its forward: wait, and have it called by the iterating thread if possible.
-
-        Returns the errand if it was called.
-        """
-        call = self._mine()
-        if call is None:
-            return None
-        errand = Errand(forward) if forward is not None and Errand.can_be_run() else None
-        if floor != self._at:
-            call.wait_at(floor, given, errand)
-        elif errand is not None:
-            call.send(errand)
-        return errand if errand is not None and errand.is_done else None
+            call.taken = {key: key in made for key in storages_of(tensors_in(given))}
+        if stage != self._at:
+            call.wait_at(stage, given, delegated)
+        elif delegated is not None:
+            call.delegate(delegated)
 
     def _leave(self, place: int, module: nn.Module, _args: Any, output: Any) -> None:
-        """After a floor: backward will wait for the others before it comes down to this one."""
+        """After a stage: backward will wait for the others before it comes down to this one."""
         call = self._mine()
         if call is None:
             return
@@ -355,9 +354,9 @@ class Lift:
             call.wait_at(place)
 
     def _mine(self) -> Call | None:
-        """The call of this lift that runs in this thread."""
-        call: Call | None = getattr(_HERE, "call", None)
-        return call if call is not None and call.lift is self else None
+        """The call of this scheduler that runs in this thread."""
+        call: Call | None = getattr(_CURRENT, "call", None)
+        return call if call is not None and call.scheduler is self else None
 
 
 class _Gate:
@@ -385,9 +384,9 @@ def _made_by(module: nn.Module, tensors: list[torch.Tensor], taken: dict[int, bo
 
 
 def _forget() -> None:
-    """In a forked child there are no waiting calls, and no lift to resume them."""
-    _HERE.call = None
+    """In a forked child there are no waiting calls, and no scheduler to resume them."""
+    _CURRENT.call = None
 
 
-_HERE = threading.local()
+_CURRENT = threading.local()
 os.register_at_fork(after_in_child=_forget)
