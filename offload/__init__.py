@@ -7,7 +7,7 @@
 | replace many, one at a time | `map_values`, which gives a `MapReport` |
 | bring it back into memory | `materialize`, `OffloadedTensor.materialize` |
 | store a result beside its tensor | `offloaded_like` |
-| send large results and loaded tensors to disk | `offloading` |
+| send large results to disk | `offloading` |
 | tell which tensors are on disk | `is_offloaded` |
 | send one, or a model, to a process of Ray or dask | `by_reference` |
 | know whether a model runs here, and how fast | `plan` |

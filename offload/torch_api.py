@@ -93,8 +93,7 @@ try:
         ("_schema _op_dk", torch.ops.aten.add.Tensor),
         ("_modules _parameters _buffers _non_persistent_buffers_set _forward_pre_hooks", nn.Module()),
         ("_current_level", forward_ad),
-        ("_cdata", _storage := torch.UntypedStorage(0)),
-        ("_untyped_storage", torch.TypedStorage(wrap_storage=_storage, dtype=torch.uint8, _internal=True)),
+        ("_cdata", torch.UntypedStorage(0)),
     ):
         attrgetter(*_names.split())(_owner)
     if PARAMETER_MARK not in type(nn.Parameter).__instancecheck__.__code__.co_consts:
@@ -132,11 +131,6 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # uniq
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """A storage as torch.save and its unpickler expect it; without `_internal` it warns."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-def untyped(storage: torch.TypedStorage | torch.UntypedStorage) -> torch.UntypedStorage:
-    """Like `TypedStorage.untyped`, which warns."""
-    return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
 
 
 # Needed by single features
@@ -354,29 +348,12 @@ class Frames:
         return None
 
 
-def _load_tensor() -> CodeType:
-    """The function inside `torch.serialization._load` that reads one record."""
-    inside = torch.serialization._load.__code__.co_consts
-    found = [code for code in inside if isinstance(code, CodeType) and code.co_name == "load_tensor"]
-    if not found:
-        raise AttributeError("torch.serialization._load has no function 'load_tensor'")
-    return found[0]
-
-
 # They swap the named variable for another tensor if it can be flattened, and otherwise set its data.
 SWAPPING = (
     Frames("moving or parametrizing a module")
     .add("torch.nn.modules.module", lambda: nn.Module._apply.__code__, "param")
     .add("torch.nn.utils.parametrize", lambda: parametrize._maybe_set.__code__, "dest")
 )
-_VIEW = ("storage", "storage_offset", "size", "stride")
-REBUILDING = (
-    Frames(_OFFLOADING)
-    .add("torch._utils", lambda: torch._utils._rebuild_tensor.__code__, *_VIEW)
-    .add("torch._utils", lambda: torch._utils._rebuild_tensor_v3.__code__, *_VIEW)
-)
-READING_A_RECORD = Frames(_OFFLOADING).add("torch.serialization", _load_tensor, "zip_file", "name", "nbytes")
-LOADING = Frames(_OFFLOADING).add("torch.serialization", lambda: torch.load.__code__, "f")
 
 
 def memo_of_stager(frame: FrameType) -> dict[int, Any] | None:

@@ -27,7 +27,6 @@ OTHERS = {
     ("offload.batches.mapping", "raise failure[1]"): "what the user's function met; handed over as it was",
     ("offload.testing.equal", "raise _told"): "an assertion that fails, as of `assert`",
     ("offload.testing.ops", "raise error"): "what the op met; a census takes note of it",
-    ("offload.torch_api", "raise AttributeError"): "`Frames.add` tells of it, with the feature",
     ("offload.torch_api", "raise cls.error"): "an `UnsupportedTorchError` that was made at import",
     ("offload.torch_api", "raise found.error"): "an `UnsupportedTorchError` that was made at import",
     ("offload.torch_api", "raise self._changed"): "an `UnsupportedTorchError` that was made at import",

@@ -24,7 +24,6 @@ OF_OTHERS = {
     ("offload.integrations.tensordict.writing", "_non_tensordict"): "a tensorclass's",
     ("offload.integrations.torchao", "_process_model_before_weight_loading"): "transformers' quantizers'",
     ("offload.checkpoints.companions", "_auto_class"): "a transformers configuration's, if its code is its own",
-    ("offload.offloading.context", "_getframe"): "sys has no other way",
     ("offload.storage.locks", "_at_fork_reinit"): "a lock's, for a child",
     ("offload.storage.locks", "_is_owned"): "a lock's, for an interrupt",
     ("offload.storage.pickled", "_Unpickler"): "pickle's in Python, which is given another find_class",
@@ -59,9 +58,6 @@ STATE = {
     "offload.offloading.context._NOTES": "what threads leave when they look into each other",
     "offload.offloading.context._watching": "how many contexts are open: the last one takes torch's hooks off",
     "offload.offloading.made._way_of": "a pure function, remembered",
-    "offload.offloading.opened._KEYS": "whose bytes memory is, for as long as it is there",
-    "offload.offloading.opened._STORAGES": "whose bytes memory is, for as long as it is there",
-    "offload.offloading.opened._STORED": "files that are open, for as long as somebody has them",
     "offload.prefetch.engine.POOL": "memory is the process's",
     "offload.prefetch.engine.UNTRACKED": "does not change",
     "offload.prefetch.engine._ENGINE": "one thread reads for all; a forked child makes its own",
@@ -234,10 +230,7 @@ def may_change(value: ast.expr) -> bool:
 
 def test_state_of_the_process_is_listed():
     found = {
-        f"{module}.{name}"
-        for module, tree in TREES.items()
-        if module not in ("offload.torch_api", "offload.report.charts")
-        for name in state_in(tree)
+        f"{module}.{name}" for module, tree in TREES.items() if module != "offload.torch_api" for name in state_in(tree)
     }
 
     assert set(STATE) == found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
-
 from bench.peers import OURS
-from bench.picture import CASES, PICTURE, medians, picture
+from bench.picture import CASES, NAMES, PICTURE, drawn, medians, picture
 from tests.processes import ROOT
 
 
@@ -17,10 +15,24 @@ def test_the_readme_shows_the_picture() -> None:
     assert f"]({PICTURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
 
 
-def test_each_arm_of_each_case_has_a_bar() -> None:
-    drawn = ElementTree.fromstring(picture())
+def test_each_arm_of_each_case_has_a_bar_and_ours_is_emphasized() -> None:
+    figure = drawn()
 
-    bars = [part for part in drawn if part.tag.endswith("rect")]
-    arms = [arm for _, file, case in CASES for arm in medians(file, case)]
-    assert len(arms) == len(bars)
-    assert [arm == OURS for arm in arms] == [bar.get("class") == "ours" for bar in bars]
+    for axes, (_, file, case) in zip(figure.axes, CASES, strict=True):
+        seconds = medians(file, case)
+        assert list(seconds.values()) == [bar.get_width() for bar in axes.patches]
+        assert [NAMES.get(arm, arm) for arm in seconds] == [label.get_text() for label in axes.get_yticklabels()]
+        assert [arm == OURS for arm in seconds] == [text.get_weight() == "bold" for text in axes.texts]
+
+
+def test_no_text_is_cut() -> None:
+    figure = drawn()
+    figure.canvas.draw()
+
+    edges = figure.bbox
+    for text in (*figure.texts, *(text for axes in figure.axes for text in (*axes.texts, *axes.get_yticklabels()))):
+        box = text.get_window_extent()
+        assert edges.x0 <= box.x0, text
+        assert box.x1 <= edges.x1, text
+        assert edges.y0 <= box.y0, text
+        assert box.y1 <= edges.y1, text

@@ -24,7 +24,7 @@ from offload.storage.regular import is_folder
 if TYPE_CHECKING:
     import torch
 
-    from offload.report.page import Recording
+    from offload.report import Recording
 
 ONLY_TOKENS = {"return_token_type_ids": False}
 """For a tokenizer: language models take no segment ids, which some tokenizers return by default."""
@@ -179,7 +179,7 @@ def _figures(seen: Recording) -> dict[str, float | None]:
         "token_seconds": median(now.second - last.second for last, now in pairs) if pairs else None,
         "first_token_read_bytes": first.read,
         "token_read_bytes": median(now.read - last.read for last, now in pairs) if pairs else None,
-        "waited_seconds": seen.looks[-1].waited,
+        "waited_seconds": seen.samples[-1].waited,
     }
 
 
@@ -226,11 +226,10 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
 def _watched(options: argparse.Namespace, model: Any) -> Any:
     """A recording, written as a page if requested."""
-    from offload.report import memory_report
-    from offload.report.page import Recording
+    from offload.report import Recording, memory_report
 
     if not options.report:
-        return Recording().going_on()
+        return Recording().running()
     return memory_report(options.report, model, title=f"offload {options.model}")
 
 

@@ -2,12 +2,11 @@
 
 The result of an op is, in this order: left alone, if it is a view or the op is traced; computed straight into its file,
 if it is large and this kind of op supports that; written to a file afterwards, if it is large, dense and new; otherwise
-left in memory. Loaded tensors are referenced in their file if it can be found. The debug log says which way each took.
+left in memory. The debug log says which way each took.
 
 | module | what |
 | --- | --- |
 | `context` | the context itself, and the two torch modes behind it |
 | `place` | where results go, how large they have to be, and their names |
 | `made` | results computed straight into their file |
-| `opened` | tensors that torch.load and safetensors read from a file inside the context |
 """

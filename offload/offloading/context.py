@@ -9,11 +9,9 @@ Always true:
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from offload.annotations import Args, Kwargs
 from offload.errors import UnknownSubclassError
 from offload.memory import as_bytes, available_bytes
 from offload.offloading.made import made_on_disk
-from offload.offloading.opened import as_opened, rebuilt, record_of
 from offload.offloading.place import Place, bytes_inside, log, over_mappings
 from offload.storage.folders import named_folder
 from offload.storage.locks import fork_safe_lock
@@ -51,20 +48,17 @@ from offload.torch_api import (
 def offloading(
     offload_dir: str | os.PathLike[str] | None = None, *, min_bytes: int | float | str = "1MiB"
 ) -> Iterator[None]:
-    """A context in which large results go to disk: those of factories and ops, and what is loaded.
+    """A context in which large results of factories and ops go to disk.
 
-    Inside, in this thread, what `torch.empty`, `randn`, `x @ y`, `w.float()`, `torch.load(path)`,
-    `safetensors.torch.load_file`... give is an `OffloadedTensor` if it takes at least `min_bytes`. The values are those
-    of the plain op, bit for bit, random ones too. So a module that is made inside has its weights on disk, and so has
-    an adapter that peft makes or loads.
+    Inside, in this thread, the result of `torch.empty`, `randn`, `x @ y`, `w.float()`... is an `OffloadedTensor` if it
+    takes at least `min_bytes`. The values are those of the plain op, bit for bit, random ones too. So a module that is
+    made inside has its weights on disk, and so has an adapter that peft makes.
 
     - Factories, elementwise ops, casts, copies and products of matrices are computed straight into their file. The
       result of another op is in memory for a moment.
     - Views, in-place ops and `out=` behave as always: they share the memory of their argument.
-    - A tensor of a safetensors file, or of a zip file of torch.save, is referenced in its file, and nothing is written;
-      at its first write it goes to a private file. `torch.load` reads one record at a time, or none with `mmap=True`.
-      This works on the CPU. What is loaded from an open file object, from a file older than
-      torch 1.6, or by other threads stays in memory. transformers' `from_pretrained` uses threads: use that of offload.
+    - `torch.load` and `safetensors.torch.load_file` load into memory, as always. `offload.load_file` opens such a file
+      with its tensors on disk, and transformers models are opened by `offload.from_pretrained`.
     - A parameter of a tensor subclass that offload can store, such as a weight that torchao has quantized, goes to
       disk when it is set on a module.
     - Fake and meta tensors are left alone, and so are traced functions. Compiled functions run eagerly, and what has to
@@ -105,13 +99,13 @@ def offloading(
             known.place = outer
         return
     results = _Results(place)
-    loads = _Loads(results)
+    functions = _Functions(results)
     try:
-        with results, loads:
+        with results, functions:
             yield
     finally:  # an interrupt just as a mode is left can leave it on
-        if loads in function_modes():
-            loads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if functions in function_modes():
+            functions.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if results in dispatch_modes():
             results.__exit__(None, None, None)
 
@@ -124,7 +118,6 @@ class _Results(TorchDispatchMode):
     def __init__(self, place: Place) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.place = place
-        self.rebuilt: torch.Tensor | None = None  # empty, in an unpickler's view, which sets its storage next
         # torch notes for the whole process, once per mode, that there is one. Threads may leave in another order than
         # they came in, so their notes must be removable in any order (torch 2.13).
         for name, value in vars(self).items():
@@ -141,9 +134,6 @@ class _Results(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is _SET and args[0] is self.rebuilt:
-            self.rebuilt = None
-            return args[0]
         if not isinstance(func, OpOverload) or _is_left_alone(types):
             return func(*args, **kwargs)
         if is_composite(func):  # in inference mode; may or may not return a view
@@ -177,8 +167,8 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
     return storage_id(tensor.untyped_storage()) if is_plain else None
 
 
-class _Loads(TorchFunctionMode):
-    """Above autograd: sees what is not an op, such as memory that becomes a tensor."""
+class _Functions(TorchFunctionMode):
+    """Above autograd: sees functions that torch computes in another way under a mode, and `torch.tensor`."""
 
     def __init__(self, results: _Results) -> None:
         super().__init__()
@@ -186,25 +176,12 @@ class _Loads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
-        made = None
-        if func in _WATCHED and not _is_left_alone(()):
-            made = self._made(sys._getframe(1), func, args, kwargs)
-        return func(*args, **kwargs) if made is None else made
-
-    def _made(self, frame: FrameType, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The replacement for the result of a call in `frame`; None to keep the result."""
-        place = self.results.place
-        if func is torch.empty:  # how an unpickler begins to rebuild a tensor
-            self.results.rebuilt = rebuilt(place, frame, kwargs)
-            return self.results.rebuilt
-        if func is torch.Tensor.untyped_storage:  # how torch.load takes what it has read
-            return record_of(place, frame, args[0])
-        if func is torch.asarray:  # how safetensors makes a tensor of mapped memory
-            return as_opened(place, func(*args, **kwargs))
+        if func not in _WATCHED or _is_left_alone(()):
+            return func(*args, **kwargs)
         if func is torch.tensor:
             return self._put_away(func, func(*args, **kwargs))
         if dispatch_modes()[-1] is not self.results:
-            return None
+            return func(*args, **kwargs)
         with one_mode_less():
             result = func(*args, **kwargs)
         return result if result.requires_grad and not result.is_leaf else self._put_away(func, result)
@@ -261,13 +238,12 @@ def _put_parameter_away(_module: torch.nn.Module, name: str, parameter: Any) -> 
     return dressed(stored, requires_grad=parameter.requires_grad, is_parameter=True)
 
 
-# With the functions after the first four, torch takes another branch under a mode, with other last bits (2.13).
+# With the functions after the first, torch takes another branch under a mode, with other last bits (2.13).
 _WATCHED = {
-    *(torch.empty, torch.Tensor.untyped_storage, torch.asarray, torch.tensor),
+    torch.tensor,
     *(torch.norm, torch.linalg.norm, torch.linalg.matrix_norm, torch.linalg.cond, torch.linalg.eigvalsh),
     *(torch.linalg.svdvals, torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse),
 }
-_SET = torch.ops.aten.set_.source_Storage_storage_offset
 _LOCK = fork_safe_lock()
 _NOTES: dict[str, deque[bool]] = {}
 _watching = False
