@@ -3,7 +3,7 @@
 | module | commands |
 | --- | --- |
 | `plan` | `plan` |
-| `models` | `generate` `bench` |
+| `models` | `generate` |
 | `batch` `requests` | `batch`, and the lines it reads and writes |
 | `weights` | `quantize` `merge-lora` |
 | `files` | `inspect` `convert` `verify` |

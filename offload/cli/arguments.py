@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from offload.errors import MissingFileError
 from offload.storage.regular import is_there
@@ -17,8 +17,27 @@ from offload.storage.regular import is_there
 if TYPE_CHECKING:
     import torch
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What a parser's `add_subparsers` returns."""
+
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _MOST = 2**31 - 1
+
+
+def complete_with_files(*actions: argparse.Action) -> None:
+    """Have the shell complete these arguments with files and folders."""
+    import shtab
+
+    for action in actions:
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
+
+
+def complete_with_folders(*actions: argparse.Action) -> None:
+    """Have the shell complete these arguments with folders."""
+    import shtab
+
+    for action in actions:
+        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
 
 
 def path(text: str) -> Path:

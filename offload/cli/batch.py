@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from offload.annotations import Json, Kwargs
 from offload.cli import arguments
 from offload.cli.models import ONLY_TOKENS, add_model_options, folder_of_model, loaded_model, tokenizer_of
 from offload.cli.output import allow_json, counted, print_json, print_pairs
@@ -26,13 +27,17 @@ from offload.progress import Bar
 from offload.storage.reasons import first_line
 from offload.storage.regular import is_there
 
-_NO_TEMPLATE = "the model has no chat template: give a prompt in place of messages, or take a model made for chat"
+if TYPE_CHECKING:
+    import torch
+
+Refusal: TypeAlias = tuple[str, int, str]
+"""Of a line: its custom_id, its number, and why it can't be answered."""
+
+_NO_TEMPLATE = "the model has no chat template: give a prompt instead of messages, or use a chat model"
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: arguments.Commands) -> None:
     """Add this command to a parser."""
-    import shtab
-
     command = commands.add_parser("batch", help="answer a file of requests", description=batch.__doc__)
     add_model_options(command)
     source = command.add_argument(
@@ -57,7 +62,7 @@ def add_to(commands: Any) -> None:
     )
     command.set_defaults(run=batch)
     allow_json(command)
-    source.complete = target.complete = shtab.FILE
+    arguments.complete_with_files(source, target)
 
 
 def batch(options: argparse.Namespace) -> int:
@@ -90,7 +95,7 @@ def batch(options: argparse.Namespace) -> int:
         )
     if refusals.first:
         refused = f"{counted(refusals.count, 'line')} refused"
-        print(f"offload: {refused}, as {errors} says; the first is {refusals.first}", file=sys.stderr)
+        print(f"offload: {refused}: see {errors}; the first is {refusals.first}", file=sys.stderr)
     return int(refusals.count > 0)
 
 
@@ -102,7 +107,7 @@ def _written(name: str, value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]]) -> Iterator[Any]:
+def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]]) -> Iterator[Answer | Refusal]:
     """An answer or a refusal for each request. If there are none, no model is loaded."""
     import torch
 
@@ -125,16 +130,21 @@ def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]
 
 
 def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[tuple[int, Request]]:
-    """The requests that have no answer yet; invalid ones are refused."""
+    """The requests that have no answer yet; invalid ones are refused. One warning for each unknown option."""
     seen: set[str] = set()
+    ignored: set[str] = set()
     for number, line in lines_of(path):
         try:
             request = parsed(line, number)
             if request.custom_id in seen:
-                raise BadRequest(f"an earlier line has the custom_id {request.custom_id!r} too")
+                raise BadRequest(f"the custom_id {request.custom_id!r} is that of an earlier line")
         except BadRequest as error:
             refusals.add(custom_id_of(line), number, str(error))
             continue
+        for name in request.ignored:
+            if name not in ignored:
+                print(f"offload: the option {name} is ignored, first on line {number}", file=sys.stderr)
+                ignored.add(name)
         seen.add(request.custom_id)
         if request.custom_id not in done:
             yield number, request
@@ -149,7 +159,7 @@ class _Answering:
         self._most = most
         self._longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
-    def __call__(self, numbered: tuple[int, Request]) -> Answer | tuple[str, int, str]:
+    def __call__(self, numbered: tuple[int, Request]) -> Answer | Refusal:
         import torch
 
         number, request = numbered
@@ -165,7 +175,11 @@ class _Answering:
             return request.custom_id, number, "the prompt has no tokens for this model"
         if self._longest is not None:
             if length >= self._longest:
-                return request.custom_id, number, f"{length} tokens are more than the model allows ({self._longest})"
+                return (
+                    request.custom_id,
+                    number,
+                    f"the prompt has {length} tokens, and the model takes fewer than {self._longest}",
+                )
             most = min(most, self._longest - length)
         options = self._options(request.options, most, length)
         try:
@@ -191,11 +205,11 @@ class _Answering:
             tokenizer_kwargs=ONLY_TOKENS,
         )
 
-    def _options(self, asked: dict[str, Any], most: int, length: int) -> dict[str, Any]:
+    def _options(self, asked: Json, most: int, length: int) -> Kwargs:
         """Options for `generate`; greedy unless a temperature is given."""
         import torch
 
-        chosen: dict[str, Any] = {"max_new_tokens": most, "do_sample": bool(asked.get("temperature"))}
+        chosen: Kwargs = {"max_new_tokens": most, "do_sample": bool(asked.get("temperature"))}
         if chosen["do_sample"]:
             chosen |= {name: float(asked[name]) for name in ("temperature", "top_p") if name in asked}
         if "stop" in asked:
@@ -207,7 +221,7 @@ class _Answering:
             chosen["pad_token_id"] = ends[0] if isinstance(ends, list) else ends or 0
         return chosen
 
-    def _stopping(self, asked: dict[str, Any], length: int) -> Any:
+    def _stopping(self, asked: Json, length: int) -> Callable[..., torch.Tensor]:
         """A criterion for stop strings; transformers' own does not work with every tokenizer (5.23)."""
         import torch
 
@@ -217,12 +231,12 @@ class _Answering:
 
         return stops
 
-    def _is_end(self, token: Any) -> bool:
+    def _is_end(self, token: torch.Tensor) -> bool:
         ends = self.model.generation_config.eos_token_id
         return int(token) in (ends if isinstance(ends, list) else [ends])
 
 
-def _up_to(text: str, asked: dict[str, Any]) -> tuple[str, bool]:
+def _up_to(text: str, asked: Json) -> tuple[str, bool]:
     """Text up to the first stop string, and whether there was one."""
     starts = [text.find(stop) for stop in asked.get("stop", []) if stop in text]
     return (text[: min(starts)], True) if starts else (text, False)
@@ -266,8 +280,7 @@ class _Progress:
         self._tokens += tokens
         figures = self.figures()
         rate, read = (_written(name, figures[name]) for name in ("tokens_per_second", "read_bytes_per_line"))
-        said = f"{rate} tokens/s, {read} read per line"
-        self._bar.set_postfix_str(said, refresh=False)
+        self._bar.set_postfix_str(f"{rate} tokens/s, {read} read per line", refresh=False)
         self._bar.update()
 
     def figures(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offload.cli import arguments
 from offload.cli.output import allow_json, console, counted, doing, print_json, table
@@ -17,15 +17,13 @@ if TYPE_CHECKING:
     from offload.checkpoints.checkpoint import Value
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: arguments.Commands) -> None:
     """Add these commands to a parser."""
-    import shtab
-
     command = commands.add_parser("convert", help="write a checkpoint in another form", description=convert.__doc__)
     source = command.add_argument(
         "source", type=arguments.path, help="a checkpoint's file, index or folder, or an offload folder"
     )
-    command.add_argument("target", type=arguments.path, help="the new folder").complete = shtab.DIRECTORY
+    arguments.complete_with_folders(command.add_argument("target", type=arguments.path, help="the new folder"))
     command.add_argument(
         "--dtype",
         type=arguments.dtype,
@@ -51,8 +49,7 @@ def add_to(commands: Any) -> None:
     verified = checking.add_argument("path", type=arguments.path, help="as for inspect; a folder with all its files")
     checking.set_defaults(run=verify)
     allow_json(looking, checking)
-    for path in (source, inspected, verified):
-        path.complete = shtab.FILE
+    arguments.complete_with_files(source, inspected, verified)
 
 
 def add_shard_size(command: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offload.cli import arguments
 from offload.cli.output import allow_json, doing, print_json, print_pairs
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from offload.planning.machine import Diagnosis
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: arguments.Commands) -> None:
     """Add this command to a parser."""
-    import shtab
-
     command = commands.add_parser("doctor", help="show what this machine can do", description=doctor.__doc__)
     folder = command.add_argument(
         "folder",
@@ -29,7 +27,7 @@ def add_to(commands: Any) -> None:
         default=Path(),
         help="where values would be kept (default: the current folder)",
     )
-    folder.complete = shtab.DIRECTORY
+    arguments.complete_with_folders(folder)
     allow_json(command)
     command.set_defaults(run=doctor)
 

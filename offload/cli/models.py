@@ -1,4 +1,4 @@
-"""`offload generate` and `bench`: language models on disk.
+"""`offload generate`: language models on disk.
 
 Always true:
 - a token is printed as soon as it is generated
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload.cli import arguments
-from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json, print_pairs
+from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError
 from offload.storage.reasons import first_line
 from offload.storage.regular import is_folder
@@ -32,10 +31,8 @@ ONLY_TOKENS = {"return_token_type_ids": False}
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 
 
-def add_to(commands: Any) -> None:
-    """Add these commands to a parser."""
-    import shtab
-
+def add_to(commands: arguments.Commands) -> None:
+    """Add this command to a parser."""
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
     add_model_options(command)
     command.add_argument("--prompt", type=arguments.prompt, required=True, help="the text that the model continues")
@@ -43,32 +40,19 @@ def add_to(commands: Any) -> None:
         "--max-new-tokens", type=arguments.count, default=64, metavar="N", help="at most (default: %(default)s)"
     )
     command.add_argument("--sample", action="store_true", help="sample (default: take the most likely token)")
+    command.add_argument(
+        "--report",
+        type=arguments.path,
+        metavar="FILE",
+        help="write an HTML page about memory, reads and time (default: none)",
+    )
+    allow_json(command)
     command.set_defaults(run=generate)
-
-    timing = commands.add_parser("bench", help="time a language model from disk", description=bench.__doc__)
-    add_model_options(timing)
-    timing.add_argument(
-        "--prompt-tokens", type=arguments.count, default=16, metavar="N", help="of the prompt (default: %(default)s)"
-    )
-    timing.add_argument(
-        "--new-tokens", type=arguments.count, default=16, metavar="N", help="to generate (default: %(default)s)"
-    )
-    timing.set_defaults(run=bench)
-    allow_json(command, timing)
-    for made in (command, timing):
-        made.add_argument(
-            "--report",
-            type=arguments.path,
-            metavar="FILE",
-            help="write an HTML page about memory, reads and time (default: none)",
-        )
-        model = next(action for action in made._actions if action.dest == "model")
-        model.complete = shtab.DIRECTORY
 
 
 def add_model_options(command: argparse.ArgumentParser) -> None:
     """Add the options for the model and where it goes."""
-    command.add_argument("model", help="a folder with a checkpoint, a GGUF file, or a model on the hub")
+    add_model(command)
     command.add_argument(
         "--device",
         type=arguments.device,
@@ -87,6 +71,12 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         help="for weights that change (default: a temporary one)",
     )
     add_revision(command)
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    """Add the argument that names a model."""
+    about = "a folder with a checkpoint, a GGUF file, or a model on the hub"
+    arguments.complete_with_folders(command.add_argument("model", help=about))
 
 
 def add_max_memory(command: argparse.ArgumentParser) -> None:
@@ -138,48 +128,15 @@ def generate(options: argparse.Namespace) -> None:
         print(_in_words(len(recording.marks), figures), file=sys.stderr)
 
 
-def bench(options: argparse.Namespace) -> None:
-    """Time a language model on disk: loading it, its first token, the following ones, and what they read."""
-    import torch
-    from rich.filesize import decimal
-
-    from offload.integrations.transformers import model_on_meta
-    from offload.memory import anonymous_bytes
-
-    folder = folder_of_model(options)
-    with doing("importing transformers"):
-        model_on_meta(folder)  # its imports are not part of loading it
-    before, started = anonymous_bytes(), time.perf_counter()
-    model = loaded_model(folder, options)
-    load = time.perf_counter() - started
-    prompt = torch.arange(options.prompt_tokens).remainder(model.config.get_text_config().vocab_size)[None]
-    with _watched(options, model) as seen, doing("generating"), torch.inference_mode():
-        model.generate(
-            prompt.to(model.device),
-            attention_mask=torch.ones_like(prompt).to(model.device),
-            max_new_tokens=options.new_tokens,
-            min_new_tokens=options.new_tokens,
-            do_sample=False,
-            streamer=_marking(seen.mark),
-        )
-    figures = {"load_seconds": load, **_figures(seen), "anonymous_bytes": seen.peak - before}
-    if options.json:
-        print_json(figures)
-        return
-    print_pairs(
-        (name.rpartition("_")[0].replace("_", " "), _written(name, value, decimal)) for name, value in figures.items()
-    )
-
-
-def _figures(seen: Recording) -> dict[str, float | None]:
+def _figures(recording: Recording) -> dict[str, float | None]:
     """Figures for the first token, and medians for the others."""
-    first, pairs = seen.marks[0], list(pairwise(seen.marks))
+    first, pairs = recording.marks[0], list(pairwise(recording.marks))
     return {
         "first_token_seconds": first.second,
         "token_seconds": median(now.second - last.second for last, now in pairs) if pairs else None,
         "first_token_read_bytes": first.read,
         "token_read_bytes": median(now.read - last.read for last, now in pairs) if pairs else None,
-        "waited_seconds": seen.samples[-1].waited,
+        "waited_seconds": recording.samples[-1].waited,
     }
 
 
@@ -192,14 +149,6 @@ def _in_words(tokens: int, figures: dict[str, Any]) -> str:
         return f"{counted(tokens, 'token')} in {figures['first_token_seconds']:.3g} s, {peak}"
     read = decimal(int(figures["token_read_bytes"]))
     return f"{counted(tokens, 'token')}: {1 / figures['token_seconds']:.3g} tokens/s, {read} read per token, {peak}"
-
-
-def _written(name: str, value: float | None, decimal: Callable[[int], str]) -> str:
-    if value is None:
-        return "-"
-    if name.endswith("_seconds"):
-        return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-    return decimal(int(value))
 
 
 def folder_of_model(options: argparse.Namespace) -> Path:

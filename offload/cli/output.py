@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from offload.annotations import Json
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -124,26 +126,26 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     console().print(made)
 
 
-def print_json(said: Any) -> None:
+def print_json(value: object) -> None:
     """Print one JSON value on one line; escaped if standard output can't encode it."""
-    value = plain(said)
-    text = json.dumps(value, ensure_ascii=False)
+    data = plain(value)
+    text = json.dumps(data, ensure_ascii=False)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeError:
-        text = json.dumps(value)
+        text = json.dumps(data)
     print(text)
 
 
-def plain(said: Any) -> Any:
+def plain(value: object) -> Json:
     """The value in JSON types: dataclasses as objects, paths as text."""
-    if is_dataclass(said) and not isinstance(said, type):
-        return plain(asdict(said))
-    if isinstance(said, Mapping):
-        return {str(key): plain(value) for key, value in said.items()}
-    if isinstance(said, (list, tuple)):
-        return [plain(value) for value in said]
-    return str(said) if isinstance(said, Path) else said
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def complain(error: BaseException, *, as_json: bool = False) -> None:
@@ -151,7 +153,7 @@ def complain(error: BaseException, *, as_json: bool = False) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    message = " ".join(_said(error).split()) or type(error).__name__
+    message = " ".join(_message(error).split()) or type(error).__name__
     line = Text("offload: ", style="bold red")
     line.append(message, style="not bold default")
     Console(stderr=True, soft_wrap=True).print(line)
@@ -175,7 +177,7 @@ def escaping() -> Iterator[None]:
             out.reconfigure(errors="strict")
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """The error's text, without the errno; for a missing package, how to install it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

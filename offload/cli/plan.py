@@ -7,20 +7,16 @@ Always true:
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from offload.cli import arguments
-from offload.cli.models import add_max_memory, add_revision
+from offload.cli.models import add_max_memory, add_model, add_revision
 from offload.cli.output import allow_json, doing, print_json
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: arguments.Commands) -> None:
     """Add this command to a parser."""
-    import shtab
-
     command = commands.add_parser("plan", help="say whether a model runs here, and how fast", description=plan.__doc__)
-    model = command.add_argument("model", help="a folder with a checkpoint, a GGUF file, or a model on the hub")
-    model.complete = shtab.DIRECTORY
+    add_model(command)
     add_max_memory(command)
     command.add_argument(
         "--device", type=arguments.device, help="where to compute: cpu, cuda... (default: the accelerator, if any)"

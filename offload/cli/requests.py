@@ -16,18 +16,18 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from offload.annotations import Json
 from offload.errors import ArgumentError, ForeignFileError, OffloadError, ReadError, WriteError
 from offload.storage.locks import flock
 from offload.storage.regular import closed_on_error
 
-_SILENT = {"model", "user", "metadata", "store", "messages", "prompt", "max_tokens", "max_completion_tokens"}
-_HEEDED = {"temperature", "top_p", "seed", "stop"}
-_USUAL: dict[str, Any] = {"n": 1, "stream": False, "echo": False, "logprobs": (None, False), "tools": (None, [])}
+_OPTIONS = {"temperature", "top_p", "seed", "stop"}
+_KNOWN = {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", *_OPTIONS}
+_ENVELOPE = {"custom_id", "method", "url", "body"}  # around the body, if there is one
 _LONGEST = 64 << 20  # longest line in bytes
 
 
@@ -45,13 +45,15 @@ class Request:
         prompt: text to continue; None if there are messages.
         max_tokens: most tokens to generate; None for the command's default.
         options: temperature, top_p, seed, stop, as far as given.
+        ignored: names of the other options that it has.
     """
 
     custom_id: str
-    messages: list[dict[str, Any]] | None
+    messages: list[Json] | None
     prompt: str | None
     max_tokens: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
+    ignored: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,15 @@ class Answer:
     tokens: int
     finish_reason: str
 
-    def line(self, model: str) -> dict[str, Any]:
+    def line(self, model: str) -> Json:
         """The line to write."""
         is_chat = self.request.messages is not None
-        said = {"message": {"role": "assistant", "content": self.text}} if is_chat else {"text": self.text}
+        content = {"message": {"role": "assistant", "content": self.text}} if is_chat else {"text": self.text}
         body = {
             "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": model,
-            "choices": [{"index": 0, **said, "finish_reason": self.finish_reason}],
+            "choices": [{"index": 0, **content, "finish_reason": self.finish_reason}],
             "usage": {
                 "prompt_tokens": self.prompt_tokens,
                 "completion_tokens": self.tokens,
@@ -82,7 +84,7 @@ class Answer:
         return {"custom_id": self.request.custom_id, "response": {"status_code": 200, "body": body}, "error": None}
 
 
-def refusal(custom_id: str | None, line: int, why: str) -> dict[str, Any]:
+def refusal(custom_id: str | None, line: int, why: str) -> Json:
     """The line to write for one that can't be answered."""
     error = {"code": "invalid_request", "message": why, "line": line}
     return {"custom_id": custom_id, "response": None, "error": error}
@@ -115,92 +117,87 @@ def parsed(line: bytes, number: int) -> Request:
         BadRequest: it is invalid, or asks for something unsupported.
     """
     if len(line) > _LONGEST:
-        raise BadRequest(f"it is longer than {_LONGEST} bytes")
+        raise BadRequest(f"longer than {_LONGEST} bytes")
     try:
-        said = json.loads(line)
+        request = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"not valid JSON: {error}") from error
-    if not isinstance(said, dict):
+    if not isinstance(request, dict):
         raise BadRequest("not a JSON object")
-    body = said.get("body", said)
+    body = request.get("body", request)
     if not isinstance(body, dict):
-        raise BadRequest("its body is not a JSON object")
+        raise BadRequest("body is not a JSON object")
+    known = _KNOWN | _ENVELOPE if body is request else _KNOWN
     return Request(
-        custom_id=_custom_id(said, number),
+        custom_id=_custom_id(request, number),
         messages=_messages(body),
         prompt=_prompt(body),
         max_tokens=_max_tokens(body),
-        options=_options(body, said),
+        options=_options(body),
+        ignored=[name for name, value in body.items() if name not in known and value is not None],
     )
 
 
 def custom_id_of(line: bytes) -> str | None:
     """The `custom_id` of an invalid line, if it can be found."""
     try:
-        said = json.loads(line)
+        request = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    found = said.get("custom_id") if isinstance(said, dict) else None
+    found = request.get("custom_id") if isinstance(request, dict) else None
     return found if isinstance(found, str) else None
 
 
-def _custom_id(said: dict[str, Any], number: int) -> str:
-    found = said.get("custom_id", f"line-{number}")
+def _custom_id(request: Json, number: int) -> str:
+    found = request.get("custom_id", f"line-{number}")
     if not isinstance(found, str) or not found:
-        raise BadRequest(f"custom_id is {found!r}, and should be text")
+        raise BadRequest(f"custom_id is {found!r}, not a non-empty string")
     return found
 
 
-def _messages(body: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _messages(body: Json) -> list[Json] | None:
     if "messages" not in body:
         return None
     found = body["messages"]
     if not isinstance(found, list) or not found:
-        raise BadRequest("messages should be a list of messages")
+        raise BadRequest("messages is not a list of messages")
     for message in found:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRequest("a message should have a role and content")
+            raise BadRequest("a message has no role")
     return found
 
 
-def _prompt(body: dict[str, Any]) -> str | None:
+def _prompt(body: Json) -> str | None:
     if "messages" in body:
         if "prompt" in body:
-            raise BadRequest("it has both messages and a prompt")
+            raise BadRequest("both messages and a prompt are given")
         return None
     found = body.get("prompt")
     if not isinstance(found, str) or not found:
-        raise BadRequest("it has neither messages nor a prompt that is text")
+        raise BadRequest("neither messages nor a prompt is given, or the prompt is not text")
     return found
 
 
-def _max_tokens(body: dict[str, Any]) -> int | None:
+def _max_tokens(body: Json) -> int | None:
     found = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
     if found is not None and (type(found) is not int or found < 1):
-        raise BadRequest(f"max_tokens is {found!r}, and should be a number of 1 or more")
+        raise BadRequest(f"max_tokens is {found!r}, not a positive integer")
     return found
 
 
-def _options(body: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-    outside = {"custom_id", "method", "url", "body"}
-    for name, value in body.items():
-        if value is None or name in _SILENT or name in _HEEDED or (body is said and name in outside):
-            continue
-        usual = _USUAL.get(name, ())
-        if value not in (usual if isinstance(usual, tuple) else (usual,)):
-            raise BadRequest(f"{name}={value!r} is not supported")
-    options = {name: body[name] for name in _HEEDED if body.get(name) is not None}
+def _options(body: Json) -> Json:
+    options = {name: body[name] for name in _OPTIONS if body.get(name) is not None}
     for name, least, most in (("temperature", 0, 100), ("top_p", 0, 1)):
         value = options.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise BadRequest(f"{name} is {value!r}, and should be a number from {least} to {most}")
+            raise BadRequest(f"{name} is {value!r}, not a number from {least} to {most}")
     seed = options.get("seed", 0)
     if type(seed) is not int or not -(2**63) <= seed < 2**64:  # the range that torch accepts
-        raise BadRequest(f"seed is {seed!r}, and should be a whole number of 64 bits")
+        raise BadRequest(f"seed is {seed!r}, not a 64-bit integer")
     stop = options.get("stop", [])
     options |= {"stop": [stop] if isinstance(stop, str) else stop} if stop else {}
     if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(one, str) for one in stop)):
-        raise BadRequest(f"stop is {stop!r}, and should be text, or a list of texts")
+        raise BadRequest(f"stop is {stop!r}, not a string or a list of strings")
     if "stop" in options:
         options["stop"] = [one for one in options["stop"] if one]
     return options
@@ -232,14 +229,10 @@ class Answers:
             if not flock(self._fd, path, wait=False):
                 raise ArgumentError(f"another process is writing answers to {path}")
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                raise ForeignFileError(
-                    errno.EINVAL,
-                    "answers go to a regular file, which is read again to resume",
-                    str(path),
-                )
-            self._look()
+                raise ForeignFileError(errno.EINVAL, "answers go to a regular file, which is read again", str(path))
+            self._read()
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         """Collect what is answered already."""
         end = 0
         with open(os.dup(self._fd), "rb") as file:
@@ -255,23 +248,23 @@ class Answers:
 
     def _answered(self, line: bytes, *, whole: bool) -> str:
         try:
-            said = json.loads(line) if whole else None
+            answer = json.loads(line) if whole else None
         except ValueError:
-            said = None
+            answer = None
         names = {"custom_id", "response", "error"}
-        if not isinstance(said, dict) or names - said.keys() or (said["response"] is None) != self._refused:
-            kind = "refusals" if self._refused else "answers"
-            message = f"the file exists and holds more than {kind}: give another file"
+        if not isinstance(answer, dict) or names - answer.keys() or (answer["response"] is None) != self._refused:
+            kind = "refused lines" if self._refused else "answers"
+            message = f"the file exists and contains something else than {kind}: name another file"
             raise ForeignFileError(errno.EEXIST, message, str(self.path))
-        return str(said["custom_id"])
+        return str(answer["custom_id"])
 
-    def append(self, said: dict[str, Any]) -> None:
+    def append(self, answer: Json) -> None:
         """Append a line; it is on the disk when this returns.
 
         Raises:
             WriteError: the disk failed or is full.
         """
-        left = memoryview(_encoded(said) + b"\n")
+        left = memoryview(_encoded(answer) + b"\n")
         start = os.fstat(self._fd).st_size
         try:
             while left:
@@ -291,8 +284,8 @@ class Answers:
         os.close(self._fd)
 
 
-def _encoded(said: dict[str, Any]) -> bytes:
+def _encoded(answer: Json) -> bytes:
     try:
-        return json.dumps(said, ensure_ascii=False).encode()
+        return json.dumps(answer, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # a lone surrogate
-        return json.dumps(said).encode()
+        return json.dumps(answer).encode()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from offload.cli import arguments
 from offload.cli.files import add_shard_size, print_written
@@ -22,7 +21,7 @@ from offload.storage.regular import is_folder
 _FORMS = {"int8": "8-bit integers", "int4": "4-bit integers", "fp8": "8-bit floating-point numbers (E4M3)"}
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: arguments.Commands) -> None:
     """Add these commands to a parser."""
     command = commands.add_parser("quantize", help="write a model in 8 or 4 bits", description=quantize.__doc__)
     _add_folders(command, "model")
@@ -52,11 +51,9 @@ def _add_folders(command: argparse.ArgumentParser, *sources: str) -> None:
         "model": "a folder with a checkpoint, or a model on the hub",
         "adapter": "a folder that peft saved, or an adapter on the hub",
     }
-    import shtab
-
     made = [command.add_argument(source, help=about[source]) for source in sources]
-    for action in [*made, command.add_argument("target", type=arguments.path, help="the new folder")]:
-        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    made.append(command.add_argument("target", type=arguments.path, help="the new folder"))
+    arguments.complete_with_folders(*made)
 
 
 def _folder(options: argparse.Namespace) -> Path:

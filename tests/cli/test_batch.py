@@ -108,15 +108,14 @@ def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
         "not a JSON object": "[1]",
         "neither messages nor a prompt": {"custom_id": "a"},
         "both messages and a prompt": {"custom_id": "b", "messages": [{"role": "user"}], "prompt": "w1"},
-        "should be text": {"custom_id": 3, "prompt": "w1"},
+        "not a non-empty string": {"custom_id": 3, "prompt": "w1"},
         "an earlier line": request(1),
         "max_tokens is 0": request(2, max_tokens=0),
         "temperature is": request(3, temperature="hot"),
         "top_p is 2": request(4, top_p=2),
-        "n=2 is not supported": request(5, n=2),
         "stop is 3": request(6, stop=3),
-        "more than the model allows": {"custom_id": "c", "prompt": "w1 " * 64},
-        "a role and content": request(7, messages=[1]),
+        "the prompt has 64 tokens": {"custom_id": "c", "prompt": "w1 " * 64},
+        "a message has no role": request(7, messages=[1]),
         "rejects it": request(8, messages=[{"role": "user", "content": {"a": 1}, "x": 1}, {"role": "user"}]),
     }
     lines = [request(1), *bad.values(), request(9)]
@@ -131,6 +130,18 @@ def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
         if words != "rejects it":  # depends on the template
             assert words in told[at]
     assert all(said["response"] is None for said in read(errors))
+
+
+def test_an_unknown_option_is_one_warning(folder, tmp_path, capsys):
+    lines = [request(1), request(2, n=2, tools=None), {"custom_id": "p", "prompt": "w1", "n": 1, "echo": True}]
+
+    assert 0 == run(folder, written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("offload: ")]
+    assert [
+        f"offload: the option {name} is ignored, first on line {at}" for name, at in (("n", 2), ("echo", 3))
+    ] == warned
+    assert 3 == len(read(tmp_path / "out.jsonl"))
 
 
 def test_figures_are_written_in_full(folder, tmp_path, capsys, monkeypatch):
@@ -154,11 +165,11 @@ def test_without_a_chat_template_messages_are_refused_in_a_sentence(folder, tmp_
     assert 1 == run(plain, source, tmp_path / "out.jsonl")
 
     [first, second] = read(tmp_path / "out.jsonl.errors.jsonl")
-    why = "the model has no chat template: give a prompt in place of messages, or take a model made for chat"
+    why = "the model has no chat template: give a prompt instead of messages, or use a chat model"
     assert [why, why] == [first["error"]["message"], second["error"]["message"]]
     assert ["a"] == [said["custom_id"] for said in read(tmp_path / "out.jsonl")]
     errors = tmp_path / "out.jsonl.errors.jsonl"
-    assert f"offload: 2 lines refused, as {errors} says; the first is line 2: {why}\n" == capsys.readouterr().err
+    assert f"offload: 2 lines refused: see {errors}; the first is line 2: {why}\n" == capsys.readouterr().err
 
 
 def test_a_request_that_the_model_does_not_take_does_not_stop_the_others(folder, tmp_path):
@@ -209,7 +220,7 @@ def test_a_file_of_answers_is_no_file_for_errors(folder, tmp_path, capsys):
     assert 1 == run(folder, source, tmp_path / "new.jsonl", "--errors", str(tmp_path / "old.jsonl"))
 
     assert before == (tmp_path / "old.jsonl").read_bytes()
-    assert "more than refusals" in capsys.readouterr().err
+    assert "something else than refused lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
@@ -221,7 +232,7 @@ def test_answers_go_to_a_file(folder, tmp_path, kind, capsys):
 
     assert 1 == run(folder, source, target, "--errors", str(tmp_path / "errors"))
 
-    assert "read again" in capsys.readouterr().err
+    assert "a regular file" in capsys.readouterr().err
 
 
 def test_what_is_answered_is_not_done_again(folder, tmp_path, capsys):
@@ -259,7 +270,7 @@ def test_a_file_of_something_else_is_not_written_to(folder, tmp_path, content, c
     assert 1 == run(folder, source, tmp_path / "out.jsonl")
 
     assert content == (tmp_path / "out.jsonl").read_text(encoding="utf-8")
-    assert "more than answers" in capsys.readouterr().err
+    assert "something else than answers" in capsys.readouterr().err
 
 
 def test_one_file_for_two_things_is_an_error(folder, tmp_path, capsys):
@@ -270,7 +281,7 @@ def test_one_file_for_two_things_is_an_error(folder, tmp_path, capsys):
     assert 1 == run(folder, tmp_path / "missing.jsonl", tmp_path / "out.jsonl")
 
     assert before == source.read_bytes()
-    assert "need three different files" in capsys.readouterr().err
+    assert "three different files" in capsys.readouterr().err
 
 
 def test_samples_follow_their_seed_and_stop_where_they_are_told(folder, tmp_path):
