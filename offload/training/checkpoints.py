@@ -30,7 +30,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload.errors import (
-    ArgumentTypeError,
     CheckpointError,
     DtypeMismatchError,
     ForeignFileError,
@@ -41,13 +40,12 @@ from offload.errors import (
 from offload.models.loader import load_file
 from offload.models.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
-from offload.storage.nodes import Node
 from offload.storage.owning import writable_base
 from offload.storage.reasons import short, some, writing
 from offload.storage.regular import absolute, is_folder, is_there
 from offload.storage.replacing import made_folder, remove, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, state_if_ours, write_state
-from offload.tensor.arguments import refuse_other, refuse_unstorable
+from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import files_of, subclass_value
 from offload.tensor.views import handle_of
@@ -98,7 +96,6 @@ def save_training(
         >>> load_training(layer, "run", optimizer)
         {'step': 10}
     """
-    _refuse_others(model, optimizer)
     folder = absolute(folder)
     latest = folder / _LATEST
     if is_there(latest) and state_if_ours(latest, _KIND) is None:
@@ -153,7 +150,6 @@ def load_training(
         >>> load_training(layer, "a_run")
         {'step': 7}
     """
-    _refuse_others(model, optimizer)
     checkpoint = _latest(absolute(folder))
     saved = _read(checkpoint)
     missing = stateful.keys() - saved.stateful.keys()
@@ -290,8 +286,7 @@ def _read(checkpoint: Path) -> _Saved:
         raise CheckpointError(f"{checkpoint / _STATE} is missing or incomplete: the checkpoint can't be used")
     tensors = load_file(checkpoint)
     try:
-        structure = state["structure"] if "structure" in state else _node_from(state["tree"])
-        parts = decode(structure, lambda kind, name: {"tensor": tensors}[kind][name], ())
+        parts = decode(state["structure"], lambda kind, name: {"tensor": tensors}[kind][name], ())
         found = _Saved(**{**parts, "left_out": set(parts["left_out"])})
         named: list[Any] = [found.model, found.stateful, found.extra, found.random]
         if not all(isinstance(part, dict) and all(isinstance(name, str) for name in part) for part in named):
@@ -301,25 +296,6 @@ def _read(checkpoint: Path) -> _Saved:
     except Exception as error:  # malformed parts can raise anything
         raise _damaged(checkpoint, f"it ({type(error).__name__}: {short(error)})") from error
     return found
-
-
-def _node_from(part: Any) -> Node:
-    """The node for the format of offload 0.1: plain JSON, and `{"*": kind, "of": data}` for everything else."""
-    match part:
-        case list():
-            return {"list": [_node_from(member) for member in part]}
-        case {"*": "tensor", "of": name}:
-            return {"tensor": name}
-        case {"*": "tuple", "of": members}:
-            return {"tuple": [_node_from(member) for member in members]}
-        case {"*": "pairs" | "counter" as kind, "of": pairs}:
-            word = {"pairs": "items", "counter": "counter"}[kind]
-            return {word: [[_node_from(key), _node_from(value)] for key, value in pairs]}
-        case {"*": kind}:
-            raise ValueError(f"it has a {short(kind)}")
-        case dict():
-            return {"dict": {name: _node_from(member) for name, member in part.items()}}
-    return part
 
 
 def _check_optimizer(state: Any) -> None:
@@ -367,11 +343,9 @@ def _refuse_other_model(
 
 
 def _refuse_other_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], checkpoint: Path) -> None:
-    there, here = ([len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups))
-    if there != here:
-        raise CheckpointError(
-            f"{checkpoint} belongs to another optimizer: its groups have {there} parameters, not {here}"
-        )
+    old, new = ([len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups))
+    if old != new:
+        raise CheckpointError(f"{checkpoint} belongs to another optimizer: its groups have {old} parameters, not {new}")
 
 
 def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
@@ -383,12 +357,6 @@ def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
 
 
 # Folders
-
-
-def _refuse_others(model: object, optimizer: object) -> None:
-    refuse_other(model, nn.Module, "a torch.nn.Module")
-    if isinstance(optimizer, type) or (optimizer is not None and not hasattr(optimizer, "state_dict")):
-        raise ArgumentTypeError(f"an optimizer is needed, or None, not {repr(optimizer)[:80]}")
 
 
 def _latest(folder: Path) -> Path:
