@@ -26,11 +26,10 @@ from torch import nn
 from offload.errors import ForeignFileError
 from offload.memory import anonymous_bytes, mapped_bytes
 from offload.prefetch.engine import counts
-from offload.prefetch.residency import books_of
+from offload.prefetch.value import page_state_of
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import put_file
-from offload.tensor.arguments import refuse_other
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
@@ -146,8 +145,6 @@ def memory_report(
         '<!doctype html>'
     """
     target = absolute(path)
-    if model is not None:
-        refuse_other(model, nn.Module, "a torch.nn.Module")
     _figure()
     _refuse_other(target)
     before = {} if model is None else _waits(model)
@@ -234,7 +231,7 @@ def _waits(model: nn.Module) -> dict[str, float]:
         for handle in stored_in([handle_of(local)]):
             if id(handle) not in seen:
                 seen.add(id(handle))
-                layer, ranges = _layer_of(name), list(books_of(handle).ranges.values())
+                layer, ranges = _layer_of(name), list(page_state_of(handle).ranges.values())
                 waits[layer] = waits.get(layer, 0.0) + sum(value.waited for value in ranges)
     return waits
 

@@ -28,7 +28,6 @@ from offload.memory import as_bytes, available_bytes, count_freed
 from offload.storage.owning import create_temporary
 from offload.storage.regular import absolute
 from offload.storage.subclasses import refuse_lossy
-from offload.tensor.arguments import refuse_other
 from offload.tensor.materialize import materialize
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
@@ -95,8 +94,6 @@ def offload_optimizer(
             f"{kind.__module__}.{kind.__name__} may need all parameters in one step: pass step_bytes=None for that; "
             "the first step then creates its whole state in memory"
         )
-    if model is not None:
-        refuse_other(model, nn.Module, "a torch.nn.Module")
     place = _Place(
         folder=None if offload_dir is None else absolute(offload_dir),
         given={} if model is None else {parameter: name for name, parameter in model.named_parameters()},

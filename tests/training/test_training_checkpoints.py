@@ -20,8 +20,6 @@ from torch import nn
 import offload
 from offload import is_offloaded
 from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError, MissingFileError, UnsupportedOpError
-from offload.training import checkpoints
-from offload.tree.structure import decode
 from tests import faults
 from tests.campaigns import amount
 from tests.conftest import contents
@@ -334,31 +332,11 @@ def test_plain_data_comes_back_as_it_was(value, tmp_path):
     assert type(value) is type(found)
 
 
-EARLIER = {
-    "plain": ({"a": [1, None, float("-inf")]}, {"a": [1, None, float("-inf")]}),
-    "a tuple": ({"*": "tuple", "of": [1, {"*": "tuple", "of": []}]}, (1, ())),
-    "pairs": ({"*": "pairs", "of": [[1, "a"], [{"*": "tuple", "of": [2]}, {}], ["*", 0]]}, {1: "a", (2,): {}, "*": 0}),
-    "a counter": ({"*": "counter", "of": [["a", 2]]}, Counter("aa")),
-    "a tensor": ({"x": {"*": "tensor", "of": "extra.x"}}, {"x": "the tensor extra.x"}),
-}
-
-
-@pytest.mark.parametrize(("written", "value"), EARLIER.values(), ids=EARLIER)
-def test_what_the_first_release_wrote_is_read_as_it_was(written, value):
-    """Its other forms are in the folder that it wrote (`tests/old_folders.py`)."""
-    found = decode(checkpoints._node_from(written), lambda kind, name: f"the {kind} {name}", ())
-
-    assert value == found
-    assert type(value) is type(found)
-
-
-@pytest.mark.parametrize("form", ["structure", "tree"])
 @pytest.mark.parametrize("kind", ["tensor", "code", "items", "pairs", "tuple", "dict"])
-def test_what_nobody_took_apart_is_refused(kind, form, tmp_path):
+def test_structures_of_another_form_are_refused(kind, tmp_path):
     made = offload.training.save_training(network(), tmp_path)
     state = json.loads((made / "state.json").read_text())
-    extra = {kind: [[1]]} if form == "structure" else {"*": kind, "of": [[1]]}
-    state = {"offload": state["offload"], form: {"dict": {"extra": extra}} if form == "structure" else {"extra": extra}}
+    state = {"offload": state["offload"], "structure": {"dict": {"extra": {kind: [[1]]}}}}
     (made / "state.json").write_text(json.dumps(state))
 
     with pytest.raises(CheckpointError, match="not complete"):
