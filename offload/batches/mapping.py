@@ -22,7 +22,7 @@ from offload.batches.world import Seeds, Settings, World
 from offload.errors import ArgumentTypeError
 from offload.memory import anonymous_bytes, available_bytes
 from offload.progress import Bar
-from offload.tensor.arguments import checked_count, iterated, refuse_uncalled
+from offload.tensor.arguments import checked_count
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -93,14 +93,13 @@ def map_batches(
         >>> [out.shape for out in map_batches(model, batches, model)]
         [torch.Size([1, 1]), torch.Size([1, 1])]
     """
-    refuse_uncalled(fn, "what maps batches")
     if inspect.isgeneratorfunction(fn):
         raise ArgumentTypeError("fn yields: it would run outside its batch. Have it return a list")
     most = None if in_flight is None else checked_count(in_flight, "in_flight")
     models = models_of(model)
     stages = stages_of(models, blocks)
     scheduler = Scheduler(stages, handles_of(models, stages), spills=spill)
-    mapping = _Mapping(fn, iterated(batches, "batches"), scheduler, most)
+    mapping = _Mapping(fn, iter(batches), scheduler, most)
     bar = Bar(desc="batches", total=_length(batches), delay=1, disable=None if progress else True, leave=False)
     return mapping.results(bar, ordered=ordered)
 

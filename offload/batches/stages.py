@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from offload.errors import ArgumentError, ArgumentTypeError
+from offload.errors import ArgumentError
 from offload.storage.handle import Handle
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
@@ -22,15 +22,8 @@ from offload.torch_api import blocks_of, buffers_of, parameters_of
 
 
 def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The models, as a list.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    models = [model] if isinstance(model, nn.Module) else model
-    if not isinstance(models, list | tuple) or not all(isinstance(one, nn.Module) for one in models):
-        raise ArgumentTypeError(f"map_batches takes a model, or a list of models, not {type(model).__name__}")
-    return list(models)
+    """The models, as a list."""
+    return [model] if isinstance(model, nn.Module) else list(model)
 
 
 def stages_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | None) -> list[nn.Module]:
@@ -42,7 +35,6 @@ def stages_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | N
 
     Raises:
         ValueError: a block is not part of the models.
-        TypeError: a block is neither a module nor a name.
     """
     models = list(models)
     if blocks is not None:
@@ -74,11 +66,10 @@ def _named(models: Sequence[nn.Module], block: object) -> nn.Module:
         for model in models:
             for name, module in model.named_modules():
                 if name == block:
-                    found: nn.Module = module
-                    return found
+                    named: nn.Module = module
+                    return named
         raise ArgumentError(f"blocks: the model has no module {block!r}")
-    if not isinstance(block, nn.Module):
-        raise ArgumentTypeError(f"blocks: {block!r} is neither a module nor the name of one")
-    if not any(block is module for model in models for module in model.modules()):
+    found = next((module for model in models for module in model.modules() if module is block), None)
+    if found is None:
         raise ArgumentError(f"blocks: a {type(block).__name__} is not part of the model")
-    return block
+    return found

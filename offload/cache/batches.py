@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import Dataset
 
 from offload.errors import CacheError
-from offload.tensor.arguments import iterated
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -34,7 +33,7 @@ def rows_of_each(sampler: int | Iterable[Any], num_rows: int) -> Iterable[Any]:
         CacheError: the batch size is not positive.
     """
     if not isinstance(sampler, int):
-        return map(_kept, iterated(sampler, "sampler"))
+        return map(_kept, sampler)
     if sampler < 1:
         raise CacheError(f"a batch can't have {sampler} rows")
     return (slice(start, min(start + sampler, num_rows)) for start in range(0, num_rows, sampler))

@@ -57,7 +57,7 @@ from offload.storage.reasons import reading, writing
 from offload.storage.regular import closed_after, closed_on_error, open_regular
 from offload.storage.replacing import put_file, write_all
 from offload.storage.write import bytes_of, refuse_foreign
-from offload.tensor.arguments import checked_dense, checked_number, refuse_unstorable
+from offload.tensor.arguments import checked_dense, refuse_unstorable
 from offload.tensor.wrapper import is_offloaded
 
 Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
@@ -577,7 +577,6 @@ class Ragged:
         counts = torch.from_numpy(self.counts)
         longest = int(self.counts.max()) if len(counts) else 0
         shape = (len(counts), longest, *self.values.shape[1:])
-        checked_number(padding, self.values.dtype, "padding")
         padded = torch.full(shape, padding, dtype=self.values.dtype, device=self.values.device)
         padded[(torch.arange(longest, device="cpu") < counts[:, None]).to(padded.device)] = self.values
         return padded

@@ -42,7 +42,7 @@ from offload.storage.pickled import NOTES
 from offload.storage.reasons import reading
 from offload.storage.replacing import replacing
 from offload.storage.write import refuse_foreign, write_values
-from offload.tensor.arguments import checked_dense, checked_names, refuse_other, refuse_unstorable
+from offload.tensor.arguments import as_names, checked_dense, refuse_unstorable
 from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.views import handle_of, is_part
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handles
@@ -157,7 +157,6 @@ class HeldStore:
         Raises:
             CacheError: there are no tensors, they differ in length, or one can't be a column.
         """
-        refuse_other(tensors, Mapping, "a dict of tensors by column")
         self.folder = folder
         self._columns = {name: HeldColumn(name, tensor) for name, tensor in tensors.items()}
         lengths = {name: len(column.tensor) for name, column in self._columns.items()}
@@ -201,7 +200,7 @@ class HeldStore:
             ColumnError: there is no such column.
             ArgumentTypeError: they are not names.
         """
-        named = checked_names(columns, "columns")
+        named = as_names(columns)
         names = list(self.schema) if named is None else named
         for name in names:
             if name not in self.schema:

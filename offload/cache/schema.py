@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from offload.errors import CacheError, CorruptFileError
+from offload.errors import ArgumentTypeError, CacheError, CorruptFileError
 from offload.storage.folders import file_name
 from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.reasons import short
 from offload.storage.state_file import Kind, read_state, write_state
-from offload.tensor.arguments import refuse_other
 
 JSON, BYTES, TENSOR, RAGGED = "json", "bytes", "tensor", "ragged"
 _MOST = 2**63 - 1  # most bytes that torch can count
@@ -103,7 +102,6 @@ def schema_of(columns: Mapping[str, Any]) -> dict[str, Column]:
     Raises:
         CacheError: there are no columns, or a description is invalid.
     """
-    refuse_other(columns, Mapping, "a dict of columns by name, {name: (dtype, row_shape)},")
     if not columns:
         raise CacheError("a cache needs at least one column: give {name: (dtype, row_shape)}")
     schema = {name: _column(name, said) for name, said in columns.items()}
@@ -250,7 +248,8 @@ def as_json(metadata: Mapping[str, Any] | None, what: str = "metadata") -> dict[
     """
     if metadata is None:
         return {}
-    refuse_other(metadata, Mapping, f"{what}: a dict")
+    if not isinstance(metadata, Mapping):  # a list of pairs would become one
+        raise ArgumentTypeError(f"{what} should be a dict, not {repr(metadata)[:80]}")
     try:
         back: dict[str, Any] = json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

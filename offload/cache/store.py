@@ -50,7 +50,7 @@ from offload.storage.locks import FolderLock, flock, fork_safe_lock
 from offload.storage.reasons import some, writing
 from offload.storage.regular import closed_after, is_there, open_regular
 from offload.storage.replacing import sweep
-from offload.tensor.arguments import checked_names
+from offload.tensor.arguments import as_names
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
@@ -227,7 +227,7 @@ class Store:
         """
         if columns is None:
             return list(range(len(self._names)))
-        names = checked_names(columns, "columns") or []
+        names = as_names(columns) or []
         for name in names:
             if name not in self._places:
                 raise ColumnError(f"the cache in {self.folder} has no column {name!r}: it has {', '.join(self._names)}")

@@ -44,12 +44,9 @@ from offload.storage.reasons import some, writing
 from offload.storage.regular import absolute, is_folder, is_there
 from offload.storage.replacing import made_folder
 from offload.tensor.arguments import (
+    as_names,
     checked_count,
     checked_device,
-    checked_names,
-    iterated,
-    refuse_other,
-    refuse_uncalled,
 )
 from offload.tensor.guests import CPU
 
@@ -240,9 +237,8 @@ class TensorCache:
             >>> cache[:]
             {'id': ['a', 'b'], 'reward': tensor([0.5000, 0.0000]), 'reward.present': tensor([ True, False])}
         """
-        refuse_other(schema, Mapping | None, "schema: a dict of columns by name")
         given = {name: Field.of(said) for name, said in (schema or {}).items()}
-        rows = rows_of_records(iterated(records, "records"), given, checked_names(optional, "optional") or ())
+        rows = rows_of_records(records, given, as_names(optional) or ())
         return cache_of(rows, folder, metadata=metadata, device=device)
 
     # What it is
@@ -362,8 +358,6 @@ class TensorCache:
             ready = warm.take(rows, columns)
             if ready is not None:
                 return ready if target == CPU else {name: value.to(target) for name, value in ready.items()}
-        if out is not None:
-            refuse_other(out, Mapping, "out: a dict of tensors by column")
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
@@ -424,7 +418,7 @@ class TensorCache:
             >>> [batch["x"].tolist() for batch in cache.batches([[4, 0], [2]])]
             [[4, 0], [2]]
         """
-        names, prefetch = checked_names(columns, "columns"), checked_count(prefetch, "prefetch", least=0)
+        names, prefetch = as_names(columns), checked_count(prefetch, "prefetch", least=0)
         form: dict[str, Any] = {"pin_memory": pin_memory, "device": device, "ragged": ragged, "padding": padding}
         return read_ahead(rows_of_each(sampler, len(self)), partial(self.get, columns=names, **form), prefetch)
 
@@ -451,7 +445,7 @@ class TensorCache:
         """
         if self.mode == "r+":
             self.flush()
-        return RowDataset(self, checked_names(columns, "columns"))
+        return RowDataset(self, as_names(columns))
 
     # Rows in
 
@@ -520,9 +514,6 @@ class TensorCache:
             >>> cache[:]["square"]
             tensor([0, 1, 4, 9])
         """
-        refuse_uncalled(fn, "fn")
-        refuse_uncalled(collate, "collate")
-        refuse_uncalled(map_fn, "map_fn")
         try:
             count = len(inputs) if hasattr(inputs, "__getitem__") else None
         except TypeError:  # a tensor without dimensions
@@ -532,7 +523,7 @@ class TensorCache:
         if count != len(self):
             raise ShapeMismatchError(f"there are {count} inputs, and the cache in {self.folder} has {len(self)} rows")
         size = checked_count(batch_size, "batch_size")
-        columns = checked_names(columns, "columns")
+        columns = as_names(columns)
         total = len(self.missing_rows(columns))
         log.info("%s: %d of %d rows are missing and are computed", self.folder, total, len(self))
         is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)
@@ -593,7 +584,7 @@ class TensorCache:
             ForeignFileError: there is a file that offload did not write.
             WriteError
         """
-        named = checked_names(columns, "columns")
+        named = as_names(columns)
         names = list(self.schema) if named is None else named
         target = absolute(path)
         if not names:

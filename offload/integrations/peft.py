@@ -34,7 +34,6 @@ from offload.progress import progress_in_bytes
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute, as_file, is_folder, open_regular, text_of
 from offload.storage.replacing import refuse_filled, remove_folder, replacing_folder
-from offload.tensor.arguments import refuse_other
 from offload.tensor.saved import subclass_value
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import PathLike, is_offloaded
@@ -78,8 +77,6 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
         >>> merge_lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "adapter").replaced
         ('0.weight',)
     """
-    refuse_other(model, nn.Module, "a module")
-    refuse_other(resume, bool | str, "resume=True, False or the name of a run")
     adapter = text_of(adapter)
     name = resume if isinstance(resume, str) else _name_of(adapter)
     values = values_of(model)

@@ -26,7 +26,7 @@ from offload.integrations.tensordict import rows as tensordicts
 from offload.models.loader import load_file
 from offload.storage.reasons import explained, reading
 from offload.storage.regular import absolute, as_file, is_folder, is_there, open_regular
-from offload.tensor.arguments import checked_names, refuse_unstorable
+from offload.tensor.arguments import as_names, refuse_unstorable
 from offload.tensor.materialize import materialize
 
 
@@ -81,7 +81,7 @@ def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:
     Raises:
         MissingFileError, CacheError, CorruptFileError, ReadError, CheckpointError
     """
-    columns = checked_names(columns, "columns")
+    columns = as_names(columns)
     if isinstance(source, str | os.PathLike):
         return _rows_of_path(absolute(source), columns)
     if isinstance(source, np.ndarray):

@@ -28,7 +28,6 @@ from offload.models.journal import Journal
 from offload.models.pretrained import note_quantizer
 from offload.models.values import Replacing, is_done, journal_for, values_of
 from offload.progress import progress_in_bytes
-from offload.tensor.arguments import refuse_other, refuse_uncalled
 from offload.tensor.locals import is_dtensor
 from offload.tensor.saved import subclass_value
 from offload.torch_api import parameters_of
@@ -88,10 +87,6 @@ def quantize_(
     from torchao.core.config import AOBaseConfig
     from torchao.quantization import FqnToConfig
 
-    refuse_other(model, nn.Module, "a module")
-    refuse_other(resume, bool | str, "resume=True, False or the name of a run")
-    if filter_fn is not None:
-        refuse_uncalled(filter_fn, "filter_fn")
     sharded = next((name for name, tensor in model.named_parameters() if is_dtensor(tensor)), None)
     if sharded is not None:
         raise UnsupportedOpError(

@@ -47,7 +47,7 @@ from offload.storage.reasons import some
 from offload.storage.regular import is_there
 from offload.storage.subclasses import is_subclass_value, refuse_lossy
 from offload.storage.write import refuse_earlier
-from offload.tensor.arguments import checked_count, checked_dense, refuse_other, refuse_other_kind, refuse_uncalled
+from offload.tensor.arguments import checked_count, checked_dense, refuse_other_kind
 from offload.tensor.recipes import files_in
 from offload.tensor.replacing import become, redress, replace_value
 from offload.tensor.saved import identity_of
@@ -144,8 +144,6 @@ def map_values(
         ('0.weight', '2.weight')
     """
     workers = checked_count(workers, "workers")
-    refuse_uncalled(fn, "what maps values")
-    refuse_other(resume, (bool, str), "resume=True, False or the name of a run")
     values = _selected(values_of(model_or_tensors), select, model_or_tensors)
     whole = whole and any(value.outer is not None for value in values)
     if whole:
@@ -194,7 +192,6 @@ def offloaded_like(
         >>> norms.name, norms.tolist()
         ('w.norms', [6.0, 6.0])
     """
-    refuse_uncalled(fn, "what makes a tensor of another")
     if not is_offloaded(tensor):
         return fn(tensor)
     folder = handle_of(tensor).folder

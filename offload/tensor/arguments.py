@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,64 +31,27 @@ from offload.storage.subclasses import refuse_lossy
 T = TypeVar("T")
 
 
-def refuse_other(value: object, kind: Any, what: str) -> None:
-    """Refuse an argument of the wrong type; `what` says what it should be."""
-    if not isinstance(value, kind):
-        raise ArgumentTypeError(f"{what} is needed, not {repr(value)[:80]}")
-
-
-def refuse_uncalled(fn: object, what: str) -> None:
-    """Refuse what is not callable."""
-    if not callable(fn):
-        raise ArgumentTypeError(f"{what} is a function, not {repr(fn)[:80]}")
-
-
 def checked_count(number: int, what: str, *, least: int = 1) -> int:
     """A count, at least `least`.
 
     Raises:
-        ArgumentTypeError: it is not an integer.
         ArgumentError: it is less than `least`.
     """
-    try:
-        count = operator.index(number)
-    except TypeError as error:
-        raise ArgumentTypeError(f"{what} should be an integer, not {repr(number)[:80]}") from error
+    count = operator.index(number)
     if not least <= count <= sys.maxsize:
         raise ArgumentError(f"{what} should be {least} or more, not {count}")
     return count
 
 
-def iterated(values: Iterable[T], what: str) -> Iterator[T]:
-    """An iterator over `values`; a tensor needs at least one dimension.
-
-    Raises:
-        ArgumentTypeError
-    """
-    try:
-        return iter(values)
-    except TypeError as error:
-        raise ArgumentTypeError(f"{what} is not iterable: {repr(values)[:80]} is a single thing") from error
-
-
-def checked_names(names: Iterable[str] | None, what: str) -> list[str] | None:
-    """Names of columns or fields; None for all. A single name may be given as it is.
-
-    Raises:
-        ArgumentTypeError: they are not text.
-    """
+def as_names(names: Iterable[str] | None) -> list[str] | None:
+    """Names of columns or fields; None for all. A single name may be given as it is."""
     if names is None:
         return None
-    listed = [names] if isinstance(names, str) else list(iterated(names, what))
-    if not all(isinstance(name, str) for name in listed):
-        raise ArgumentTypeError(f"{what} should be names, not {repr(names)[:80]}")
-    return listed
+    return [names] if isinstance(names, str) else list(names)
 
 
 def only_key(file: TensorFile, key: str | None) -> str:
     """`key`, or the key of the only value in `file`."""
-    if key is not None and not isinstance(key, str):
-        raise ArgumentTypeError(f"{file.path}: key={key!r} is not text: give the name of one of its tensors")
     if key is not None:
         return key
     if "name" in file.notes:
@@ -159,24 +122,19 @@ def checked_device(device: torch.device | str | int) -> torch.device:
 
     Raises:
         DeviceError: this machine has no such device.
-        ArgumentTypeError: it is not a device, or the name or number of one.
     """
     try:
         with no_functions(), no_modes():
             return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, ValueError) as error:  # also for a number that is too large
         raise DeviceError(f"this torch finds no device {device!r} here: use one of {_devices()}") from error
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"device={device!r} is not a device: use 'cpu', 'cuda:1', 1, or a torch.device"
-        ) from error
 
 
 def computing_device(device: torch.device | str | int) -> torch.device:
     """Like `checked_device`, for a device that ops should run on.
 
     Raises:
-        DeviceError, ArgumentTypeError: as `checked_device`; or ops can't run there.
+        DeviceError: as `checked_device`; or ops can't run there.
     """
     found = checked_device(device)
     if found.type == "meta":
@@ -191,52 +149,21 @@ def _devices() -> str:
     return ", ".join(["cpu", *(f"{kind}:{number}" for number in numbers)])
 
 
-def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype; torch's default for None.
-
-    Raises:
-        ArgumentTypeError: it is not a dtype.
-    """
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ArgumentTypeError(f"dtype={dtype!r} is not a dtype of torch: use torch.float32, torch.bfloat16...")
-    return torch.get_default_dtype() if dtype is None else dtype
-
-
-def checked_number(number: complex, dtype: torch.dtype | None, name: str) -> torch.Tensor:
-    """A fill value as a tensor of that dtype; for None, of the dtype that `torch.full` would choose.
-
-    Raises:
-        ArgumentError: it is not a number, or the dtype can't represent it.
-    """
-    kind = None if dtype is None else checked_dtype(dtype)
-    try:
-        with no_functions(), no_modes():
-            return torch.full((), number, dtype=kind, device="cpu")
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ArgumentError(
-            f"{name!r} can't be filled with {number!r} ({error}): give a number that its dtype holds"
-        ) from error
-
-
 def checked_layout(shape: Any, sizes: Sequence[int], dtype: torch.dtype | None, name: str) -> Layout:
     """The layout of a new tensor in its file; the shape as torch takes it: `(2, 3)`, or `2` and more sizes.
 
     Raises:
-        ArgumentTypeError: the shape contains something else than integers; the dtype is not one.
-        ArgumentError: the shape contains negative numbers.
+        ArgumentTypeError, ArgumentError: the shape contains bools, or negative numbers.
     """
     given = tuple(shape) if isinstance(shape, tuple | list) and not sizes else (shape, *sizes)
-    try:
-        if any(isinstance(size, bool) for size in given):
-            raise TypeError("a bool counts nothing")
-        whole = tuple(map(operator.index, given))
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"{name!r}: a shape is made of integers, as in 2, 3 or (2, 3), not {repr(given)[:80]}"
-        ) from error
+    if any(isinstance(size, bool) for size in given):
+        raise ArgumentTypeError(f"{name!r}: the sizes in {repr(given)[:80]} should be integers")
+    whole = tuple(map(operator.index, given))
     if any(size < 0 for size in whole):
         raise ArgumentError(f"{name!r}: the shape {whole} has a negative size")
-    return contiguous(checked_dtype(dtype), whole)
+    with no_functions(), no_modes():
+        kind = torch.empty(0, dtype=dtype, device="meta").dtype  # torch's default for None, and its error for others
+    return contiguous(kind, whole)
 
 
 def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:

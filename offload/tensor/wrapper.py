@@ -30,7 +30,6 @@ from offload.storage.pages import Range
 from offload.storage.subclasses import extras_of, is_subclass_value
 from offload.tensor.arguments import (
     checked_layout,
-    checked_number,
     computing_device,
     only_key,
     refuse_new_value,
@@ -197,7 +196,9 @@ class OffloadedTensor(torch.Tensor):
 
         Raises: as `empty`.
         """
-        number, target = checked_number(fill_value, dtype, name), computing_device(device)
+        target = computing_device(device)
+        with no_functions(), no_modes():
+            number = torch.full((), fill_value, dtype=dtype, device=CPU)  # an error if the dtype can't represent it
         stored = cls.empty(shape, dtype=number.dtype, name=name, offload_dir=offload_dir, exist_ok=exist_ok)
         stored.fill_(number)
         return wrap_handle(handle_of(stored), target)

@@ -42,7 +42,7 @@ from offload.storage.reasons import short, writing
 from offload.storage.regular import absolute, closed_after, is_there
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
-from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
+from offload.tensor.arguments import checked_device, refuse_unstorable
 from offload.tensor.saved import write_file
 from offload.tensor.views import handle_of, is_part, view_spec_of
 from offload.tensor.wrapper import dressed, is_offloaded, wrap_handle
@@ -161,7 +161,6 @@ def load_tree(
         (3, tensor(2.))
     """
     folder = absolute(folder)
-    refuse_other(types, Iterable, "a list of types")
     target, types = checked_device(device), tuple(types)
     while True:
         manifest = _manifest(folder)

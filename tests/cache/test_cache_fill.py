@@ -117,7 +117,7 @@ def test_rows_that_are_there_are_left_and_so_are_other_columns(tmp_path):
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
-        ({"fn": 3}, ArgumentTypeError, "fn is a function"),
+        ({"fn": 3}, TypeError, "not callable"),
         ({"inputs": torch.arange(3)}, ShapeMismatchError, "there are 3 inputs, and the cache in .* has 10 rows"),
         ({"inputs": iter([1])}, ArgumentTypeError, "inputs: a tensor, a list or a dataset with a length"),
         ({"map_fn": 3}, ArgumentTypeError, "map_fn is a function"),

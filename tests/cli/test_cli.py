@@ -107,7 +107,7 @@ def test_no_command_is_answered_with_help_and_three_examples(capsys: pytest.Capt
 def test_generate_without_a_tokenizer_says_so(llama_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 == cli.main(["generate", str(llama_folder), "--prompt", "x"])
 
-    assert f"offload: {llama_folder} has no tokenizer: put the one of the model there" in capsys.readouterr().err
+    assert f"offload: {llama_folder} has no tokenizer: put the tokenizer of the model there" in capsys.readouterr().err
 
 
 def test_generate_takes_a_tokenizer_that_numbers_segments(

@@ -146,29 +146,26 @@ def test_ones_have_the_dtype_that_torchs_have(dtype):
 @pytest.mark.parametrize(
     ("sizes", "error"),
     [
-        (("ab",), ArgumentTypeError),
-        ((2.0,), ArgumentTypeError),
-        (((2, None),), ArgumentTypeError),
-        (((2,), 3), ArgumentTypeError),
+        (("ab",), TypeError),
+        ((2.0,), TypeError),
+        (((2, None),), TypeError),
+        (((2,), 3), TypeError),
         ((True,), ArgumentTypeError),
         (((2, True),), ArgumentTypeError),
-        (({2: 3},), ArgumentTypeError),
-        (({2, 3},), ArgumentTypeError),
-        ((b"ab",), ArgumentTypeError),
-        ((range(2),), ArgumentTypeError),
-        ((torch.tensor([2, 3]),), ArgumentTypeError),
+        (({2: 3},), TypeError),
+        ((torch.tensor([2, 3]),), TypeError),
         ((-1,), ArgumentError),
         (((2**62, 8),), ArgumentError),
     ],
 )
 @pytest.mark.parametrize("make", ["empty", "zeros", "ones", "full"])
-def test_what_is_no_shape_is_said_to_be_none(make, sizes, error):
+def test_sizes_that_are_not_counts_are_refused(make, sizes, error):
     given = sizes if make != "full" else (sizes if len(sizes) > 1 else sizes[0], 1)
 
-    with pytest.raises(error, match="shape"):
+    with pytest.raises(error):
         getattr(OffloadedTensor, make)(*given, name="w")
 
 
-def test_what_is_no_dtype_is_said_to_be_none():
-    with pytest.raises(ArgumentTypeError, match="dtype='float32' is not a dtype of torch"):
+def test_the_name_of_a_dtype_is_refused_as_by_torch():
+    with pytest.raises(TypeError, match=r"must be torch\.dtype, not str"):
         OffloadedTensor.empty(2, dtype="float32", name="w")
