@@ -198,7 +198,6 @@ class HeldStore:
         """
         Raises:
             ColumnError: there is no such column.
-            ArgumentTypeError: they are not names.
         """
         named = as_names(columns)
         names = list(self.schema) if named is None else named

@@ -223,7 +223,6 @@ class Store:
         """
         Raises:
             ColumnError: there is no such column.
-            ArgumentTypeError: they are not names.
         """
         if columns is None:
             return list(range(len(self._names)))
