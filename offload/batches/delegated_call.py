@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.annotations import Args
 from offload.batches.world import World, has_accelerator, is_bare, kernels
 from offload.torch_api import is_compiled, not_compiled
 
@@ -32,9 +33,9 @@ class DelegatedCall:
         is_done: whether it was made.
     """
 
-    def __init__(self, fn: Callable[[], Any]) -> None:
+    def __init__(self, fn: Callable[[], object]) -> None:
         self._fn, self._kernels, self._world = fn, kernels(), World()
-        self._result: Any = None
+        self._result: object = None
         self._error: Exception | None = None
         self.is_done = False
 
@@ -55,7 +56,7 @@ class DelegatedCall:
             self._error = error
         self.is_done = True
 
-    def result(self) -> Any:
+    def result(self) -> object:
         """Its result; called in the other thread. What it raises is raised there."""
         self._world.keep()
         error, self._error = self._error, None  # its frames refer to this one
@@ -80,7 +81,7 @@ class Forward:
             self._delegate = not_compiled(delegate)
         functools.update_wrapper(self, module.forward)  # for those who ask for its parameters
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
             self._delegate(None, (args, kwargs))
             return self._plain(*args, **kwargs)
@@ -98,5 +99,5 @@ class Forward:
             if vars(self._module).get("forward") is self:
                 del vars(self._module)["forward"]
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], Args]:
         return getattr, (self._module, "forward")  # which has none of its own yet

@@ -104,7 +104,7 @@ def map_batches(
     return mapping.results(bar, ordered=ordered)
 
 
-def _length(batches: Iterable[Any]) -> int | None:
+def _length(batches: Iterable[object]) -> int | None:
     try:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:

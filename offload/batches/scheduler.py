@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from torch import nn
@@ -58,14 +57,20 @@ class Call:
     """
 
     def __init__(
-        self, scheduler: Scheduler, number: int, fn: Callable[[], Any], world: World, settings: Settings, thread: Thread
+        self,
+        scheduler: Scheduler,
+        number: int,
+        fn: Callable[[], object],
+        world: World,
+        settings: Settings,
+        thread: Thread,
     ) -> None:
         self.scheduler = scheduler
         self.thread = thread
         self.number = number
         self.place: int | None = None
         self.has_ended = False
-        self.result: Any = None
+        self.result: object = None
         self.error: BaseException | None = None
         self.waiting_bytes = 0
         self.made: list[torch.Tensor] = []
@@ -125,7 +130,7 @@ class Call:
 
     # In the call's thread
 
-    def wait_at(self, place: int, given: Sequence[Any] = (), delegated: DelegatedCall | None = None) -> None:
+    def wait_at(self, place: int, given: Args = (), delegated: DelegatedCall | None = None) -> None:
         """Wait for its turn at a place.
 
         Args:
@@ -163,7 +168,7 @@ class Call:
         if self._is_stopped:
             raise Stopped
 
-    def _run(self, fn: Callable[[], Any], world: World) -> None:
+    def _run(self, fn: Callable[[], object], world: World) -> None:
         self._turn.get()
         _CURRENT.call = self
         self.scheduler.lease.join()
@@ -211,7 +216,7 @@ class Scheduler:
         """Whether several calls are in progress."""
         return len(self._calls) > 1
 
-    def begin(self, number: int, fn: Callable[[], Any], world: World, settings: Settings, *, alone: bool) -> Call:
+    def begin(self, number: int, fn: Callable[[], object], world: World, settings: Settings, *, alone: bool) -> Call:
         """A new call, run up to its first stage or its end; `alone` unless others will be in progress beside it."""
         self.lease.keeps_results = not alone
         call = Call(self, number, fn, world, settings, self._thread())
@@ -317,13 +322,13 @@ class Scheduler:
     def _arrive(self, stage: int, _module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._enter(stage, (args, kwargs))
 
-    def _delegate(self, stage: int, forward: Callable[[], Any] | None, given: Sequence[Any]) -> DelegatedCall | None:
+    def _delegate(self, stage: int, forward: Callable[[], object] | None, given: Args) -> DelegatedCall | None:
         """Have a stage's forward called by the iterating thread, if possible; returns the call if it was made."""
         delegated = DelegatedCall(forward) if forward is not None and DelegatedCall.can_be_run() else None
         self._enter(stage, given, delegated)
         return delegated if delegated is not None and delegated.is_done else None
 
-    def _enter(self, stage: int, given: Sequence[Any], delegated: DelegatedCall | None = None) -> None:
+    def _enter(self, stage: int, given: Args, delegated: DelegatedCall | None = None) -> None:
         """Wait for the turn at a stage that is called with `given`."""
         call = self._mine()
         if call is None:
@@ -336,7 +341,7 @@ class Scheduler:
         elif delegated is not None:
             call.delegate(delegated)
 
-    def _leave(self, place: int, module: nn.Module, _args: Any, output: Any) -> None:
+    def _leave(self, place: int, module: nn.Module, _args: Args, output: object) -> None:
         """After a stage: backward will wait for the others before it comes down to this one."""
         call = self._mine()
         if call is None:
@@ -348,7 +353,7 @@ class Scheduler:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(self._return_to, place))
 
-    def _return_to(self, place: int, _gradients: Any) -> None:
+    def _return_to(self, place: int, _gradients: object) -> None:
         call = self._mine()  # on an accelerator backward runs in a thread of torch's, and does not wait
         if call is not None and place != self._at:
             call.wait_at(place)
@@ -365,7 +370,7 @@ class _Gate:
     def __init__(self, act: Callable[..., None] | None = None) -> None:
         self._act = act
 
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, *given: object) -> None:
         if self._act is not None:
             self._act(*given)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from typing import IO, Any
+from typing import IO
 
 import torch
 
@@ -27,7 +27,7 @@ _DEPTH = 4  # nesting depth of objects that are searched for tensors
 _DEPTH_OF_CACHES = 6  # including the layers of KV caches
 
 
-def tensors_in(given: Any, *, caches: bool = False, own: bool = False) -> list[torch.Tensor]:
+def tensors_in(given: object, *, caches: bool = False, own: bool = False) -> list[torch.Tensor]:
     """The plain tensors in a module's arguments or results: in lists, dictionaries, and objects.
 
     Args:
@@ -39,13 +39,13 @@ def tensors_in(given: Any, *, caches: bool = False, own: bool = False) -> list[t
     return list(_tensors(given, _DEPTH_OF_CACHES if caches else _DEPTH, kinds))
 
 
-def _tensors(given: Any, depth: int, kinds: tuple[type, ...]) -> Iterator[torch.Tensor]:
+def _tensors(given: object, depth: int, kinds: tuple[type, ...]) -> Iterator[torch.Tensor]:
     if isinstance(given, torch.Tensor):
         if type(given) in kinds and given.device.type != "meta" and given.layout == torch.strided:
             yield given
     elif depth and not isinstance(given, str | bytes | int | float | torch.nn.Module | None):
         if isinstance(given, dict):
-            parts: Iterable[Any] = given.values()
+            parts: Iterable[object] = given.values()
         elif isinstance(given, list | tuple | set):
             parts = given
         else:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from offload.annotations import Args
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
 from offload.torch_api import (
@@ -160,7 +161,7 @@ def _device_types() -> list[str]:
 class Settings:
     """torch's process-wide state, as one batch has it: settings and random numbers."""
 
-    def __init__(self, values: tuple[Any, ...], states: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, values: Args, states: tuple[torch.Tensor, ...]) -> None:
         self._values = values
         self._states = states
 
@@ -232,7 +233,7 @@ class _Warnings:
     """The state of warnings; `warnings.catch_warnings` restores what it found, whoever set it."""
 
     def __init__(self) -> None:
-        catching: dict[str, Any] = vars(warnings)
+        catching: dict[str, object] = vars(warnings)
         self._found = {
             name: catching[name] for name in ("filters", "showwarning", "_showwarnmsg_impl") if name in catching
         }

@@ -148,7 +148,7 @@ class _Results(TorchDispatchMode):
         results = func(*args, **kwargs)
         return self._put_away(func, results, args, kwargs)
 
-    def _put_away(self, func: Any, results: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _put_away(self, func: Any, results: Any, args: Args, kwargs: Kwargs) -> Any:
         """Put new, large results on disk; those that an op wrote to, or that share memory with an argument, stay."""
         if isinstance(results, (tuple, list)):
             return type(results)([self._put_away(func, result, args, kwargs) for result in results])

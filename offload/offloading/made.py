@@ -9,13 +9,14 @@ Always true:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
 
+from offload.annotations import Args, Kwargs
 from offload.offloading.place import Place, log
 from offload.storage.folders import discard
 from offload.storage.layout import Layout
@@ -27,13 +28,13 @@ from offload.tensor.views import handle_of, target_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 from offload.torch_api import OpOverload, op_schema
 
-Fill: TypeAlias = Callable[[torch.Tensor, Sequence[Any], dict[str, Any]], object]
+Fill: TypeAlias = Callable[[torch.Tensor, Args, Kwargs], object]
 
 _aten = torch.ops.aten
 _OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")
 
 
-def made_on_disk(place: Place, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> OffloadedTensor | None:
+def made_on_disk(place: Place, func: Any, args: Args, kwargs: Kwargs) -> OffloadedTensor | None:
     """The large result of an op, computed into its file; None for results that are to be computed as usual.
 
     Raises:
@@ -85,23 +86,23 @@ def _out_variant(func: OpOverload) -> OpOverload | None:
     return None
 
 
-def _run_into(variant: Any, out: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _run_into(variant: Any, out: torch.Tensor, args: Args, kwargs: Kwargs) -> None:
     memo: dict[int, torch.Tensor] = {}
     options = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     call(variant, guests_of(args, memo), {**named_guests(options, memo), "out": out})
 
 
-def _copy_into(out: torch.Tensor, args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
+def _copy_into(out: torch.Tensor, args: Args, _kwargs: Kwargs) -> None:
     [source] = guests_of(args[:1], {})
     call(_aten.copy_.default, [out, source], {})
 
 
-def _fill_with_integers(out: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _fill_with_integers(out: torch.Tensor, args: Args, kwargs: Kwargs) -> None:
     low, high = (0, *args[1:])[-2:]
     out.random_(low, high, generator=kwargs.get("generator"))
 
 
-def _are_here(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _are_here(args: Args, kwargs: Kwargs) -> bool:
     """Whether all tensors and the result are on the CPU, and the tensors are plain or offloaded."""
     device = kwargs.get("device")
     return (
@@ -123,13 +124,13 @@ def _is_dense_here(tensor: torch.Tensor) -> bool:
     )
 
 
-def _may_be_large(place: Place, func: Any, args: Sequence[Any]) -> bool:
+def _may_be_large(place: Place, func: Any, args: Args) -> bool:
     """False for an op on small tensors; no op here returns more elements than the product of its inputs' sizes."""
     sizes = [tensor.numel() for tensor in tensors_in(*args)]
     return not sizes or func.overloadpacket in _SIZED or math.prod(sizes) * 16 >= place.min_bytes
 
 
-def _layout_of_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout | None:
+def _layout_of_result(func: Any, args: Args, kwargs: Kwargs) -> Layout | None:
     """The layout of the op's result on meta tensors; None if that fails: the op itself gives the better error."""
     options = {name: value for name, value in kwargs.items() if name != "generator"}
     if any(argument.name == "device" for argument in op_schema(func).arguments):

@@ -153,7 +153,7 @@ def plan(
     disk_rate: int | str | None = None,
     **hub_options: Any,
 ) -> Plan:
-    """Tell whether a model runs on this machine, how fast, and what would make it faster.
+    """Whether a model runs on this machine, how fast, and what would make it faster.
 
     It reads the configuration and the headers of the files (from the hub, by requests of some kilobytes), and
     measures the disk and a matrix product. Nothing is loaded.
@@ -207,8 +207,8 @@ def plan(
 
 def _options(max_memory: int | float | str | None, device: torch.device | str | None) -> str:
     """The request as options for the suggested commands, which have none for a fraction of memory."""
-    said = {"--max-memory": None if isinstance(max_memory, float) else max_memory, "--device": device}
-    return "".join(f" {option} {shlex.quote(str(value))}" for option, value in said.items() if value is not None)
+    options = {"--max-memory": None if isinstance(max_memory, float) else max_memory, "--device": device}
+    return "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items() if value is not None)
 
 
 def _positive(disk_rate: int | str) -> int:

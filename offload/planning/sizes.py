@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.checkpoints.checkpoint import open_checkpoint
+from offload.checkpoints.checkpoint import Value, open_checkpoint
 from offload.checkpoints.companions import quantization_of
 from offload.integrations.hub import headers_of
 from offload.integrations.transformers import class_of, model_on_meta
@@ -27,7 +27,6 @@ from offload.torch_api import parameters_of
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 _GGUF_TABLE, _GGUF_HEAD = "token_embd.weight", "output.weight"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
 
 DENSE = ("bfloat16", "float16", "float32")
 
@@ -113,7 +112,7 @@ def sizes_of(name_or_path: PathLike, **hub_options: Any) -> ModelSizes:
     return sizes_from(name, folder, {key: Entry(*found) for key, found in headers.items()})
 
 
-def _dtype_of(value: Any) -> str:
+def _dtype_of(value: Value) -> str:
     if value.key in value.file.header.kinds:
         return str(value.file.header.kinds[value.key]).lower()
     return "" if value.layout is None else str(value.layout.dtype).removeprefix("torch.")
@@ -157,7 +156,7 @@ def _is_expert(name: str) -> bool:
     return ".experts." in name or "_exps." in name
 
 
-def _first(config: Any, names: tuple[str, ...], otherwise: int) -> int:
+def _first(config: object, names: tuple[str, ...], otherwise: int) -> int:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), otherwise)
 
 
@@ -191,8 +190,7 @@ def _linear_in(model: nn.Module) -> list[int]:
 def _form(config: Any, entries: Mapping[str, Entry]) -> str:
     quantization = quantization_of(config)
     if quantization is not None:
-        said = quantization.get("format") or quantization.get("quant_method")
-        return str(said)
+        return str(quantization.get("format") or quantization.get("quant_method"))
     by_dtype: dict[str, int] = {}
     for entry in entries.values():
         by_dtype[entry.dtype] = by_dtype.get(entry.dtype, 0) + entry.nbytes

@@ -18,11 +18,11 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -52,6 +52,9 @@ from offload.tensor.views import handle_of
 from offload.tensor.wrapper import is_offloaded
 from offload.training.optimizer import is_on_disk, log
 from offload.tree.structure import Named, Way, decode, encode
+
+StateDict: TypeAlias = dict[str, Any]
+"""What `state_dict` returns."""
 
 _LATEST = "latest.json"
 _STATE = "state.json"
@@ -195,7 +198,7 @@ def _taking(name: str, checkpoint: Path) -> Iterator[None]:
 # The contents of a checkpoint
 
 
-def _parts(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], *, frozen: bool) -> dict[str, Any]:
+def _parts(model: nn.Module, optimizer: Optimizer | None, extra: StateDict, *, frozen: bool) -> StateDict:
     parameters = model.named_parameters(remove_duplicate=False)
     left_out = set() if frozen else {name for name, parameter in parameters if not parameter.requires_grad}
     states = {name: thing.state_dict() for name, thing in extra.items() if hasattr(thing, "state_dict")}
@@ -225,7 +228,7 @@ def _checked(tensor: torch.Tensor, way: Way) -> torch.Tensor:
     return tensor
 
 
-def _random_states() -> dict[str, Any]:
+def _random_states() -> StateDict:
     kind, keys, *rest = np.random.get_state()
     states = {
         "torch": torch.get_rng_state(),
@@ -237,7 +240,7 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
-def _random_setter(states: Mapping[str, Any], checkpoint: Path) -> Callable[[], None]:
+def _random_setter(states: StateDict, checkpoint: Path) -> Callable[[], None]:
     """A function that restores the random states, after trying them on separate generators.
 
     Raises:
@@ -267,12 +270,12 @@ def _random_setter(states: Mapping[str, Any], checkpoint: Path) -> Callable[[], 
 class _Saved:
     """The contents of a checkpoint: states as returned by `state_dict`, and extra values."""
 
-    model: dict[str, Any]
+    model: StateDict
     left_out: set[str]
     optimizer: Any
-    stateful: dict[str, Any]
-    extra: dict[str, Any]
-    random: dict[str, Any]
+    stateful: StateDict
+    extra: StateDict
+    random: StateDict
 
 
 def _read(checkpoint: Path) -> _Saved:
@@ -288,7 +291,7 @@ def _read(checkpoint: Path) -> _Saved:
     try:
         parts = decode(state["structure"], lambda kind, name: {"tensor": tensors}[kind][name], ())
         found = _Saved(**{**parts, "left_out": set(parts["left_out"])})
-        named: list[Any] = [found.model, found.stateful, found.extra, found.random]
+        named: list[object] = [found.model, found.stateful, found.extra, found.random]
         if not all(isinstance(part, dict) and all(isinstance(name, str) for name in part) for part in named):
             raise TypeError("a part is not a dictionary")
         if found.optimizer is not None:
@@ -315,9 +318,7 @@ def _damaged(checkpoint: Path, what: str) -> CheckpointError:
     )
 
 
-def _refuse_other_model(
-    values: Mapping[str, Any], saved: Mapping[str, Any], left_out: set[str], checkpoint: Path
-) -> None:
+def _refuse_other_model(values: StateDict, saved: StateDict, left_out: set[str], checkpoint: Path) -> None:
     """Refuse another model before anything is changed."""
     wrong = sorted((values.keys() ^ saved.keys()) - left_out)
     if wrong:
@@ -342,13 +343,13 @@ def _refuse_other_model(
             )
 
 
-def _refuse_other_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], checkpoint: Path) -> None:
+def _refuse_other_optimizer(optimizer: Optimizer, saved: StateDict, checkpoint: Path) -> None:
     old, new = ([len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups))
     if old != new:
         raise CheckpointError(f"{checkpoint} belongs to another optimizer: its groups have {old} parameters, not {new}")
 
 
-def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
+def _require_open(saved: Iterable[object], values: Iterable[object]) -> None:
     """Open all files to be read and written, so that system errors come before any change."""
     for tensor in filter(is_offloaded, saved):
         handle_of(tensor).base()

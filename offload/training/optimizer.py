@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
 from offload.memory import as_bytes, available_bytes, count_freed
@@ -101,7 +102,7 @@ def offload_optimizer(
         min_bytes=as_bytes(min_bytes, available_bytes()),
         step_bytes=None if step_bytes is None else as_bytes(step_bytes, available_bytes()),
     )
-    hooks: list[Any] = []
+    hooks: list[RemovableHandle] = []
     step = _own_step(optimizer)
     try:
         vars(optimizer).pop("step", None)
@@ -142,7 +143,7 @@ class _Place:
     step_bytes: int | None
     names: dict[torch.Tensor, str] = field(default_factory=dict)
 
-    def welcome(self, group: Mapping[str, Any], number: int) -> list[Any]:
+    def welcome(self, group: Mapping[str, Any], number: int) -> list[RemovableHandle]:
         """Name the parameters of a group, and hook their gradients if these go to disk; returns the hooks."""
         hooks = []
         taken = set(self.names.values())
@@ -195,7 +196,7 @@ class _Place:
         yield part
 
 
-def _belongs_on_disk(value: Any, min_bytes: int) -> bool:
+def _belongs_on_disk(value: object, min_bytes: int) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.layout == torch.strided
