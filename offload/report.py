@@ -32,7 +32,8 @@ from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import put_file
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
-from offload.tensor.wrapper import handle_of, is_offloaded
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import is_offloaded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,6 @@ OF_OTHERS = {
     ("offload.cache.incoming", "_fields"): "a named tuple's",
     ("offload.cli.main", "_SubParsersAction"): "argparse's",
     ("offload.cli.main", "_actions"): "argparse's",
-    ("offload.cli.models", "_actions"): "argparse's",
     ("offload.integrations.tensordict.reading", "_on_cpu"): "an offloaded tensor's: its value past every mode",
     ("offload.integrations.tensordict.writing", "_non_tensordict"): "a tensorclass's",
     ("offload.integrations.torchao", "_process_model_before_weight_loading"): "transformers' quantizers'",
