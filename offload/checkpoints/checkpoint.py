@@ -221,7 +221,8 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
     path = absolute(path)
     if not is_there(path):
         raise MissingFileError(
-            f"{path} is not there: name a file, an index or a folder. offload.from_pretrained takes a name on the hub."
+            f"{path} does not exist: give a file, an index or a folder. For a model on the hub, use "
+            "offload.from_pretrained."
         )
     if is_folder(path):
         return _open_folder(path)
@@ -252,13 +253,12 @@ def _open_folder(folder: Path) -> Checkpoint:
         pickled = [name for name in names if name.endswith(PICKLES) and not is_beside(name)]
         if not pickled and any(name.endswith(SUFFIX) for name in names):
             raise CheckpointError(
-                f"{folder} holds {SUFFIX} files and no {METADATA}, which says what is in them: "
-                "the save was not finished"
+                f"{folder} holds {SUFFIX} files but no {METADATA}, which describes them: the save was not finished"
             )
         if not pickled:
             packed = ", ".join(name for name in names if name.endswith(".gguf"))
-            more = f" but GGUF files ({packed}): name one of them" if packed else ""
-            raise CheckpointError(f"{folder} should hold a checkpoint, .safetensors or .bin; it holds none{more}")
+            more = f", but GGUF files ({packed}): give the path of one of them" if packed else ""
+            raise CheckpointError(f"{folder} has no checkpoint, neither .safetensors nor .bin{more}")
         found = _the_only(folder, pickled)
     if found.endswith(INDEX):
         return _open_index(folder / found)

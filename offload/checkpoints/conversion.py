@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
-from offload.checkpoints.forms.decoding import unpacked
-from offload.checkpoints.forms.gguf import dense_model
+from offload.checkpoints.forms.gguf import empty_model
 from offload.checkpoints.forms.torchao import PARTS_NOTE
+from offload.checkpoints.forms.values import Form, values_in
 from offload.checkpoints.writing import contents_in, contents_of, largest_shard, write_checkpoint, write_file_by_file
 from offload.errors import ArgumentError, CheckpointError, CorruptFileError, ForeignFileError, JournalError
 from offload.progress import progress
@@ -88,7 +88,7 @@ def convert_checkpoint(
         _convert_dense(opened, target, dtype, run, resume=resume)
         return target
     if resume:
-        raise ArgumentError("only a run that dequantizes is gone on with: others leave nothing behind. Run it again")
+        raise ArgumentError("resume=True needs dequantize=True: other runs leave nothing behind, so run it again")
     with replacing_folder(target) as folder:
         if is_folder(opened.path):
             with reading(opened.path):
@@ -128,29 +128,35 @@ def _convert_dense(
 
 def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, OffloadedTensor]]:
     """The configuration of the dense model, and its tensors, which are decoded when they are read."""
-    tensors = source.tensors()
     if source.is_gguf:
-        said, found = dense_model(source, tensors, dtype)
-        return said, {name: _stored(tensor, name) for name, tensor in found.items()}
+        model = empty_model(source, dtype)
+        values = values_in(source, None, model=model)
+        return json.loads(model.config.to_json_string()), {
+            name: _stored(tensor, name) for name, tensor in values.tensors.items()
+        }
     path = source.path / _CONFIG
     config = _read_config(path) if is_folder(source.path) and path.is_file() else {}
     quantization = _parts_of(config, "quantization_config")
     if not quantization:
-        raise CheckpointError(f"{source.path} is not quantized, as far as a {_CONFIG} beside it says: leave that out")
-    dense = unpacked(tensors, quantization[0])
-    if dense is None:
+        raise CheckpointError(f"{source.path} is not quantized, according to its {_CONFIG}: leave out dequantize")
+    values = values_in(source, quantization[0])
+    if values.form is not Form.DECODED:
         raise CheckpointError(
             f"the weights of {source.path} are for kernels of their own ({quantization[0].get('quant_method')}), and "
             "are not decoded: load the model, and save the result of its dequantize()"
         )
-    said_dtypes = [dtype_named(name) for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str)]
-    wanted = dtype or next((one for one in said_dtypes if one is not None), None)
+    dtypes = [dtype_named(name) for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str)]
+    wanted = dtype or next((one for one in dtypes if one is not None), None)
     return _without(config, "quantization_config"), {
-        name: tensor
-        if wanted is None or handle_of(tensor).composed is None
-        else _stored(deferred(tensor).to(wanted), name)
-        for name, tensor in dense.items()
+        name: _stored(_in_dtype(tensor, wanted), name) for name, tensor in values.tensors.items()
     }
+
+
+def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A decoded value in another dtype; what was not packed stays as it is."""
+    if dtype is not None and is_offloaded(tensor) and handle_of(tensor).composed is not None:
+        return deferred(tensor).to(dtype)
+    return tensor
 
 
 def _stored(tensor: torch.Tensor, name: str) -> OffloadedTensor:
@@ -197,10 +203,10 @@ def work_beside(target: Path, run: Mapping[str, Any], *, resume: bool) -> Path:
         return work
     before = read_state(work / _RUN, _KIND)
     if not resume:
-        raise JournalError(f"{work} holds a run that was not finished: go on with it (resume), or remove it")
+        raise JournalError(f"{work} has an unfinished run: continue it with resume, or remove the folder")
     other = next((key for key, value in run.items() if before.get(key) != value), None)
     if other is not None:
-        raise JournalError(f"{work} holds a run with another {other}: finish that one, or remove it")
+        raise JournalError(f"{work} has an unfinished run with another {other}: finish that run, or remove the folder")
     return work
 
 

@@ -114,7 +114,7 @@ def _verify_folder(folder: Path, verdict: Verdict) -> None:
     verdict.findings.extend(_claims(verdict))
     if not any(name.endswith(INDEX) for name in names):
         parts = [path for path in verdict.files if is_shard(path.name)]
-        verdict.findings.extend(Finding(path, "is a part of a checkpoint, and no index is there") for path in parts)
+        verdict.findings.extend(Finding(path, "is one shard of a checkpoint, and there is no index") for path in parts)
 
 
 def _verify_distributed(folder: Path, verdict: Verdict) -> None:
@@ -161,7 +161,7 @@ def _verify_index(path: Path, verdict: Verdict) -> None:
             continue
         there = _names(file)
         verdict.findings.extend(
-            Finding(path, f"places {name!r} in {shard}, and it is not there") for name in sorted(names - there)
+            Finding(path, f"places {name!r} in {shard}, which does not have it") for name in sorted(names - there)
         )
         verdict.findings.extend(
             Finding(file.path, f"holds {name!r}, which {path.name} {elsewhere}", is_error=False)

@@ -111,7 +111,7 @@ def largest_shard(size: int | str) -> int:
     """`max_shard_size` in bytes. Raises `ArgumentError` if it is not an amount, or zero."""
     most = as_bytes(size, 0)
     if most < 1:
-        raise ArgumentError(f"max_shard_size={size!r} leaves no room for any value: use '5GB', '500MiB', 4096...")
+        raise ArgumentError(f"max_shard_size={size!r} is too small for any value: use '5GB', '500MiB', 4096...")
     return most
 
 
@@ -206,7 +206,7 @@ def contents_in(source: Checkpoint, dtype: torch.dtype | None = None) -> Content
 
 def _check(name: object, tensor: object) -> None:
     if not isinstance(name, str):
-        raise ArgumentTypeError(f"the name of a tensor is text, not {name!r}")
+        raise ArgumentTypeError(f"tensor names must be strings, not {name!r}")
     if name == "__metadata__" or not is_unicode(name):
         raise ArgumentError(f"no tensor in a safetensors file can be called {name!r}: rename it")
     if not isinstance(tensor, torch.Tensor):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,15 @@ import torch
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import quantization_of
-from offload.checkpoints.forms.bitnet import for_modules
-from offload.checkpoints.forms.gguf import as_saved, config_of, usual_dtype
-from offload.checkpoints.forms.torchao import PARTS_NOTE, rebuilt
+from offload.checkpoints.forms.gguf import config_of, usual_dtype
+from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.memory import return_freed
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
-from offload.models.pretrained import Dense, Waiting, filled, without_quantization
+from offload.models.pretrained import filled, note_form, waiting, without_quantization
 from offload.models.slots import tensor_slots
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import is_folder, is_there
@@ -108,27 +106,22 @@ def from_pretrained(
     source = open_checkpoint(folder)
     source.refuse_own_folder(offload_dir)
     is_asked, dtype = dtype not in (None, "auto"), _requested_dtype(dtype, empty.config, source)
-    quantization, tensors = quantization_of(empty.config), source.tensors(offload_dir)
-    dense = None if quantization is None else Dense.of(tensors, quantization)
-    values: Mapping[str, torch.Tensor | Waiting]
-    if dense is not None:
-        del tensors  # tens of thousands of pieces, which the recipes hold
-        return_freed()
-        log.info("%s is quantized (%s): its weights are recipes", folder, quantization["quant_method"])
-        values = dict(dense.tensors) if is_asked else dense.for_loading()
-        model, info = filled(type(empty), without_quantization(empty.config), values, dtype, **options)
-    elif quantization is not None and quantization.get("quant_method") == "bitnet":
-        values = for_modules(tensors, quantization, dtype)
-        model, info = filled(type(empty), empty.config, values, dtype, **options)
-    elif quantization is not None and PARTS_NOTE in (metadata := source.metadata):
-        model, info = filled(type(empty), empty.config, rebuilt(tensors, metadata), dtype, **options)
-    elif quantization is not None:
+    values = values_in(source, quantization_of(empty.config), offload_dir, model=empty, dtype=dtype)
+    if values.form is Form.LEFT:
         log.info("%s is quantized: its values are loaded by transformers, and then placed", folder)
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     else:
-        values = dict(tensors) if is_folder(folder) else as_saved(source, tensors, empty, dtype)
-        model, info = filled(type(empty), empty.config, values, dtype, **options)
+        config = empty.config
+        if values.form is Form.DECODED:
+            return_freed()
+            log.info(
+                "%s is quantized (%s): its weights are recipes", folder, (values.quantization or {}).get("quant_method")
+            )
+            config = without_quantization(config)
+        tensors = values.tensors if is_asked else waiting(values)
+        model, info = filled(type(empty), config, tensors, dtype, **options)
+    if values.form in (Form.PLAIN, Form.MAPPED):
         refuse_other_names(source, ((slot.names, slot.tensor) for slot in tensor_slots(model)), offload_dir)
     report = report_of(info)
     names = {name for slot in tensor_slots(model) for name in slot.keys}
@@ -146,8 +139,7 @@ def from_pretrained(
         skip_keys=getattr(model, "_skip_keys_device_placement", None),
         store=store,
     )
-    if dense is not None:
-        dense.note(model)
+    note_form(model, values)
     return (model, {**info, "forms": report.forms}) if output_loading_info else model
 
 

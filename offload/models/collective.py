@@ -126,7 +126,7 @@ def _of_all(own: Contents, ranks: Ranks) -> tuple[Contents, dict[str, Part]]:
             continue
         if sum(prod(sides) for _, sides in holders[key]) != prod(layout.shape):
             raise CheckpointError(
-                f"{key!r} of shape {list(layout.shape)}: the ranks do not have each element of it once"
+                f"{key!r} of shape {list(layout.shape)}: the ranks together do not have every element exactly once"
             )
         chosen = []
         for (start, sides), having in holders[key].items():

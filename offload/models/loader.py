@@ -392,7 +392,7 @@ def _fill(
             refuse_to_share(tensor, key)
             tensor = share_of(deferred(tensor) if is_offloaded(tensor) else tensor, slot.outer, key)
         slot.fill(at_place(tensor, slot, place, folder_of(slot, offload_dir), name=key))
-    if fitted is not None and fitted.note is not None:
+    if fitted is not None:
         fitted.note(model)
     if report.differs:
         log.warning("%s: %s", source.path, report)
@@ -519,7 +519,7 @@ def finish_loading(
 def refuse_to_store_nowhere(offload_dir: PathLike | None, *, store: bool) -> None:
     """Raises `ArgumentError` if values should be stored but no folder is named for them."""
     if store and offload_dir is None:
-        raise ArgumentError("store=True writes values that later loadings use: name the folder for them, offload_dir")
+        raise ArgumentError("store=True needs offload_dir, the folder for the files that later loads use")
 
 
 def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:

@@ -27,10 +27,9 @@ from torch import nn
 
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
-from offload.checkpoints.forms.decoding import keeps_dtypes, unpacked
-from offload.checkpoints.forms.gguf import as_saved
-from offload.checkpoints.forms.packing import Packed, left_beside, packed_state
-from offload.checkpoints.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
+from offload.checkpoints.forms.packing import Packed, packed_state
+from offload.checkpoints.forms.torchao import in_torchaos_form
+from offload.checkpoints.forms.values import Form, Values, values_in
 from offload.distributed.together import Ranks
 from offload.errors import CheckpointError, OffloadError
 from offload.memory import uncollected
@@ -46,7 +45,6 @@ from offload.tensor.deferred import DeferredTensor, deferred, refuse_to_share
 from offload.tensor.guests import mapped_value
 from offload.tensor.locals import is_dtensor, local_of
 from offload.tensor.saved import files_of, refuse_referenced, refuse_sources
-from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 
 # Files that are replaced or removed by transformers, diffusers and others that save in the same way.
@@ -136,39 +134,20 @@ def _one_by_one() -> Iterator[None]:
                 os.environ[_SERIAL] = str(before)
 
 
-@dataclass(frozen=True)
-class Dense:
-    """A quantized checkpoint as a dense one, with what is needed to save it quantized again.
+def waiting(values: Values) -> dict[str, torch.Tensor | Waiting]:
+    """The values as transformers takes them; those that it would not cast keep their dtype."""
+    return {
+        name: Waiting(tensor, keeps_dtype=True) if values.keeps_dtype(name) and is_offloaded(tensor) else tensor
+        for name, tensor in values.tensors.items()
+    }
 
-    Attributes:
-        tensors: by their names in the dense checkpoint.
-        quantization: the configuration's settings.
-        beside: tensors of the checkpoint that are not used for the dense ones.
-    """
 
-    tensors: Mapping[str, OffloadedTensor]
-    quantization: Mapping[str, Any]
-    beside: Mapping[str, OffloadedTensor]
-
-    @classmethod
-    @uncollected()
-    def of(cls, tensors: Mapping[str, OffloadedTensor], quantization: Mapping[str, Any]) -> Dense | None:
-        """None if the weights should stay packed. Raises: as `unpacked`."""
-        dense = unpacked(tensors, quantization)
-        return None if dense is None else cls(dense, quantization, left_beside(tensors, dense))
-
-    def for_loading(self) -> dict[str, Waiting]:
-        """The tensors as transformers takes them; those that it would not cast keep their dtype."""
-        keeps = keeps_dtypes(self.quantization)
-        return {
-            name: Waiting(tensor, keeps_dtype=keeps and name.endswith(".weight") and not handle_of(tensor).composed)
-            for name, tensor in self.tensors.items()
-        }
-
-    def note(self, model: Any) -> None:
-        """Make a model filled from these save itself as quantized."""
+def note_form(model: Any, values: Values) -> None:
+    """Have a model that was filled from these values save itself in the form in which they are stored."""
+    if values.form is Form.DECODED:
+        assert values.quantization is not None
         without_quantization(model.config)
-        model.packed_as = Packed.of(model, self.quantization, self.beside)
+        model.packed_as = Packed.of(model, values.quantization, values.beside)
 
 
 def without_quantization(config: Any) -> Any:
@@ -186,12 +165,12 @@ class Fitted:
     Attributes:
         tensors: by the model's names, deferred, in the widest dtype: a cast of one is a cast of its stored value.
         report: transformers'.
-        note: makes a model that is filled from these save itself as quantized, if the checkpoint is.
+        note: has a model that is filled from these save itself in the checkpoint's form.
     """
 
     tensors: dict[str, DeferredTensor]
     report: dict[str, Any]
-    note: Callable[[Any], None] | None
+    note: Callable[[Any], None]
 
 
 def as_in(
@@ -209,26 +188,19 @@ def as_in(
         CheckpointError: as `filled`, `unpacked` and `rebuilt`; or weights packed like this need other modules than
             the model has.
     """
-    tensors = source.tensors(offload_dir)
-    quantization, note = quantization_of(model.config), None
-    values: Mapping[str, torch.Tensor] = tensors
-    if source.is_gguf:
-        values = as_saved(source, tensors, model, dtype or model.dtype)
-    elif quantization is not None:
-        dense, metadata = Dense.of(tensors, quantization), source.metadata
-        if dense is not None:
-            values, note = dense.tensors, dense.note
-            del tensors  # tens of thousands of pieces, which the recipes hold
-        elif PARTS_NOTE in metadata:
-            values, note = rebuilt(tensors, metadata), partial(_note_quantized, quantization=quantization)
-        else:
-            raise CheckpointError(
-                f"a checkpoint quantized by {quantization.get('quant_method')} does not fill an empty "
-                f"{type(model).__name__}: use offload.from_pretrained"
-            )
+    values = values_in(source, quantization_of(model.config), offload_dir, model=model, dtype=dtype)
+    note = partial(note_form, values=values)
+    if values.form is Form.REBUILT:
+        note = partial(_note_quantized, quantization=values.quantization or {})
+    elif values.form in (Form.FOR_MODULES, Form.LEFT):
+        raise CheckpointError(
+            f"a checkpoint quantized by {(values.quantization or {}).get('quant_method')} does not fill an empty "
+            f"{type(model).__name__}: use offload.from_pretrained"
+        )
     config = without_quantization(copy.deepcopy(model.config))
-    twin, report = filled(type(model), config, values, _widest(values), ignore_mismatched_sizes=True)
-    named = twin.state_dict()
+    dtype = _widest(values.tensors)
+    full, report = filled(model.__class__, config, values.tensors, dtype, ignore_mismatched_sizes=True)
+    named = full.state_dict()
     fitted = {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}
     return Fitted(fitted, report, note)
 

@@ -299,7 +299,7 @@ def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Sl
     values = joined_slots(slots, lambda slot: identity_of(slot.tensor))
     empty = [slot.name for slot in values if is_meta(slot.tensor)]
     if empty:
-        raise MetaTensorError(f"{len(empty)} tensors have no data, {empty[0]!r} is one: load them first")
+        raise MetaTensorError(f"{len(empty)} tensors have no data, such as {empty[0]!r}: load them first")
     return values
 
 
@@ -443,7 +443,9 @@ def _is_meant(value: Slot, wanted: str | type[nn.Module], source: Any) -> bool:
     if isinstance(wanted, str):
         return any(fnmatchcase(name, wanted) for name in value.names)
     if not isinstance(source, nn.Module):
-        raise ArgumentTypeError(f"select: {wanted!r} is of modules, and this is a dictionary of tensors: give names")
+        raise ArgumentTypeError(
+            f"select={wanted!r} selects modules, but this is a dictionary of tensors: select by name"
+        )
     return any(isinstance(source.get_submodule(name.rpartition(".")[0]), wanted) for name in value.names)
 
 
@@ -546,7 +548,7 @@ class _Walk:
         runs_of(outer, name)  # refuses a value without shards
         names = ranks.gather(name)
         if len(set(names)) > 1:
-            raise MapError(f"the ranks are at several values, {some(sorted(set(names)))}: {self._so_far()}")
+            raise MapError(f"the ranks are at different values, {some(sorted(set(names)))}: {self._so_far()}")
         given = outer.detach().full_tensor()
         strict = {**self.strict, "strict_shape": True}
 
@@ -556,14 +558,14 @@ class _Walk:
                 refuse_other_kind(given, checked_dense(new, name), name, **strict)
                 if is_subclass_value(new):
                     raise UnsupportedOpError(
-                        f"fn gave a {type(new).__name__} for {name!r}, which can't be cut into the shares of ranks: "
-                        "replace it in one process, save it, and load the ranks from that"
+                        f"fn returned a {type(new).__name__} for {name!r}, which can't be cut into the shares of "
+                        "ranks: replace it in one process, save it, and load the ranks from that"
                     )
             return new, is_new
 
         new, is_new = ranks.all(made, f"{name!r} is as it was")
         if len({*ranks.gather((is_new, new.dtype))}) > 1:
-            raise MapError(f"fn does not give the same for {name!r} on all ranks: {self._so_far()}")
+            raise MapError(f"fn returned different values for {name!r} on different ranks: {self._so_far()}")
         if is_new:
             share, marks = share_of(new, outer, name), (*marks_on(value.tensor), *self.journal.key)
             ranks.all(lambda: replace(value, share, marks, strict), f"{name!r} has its new value here")
@@ -584,8 +586,8 @@ class _Walk:
             raise MapError(f"fn failed at {name!r} ({type(error).__name__}: {error}): {self._so_far()}") from error
         if not isinstance(new, torch.Tensor):
             raise ArgumentTypeError(
-                f"fn gave {'None' if new is None else f'a {type(new).__name__}'} for {name!r}: it should return the "
-                f"new value, or the very tensor that it was given to leave it alone. {self._so_far()}"
+                f"fn returned {'None' if new is None else f'a {type(new).__name__}'} for {name!r}: it should return "
+                f"the new value, or the same tensor to leave it unchanged. {self._so_far()}"
             )
         return new
 

@@ -276,9 +276,9 @@ def test_two_checkpoints_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_and_no_folder_say_what_was_expected(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"should hold a checkpoint, \.safetensors or \.bin; it holds none"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint, neither \.safetensors nor \.bin"):
         open_checkpoint(tmp_path)
-    with pytest.raises(MissingFileError, match="nowhere is not there: name a file, an index or a folder"):
+    with pytest.raises(MissingFileError, match="nowhere does not exist: give a file, an index or a folder"):
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ArgumentError, match="is not a path: it holds a NUL"):
         open_checkpoint(tmp_path / "no\0where")

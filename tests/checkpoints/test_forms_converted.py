@@ -122,8 +122,8 @@ def test_after_a_kill_the_rest_is_dequantized(
 
     assert 3 == len(done)
     assert [1, 1] == others
-    assert "holds a run that was not finished" in said
-    assert "holds a run with another dtype" in said
+    assert "has an unfinished run: continue it" in said
+    assert "has an unfinished run with another dtype" in said
     assert list(done.values()) == [(target / path.name).stat().st_mtime_ns for path in done]
     assert {"source", "target"} == {path.name for path in tmp_path.iterdir()}
     assert [] == [path.name for path in target.iterdir() if path.name.startswith(".")]
@@ -146,7 +146,7 @@ def test_a_run_does_not_go_on_with_another_configuration(tmp_path: Path, capsys:
     (source / "config.json").write_text(json.dumps({**config, "dtype": "float16", "torch_dtype": "float16"}))
 
     assert 1 == cli.main([*words, "--resume"])
-    assert "holds a run with another source" in capsys.readouterr().err
+    assert "has an unfinished run with another source" in capsys.readouterr().err
     assert not target.exists()
 
 
@@ -155,7 +155,7 @@ def test_only_a_run_that_dequantizes_goes_on(tmp_path: Path, capsys: pytest.Capt
 
     assert 1 == cli.main(["convert", str(tmp_path), str(tmp_path / "target"), "--resume"])
 
-    assert "only a run that dequantizes is gone on with" in capsys.readouterr().err
+    assert "resume=True needs dequantize=True" in capsys.readouterr().err
     assert not (tmp_path / "target").exists()
 
 

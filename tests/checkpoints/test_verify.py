@@ -84,7 +84,7 @@ def test_all_that_is_wrong_is_found_at_once(folder: Path, suffix: str) -> None:
 
     findings = found(folder)
 
-    assert (INDEXES[suffix], f"places 'a' in one{suffix}, and it is not there", True) in findings
+    assert (INDEXES[suffix], f"places 'a' in one{suffix}, which does not have it", True) in findings
     assert (f"one{suffix}", f"holds 'z', which {INDEXES[suffix]} does not name", False) in findings
     assert any(name == f"two{suffix}" and "it is empty" in what for name, what, _ in findings)
     assert any(name == "other.index.json" and "is not an index of shards" in what for name, what, _ in findings)
@@ -142,7 +142,9 @@ def test_an_offload_folder_is_looked_at(tmp_path: Path) -> None:
 def test_shards_without_an_index_are_found(tmp_path: Path, suffix: str) -> None:
     for number, name in enumerate("ab", 1):
         write(tmp_path / f"model-0000{number}-of-00002{suffix}", **{name: torch.ones(2)})
-    expected = [(f"model-0000{n}-of-00002{suffix}", "is a part of a checkpoint, and no index is there") for n in (1, 2)]
+    expected = [
+        (f"model-0000{n}-of-00002{suffix}", "is one shard of a checkpoint, and there is no index") for n in (1, 2)
+    ]
 
     assert [(*finding, True) for finding in expected] == found(tmp_path)
 

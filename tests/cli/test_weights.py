@@ -133,8 +133,8 @@ def test_a_quantization_that_was_stopped_goes_on(
         cli.main([*command, "32"])
     assert [1, 1] == [cli.main([*command, "32"]), cli.main([*command, "64", "--resume"])]
     said = capsys.readouterr().err
-    assert "holds a run that was not finished" in said
-    assert "holds a run with another group_size" in said
+    assert "has an unfinished run: continue it" in said
+    assert "has an unfinished run with another group_size" in said
     again, count = _stopping_after(1000, real)
     monkeypatch.setattr(packing, "compress", again)
     assert 0 == cli.main([*command, "32", "--resume"])

@@ -820,7 +820,9 @@ def test_a_function_of_whole_values_fails_on_all_ranks_or_on_none(tmp_path: Path
     assert (
         first[1]
         == second[1]
-        == ("MapError: fn does not give the same for 'w' on all ranks: 0 of 1 values were replaced and stay so")
+        == (
+            "MapError: fn returned different values for 'w' on different ranks: 0 of 1 values were replaced and stay so"
+        )
     )
     assert ["ShapeMismatchError", "ArgumentError", "JournalError"] == [text.partition(":")[0] for text in first[2:]]
     assert first[2:] == second[2:]
@@ -897,8 +899,8 @@ def test_ranks_that_differ_in_a_whole_value_replace_nothing_or_say_what_was(
     first, second = run_ranks(2, act)
 
     assert first[:5] == second[:5]
-    assert "MapError: the ranks are at several values, a, b: 0 of 1 values were replaced and stay so" == first[0]
-    assert first[1].startswith("MapError: fn does not give the same for 'w' on all ranks")
+    assert "MapError: the ranks are at different values, a, b: 0 of 1 values were replaced and stay so" == first[0]
+    assert first[1].startswith("MapError: fn returned different values for 'w' on different ranks")
     assert "which can't be cut into the shares of ranks" in first[2]
     assert first[3].startswith("JournalError: whole=True can't be resumed where ranks share values, as 'a'")
     assert first[4].startswith("UnsupportedOpError: 'term' can't be")

@@ -246,7 +246,7 @@ def test_another_shape_or_dtype_without_leave_is_refused_and_the_value_stands(tm
 
 def test_what_is_no_tensor_is_refused_by_name(tmp_path):
     with pytest.raises(
-        TypeError, match=r"fn gave None for 'w': .*the very tensor .*0 of 1 values were replaced"
+        TypeError, match=r"fn returned None for 'w': .*the same tensor .*0 of 1 values were replaced"
     ) as caught:
         map_values(lambda name, tensor: None, {"w": torch.ones(2)})
     assert isinstance(caught.value, OffloadError)
@@ -254,7 +254,7 @@ def test_what_is_no_tensor_is_refused_by_name(tmp_path):
         map_values(double, [torch.ones(2)])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="workers should be 1 or more, not 0"):
         map_values(double, {}, workers=0)
-    with pytest.raises(MetaTensorError, match="1 tensors have no data, 'w' is one: load them first"):
+    with pytest.raises(MetaTensorError, match="1 tensors have no data, such as 'w': load them first"):
         map_values(double, {"w": torch.ones(2, device="meta")})
 
 
@@ -315,7 +315,7 @@ def test_a_selection_of_nothing_says_what_there_is(plain):
         map_values(double, plain, select=["*.bias", "*.wieght"])
     with pytest.raises(ValueError, match=r"Conv2d'> is none of the 4 values"):
         map_values(double, plain, select=nn.Conv2d)
-    with pytest.raises(TypeError, match="is of modules, and this is a dictionary of tensors: give names"):
+    with pytest.raises(TypeError, match="selects modules, but this is a dictionary of tensors: select by name"):
         map_values(double, {"w": torch.ones(1)}, select=nn.Linear)
 
 

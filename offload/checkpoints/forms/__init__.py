@@ -2,6 +2,7 @@
 
 | module | contents |
 | --- | --- |
+| `values` | a checkpoint's values in the model's form, whatever the form that they are stored in |
 | `decoding` | a dense weight as a recipe over packed pieces; choosing the module for a configuration |
 | `numbers` | packed numbers as floats, and factors shared by blocks |
 | `bitnet` | ternary weights, for transformers' own modules |

@@ -53,7 +53,7 @@ def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Off
         CheckpointError: pieces are missing, or do not match each other; the message names the tensor and its file. Or
             the format is not supported.
     """
-    method = _method_of(quantization)
+    method = method_of(quantization)
     module = _MODULES.get(str(method))
     if module is None and method in _LEFT_TO_TRANSFORMERS:
         return None
@@ -71,10 +71,11 @@ def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Off
 
 def keeps_dtypes(quantization: Mapping[str, Any]) -> bool:
     """Whether transformers, when it dequantizes, leaves weights that are not packed in their own dtype."""
-    return _method_of(quantization) in ("bitsandbytes", "fp8")
+    return method_of(quantization) in ("bitsandbytes", "fp8")
 
 
-def _method_of(quantization: Mapping[str, Any]) -> str | None:
+def method_of(quantization: Mapping[str, Any]) -> str | None:
+    """The name of the method in a configuration's settings."""
     is_old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # bitsandbytes, unnamed
     found = quantization.get("quant_method") or ("bitsandbytes" if is_old else None)
     return None if found is None else str(getattr(found, "value", found))

@@ -12,7 +12,6 @@ older ones, and conversions, as for any other checkpoint, for the newer ones.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -68,7 +67,7 @@ def said_by(path: Path) -> dict[str, Any]:
     except OffloadError:
         raise
     except Exception as error:  # it can raise anything for input that it does not expect
-        raise CheckpointError(f"transformers makes no configuration of {path}: {first_line(error)}") from error
+        raise CheckpointError(f"transformers can't read a configuration from {path}: {first_line(error)}") from error
 
 
 def config_of(path: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -84,20 +83,16 @@ def config_of(path: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     return config, options
 
 
-def dense_model(
-    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], dtype: torch.dtype | None
-) -> tuple[dict[str, Any], Dense]:
-    """The configuration of the causal language model in a file, as JSON, and the tensors from `as_saved`.
+def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Any:
+    """The causal language model in a file, on the meta device.
 
-    Raises: as `config_of`, and as `as_saved`.
+    Raises: as `config_of`.
     """
     from transformers import AutoModelForCausalLM
 
     config, _ = config_of(source.path)
-    dtype = dtype or usual_dtype(source)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return json.loads(empty.config.to_json_string()), as_saved(source, tensors, empty, dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype or usual_dtype(source))
 
 
 def is_new(source: Checkpoint) -> bool:
@@ -152,7 +147,7 @@ def _by_processors(
 
     kind = TENSOR_PROCESSORS.get(architecture_of(source), TensorProcessor)
     if kind.__name__ not in _KNOWN:
-        raise CheckpointError(f"{source.path}: transformers' {kind.__name__} is not known here")
+        raise CheckpointError(f"{source.path}: transformers' {kind.__name__} is not supported here")
     names = get_gguf_hf_weights_map(empty, kind(config=dict(said)))
     found: Dense = {}
     halves: dict[str, dict[str, torch.Tensor]] = {}
