@@ -301,7 +301,8 @@ def _tracked(page_state: PageState, handle: Handle, start: int, nbytes: int) -> 
     with replanning() as leaving:
         value = page_state.ranges.get(key)
         if value is None:
-            if sum(part.nbytes for part in page_state.ranges.values()) > _MOST_OVERLAP * handle.extent[1]:
+            parts = page_state.ranges.values()
+            if parts and sum(part.nbytes for part in parts) > _MOST_OVERLAP * handle.extent[1]:
                 return UNTRACKED
             value = _track(handle, key, page_state)
             leaving.extend(value.pool.add([value]))
@@ -376,11 +377,13 @@ def counts() -> Counts:
 
 
 def _track(handle: Handle, key: tuple[int, int], page_state: PageState) -> Value:
-    value = Value(page_state.pool or POOL, handle.file, *key, shared=handle.owned)
-    is_cut = key != handle.extent
+    source = handle.source
+    value = Value(page_state.pool or POOL, source.file, *key, shared=source.owned)
+    is_cut = key != source.extent
     value.is_part = is_cut or handle.access is not Access.TOGETHER
-    value.is_picked = handle.access is Access.PICKED or (is_cut and len(handle.layout.shape) == _OF_MATRICES)
-    handle.file.is_picked_from = handle.file.is_picked_from or value.is_picked
+    value.is_picked = handle.access is Access.PICKED or (is_cut and len(source.layout.shape) == _OF_MATRICES)
+    if value.is_picked:
+        source.file.is_picked_from = True
     return value
 
 
