@@ -77,7 +77,7 @@ def test_results_are_the_same_within_any_budget(checkpoint, budget):
 
 
 @needs_page_cache
-def test_what_stays_is_within_the_budget_and_the_rest_is_dropped(checkpoint):
+def test_resident_values_are_within_the_budget_and_the_rest_is_dropped(checkpoint):
     model = on_disk(checkpoint, max_memory="6MiB", read_ahead="2MiB")
     with torch.no_grad():
         for _ in range(3):
@@ -169,7 +169,7 @@ def test_more_than_the_budget_cannot_be_pinned(checkpoint):
     assert not any(value.pinned for value in page_state_of(next(model.parameters())._handle).pool.values())  # type: ignore[attr-defined]
 
 
-def test_a_setting_ends_with_its_with_and_else_stays():
+def test_a_setting_ends_with_its_block_or_stays_without_one():
     with offload.set_max_memory("1GiB"), offload.budget.set_read_ahead("1MiB"):
         assert (1 << 30, MIB) == (POOL.max_memory, POOL.window)
         with offload.set_max_memory({"cpu": 5 * MIB}):
@@ -181,7 +181,7 @@ def test_a_setting_ends_with_its_with_and_else_stays():
     assert 7 * MIB == POOL.max_memory
 
 
-def test_a_setting_is_taken_back_after_an_exception():
+def test_a_setting_is_undone_after_an_exception():
     with pytest.raises(KeyError), offload.set_max_memory("1GiB"):
         raise KeyError
 
@@ -200,19 +200,19 @@ def test_a_setting_is_taken_back_after_an_exception():
         ({"gpu": 1}, "'gpu' is neither 'cpu' nor an accelerator of this machine"),
     ],
 )
-def test_what_is_no_budget_is_refused(amount, words):
+def test_invalid_budgets_are_refused(amount, words):
     with pytest.raises(ValueError, match=words):
         offload.set_max_memory(amount)
 
 
-def test_a_fraction_is_of_what_is_available():
+def test_a_fraction_is_of_the_available_memory():
     with offload.set_max_memory(0.5):
         assert POOL.max_memory is not None
         assert 0 < POOL.max_memory < 1 << 50
 
 
 @needs_page_cache
-def test_the_summary_tells_what_is_where(checkpoint):
+def test_the_summary_reports_budget_and_reads(checkpoint):
     model = on_disk(checkpoint, max_memory="6MiB", read_ahead="2MiB")
     before = offload.memory_summary()
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_a_forward_reads_only_the_experts_that_it_is_routed_to(tmp_path):
     ],
     ids=["embedding", "index", "index_select", "slice"],
 )
-def test_ops_that_pick_rows_do_not_bring_the_table_in(tmp_path, pick):
+def test_ops_that_pick_rows_do_not_read_the_whole_table(tmp_path, pick):
     """Nor is anything tracked for them, however many rows are picked one after the other."""
     path = tmp_path / "table.safetensors"
     values = torch.randn(64 << 10, 64)  # 16 MiB
@@ -310,7 +310,7 @@ def test_gradients_under_a_budget_equal_those_in_memory(checkpoint):
 
 
 @pytest.mark.parametrize("act", [offload.budget.keep_resident, offload.budget.evict])
-def test_a_name_is_not_taken_for_a_module(act):
+def test_names_of_modules_are_refused(act):
     """It would be ignored silently."""
     with pytest.raises(TypeError, match=r"'layers\.0' is neither a tensor nor a module"):
         act(nn.Linear(2, 2, bias=False), None, ["layers.0"])
@@ -360,7 +360,7 @@ def test_overlapping_views_are_counted_once(cold):
 
 
 @needs_page_cache
-def test_a_part_that_is_there_is_not_counted_as_read_again(cold):
+def test_a_part_in_memory_is_not_counted_as_read_again(cold):
     w = cold(2048, 256)
     w[:1000].sum()
 
@@ -381,7 +381,7 @@ def test_a_part_that_is_there_is_not_counted_as_read_again(cold):
         ((16, 4, 64, 1024), lambda w: w[::8, ::2], MIB),
     ],
 )
-def test_a_strided_view_counts_as_what_the_disk_gives(shape, cut, gives, cold):
+def test_a_strided_view_counts_the_bytes_that_the_disk_reads(shape, cut, gives, cold):
     w = cold(*shape)
     results = []
 

@@ -213,7 +213,7 @@ class Range:
         with suppress(OSError):
             if os.stat(file.path).st_size < self._start + self.nbytes:
                 return CorruptFileError(
-                    f"{file.path} has been cut off since it was opened: download or copy the file again"
+                    f"{file.path} was truncated after it had been opened: download or copy the file again"
                 )
         return explained(file.path, error)
 
@@ -292,7 +292,7 @@ def populated(address: int, nbytes: int) -> bool:
         return True
     code = ctypes.get_errno()
     if code == errno.EFAULT:
-        raise OSError(errno.EIO, "the disk did not deliver the data")
+        raise OSError(errno.EIO, "the disk did not return the data")
     if code not in _MAY_BE_TOUCHED:
         raise OSError(code, os.strerror(code))
     return False

@@ -79,7 +79,7 @@ def test_a_slot_is_filled_again_only_after_its_copy(device: torch.device) -> Non
 
 
 @on_the_device
-def test_nobody_waits_for_a_copy_but_the_stream_that_uses_it(device: torch.device) -> None:
+def test_only_the_stream_that_uses_a_copy_waits_for_it(device: torch.device) -> None:
     values, out = torch.randn(1 << 18), torch.zeros(1 << 18, device=device)
     staging.send(values, device)
     side = side_of(device)
@@ -94,7 +94,7 @@ def test_nobody_waits_for_a_copy_but_the_stream_that_uses_it(device: torch.devic
 
 
 @on_the_device
-def test_what_was_sent_stays_until_it_was_used(device: torch.device) -> None:
+def test_a_sent_value_stays_until_it_was_used(device: torch.device) -> None:
     """Its memory is from the side stream's pool, which would reuse it for the next value."""
     first, second, out = torch.randn(1 << 18), torch.randn(1 << 18), torch.zeros(1 << 18, device=device)
     out.cpu()
@@ -109,7 +109,7 @@ def test_what_was_sent_stays_until_it_was_used(device: torch.device) -> None:
 
 
 @on_the_device
-def test_the_cpu_does_not_run_ahead_by_more_than_some_values(device: torch.device) -> None:
+def test_the_cpu_runs_ahead_by_a_few_values_at_most(device: torch.device) -> None:
     out = torch.zeros(1 << 18, device=device)
     out.cpu()
     before = delayed.ops.allocated()
@@ -165,7 +165,7 @@ def test_pinned_memory_may_go_before_its_copy_has_ended(device: torch.device) ->
 
 
 @on_the_device
-def test_what_stays_on_the_device_is_there_for_other_streams(device: torch.device, folder: Path) -> None:
+def test_other_streams_find_a_value_that_stays_on_the_device(device: torch.device, folder: Path) -> None:
     values, out = torch.randn(1 << 18), torch.zeros(1 << 18, device=device)
     out.cpu()
     w, other = on_disk(folder, "w", values), torch.Stream(device)
@@ -182,7 +182,7 @@ def test_what_stays_on_the_device_is_there_for_other_streams(device: torch.devic
 
 
 @on_the_device
-def test_what_leaves_the_device_is_used_to_the_end(device: torch.device, folder: Path) -> None:
+def test_a_value_that_leaves_the_device_is_used_to_the_end(device: torch.device, folder: Path) -> None:
     values, out = torch.randn(1 << 18), torch.zeros(1 << 18, device=device)
     out.cpu()
     w, v = on_disk(folder, "w", values), on_disk(folder, "v", torch.randn(1 << 18))

@@ -44,7 +44,7 @@ def test_each_value_is_read_once_for_all_threads(engine: Engine, memory: Memory)
     assert not memory.here
 
 
-def test_without_a_lease_the_threads_take_from_each_other(engine: Engine, memory: Memory) -> None:  # noqa: F811
+def test_threads_without_a_lease_evict_each_others_values(engine: Engine, memory: Memory) -> None:  # noqa: F811
     """Shows that the test above can fail."""
     values = made(memory, "abcdefgh")
     for block in (values[:4], values[4:]):
@@ -66,7 +66,7 @@ def test_the_next_block_is_read_ahead_while_one_is_held(engine: Engine, memory: 
     lease.end()
 
 
-def test_what_is_held_counts_towards_the_budget_from_then_on(engine: Engine, memory: Memory) -> None:  # noqa: F811
+def test_held_values_count_towards_the_budget_from_then_on(engine: Engine, memory: Memory) -> None:  # noqa: F811
     values = made(memory, "abcdefgh", budget=4 * MIB, window=MIB)
     pool = values[0].pool
     lease = Lease(engine.streams)
@@ -81,7 +81,7 @@ def test_what_is_held_counts_towards_the_budget_from_then_on(engine: Engine, mem
     assert 4 == sum(value.kept for value in values)
 
 
-def test_what_does_not_fit_is_read_each_time_and_told_once(
+def test_values_that_do_not_fit_are_read_each_time_and_logged_once(
     engine: Engine,  # noqa: F811
     memory: Memory,  # noqa: F811
     caplog: pytest.LogCaptureFixture,

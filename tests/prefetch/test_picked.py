@@ -59,7 +59,7 @@ def use(pool: Pool, values: list[Value]) -> list[Value]:
     return left
 
 
-def test_who_is_used_more_takes_the_place_of_who_is_used_less():
+def test_a_more_used_value_takes_the_place_of_a_less_used_one():
     pool = Pool(2 * MIB, 0)
     a, b, c = picked(pool, 3)
     stays = [value for value in (a, b, c) if value.kept]
@@ -73,7 +73,7 @@ def test_who_is_used_more_takes_the_place_of_who_is_used_less():
     assert not stays[1].kept
 
 
-def test_a_large_one_takes_places_of_several_or_none():
+def test_a_large_value_takes_the_places_of_several_or_of_none():
     pool = Pool(4 * MIB, 0)
     small = picked(pool, 4)
     [large] = picked(pool, 1, 3 * MIB)
@@ -89,7 +89,7 @@ def test_a_large_one_takes_places_of_several_or_none():
     assert set(left) == {value for value in small if not value.kept}
 
 
-def test_what_each_pass_reads_stays_before_what_is_picked():
+def test_values_of_every_pass_stay_before_picked_ones():
     pool = Pool(6 * MIB, 0)
     chosen = picked(pool, 8)
     use(pool, chosen * 9)
@@ -131,7 +131,7 @@ def test_a_use_counts_less_with_time_and_never_overflows():
 @needs_page_cache
 @pytest.mark.parametrize("share", [4, 2])
 @pytest.mark.parametrize("name", [name for name in ORDERS if name != "uniform"])
-def test_as_many_reads_find_theirs_as_with_the_best_fixed_set(tmp_path: Path, name: str, share: int) -> None:
+def test_as_many_reads_hit_as_with_the_best_fixed_set(tmp_path: Path, name: str, share: int) -> None:
     order, places = ORDERS[name], COUNT // share
     found = replayed(stack(tmp_path, COUNT), order, places)
 
@@ -141,14 +141,14 @@ def test_as_many_reads_find_theirs_as_with_the_best_fixed_set(tmp_path: Path, na
 
 @needs_page_cache
 @pytest.mark.parametrize("share", [4, 2])
-def test_where_all_are_used_alike_a_share_of_the_reads_finds_theirs(tmp_path: Path, share: int) -> None:
+def test_a_share_of_the_reads_hits_if_all_are_used_alike(tmp_path: Path, share: int) -> None:
     """The best set with hindsight is slightly better by chance."""
     found = replayed(stack(tmp_path, COUNT), ORDERS["uniform"], COUNT // share)
 
     assert found.hits >= 0.9 * LENGTH / share
 
 
-def test_the_order_goes_on_past_what_is_picked(engine: Engine, memory: object) -> None:  # noqa: F811
+def test_the_order_continues_past_picked_values(engine: Engine, memory: object) -> None:  # noqa: F811
     """The next layer is read ahead, whichever experts are picked before it."""
     values = made(memory, "abcdefghijwxyz")  # type: ignore[arg-type]
     dense, experts = values[:10], values[10:]
@@ -165,7 +165,7 @@ def test_the_order_goes_on_past_what_is_picked(engine: Engine, memory: object) -
     assert not engine.reader.counts.wasted
 
 
-def test_what_is_announced_is_read_before_what_else_is_ahead(engine: Engine, memory: object) -> None:  # noqa: F811
+def test_announced_values_are_read_before_others_ahead(engine: Engine, memory: object) -> None:  # noqa: F811
     a, *values = made(memory, "abcwxyz", window=16 * MIB)  # type: ignore[arg-type]
     experts = values[2:]
     for value in experts:
@@ -182,7 +182,7 @@ def test_what_is_announced_is_read_before_what_else_is_ahead(engine: Engine, mem
     assert len(experts) == engine.reader.counts.ahead
 
 
-def test_what_is_announced_stays_within_the_window(engine: Engine, memory: object) -> None:  # noqa: F811
+def test_announced_values_stay_within_the_window(engine: Engine, memory: object) -> None:  # noqa: F811
     values = made(memory, "abcdefgh", window=3 * MIB)  # type: ignore[arg-type]
     for value in values:
         value.is_picked = True
@@ -191,7 +191,7 @@ def test_what_is_announced_stays_within_the_window(engine: Engine, memory: objec
         assert 3 * MIB == engine.streams.in_flight()
 
 
-def test_what_was_announced_in_vain_gives_its_part_of_the_window_back(engine: Engine, memory: object) -> None:  # noqa: F811
+def test_values_announced_in_vain_return_their_part_of_the_window(engine: Engine, memory: object) -> None:  # noqa: F811
     """A guess may be wrong: of which experts come next, too."""
     wrong, right = made(memory, "abcdefgh", window=8 * MIB), made(memory, "stuvwxyz", window=8 * MIB)  # type: ignore[arg-type]
     for value in (*wrong, *right):
@@ -213,7 +213,7 @@ def test_what_was_announced_in_vain_gives_its_part_of_the_window_back(engine: En
     assert 4 == engine.reader.counts.ahead - before
 
 
-def test_picked_values_that_are_ahead_wait_for_picked_ones_only(engine: Engine, memory: object) -> None:  # noqa: F811
+def test_picked_values_ahead_are_overtaken_by_picked_ones_only(engine: Engine, memory: object) -> None:  # noqa: F811
     """However many values of the order come before them."""
     values = made(memory, ascii_letters, window=24 * MIB)  # type: ignore[arg-type]
     first, *dense, experts = *seed(values[:-4]), values[-4:]
@@ -234,7 +234,7 @@ def test_picked_values_that_are_ahead_wait_for_picked_ones_only(engine: Engine, 
 
 
 @needs_page_cache
-def test_rows_are_read_without_what_lies_around_them(tmp_path: Path) -> None:
+def test_rows_are_read_without_their_neighbours(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_file({"table": torch.arange(4096 * 1024, dtype=torch.float32).view(4096, 1024)}, path)
     table = offload.load_file(path)["table"]
@@ -249,7 +249,7 @@ def test_rows_are_read_without_what_lies_around_them(tmp_path: Path) -> None:
 
 @needs_page_cache
 @pytest.mark.parametrize("pick", [torch.nn.functional.embedding, lambda rows, table: table.index_select(0, rows)])
-def test_a_table_is_taken_to_be_in_memory_once_all_of_it_is(tmp_path: Path, pick: Callable[..., torch.Tensor]) -> None:
+def test_a_table_counts_as_in_memory_once_all_of_it_is(tmp_path: Path, pick: Callable[..., torch.Tensor]) -> None:
     path = tmp_path / "t.safetensors"
     save_file({"table": torch.zeros(4096, 1024)}, path)
     table = offload.load_file(path)["table"]
@@ -271,7 +271,7 @@ def test_a_table_is_taken_to_be_in_memory_once_all_of_it_is(tmp_path: Path, pick
 @needs_page_cache
 @pytest.mark.parametrize("pick", [torch.nn.functional.embedding, lambda rows, table: table.index_select(0, rows)])
 @pytest.mark.parametrize("room", ["64MiB", "8MiB"])
-def test_a_table_that_has_room_is_brought_in_once_many_of_its_rows_were_read(
+def test_a_table_that_fits_is_read_in_once_many_of_its_rows_were_read(
     tmp_path: Path, pick: Callable[..., torch.Tensor], room: str
 ) -> None:
     path = tmp_path / "t.safetensors"
@@ -299,7 +299,7 @@ def until_nothing_is_brought_in() -> None:
 
 
 @needs_page_cache
-def test_a_table_that_is_evicted_is_brought_in_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_evicted_table_is_not_read_in_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "t.safetensors"
     save_file({"table": torch.zeros(4096, 1024)}, path)
     table = offload.load_file(path)["table"]
@@ -322,7 +322,7 @@ def test_a_table_that_is_evicted_is_brought_in_no_further(tmp_path: Path, monkey
 
 
 @needs_page_cache
-def test_of_a_table_that_was_hardly_written_no_more_than_the_rows_is_brought_in(tmp_path: Path):
+def test_a_mostly_unwritten_table_is_not_read_in(tmp_path: Path):
     path = tmp_path / "t.safetensors"
     save_file({"table": torch.zeros(4096, 1024)}, path)
     size, contents = path.stat().st_size, path.read_bytes()
@@ -337,13 +337,13 @@ def test_of_a_table_that_was_hardly_written_no_more_than_the_rows_is_brought_in(
     assert cached_fraction([path]) < 0.5
 
 
-def test_runs_of_rows_are_within_the_table():
+def test_runs_of_rows_stay_within_the_table():
     assert [(0, 2), (5, 6)] == list(runs_of([-3, 0, 1, 5, 9], 6))
     assert [(0, 6)] == list(runs_of([0, 1, 5], 6, 3))
 
 
 @needs_page_cache
-def test_what_is_small_is_read_alone_in_a_file_that_is_picked_from(tmp_path: Path) -> None:
+def test_a_small_value_is_read_alone_in_a_file_that_is_picked_from(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_file({**{f"{number:02}": torch.zeros(1 << 18) for number in range(16)}, "08a": torch.ones(16)}, path)
     small = offload.load_file(path)["08a"]
@@ -383,7 +383,7 @@ def test_pieces_of_a_view_are_read_alone_in_a_file_that_is_picked_from(
     assert cached_fraction([path]) * path.stat().st_size <= pieces * (columns * 4 + 4096) + 2 * 4096
 
 
-def test_counts_are_of_uses_and_not_of_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_use_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even for values in memory that are not checked again for a while."""
     monkeypatch.setattr(POOL, "picked", Picked())  # a use counts 1 before the first plan
     tensor = offload.load_file(stack(tmp_path, 4))["experts"]

@@ -36,16 +36,16 @@ def kept(values: list[Value]) -> list[int]:
     return [index for index, value in enumerate(values) if value.kept]
 
 
-def test_what_fits_stays():
+def test_values_that_fit_stay():
     assert [0, 1, 2] == kept(values_of(Pool(3 * MIB), [MIB] * 3))
 
 
-def test_half_of_what_does_not_fit_stays_and_is_spread():
+def test_half_of_the_values_stay_spread_evenly():
     """Not just the first half: then the second would be read without computing in between."""
     assert [1, 3, 5, 7] == kept(values_of(Pool(4 * MIB), [MIB] * 8))
 
 
-def test_without_a_budget_what_is_available_is_one(monkeypatch: pytest.MonkeyPatch):
+def test_the_available_memory_is_the_budget_if_none_is_set(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, "available_bytes", lambda: 10 * MIB)
 
     values = values_of(Pool(), [MIB] * 20)
@@ -53,13 +53,13 @@ def test_without_a_budget_what_is_available_is_one(monkeypatch: pytest.MonkeyPat
     assert 8 == len(kept(values))
 
 
-def test_a_budget_is_never_more_than_what_is_available(monkeypatch: pytest.MonkeyPatch):
+def test_a_budget_never_exceeds_the_available_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, "available_bytes", lambda: 10 * MIB)
 
     assert 8 == len(kept(values_of(Pool(15 * MIB, 2 * MIB), [MIB] * 20)))
 
 
-def test_a_budget_set_after_reading_without_one_leaves_room_for_its_own_window():
+def test_a_budget_set_later_leaves_memory_for_its_own_window():
     """The window of all memory on a fast disk would be more than a small budget."""
     available = [100 << 30]
     pool = Pool(available=lambda: available[0])
@@ -75,7 +75,7 @@ def test_a_budget_set_after_reading_without_one_leaves_room_for_its_own_window()
 
 
 @given(sizes=st.lists(st.integers(SMALL + 1, 8 * MIB), max_size=40), budget=st.integers(0, 100 * MIB))
-def test_the_budget_is_kept_and_used(sizes: list[int], budget: int):
+def test_the_budget_is_respected_and_used(sizes: list[int], budget: int):
     """The remainder is smaller than any value that does not stay."""
     values = values_of(Pool(budget), sizes)
 
@@ -85,7 +85,7 @@ def test_the_budget_is_kept_and_used(sizes: list[int], budget: int):
 
 
 @given(share=st.floats(0.1, 0.9), count=st.integers(20, 200))
-def test_what_stays_is_spread_evenly(share: float, count: int):
+def test_values_that_stay_are_spread_evenly(share: float, count: int):
     """At any point of the pass the resident share is right, up to one value."""
     values = values_of(Pool(int(share * count * MIB)), [MIB] * count)
 
@@ -93,7 +93,7 @@ def test_what_stays_is_spread_evenly(share: float, count: int):
         assert abs(len(kept(values[:done])) - share * done) <= 2
 
 
-def test_what_stays_leaves_free_huge_pages_to_what_streams():
+def test_values_that_stay_leave_free_huge_pages_to_streaming_ones():
     """It is read once, streaming values in each pass."""
     pool = Pool(4 * MIB)
     values = values_of(pool, [MIB] * 8)
@@ -105,7 +105,7 @@ def test_what_stays_leaves_free_huge_pages_to_what_streams():
 
 
 @given(count=st.integers(4, 60), budgets=st.lists(st.integers(0, 60), min_size=1, max_size=6))
-def test_another_budget_changes_as_little_as_it_can(count: int, budgets: list[int]):
+def test_another_budget_changes_as_little_as_possible(count: int, budgets: list[int]):
     """What is dropped has to be read again, and so has what is new."""
     pool = Pool(count * MIB // 3)
     values = values_of(pool, [MIB] * count)
@@ -119,7 +119,7 @@ def test_another_budget_changes_as_little_as_it_can(count: int, budgets: list[in
         assert before <= after or after <= before
 
 
-def test_a_value_that_comes_later_moves_none_of_the_others():
+def test_a_later_value_displaces_none_of_the_others():
     """A view of the token table, for example: resident values stay for the next pass."""
     pool = Pool(20 * MIB)
     values = values_of(pool, [MIB] * 40)
@@ -132,7 +132,7 @@ def test_a_value_that_comes_later_moves_none_of_the_others():
 
 
 @given(taken=st.lists(st.integers(0, 30), min_size=1, max_size=8))
-def test_memory_that_others_take_and_give_back_moves_no_more_than_that(taken: list[int]):
+def test_memory_that_others_take_and_return_displaces_no_more_than_that(taken: list[int]):
     """Without a budget; nothing is dropped for something that was not there before."""
     available = [40 * MIB]
     pool = Pool(available=lambda: available[0])
@@ -176,7 +176,7 @@ def test_a_window_that_is_set_stays():
     assert (5 * MIB, 5 * MIB) == (pool.window, pool.widest)
 
 
-def test_what_is_read_in_a_moment_does_not_tell_how_fast_the_disk_is():
+def test_short_reads_do_not_change_the_disk_rate():
     pool = Pool(20_000 * MIB)
     pool.learn_rate(MIB, 1e-6)
     assert 0 == pool.rate
@@ -206,7 +206,7 @@ def streams(block: list[Value]) -> int:
 BLOCK = [8 * MIB] * 4 + [22 * MIB] * 3  # a Llama of a gigabyte
 
 
-def test_what_streams_of_a_lot_has_room_beside_what_stays():
+def test_the_streaming_part_of_a_block_fits_beside_resident_values():
     pool = Pool(283 * MIB)
     blocks, users = blocks_of(pool, [*([BLOCK] * 8), [62 * MIB]])
     pool.users.append(users)
@@ -224,7 +224,7 @@ def test_what_streams_of_a_lot_has_room_beside_what_stays():
     budget=st.integers(0, 200 * MIB),
     others=st.integers(0, 8 * MIB),
 )
-def test_whatever_the_lots_are_the_budget_holds(blocks: list[list[int]], budget: int, others: int):
+def test_any_blocks_stay_within_the_budget(blocks: list[list[int]], budget: int, others: int):
     pool = Pool(budget)
     made, users = blocks_of(pool, blocks)
     users.others = others
@@ -240,7 +240,7 @@ def test_whatever_the_lots_are_the_budget_holds(blocks: list[list[int]], budget:
 
 
 @pytest.mark.parametrize("budget", [100, 150, 200])
-def test_who_uses_lots_again_finds_what_has_stayed(budget: int):
+def test_the_next_users_of_blocks_find_the_same_values_resident(budget: int):
     pool = Pool(budget * MIB)
     blocks, users = blocks_of(pool, [BLOCK] * 4)
     before: list[Value] = []
@@ -270,7 +270,7 @@ def test_small_and_pinned_values_stay_whatever_the_plan():
     assert set(leaving) <= {values[2], values[4]}
 
 
-def test_a_smaller_budget_says_what_has_to_leave():
+def test_a_smaller_budget_returns_the_values_that_have_to_leave():
     pool = Pool(4 * MIB)
     values = values_of(pool, [MIB] * 4)
     pool.max_memory = 2 * MIB
@@ -281,7 +281,7 @@ def test_a_smaller_budget_says_what_has_to_leave():
     assert {value for value in values if not value.kept} == set(leaving)
 
 
-def test_values_that_come_one_by_one_are_planned_for():
+def test_values_added_one_by_one_are_planned_for():
     pool = Pool(10 * MIB)
     values = [value for place in range(40) for value in values_of(pool, [MIB], place * MIB)]
 
@@ -289,7 +289,7 @@ def test_values_that_come_one_by_one_are_planned_for():
     assert kept(values)[-1] > 20
 
 
-def test_values_that_are_gone_leave_their_room():
+def test_deleted_values_free_their_memory():
     pool = Pool(4 * MIB)
     first = values_of(pool, [MIB] * 4)
     del first
@@ -301,7 +301,7 @@ def test_values_that_are_gone_leave_their_room():
     assert 4 == len(pool.values())
 
 
-def test_available_memory_is_not_asked_for_at_each_read(monkeypatch: pytest.MonkeyPatch):
+def test_available_memory_is_not_queried_at_each_read(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
 
     def available() -> int:
@@ -317,7 +317,7 @@ def test_available_memory_is_not_asked_for_at_each_read(monkeypatch: pytest.Monk
     assert 1 == len(asked)
 
 
-def test_a_plan_is_told_in_the_log(caplog: pytest.LogCaptureFixture):
+def test_a_plan_is_logged(caplog: pytest.LogCaptureFixture):
     pool = Pool(3 * MIB)
     values = values_of(pool, [MIB] * 8)  # kept alive: a pool only knows live values
 

@@ -149,7 +149,7 @@ def test_from_the_third_pass_on_the_beginning_is_read_ahead_too(engine, memory):
     assert 0 == engine.reader.counts.wasted
 
 
-def test_an_order_that_is_told_is_read_ahead_at_once(engine, memory):
+def test_an_announced_order_is_read_ahead_at_once(engine, memory):
     values = seed(made(memory, "abcdefgh"))
 
     read(engine, values)
@@ -180,7 +180,7 @@ def test_two_models_in_turn_are_read_ahead(engine, memory):
     assert missed == engine.reader.counts.missed
 
 
-def test_where_the_order_branches_little_is_wasted(engine, memory):
+def test_little_is_wasted_where_the_order_branches(engine, memory):
     """After `r`, any of the experts may follow, as picked by a router; what follows these is still predicted."""
     *layer, router = made(memory, "abcdr")
     experts = made(memory, "0123456789")
@@ -202,7 +202,7 @@ def test_a_branch_that_settles_is_read_ahead_again(engine, memory):
     assert c.stage is RESIDENT
 
 
-def test_small_values_are_no_part_of_the_order(engine, memory):
+def test_small_values_are_not_part_of_the_order(engine, memory):
     """They are read once; their absence later must not look like a branch."""
     pool = Pool(0, 4 * MIB)
     large = [Made(name, memory, pool, MIB) for name in "ABCDEF"]
@@ -218,7 +218,7 @@ def test_small_values_are_no_part_of_the_order(engine, memory):
     assert set(small) <= memory.here
 
 
-def test_values_that_come_in_another_order_than_told_are_still_read_ahead(engine, memory):
+def test_values_read_in_another_order_than_announced_are_still_read_ahead(engine, memory):
     """Query, key and value may be read in any order."""
     values = seed(made(memory, "abcdefghij", window=6 * MIB))
 
@@ -260,7 +260,7 @@ def test_values_are_requested_together_up_to_32_mib(engine, memory, size, expect
 @pytest.mark.parametrize(
     ("names", "budget", "expected"), [("abc", 0, [True] * 3), ("ab", 9, [False] * 2), ("a", 0, [])]
 )
-def test_what_is_requested_together_is_announced_as_it_is_read(engine, memory, monkeypatch, names, budget, expected):
+def test_values_requested_together_are_announced_first(engine, memory, monkeypatch, names, budget, expected):
     """A single one, or one run in a file, is read at once."""
     announced: list[bool] = []
     monkeypatch.setattr(Made, "announce", lambda _, exactly, leave_free: announced.append(exactly))
@@ -272,7 +272,7 @@ def test_what_is_requested_together_is_announced_as_it_is_read(engine, memory, m
     assert expected == announced
 
 
-def test_what_is_requested_together_is_counted_though_it_arrives_meanwhile(engine, memory, monkeypatch):
+def test_values_requested_together_count_as_read_though_they_arrive_meanwhile(engine, memory, monkeypatch):
     arriving: set[Made] = set()
     monkeypatch.setattr(Made, "announce", lambda self, **_: arriving.add(self))
     monkeypatch.setattr(Made, "missing_bytes", lambda self: 0 if self in arriving else self.nbytes)
@@ -286,7 +286,7 @@ def test_what_is_requested_together_is_counted_though_it_arrives_meanwhile(engin
 
 
 @pytest.mark.parametrize("window", [2 * MIB, 4 * MIB, 8 * MIB])
-def test_what_streams_stays_within_the_window(engine, memory, window):
+def test_streaming_values_stay_within_the_window(engine, memory, window):
     """Plus a value in use."""
     values = seed(made(memory, "abcdefghijklmnopqrstuvwxyz", window=window))
 
@@ -319,7 +319,7 @@ def test_the_disk_does_not_wait_for_what_is_dropped(engine, memory, monkeypatch)
 
 
 @pytest.mark.parametrize(("count", "most"), [(5, 7), (12, 24)])
-def test_what_streams_and_fits_in_the_window_is_not_dropped_just_before_its_use(engine, memory, count, most):
+def test_streaming_values_that_fit_in_the_window_are_not_dropped_just_before_their_use(engine, memory, count, most):
     """A value used a moment ago may be needed again next."""
     values = made(memory, "abcdefghijklmnop"[:count], size=4 * MIB, window=64 * MIB)
 
@@ -341,7 +341,7 @@ def test_a_value_that_is_dropped_while_it_is_read_is_read_again(engine, memory):
     assert value.is_cached()
 
 
-def test_what_is_dropped_while_it_waits_in_a_batch_does_not_stay(engine, memory, monkeypatch):
+def test_a_value_dropped_while_it_waits_in_a_batch_does_not_stay(engine, memory, monkeypatch):
     """The reader has asked for it already."""
     values = made(memory, "abcd", window=16 * MIB)
     for value in values:
@@ -407,7 +407,7 @@ def test_the_next_three_values_are_ahead_where_they_are_larger_than_the_window(e
     assert ["bcd", "b"] == ahead
 
 
-def test_what_is_kept_is_read_once(engine, memory):
+def test_resident_values_are_read_once(engine, memory):
     values = made(memory, "abcdefgh", budget=4 * MIB)
     for _ in range(4):
         read(engine, values)
@@ -421,7 +421,7 @@ def test_what_is_kept_is_read_once(engine, memory):
     assert 4 * 4 <= sum(entry[0] not in kept for entry in memory.log) <= 4 * 4 + 3
 
 
-def test_where_everything_fits_nothing_is_dropped_and_nobody_works(engine, memory):
+def test_nothing_is_dropped_and_no_thread_runs_if_everything_fits(engine, memory):
     values = made(memory, "abcdefgh", budget=8 * MIB)
 
     read(engine, values * 3)
@@ -431,7 +431,7 @@ def test_where_everything_fits_nothing_is_dropped_and_nobody_works(engine, memor
     assert engine.reader.thread is None
 
 
-def test_when_something_else_took_the_memory_all_is_read_ahead_again(engine, memory):
+def test_all_values_are_read_ahead_again_after_memory_was_taken(engine, memory):
     """One missing value is reason enough to check the others, including small ones."""
     pool = Pool(16 * MIB, 4 * MIB)
     values = [Made(name, memory, pool, SMALL if name in "bd" else MIB) for name in "abcdefgh"]
@@ -447,7 +447,7 @@ def test_when_something_else_took_the_memory_all_is_read_ahead_again(engine, mem
     assert engine.reader.counts.missed - missed <= 3  # the first, and the two small ones
 
 
-def test_without_a_window_nothing_is_read_ahead(engine, memory):
+def test_nothing_is_read_ahead_without_a_window(engine, memory):
     values = seed(made(memory, "abcdefgh", window=0))
 
     read(engine, values * 2)
@@ -457,7 +457,7 @@ def test_without_a_window_nothing_is_read_ahead(engine, memory):
     assert memory.most <= 2 * MIB
 
 
-def test_the_reader_ends_when_nobody_reads_and_comes_back(engine, memory):
+def test_the_reader_ends_when_it_is_idle_and_starts_again(engine, memory):
     values = seed(made(memory, "abcd"))
     read(engine, values)
     reader = engine.reader.thread
@@ -470,7 +470,7 @@ def test_the_reader_ends_when_nobody_reads_and_comes_back(engine, memory):
     assert engine.reader.counts.ahead >= 6
 
 
-def test_a_value_that_the_reader_cannot_read_is_an_error_for_who_asks_for_it(engine, memory):
+def test_a_value_that_the_reader_cannot_read_is_an_error_for_the_op(engine, memory):
     first, *_ = values = seed([*made(memory, "a"), *made(memory, ["broken"]), *made(memory, "c")])
     engine.arrive(first)
     rest(engine)
@@ -482,7 +482,7 @@ def test_a_value_that_the_reader_cannot_read_is_an_error_for_who_asks_for_it(eng
     assert values[2].is_cached()
 
 
-def test_a_reader_that_fails_is_replaced_and_nobody_waits_for_ever(engine, memory, monkeypatch):
+def test_a_failed_reader_is_replaced_and_no_op_waits_forever(engine, memory, monkeypatch):
     """Whatever goes wrong in it."""
     values = seed(made(memory, "abcd"))
     monkeypatch.setattr(threading, "excepthook", lambda *_: None)
@@ -523,7 +523,7 @@ def test_eight_threads_share_one_window(engine, memory):
     assert 8 * 12 * 5 == engine.reader.counts.ahead + engine.reader.counts.missed + engine.reader.counts.found
 
 
-def test_threads_that_have_ended_give_their_part_of_the_window_back(engine, memory):
+def test_threads_that_have_ended_return_their_part_of_the_window(engine, memory):
     values = seed(made(memory, "abcdefgh"))
     thread = threading.Thread(target=engine.arrive, args=(values[0],))
     thread.start()

@@ -50,7 +50,7 @@ def _assigns_a_stage(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "stage" and isinstance(node.ctx, ast.Store)
 
 
-def test_a_value_that_streams_goes_round(engine: Engine, memory: Memory):  # noqa: F811
+def test_a_streaming_value_goes_through_all_stages(engine: Engine, memory: Memory):  # noqa: F811
     values = seed(made(memory, "abc", window=MIB))
     first = values[0]
     seen = [first.stage]

@@ -157,7 +157,7 @@ def budget(monkeypatch: pytest.MonkeyPatch) -> Pool:
     return pool
 
 
-def test_what_fits_in_the_budget_of_a_device_is_sent_once(tmp_path, sent, budget):
+def test_values_that_fit_in_the_budget_of_a_device_are_sent_once(tmp_path, sent, budget):
     w = referenced(tmp_path, "w", torch.randn(100, 100))
 
     first, second = guest_of(w), guest_of(w)
@@ -167,7 +167,7 @@ def test_what_fits_in_the_budget_of_a_device_is_sent_once(tmp_path, sent, budget
     assert torch.equal(w._on_cpu(), first)
 
 
-def test_views_are_cut_out_of_what_stays(tmp_path, sent, budget):
+def test_views_are_cut_from_the_value_that_stays(tmp_path, sent, budget):
     w = referenced(tmp_path, "w", torch.randn(100, 100))
 
     assert torch.equal(w._on_cpu()[3:5].t(), guest_of(w[3:5].t()))
@@ -176,7 +176,7 @@ def test_views_are_cut_out_of_what_stays(tmp_path, sent, budget):
     assert [40_000] == sent
 
 
-def test_what_does_not_fit_is_sent_each_time(tmp_path, sent, budget):
+def test_values_that_do_not_fit_are_sent_each_time(tmp_path, sent, budget):
     values = [referenced(tmp_path, f"w{number}", torch.randn(100, 300)) for number in range(2)]  # 120 kB each
     for _ in range(2):
         for w in values:
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_sent_each_time(tmp_path, sent, budget):
     assert 0 == sum(value.cached_bytes() for value in budget.values())
 
 
-def test_without_a_budget_nothing_stays(tmp_path, sent):
+def test_nothing_stays_on_a_device_without_a_budget(tmp_path, sent):
     w = referenced(tmp_path, "w", torch.randn(100, 100))
     guest_of(w), guest_of(w)
 
@@ -207,7 +207,7 @@ def test_a_value_that_is_written_to_does_not_stay(tmp_path, sent, budget):
     assert [] == budget.values()
 
 
-def test_a_checkpoint_that_changes_is_an_error_also_where_its_value_stays(tmp_path, sent, budget):
+def test_a_changed_checkpoint_is_an_error_even_if_its_value_stays(tmp_path, sent, budget):
     from safetensors.torch import save_file
 
     w = referenced(tmp_path, "w", torch.zeros(100, 100))
@@ -245,7 +245,7 @@ def test_a_forked_child_goes_through_the_budgets_of_devices_too(tmp_path, sent, 
     assert AWAY == value.state
 
 
-def test_what_is_materialized_is_a_copy_of_its_own(tmp_path, sent, budget):
+def test_a_materialized_value_is_an_independent_copy(tmp_path, sent, budget):
     """Modifying it does not change the resident copy."""
     w = referenced(tmp_path, "w", torch.ones(100, 100))
     guest_of(w)

@@ -76,7 +76,7 @@ def test_copies_keep_the_codes() -> None:
         assert_equal(weight, one.detach())
 
 
-def test_it_is_read_by_writing_ops_and_not_written_to() -> None:
+def test_writing_ops_read_the_class_but_do_not_write_to_it() -> None:
     weight = quantize_int4(values(6, 40), 16)
     layer = nn.Linear(40, 6, bias=False)
 
@@ -87,7 +87,7 @@ def test_it_is_read_by_writing_ops_and_not_written_to() -> None:
         weight.add_(1)
 
 
-def test_what_is_on_disk_is_quantized_and_stays_there(tmp_path: Any) -> None:
+def test_a_value_on_disk_is_quantized_and_stays_on_disk(tmp_path: Any) -> None:
     """The same codes as in memory; the file has its new size at once, and opens in another process."""
     tensor = values(6, 1000)
     stored = OffloadedTensor.from_original_tensor(tensor, "w", tmp_path)
@@ -123,7 +123,7 @@ def test_a_model_on_disk_is_quantized_weight_by_weight() -> None:
 
 
 @pytest.mark.parametrize("change", [{"shape": [6, 41]}, {"shape": [6, 43]}, {"shape": [12, 20]}, {"dtype": "int8"}])
-def test_a_recipe_that_lies_is_found_out(tmp_path: Any, change: dict[str, Any]) -> None:
+def test_a_wrong_recipe_is_detected(tmp_path: Any, change: dict[str, Any]) -> None:
     """A shape that differs from the codes' is invalid, even with the same number of elements."""
     stored = OffloadedTensor.from_original_tensor(quantize_int4(values(6, 40), 16), "w", tmp_path)
     path = stored.offload_path
@@ -136,7 +136,7 @@ def test_a_recipe_that_lies_is_found_out(tmp_path: Any, change: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("group_size", [32.0, True, 0, -32, None, "32"])
-def test_groups_that_are_no_whole_number_of_columns_are_refused(group_size: Any) -> None:
+def test_invalid_group_sizes_are_refused(group_size: Any) -> None:
     """As in a damaged file: ops would fail later."""
     made = quantize_int4(torch.randn(2, 64), 32)
 

@@ -27,7 +27,7 @@ MIB = 1 << 20
 NUMBERS = itertools.count(-1, -1)  # no file system has these
 
 
-def test_at_first_two_threads_read():
+def test_two_threads_read_at_first():
     assert 2 == Disk().readers
     assert 1 == Disk(most=1).readers
 
@@ -51,7 +51,7 @@ def test_the_number_with_the_clearly_better_rate_stays(rates, expected):
     assert len(done) <= 30
 
 
-def test_a_rate_that_swings_does_not_decide():
+def test_a_varying_rate_does_not_decide():
     """Each third read is three times as fast, whoever reads: medians of pairs do not follow that."""
     disk = Disk()
     measured(disk, lambda _, place: 3.0 if place % 3 == 0 else 1.0)
@@ -59,7 +59,7 @@ def test_a_rate_that_swings_does_not_decide():
     assert 2 == disk.readers
 
 
-def test_never_more_than_allowed():
+def test_threads_never_exceed_the_limit():
     disk = Disk(most=3)
     done = measured(disk, lambda count, _: float(count))
 
@@ -67,7 +67,7 @@ def test_never_more_than_allowed():
     assert 3 == max(done)
 
 
-def test_a_measurement_that_was_not_asked_for_is_ignored():
+def test_an_unrequested_measurement_is_ignored():
     disk = Disk()
     for _ in range(20):
         disk.learn(4, 9.0)  # never beside one by two threads
@@ -114,7 +114,7 @@ def test_two_threads_read_at_the_same_time():
     assert not both.broken
 
 
-def test_there_are_no_more_threads_than_parts(monkeypatch):
+def test_threads_never_outnumber_parts(monkeypatch):
     number, begun = next(NUMBERS), []
     disks._DISKS[number] = disk = Disk()
     disk.readers = 8
@@ -125,7 +125,7 @@ def test_there_are_no_more_threads_than_parts(monkeypatch):
     assert 3 == len(begun)
 
 
-def test_what_was_in_memory_says_nothing_about_the_disk():
+def test_reads_from_memory_do_not_count_as_the_disks_rate():
     number = next(NUMBERS)
     for _ in range(30):
         read_shared(number, 0, 8 * MIB, 16 * MIB, lambda *_: None, lambda: 7 * MIB)
@@ -133,7 +133,7 @@ def test_what_was_in_memory_says_nothing_about_the_disk():
     assert 4 == disks._DISKS[number].other
 
 
-def test_what_the_disk_delivered_counts():
+def test_reads_from_the_disk_count_as_its_rate():
     number = next(NUMBERS)
     asked: list[int] = []
     for _ in range(40):
@@ -204,7 +204,7 @@ def large(tmp_path: Path) -> Path:
 
 @needs_page_cache
 @pytest.mark.parametrize("readers", [1, 2, 8])
-def test_a_value_is_the_same_whoever_reads_it(large, monkeypatch, readers):
+def test_a_value_is_the_same_with_any_number_of_threads(large, monkeypatch, readers):
     disk = Disk()
     disk.readers = readers
     read_by, seen = disks._read_by, []
@@ -223,7 +223,7 @@ def test_a_value_is_the_same_whoever_reads_it(large, monkeypatch, readers):
     assert [readers] == seen
 
 
-def test_where_there_are_no_more_threads_one_reads(monkeypatch):
+def test_one_thread_reads_if_no_more_can_start(monkeypatch):
     """As while the interpreter ends (Python 3.12)."""
 
     def refuse(_: threading.Thread) -> None:
@@ -240,7 +240,7 @@ def test_where_there_are_no_more_threads_one_reads(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["start", "join"])
-def test_after_an_interrupt_no_more_is_read(monkeypatch, parts, where):
+def test_an_interrupt_stops_all_reads(monkeypatch, parts, where):
     """An interrupt may come while threads are started, or waited for."""
     act = getattr(threading.Thread, where)
 
@@ -269,7 +269,7 @@ def test_after_an_interrupt_no_more_is_read(monkeypatch, parts, where):
     assert 0 == disks._DISKS[number].under_way
 
 
-def test_an_error_of_another_thread_holds_nothing():
+def test_an_error_of_another_thread_keeps_nothing_alive():
     """Its traceback would keep the mapping until the next garbage collection."""
 
     class Mapping:
@@ -295,7 +295,7 @@ def test_an_error_of_another_thread_holds_nothing():
         gc.enable()
 
 
-def test_a_rate_beside_another_read_says_nothing():
+def test_rates_beside_another_read_do_not_count():
     number = next(NUMBERS)
     disks._DISKS[number] = disk = Disk()
 

@@ -52,7 +52,7 @@ def mapped(file: TensorFile, *, shared: bool = False) -> torch.Tensor:
     return torch.empty(0).set_(file.storage(entry, shared=shared), 0, entry.layout.shape)
 
 
-def test_a_range_is_brought_in_and_let_go(file, values):
+def test_a_range_is_read_in_and_dropped(file, values):
     found = whole(file)
     cold = found.is_cached(), found.cached_bytes()
     found.bring_in()
@@ -66,7 +66,7 @@ def test_a_range_is_brought_in_and_let_go(file, values):
     assert torch.equal(values, mapped(file))
 
 
-def test_a_range_that_is_partly_there_is_not_there(file):
+def test_a_partly_cached_range_is_not_cached(file):
     found = whole(file)
     found.bring_in()
     Range(file, 2 * MIB, MIB, shared=False).let_go()
@@ -92,7 +92,7 @@ def test_a_range_can_be_read_without_its_neighbours(tmp_path, monkeypatch, huge)
 
 @pytest.mark.parametrize("huge", [True, False])
 @pytest.mark.parametrize("exactly", [True, False])
-def test_a_range_leaves_as_a_whole_and_its_neighbours_stay(tmp_path, monkeypatch, huge, exactly):
+def test_a_range_is_dropped_whole_and_its_neighbours_stay(tmp_path, monkeypatch, huge, exactly):
     """Even if it shares a 2 MiB page with one of them."""
     monkeypatch.setattr(pages, "_READS_HUGE_PAGES", huge and pages._READS_HUGE_PAGES)
     monkeypatch.setattr(pages, "_HOST_TAKES_FREE_PAGES", False)
@@ -111,7 +111,7 @@ def test_a_range_leaves_as_a_whole_and_its_neighbours_stay(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(not pages._READS_HUGE_PAGES, reason="this kernel reads files in small pages")
-def test_huge_pages_are_asked_for_while_there_are_free_ones(tmp_path, monkeypatch):
+def test_huge_pages_are_requested_while_some_are_free(tmp_path, monkeypatch):
     """Otherwise the kernel makes room for them by evicting what should stay, although there is enough memory."""
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(8 * MIB)}, path)  # 32 MiB
@@ -218,7 +218,7 @@ def test_neighbours_on_the_same_page_stay(file):
     assert whole(file).is_cached()
 
 
-def test_what_was_stored_into_a_private_mapping_is_not_lost(file, values):
+def test_stores_into_a_private_mapping_are_not_lost(file, values):
     """Compiled code does that: such pages are memory, and the only copy."""
     tensor = mapped(file)
     tensor[5] = -1
@@ -228,7 +228,7 @@ def test_what_was_stored_into_a_private_mapping_is_not_lost(file, values):
     assert torch.equal(values[6:], tensor[6:])
 
 
-def test_what_was_stored_into_a_shared_mapping_is_not_lost(file, values):
+def test_stores_into_a_shared_mapping_are_not_lost(file, values):
     tensor = mapped(file, shared=True)
     tensor.neg_()
     whole(file, shared=True).let_go()
@@ -237,7 +237,7 @@ def test_what_was_stored_into_a_shared_mapping_is_not_lost(file, values):
     assert torch.equal(-values, tensor)
 
 
-def test_what_the_disk_does_not_take_is_not_dropped_and_flush_says_so(tmp_path, monkeypatch):
+def test_pages_that_could_not_be_written_are_not_dropped_and_flush_raises(tmp_path, monkeypatch):
     """The kernel calls such pages clean, and the next read would return the old value."""
     w = OffloadedTensor.from_original_tensor(torch.zeros(512, 512), "w", tmp_path)
     w.add_(1)
@@ -254,13 +254,13 @@ def test_what_the_disk_does_not_take_is_not_dropped_and_flush_says_so(tmp_path, 
 @pytest.mark.parametrize(
     ("release", "expected"), [("6.18.44-fc", (6, 18)), ("6.18-rc1", (6, 18)), ("5.4.0", (5, 4)), ("odd", (0, 0))]
 )
-def test_a_kernel_tells_its_age(monkeypatch, release, expected):
+def test_the_kernel_release_is_parsed(monkeypatch, release, expected):
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
 
     assert expected == pages._kernel()
 
 
-def test_a_range_does_not_keep_its_file(tmp_path):
+def test_a_range_does_not_keep_its_file_alive(tmp_path):
     save_file({"w": torch.ones(9)}, tmp_path / "w.safetensors")
     found = whole(TensorFile.open(tmp_path / "w.safetensors"))
 
@@ -270,7 +270,7 @@ def test_a_range_does_not_keep_its_file(tmp_path):
     found.let_go()
 
 
-def test_a_file_that_was_cut_is_an_error_and_not_a_signal(file):
+def test_a_truncated_file_is_an_error_and_not_a_signal(file):
     """A plain read of the mapping would kill the process."""
     found = whole(file)
     mapped(file)
@@ -280,7 +280,7 @@ def test_a_file_that_was_cut_is_an_error_and_not_a_signal(file):
         found.bring_in()
 
 
-def test_without_the_call_pages_are_touched(file, monkeypatch):
+def test_pages_are_touched_on_kernels_without_the_call(file, monkeypatch):
     """Kernels before 5.14 lack it."""
     monkeypatch.setattr(pages, "_MADV_POPULATE_READ", 12345)
     found = whole(file)
@@ -289,7 +289,7 @@ def test_without_the_call_pages_are_touched(file, monkeypatch):
     assert found.is_cached()
 
 
-def test_of_a_file_that_may_not_be_asked_about_nothing_is_taken_for_granted(file, monkeypatch):
+def test_ranges_of_other_users_files_never_count_as_cached(file, monkeypatch):
     """To users without write permission, the kernel says that all of a file is in memory."""
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
@@ -326,7 +326,7 @@ def test_a_range_is_announced_if_it_is_read_block_by_block(
     assert [found.nbytes] * expected == announced
 
 
-def test_a_range_smaller_than_a_huge_page_is_announced_in_any_case(file, monkeypatch):
+def test_a_range_smaller_than_a_huge_page_is_always_announced(file, monkeypatch):
     announced: list[int] = []
     monkeypatch.setattr(pages, "announce", lambda _, nbytes: announced.append(nbytes))
     monkeypatch.setattr(pages, "should_take_small_pages", lambda _: False)
@@ -335,7 +335,7 @@ def test_a_range_smaller_than_a_huge_page_is_announced_in_any_case(file, monkeyp
     assert [MIB] == announced
 
 
-def test_a_range_of_a_file_that_is_gone_is_not_announced(tmp_path):
+def test_a_range_of_a_deleted_file_is_not_announced(tmp_path):
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(8)}, path)
     file = TensorFile.open(path)
@@ -345,7 +345,7 @@ def test_a_range_of_a_file_that_is_gone_is_not_announced(tmp_path):
     found.announce(exactly=True)
 
 
-def test_an_empty_range_is_there(file):
+def test_an_empty_range_is_cached(file):
     nothing = Range(file, 4096, 0, shared=False)
     nothing.bring_in()
     nothing.let_go()
