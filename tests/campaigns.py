@@ -23,7 +23,7 @@ CAMPAIGNS = {
     "faults": "every call to the system fails once, in every way",
     "interrupts": "Ctrl-C at every place of every public call",
     "kills": "writers are killed at every line, and at hundreds of random moments",
-    "ops": "torch's whole databases of ops and modules: every sample and dtype, traces",
+    "ops": "torch's whole databases of ops and modules: more samples and dtypes, traces",
     "rows": "a cache of a million rows",
 }
 

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from offload import OffloadedTensor
 from offload.testing import assert_equal
 from offload.testing.ops import Kind, is_inexact, is_plain
+from tests.campaigns import amount
 
-MOST = 5  # per op, dtype and check; the op database has up to a thousand
+MOST = amount("ops", 3, 5)  # samples per op, dtype and check; the op database has up to a thousand
 
 
 def offloaded(x: Any) -> Any:

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from offload import OffloadedTensor
 from offload.testing import assert_equal, ops
 from tests import op_census
+from tests.campaigns import amount, campaign
 
-SAMPLES = 4  # per module, dtype and mode; the database has up to a few hundred
+SAMPLES = amount("ops", 3, 4)  # per module, dtype and mode; the database has up to a few hundred
 MODULES = {module.name: module for module in module_db}
 FIRST_DTYPE = torch.float32
 SECOND_DTYPES = (torch.complex64, torch.bfloat16, torch.float64)
@@ -137,12 +138,14 @@ def assert_same_gradients(plain: nn.Module, offloaded: nn.Module) -> None:
     assert not ops.takes_part(actual)
 
 
+@pytest.mark.campaign("ops")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", MODULES)
 def test_module_learns_on_disk_what_it_learns_in_memory(name: str, training: bool) -> None:
     """Results, gradients, buffers, and parameters after steps of optimizers are equal."""
     compared = 0
-    for dtype in dtypes_of(name):
+    first, *others = dtypes_of(name)
+    for dtype in (first, *(others if campaign("ops") else ())):
         for case in cases(name, dtype, training=training):
             modules = (case.plain, case.offloaded)
             before = [ops.versions(tensors_of(module)) for module in modules]
@@ -178,6 +181,7 @@ def adamw(module: nn.Module) -> None:
         torch.optim.AdamW(parameters, lr=0.1).step()
 
 
+@pytest.mark.campaign("ops")
 @pytest.mark.parametrize(("name", "training"), MODULES_AND_MODES)
 def test_module_runs_on_disk_as_in_memory_without_gradients(name: str, training: bool) -> None:
     """Under `no_grad`, and in inference mode."""
