@@ -56,7 +56,7 @@ def made_cold(model: nn.Module, values: Path) -> None:
 
 
 @needs_page_cache
-def test_a_page_tells_memory_reads_steps_and_waits(tmp_path: Path) -> None:
+def test_a_page_shows_memory_reads_steps_and_waits(tmp_path: Path) -> None:
     model = disk_offload(nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)), tmp_path / "values")
     model(torch.zeros(1, 300))
     made_cold(model, tmp_path / "values")
@@ -77,7 +77,7 @@ def test_a_page_tells_memory_reads_steps_and_waits(tmp_path: Path) -> None:
 
 
 @needs_page_cache
-def test_waits_are_told_by_layer(tmp_path: Path) -> None:
+def test_waits_are_shown_by_layer(tmp_path: Path) -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(300, 300) for _ in range(2)])
     model.head = nn.Linear(300, 300)
@@ -95,7 +95,7 @@ def test_waits_are_told_by_layer(tmp_path: Path) -> None:
     assert "head" not in words
 
 
-def test_a_page_is_written_also_when_the_block_raises_and_replaces_an_earlier_one(tmp_path: Path) -> None:
+def test_a_page_is_written_when_the_block_raises_and_replaces_an_earlier_one(tmp_path: Path) -> None:
     for title in ("first", "second"):
         with pytest.raises(ZeroDivisionError), memory_report(tmp_path / "report.html", title=title):
             1 / 0
@@ -104,7 +104,7 @@ def test_a_page_is_written_also_when_the_block_raises_and_replaces_an_earlier_on
     assert "second" in Text((tmp_path / "report.html").read_text()).words
 
 
-def test_a_file_that_is_no_report_is_refused_before_the_block_runs(tmp_path: Path) -> None:
+def test_a_foreign_file_is_refused_before_the_block_runs(tmp_path: Path) -> None:
     (tmp_path / "notes.html").write_text("<p>mine</p>")
 
     with (
@@ -116,7 +116,7 @@ def test_a_file_that_is_no_report_is_refused_before_the_block_runs(tmp_path: Pat
     assert "<p>mine</p>" == (tmp_path / "notes.html").read_text()
 
 
-def test_a_page_that_can_t_be_written_says_so(tmp_path: Path) -> None:
+def test_an_unwritable_page_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with (
@@ -246,7 +246,7 @@ def test_a_page_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     assert "\u010desk\u00fd \u00b5s" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_page_that_can_t_be_written_is_told_before_the_block_runs(tmp_path: Path) -> None:
+def test_an_unwritable_page_is_an_error_before_the_block_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
 
     with pytest.raises(WriteError, match="a file is where a folder should be"), memory_report(tmp_path / "file" / "x"):

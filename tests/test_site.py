@@ -95,7 +95,7 @@ def test_every_public_name_is_in_the_reference_as_users_type_it(pages: dict[Path
     assert set() == {name for name, _ in public_names()} - anchors
 
 
-def test_no_module_of_the_inside_is_named_by_the_reference(pages: dict[Path, Page]) -> None:
+def test_the_reference_names_no_internal_module(pages: dict[Path, Page]) -> None:
     titles = {
         title
         for path, page in pages.items()
@@ -248,7 +248,7 @@ def test_a_search_leads_to_the_right_page_first(served: Served) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("place", ["", "learn/01-first-tensor/", "reference/offload.budget/"])
-def test_a_browser_opens_a_page_without_errors_and_asks_nobody_else(served: Served, place: str, tmp_path: Path) -> None:
+def test_a_browser_opens_a_page_without_errors_or_foreign_requests(served: Served, place: str, tmp_path: Path) -> None:
     log = tmp_path / "net.json"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--disable-component-update"]
     done = subprocess.run(

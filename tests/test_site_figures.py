@@ -62,7 +62,7 @@ def test_every_row_of_the_table_has_a_result():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_figure_is_that_of_the_result(name):
+def test_a_figure_equals_that_of_the_result(name):
     ours, peers, limit = table()[name]
     found = figure(name)
 
@@ -190,7 +190,7 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize(("page", "sentence", "sources"), SENTENCES)
-def test_a_figure_in_a_sentence_is_that_of_the_result(page, sentence, sources):
+def test_a_figure_in_a_sentence_equals_that_of_the_result(page, sentence, sources):
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
     [said] = re.findall(sentence, text)

@@ -7,7 +7,7 @@ from bench.picture import CASES, NAMES, PICTURE, drawn, medians, picture
 from tests.processes import ROOT
 
 
-def test_the_picture_is_that_of_the_result_files() -> None:
+def test_the_picture_is_drawn_from_the_result_files() -> None:
     assert picture() == PICTURE.read_text()
 
 

@@ -14,7 +14,7 @@ from tests.processes import ROOT
 PAGES = ["README.md", "tutorials/index.md"]
 
 
-def test_the_drawing_is_that_of_the_record() -> None:
+def test_the_drawing_is_made_from_the_record() -> None:
     assert drawn(read()) == DRAWING.read_text(encoding="utf-8")
 
 
@@ -29,7 +29,7 @@ def test_the_model_is_larger_than_the_memory_and_read_from_the_disk() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_that_shows_it_says_the_sizes_and_that_the_words_are_chance(page: str) -> None:
+def test_pages_with_the_recording_name_its_sizes_and_its_random_words(page: str) -> None:
     text, record = (ROOT / page).read_text(encoding="utf-8"), read()
     [about] = [part for part in text.split("\n\n") if "recording.svg" in part]
 
@@ -39,7 +39,7 @@ def test_a_page_that_shows_it_says_the_sizes_and_that_the_words_are_chance(page:
     assert "random" in said
 
 
-def test_a_line_stands_as_long_as_it_stood() -> None:
+def test_a_line_is_shown_as_long_as_it_was() -> None:
     screens = [(0.0, ["$ offload"]), (1.0, ["$ offload", "opening"]), (3.5, ["$ offload", "<done>"])]
 
     parts = list(ElementTree.fromstring(drawn(Record("m", 2, 1, 20, screens))).iter("{http://www.w3.org/2000/svg}text"))
@@ -61,7 +61,7 @@ def test_a_line_stands_as_long_as_it_stood() -> None:
         ("abc\r\x1b[K", [""]),
     ],
 )
-def test_the_terminal_writes_where_it_is_told(sent: str, lines: list[str]) -> None:
+def test_the_terminal_writes_at_the_cursor(sent: str, lines: list[str]) -> None:
     terminal = Terminal(4)
 
     terminal.feed(sent)
@@ -69,6 +69,6 @@ def test_the_terminal_writes_where_it_is_told(sent: str, lines: list[str]) -> No
     assert lines == terminal.lines
 
 
-def test_the_terminal_passes_over_nothing_that_it_does_not_know() -> None:
+def test_the_terminal_refuses_unknown_sequences() -> None:
     with pytest.raises(ValueError, match="not known"):
         Terminal(4).feed("\x1b[5J")

@@ -41,7 +41,7 @@ def test_a_public_name_shows_an_example(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *METHODS])
-def test_what_gives_something_says_what(name: str) -> None:
+def test_functions_that_return_something_describe_it(name: str) -> None:
     """Under `Returns`, or `Yields`."""
     value = NAMES.get(name) or METHODS[name]
     gives = inspect.signature(value).return_annotation not in (None, "None", inspect.Signature.empty)

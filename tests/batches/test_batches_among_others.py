@@ -79,7 +79,7 @@ def layers(depth: int = 3, width: int = 4) -> nn.Sequential:
 
 
 @torch.no_grad()
-def test_what_a_module_has_and_gives_does_not_go_to_disk():
+def test_tensors_that_a_module_holds_and_returns_are_not_spilled():
     """Other batches use it at the same time."""
     model = Model()
     batches = [torch.randn(ROWS, WIDTH) for _ in range(4)]
@@ -88,7 +88,7 @@ def test_what_a_module_has_and_gives_does_not_go_to_disk():
 
 
 @torch.no_grad()
-def test_what_batches_share_does_not_go_to_disk_where_a_module_gives_it_on():
+def test_tensors_that_batches_share_are_not_spilled_when_a_module_returns_them():
     model = Model()
     shared = torch.randn(ROWS, WIDTH)
     batches = [torch.randn(ROWS, WIDTH) for _ in range(4)]
@@ -103,7 +103,7 @@ def test_what_batches_share_does_not_go_to_disk_where_a_module_gives_it_on():
 
 
 @torch.no_grad()
-def test_what_passes_through_a_module_still_goes_to_disk(monkeypatch):
+def test_tensors_that_pass_through_a_module_are_spilled(monkeypatch):
     """In-place layers pass on what the first of them was given."""
     on_disk: set[int] = set()
 
@@ -141,7 +141,7 @@ def test_what_passes_through_a_module_still_goes_to_disk(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_process_that_a_batch_forks_calls_the_model_by_itself():
+def test_a_process_that_a_batch_forks_can_call_the_model():
     model = layers()
     context = multiprocessing.get_context("fork")
 
@@ -157,7 +157,7 @@ def test_a_process_that_a_batch_forks_calls_the_model_by_itself():
 
 
 @torch.no_grad()
-def test_warnings_and_streams_that_a_batch_catches_are_its_own():
+def test_each_batch_catches_its_own_warnings_and_streams():
     model = layers()
     before, stream = list(warnings.filters), sys.stdout
 
@@ -177,7 +177,7 @@ def test_warnings_and_streams_that_a_batch_catches_are_its_own():
 
 
 @torch.no_grad()
-def test_a_compiled_model_is_not_compiled_with_what_waits():
+def test_a_compiled_model_does_not_compile_the_waiting():
     model = layers()
     compiled = torch.compile(model, backend="eager")
     batches = [torch.full((1, 4), float(at)) for at in range(4)]
@@ -191,7 +191,7 @@ def test_a_compiled_model_is_not_compiled_with_what_waits():
 
 
 @torch.no_grad()
-def test_a_scripted_model_goes_one_batch_after_the_other():
+def test_batches_pass_a_scripted_model_one_after_the_other():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = torch.jit.script(layers())
@@ -201,7 +201,7 @@ def test_a_scripted_model_goes_one_batch_after_the_other():
 
 @torch.no_grad()
 @pytest.mark.parametrize("ways", ["close", "error", "finish"])
-def test_nothing_is_held_when_it_ends_though_a_batch_calls_the_model_as_it_is_stopped(ways):
+def test_nothing_is_held_if_a_batch_calls_the_model_while_it_is_stopped(ways):
     model = offload.disk_offload(layers(width=256))
 
     def fn(at: int) -> int:
@@ -231,7 +231,7 @@ def test_nothing_is_held_when_it_ends_though_a_batch_calls_the_model_as_it_is_st
 
 
 @torch.no_grad()
-def test_an_error_holds_nothing_once_it_is_forgotten():
+def test_an_error_keeps_nothing_alive_once_it_is_deleted():
     """Its frames hold what the batch was working on."""
     model = layers()
     alive = []
@@ -254,7 +254,7 @@ def test_an_error_holds_nothing_once_it_is_forgotten():
 
 @torch.no_grad()
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_the_model_between_results_is_a_model_like_any(copied):
+def test_a_copy_made_between_results_is_an_ordinary_model(copied):
     model = layers()
     x = torch.ones(1, 4)
     expected = model(x)
@@ -290,7 +290,7 @@ class Masking(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("writes", [False, True])
-def test_what_a_function_has_cached_is_there_for_others_while_it_is_spilled(writes):
+def test_tensors_cached_by_a_function_stay_available_while_spilled(writes):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -315,7 +315,7 @@ def test_what_a_function_has_cached_is_there_for_others_while_it_is_spilled(writ
         assert equal(map(model, batches), found)
 
 
-def test_kv_caches_count_for_what_waits():
+def test_kv_caches_count_as_waiting_memory():
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
     cache = DynamicCache()
@@ -327,7 +327,7 @@ def test_kv_caches_count_for_what_waits():
 
 
 @torch.no_grad()
-def test_an_iterator_is_taken_from_by_one_thread_after_the_other():
+def test_different_threads_may_advance_the_iterator_in_turn():
     model = layers()
     batches = [torch.full((1, 4), float(at)) for at in range(5)]
     results = map_batches(model, batches, model, in_flight=2)

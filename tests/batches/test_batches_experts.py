@@ -78,7 +78,7 @@ def batches_of(count: int) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def test_what_stays_is_looked_up_once_a_sweep(folder, asked):
+def test_resident_experts_are_looked_up_once_per_sweep(folder, asked):
     model, batches = loaded(folder), batches_of(8)
     expected = [model(batch).logits for batch in batches]
     assert 8 == max(asked.values())
@@ -91,7 +91,7 @@ def test_what_stays_is_looked_up_once_a_sweep(folder, asked):
     assert len(asked) > 1.5 * LAYERS * EXPERTS
 
 
-def test_with_gradients_each_direction_has_its_own(folder, asked):
+def test_forward_and_backward_have_their_own_results(folder, asked):
     model, batches = loaded(folder), batches_of(4)
     embed = model.get_input_embeddings()
 
@@ -115,7 +115,7 @@ def test_with_gradients_each_direction_has_its_own(folder, asked):
 @pytest.mark.parametrize(
     ("dtype", "budget", "kept"), [(torch.float32, 2, 1), (torch.float32, 8, 4), (torch.bfloat16, 20, 12)]
 )
-def test_no_more_stays_than_half_of_the_budget_has_room_for(folder, tmp_path, asked, monkeypatch, dtype, budget, kept):
+def test_results_take_at_most_half_of_the_budget(folder, tmp_path, asked, monkeypatch, dtype, budget, kept):
     """In the last case all that is stored stays, and of the 12 MiB that are cast for a layer 10."""
     if dtype == torch.bfloat16:
         Qwen3MoeForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(tmp_path)
@@ -145,7 +145,7 @@ def test_no_more_stays_than_half_of_the_budget_has_room_for(folder, tmp_path, as
 
 
 @torch.no_grad()
-def test_a_stack_and_its_transpose_are_two(tmp_path):
+def test_a_stack_and_its_transpose_are_separate_results(tmp_path):
     torch.manual_seed(0)
     whole = torch.randn(2, 512, 512)
     halves = [
@@ -176,7 +176,7 @@ def test_a_stack_and_its_transpose_are_two(tmp_path):
 
 
 @torch.no_grad()
-def test_a_stack_that_a_batch_replaces_is_the_new_one_for_the_next(folder):
+def test_the_next_batch_sees_a_stack_that_a_batch_replaced(folder):
     model, batches = loaded(folder), batches_of(2)
     experts = model.model.layers[1].mlp.experts
     new = torch.randn_like(experts.down_proj.materialize())
@@ -199,7 +199,7 @@ def test_a_stack_that_a_batch_replaces_is_the_new_one_for_the_next(folder):
 
 @needs_page_cache
 @torch.no_grad()
-def test_a_sweep_reads_what_is_over_the_budget_once(folder):
+def test_a_sweep_reads_the_bytes_over_the_budget_once(folder):
     size = LAYERS * EXPERTS * 1.5 * MIB
     budget = 24 * MIB
     model, batches = loaded(folder, max_memory=budget, read_ahead="4MiB"), batches_of(24)
@@ -212,7 +212,7 @@ def test_a_sweep_reads_what_is_over_the_budget_once(folder):
     assert (counts().bytes_read - before) / 3 <= 1.1 * (size - budget + a_block + 4 * MIB)
 
 
-def test_no_thread_alone_keeps_matrices(folder, monkeypatch):
+def test_a_call_outside_batches_keeps_no_matrices(folder, monkeypatch):
     monkeypatch.setattr(ops, "_is_staying", lambda *_: pytest.fail("looked at"))
     model = loaded(folder)
 

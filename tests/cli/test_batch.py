@@ -71,7 +71,7 @@ def plain_answer(folder: Path, prompt: str, most: int) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_each_request_has_the_answer_of_the_model_in_memory(folder, tmp_path, capsys):
+def test_each_request_gets_the_answer_of_the_model_in_memory(folder, tmp_path, capsys):
     source = written(tmp_path / "in.jsonl", [request(at) for at in range(7)])
 
     assert 0 == run(folder, source, tmp_path / "out.jsonl", "--in-flight", "3", "--json")
@@ -86,7 +86,7 @@ def test_each_request_has_the_answer_of_the_model_in_memory(folder, tmp_path, ca
     assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
 
 
-def test_the_form_is_that_of_inference_servers(folder, tmp_path):
+def test_answers_have_the_form_of_inference_servers(folder, tmp_path):
     source = written(tmp_path / "in.jsonl", [request(1, max_tokens=3), {"prompt": "w1 w2", "custom_id": "p"}])
 
     run(folder, source, tmp_path / "out.jsonl", "--max-new-tokens", "2")
@@ -102,7 +102,7 @@ def test_the_form_is_that_of_inference_servers(folder, tmp_path):
     assert 2 == len(text["response"]["body"]["choices"][0]["text"].split())
 
 
-def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
+def test_bad_lines_are_reported_and_do_not_stop_the_others(folder, tmp_path):
     bad: dict[str, Any] = {
         "not valid JSON": "{",
         "not a JSON object": "[1]",
@@ -172,7 +172,7 @@ def test_without_a_chat_template_messages_are_refused_in_a_sentence(folder, tmp_
     assert f"offload: 2 lines refused: see {errors}; the first is line 2: {why}\n" == capsys.readouterr().err
 
 
-def test_a_request_that_the_model_does_not_take_does_not_stop_the_others(folder, tmp_path):
+def test_a_request_that_the_model_rejects_does_not_stop_the_others(folder, tmp_path):
     bad = [
         request(1, temperature=1e-45, max_tokens=2),
         request(2, temperature=1, top_p=0, max_tokens=2),
@@ -188,7 +188,7 @@ def test_a_request_that_the_model_does_not_take_does_not_stop_the_others(folder,
     assert 0 < len(done[1])
 
 
-def test_what_is_null_or_empty_was_not_asked_for():
+def test_null_and_empty_options_are_ignored():
     asked = {"max_completion_tokens": None, "max_tokens": 5, "logit_bias": None, "stop": ["", "w1"], "prompt": "w2"}
 
     found = parsed(json.dumps(asked).encode(), 1)
@@ -211,7 +211,7 @@ def test_requests_may_be_piped_in(folder, tmp_path):
     assert {"request 1"} == texts(tmp_path / "out.jsonl").keys()
 
 
-def test_a_file_of_answers_is_no_file_for_errors(folder, tmp_path, capsys):
+def test_a_file_of_answers_is_not_used_for_errors(folder, tmp_path, capsys):
     """It would be truncated."""
     source = written(tmp_path / "in.jsonl", [request(1)])
     run(folder, source, tmp_path / "old.jsonl")
@@ -235,7 +235,7 @@ def test_answers_go_to_a_file(folder, tmp_path, kind, capsys):
     assert "a regular file" in capsys.readouterr().err
 
 
-def test_what_is_answered_is_not_done_again(folder, tmp_path, capsys):
+def test_answered_requests_are_not_repeated(folder, tmp_path, capsys):
     source = written(tmp_path / "in.jsonl", [request(at) for at in range(3)])
     run(folder, source, tmp_path / "out.jsonl")
     before = (tmp_path / "out.jsonl").read_bytes()
@@ -249,7 +249,7 @@ def test_what_is_answered_is_not_done_again(folder, tmp_path, capsys):
     assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
 
 
-def test_a_line_that_was_cut_by_a_kill_is_done_again(folder, tmp_path):
+def test_a_line_cut_by_a_kill_is_written_again(folder, tmp_path):
     source = written(tmp_path / "in.jsonl", [request(at) for at in range(3)])
     run(folder, source, tmp_path / "out.jsonl", "--in-flight", "1")
     whole = (tmp_path / "out.jsonl").read_bytes()
@@ -263,7 +263,7 @@ def test_a_line_that_was_cut_by_a_kill_is_done_again(folder, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["not JSON\n", '{"a": 1}\n', "text without an end", '{"custom_id": 1}\n'])
-def test_a_file_of_something_else_is_not_written_to(folder, tmp_path, content, capsys):
+def test_foreign_files_are_not_written_to(folder, tmp_path, content, capsys):
     source = written(tmp_path / "in.jsonl", [request(1)])
     (tmp_path / "out.jsonl").write_text(content, encoding="utf-8")
 
@@ -273,7 +273,7 @@ def test_a_file_of_something_else_is_not_written_to(folder, tmp_path, content, c
     assert "something else than answers" in capsys.readouterr().err
 
 
-def test_one_file_for_two_things_is_an_error(folder, tmp_path, capsys):
+def test_one_file_for_two_purposes_is_an_error(folder, tmp_path, capsys):
     source = written(tmp_path / "in.jsonl", [request(1)])
     before = source.read_bytes()
 
@@ -284,7 +284,7 @@ def test_one_file_for_two_things_is_an_error(folder, tmp_path, capsys):
     assert "three different files" in capsys.readouterr().err
 
 
-def test_samples_follow_their_seed_and_stop_where_they_are_told(folder, tmp_path):
+def test_samples_follow_their_seed_and_end_at_a_stop_string(folder, tmp_path):
     asked = [request(at, temperature=1.5, top_p=0.9, seed=5, max_tokens=8) for at in range(2)]
     source = written(tmp_path / "in.jsonl", asked)
     for name, in_flight in (("a", "1"), ("b", "2")):
@@ -301,7 +301,7 @@ def test_samples_follow_their_seed_and_stop_where_they_are_told(folder, tmp_path
 
 
 @pytest.mark.campaign("kills")
-def test_a_killed_process_loses_nothing_and_nothing_is_done_twice(folder, tmp_path):
+def test_a_killed_process_loses_and_repeats_nothing(folder, tmp_path):
     """Killed at random times, then run to the end."""
     count = 8 + 3 * KILLS  # leaves work for each one
     source = written(tmp_path / "in.jsonl", [request(at, max_tokens=3) for at in range(count)])

@@ -48,7 +48,7 @@ def test_inspect_reads_an_offload_folder(tmp_path: Path, capsys: pytest.CaptureF
     assert kept.name in capsys.readouterr().out
 
 
-def test_inspect_lists_what_torch_save_wrote_and_why_something_can_t_be_read(
+def test_inspect_lists_a_file_of_torch_save_and_values_that_can_t_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"w": torch.zeros(4), "part": torch.zeros(8)[::2], "s": torch.eye(2).to_sparse()}, tmp_path / "x.bin")
@@ -96,7 +96,7 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, t
     assert re.fullmatch(r"5 tokens: [\d.e+]+ tokens/s, 0 bytes read per token, .+ of memory at the peak\n", done.stderr)
 
 
-def test_no_command_is_answered_with_help_and_three_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_help_and_three_examples_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 == cli.main([])
 
     said = capsys.readouterr().out
@@ -228,7 +228,7 @@ def test_quantized_weights_keep_their_numbers_in_another_dtype(tmp_path: Path) -
     assert all(torch.equal(value, found[name]) and value.dtype == found[name].dtype for name, value in values.items())
 
 
-def test_convert_says_what_would_make_quantized_weights_useless(
+def test_convert_refuses_dtypes_that_would_break_quantized_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source"
@@ -253,7 +253,7 @@ def test_a_target_below_a_file_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert "a file is where a folder should be: take another folder" in said
 
 
-def test_a_configuration_that_is_no_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_that_is_not_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{bad")
 
@@ -276,7 +276,7 @@ def test_convert_writes_the_dtype_into_every_part_of_the_configuration(tmp_path:
 
 
 @pytest.mark.parametrize("there", ["file", "full folder", "link"])
-def test_convert_does_not_touch_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str) -> None:
+def test_convert_does_not_touch_existing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "source.safetensors")
     target = tmp_path / "target"
     if there == "file":
@@ -317,7 +317,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert [] == os.listdir(tmp_path / "target")
 
 
-def test_what_a_killed_conversion_left_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "source.safetensors")
     dead = tmp_path / f"{TEMPORARY}{process_tag().rpartition('-')[0]}-1-abcd"
     alive = tmp_path / f"{TEMPORARY}{process_tag()}-abcd"
@@ -330,7 +330,7 @@ def test_what_a_killed_conversion_left_is_swept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf17", ""])
-def test_convert_to_no_floating_point_dtype_is_a_wrong_command_line(dtype: str) -> None:
+def test_a_dtype_that_is_not_floating_point_is_a_wrong_command_line(dtype: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["convert", "a", "b", "--dtype", dtype])
 
@@ -360,7 +360,7 @@ def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     } in said["tensors"]
 
 
-def test_verify_as_json_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_as_json_lists_the_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a": torch.zeros(20)}, tmp_path / "x.safetensors")
     os.truncate(tmp_path / "x.safetensors", 80)
 
@@ -412,7 +412,7 @@ def test_generate_as_json_gives_text_and_tokens(
         (["--prompt", "\udcff"], "not valid UTF-8"),
     ],
 )
-def test_what_can_t_be_meant_is_a_wrong_command_line(
+def test_invalid_values_are_a_wrong_command_line(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -424,14 +424,14 @@ def test_what_can_t_be_meant_is_a_wrong_command_line(
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert", "cache info", "doctor"])
-def test_an_empty_path_is_not_the_folder_that_one_is_in(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_path_is_not_the_current_folder(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command.split(), "", *(["new"] if command == "convert" else [])])
 
     assert "'' is not a path" in capsys.readouterr().err
 
 
-def test_a_prompt_without_tokens_is_told_in_words(
+def test_a_prompt_without_tokens_is_an_error(
     llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
@@ -446,7 +446,7 @@ def test_a_prompt_without_tokens_is_told_in_words(
 @pytest.mark.parametrize(
     "command", ["inspect", "verify", "cache info", "cache verify", "doctor", "generate --prompt w1"]
 )
-def test_an_error_is_json_too_where_that_was_asked_for(
+def test_an_error_is_also_json_with_the_option(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 1 == cli.main([*command.split(), str(tmp_path / "nothing here"), "--json"])
@@ -459,7 +459,7 @@ def test_an_error_is_json_too_where_that_was_asked_for(
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_names_that_standard_output_can_t_say_are_escaped(encoding: str, options: list[str], tmp_path: Path) -> None:
+def test_names_that_standard_output_can_t_encode_are_escaped(encoding: str, options: list[str], tmp_path: Path) -> None:
     name = "\u010desko" if encoding == "ascii" else "\udcff"
     path = os.fsencode(tmp_path / f"{name}.safetensors")
     save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
@@ -474,7 +474,7 @@ def test_names_that_standard_output_can_t_say_are_escaped(encoding: str, options
 
 @pytest.mark.parametrize(("shell", "code"), [(">/dev/full", 1), (">&-", 0)])
 @pytest.mark.parametrize("options", ["", "--json"])
-def test_a_standard_output_that_takes_nothing_is_told_without_a_traceback(
+def test_a_full_standard_output_is_an_error_without_a_traceback(
     shell: str, code: int, options: str, tmp_path: Path
 ) -> None:
     save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
@@ -501,7 +501,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_model_is_told_in_one_line(
+def test_a_damaged_model_is_an_error_in_one_line(
     damage: str, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "copy"
@@ -525,7 +525,7 @@ def _configured(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 2])
-def test_a_traceback_may_be_asked_for_before_or_behind_the_command(tmp_path: Path, where: int) -> None:
+def test_the_traceback_option_may_stand_before_or_after_the_command(tmp_path: Path, where: int) -> None:
     command = ["inspect", str(tmp_path / "nowhere")]
     command.insert(where, "--traceback")
 
@@ -534,7 +534,7 @@ def test_a_traceback_may_be_asked_for_before_or_behind_the_command(tmp_path: Pat
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_completion_script_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_completion_script_contains_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--print-completion", shell])
 
@@ -543,7 +543,7 @@ def test_a_completion_script_knows_every_command(shell: str, capsys: pytest.Capt
         assert word in script
 
 
-def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+def test_a_reader_that_stops_early_is_not_an_error(tmp_path: Path) -> None:
     """`offload inspect ... | head -1`."""
     save_file({f"layer.{number}": torch.zeros(1) for number in range(5000)}, tmp_path / "x.safetensors")
     command = f"{sys.executable} -m offload.cli inspect {tmp_path} | head -1; exit ${{PIPESTATUS[0]}}"
@@ -562,7 +562,7 @@ def test_the_help_of_each_command_fits_a_screen(words: list[str], capsys: pytest
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "cache info"])
-def test_a_path_that_is_not_there_is_told_without_a_number(
+def test_a_missing_path_is_an_error_without_a_number(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 1 == cli.main([*command.split(), str(tmp_path / "nowhere")])
@@ -573,14 +573,14 @@ def test_a_path_that_is_not_there_is_told_without_a_number(
     assert "Errno" not in captured.err
 
 
-def test_a_size_that_is_none_is_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_size_is_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--max-shard-size", "much"])
 
     assert "'much' is not a size" in capsys.readouterr().err
 
 
-def test_a_package_that_is_missing_is_told_with_its_name_and_how_to_get_it(
+def test_the_error_for_a_missing_package_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "py_arrow", None)  # as if it were not installed
@@ -593,7 +593,7 @@ def test_a_package_that_is_missing_is_told_with_its_name_and_how_to_get_it(
 
 
 @pytest.mark.parametrize(("flags", "is_shown"), [([], False), (["-v"], True)])
-def test_what_concerns_programmers_is_not_shown_and_all_else_is(
+def test_only_warnings_for_programmers_are_hidden(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
@@ -626,7 +626,7 @@ FLAGS = [("-v", ["told"]), ("-vv", ["told", "more"]), ("--verbose", ["told"]), (
 
 @pytest.mark.parametrize(("flag", "words"), FLAGS)
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_what_is_done_is_told_on_standard_error_if_asked(capsys, monkeypatch, tmp_path, flag, words, where):
+def test_verbose_logs_go_to_standard_error(capsys, monkeypatch, tmp_path, flag, words, where):
     """With the option before or after the command; afterwards the logger is as before; standard output is the same."""
     log = logging.getLogger("offload")
     before = log.level, list(log.handlers)

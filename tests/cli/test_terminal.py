@@ -42,7 +42,7 @@ def test_help_fits_into_80_columns(command: argparse.ArgumentParser, monkeypatch
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_the_default_of_each_option_that_takes_a_value(command: argparse.ArgumentParser) -> None:
+def test_help_names_the_default_of_each_option_with_a_value(command: argparse.ArgumentParser) -> None:
     takes_a_value = [action for action in command._actions if action.option_strings and action.nargs != 0]
     optional = [action for action in takes_a_value if not action.required and action.dest != "print_completion"]
 
@@ -50,7 +50,7 @@ def test_help_says_the_default_of_each_option_that_takes_a_value(command: argpar
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_something_of_each_argument(command: argparse.ArgumentParser) -> None:
+def test_help_describes_each_argument(command: argparse.ArgumentParser) -> None:
     told = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]
 
     assert [] == [action.dest for action in told if not action.help]
@@ -67,13 +67,13 @@ def test_a_table_fits_into_a_terminal_and_keeps_its_words(tmp_path: Path) -> Non
     assert NAME in "".join(word for word in first_words if word in NAME)
 
 
-def test_an_error_on_a_terminal_is_said_whole(tmp_path: Path) -> None:
+def test_an_error_on_a_terminal_is_printed_whole(tmp_path: Path) -> None:
     missing = str(tmp_path / NAME)
 
     assert missing in "".join(_on_a_terminal("inspect", missing))
 
 
-def test_a_table_in_a_pipe_has_a_line_a_row_and_no_escapes(tmp_path: Path) -> None:
+def test_a_table_in_a_pipe_has_one_line_per_row_and_no_escapes(tmp_path: Path) -> None:
     save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
 
     done = run_module("offload.cli", "inspect", tmp_path)
@@ -85,7 +85,7 @@ def test_a_table_in_a_pipe_has_a_line_a_row_and_no_escapes(tmp_path: Path) -> No
     ]
 
 
-def test_a_terminal_shows_that_torch_is_imported_until_it_is(tmp_path: Path) -> None:
+def test_a_terminal_shows_that_torch_is_being_imported(tmp_path: Path) -> None:
     save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
 
     said = _sent_to_a_terminal(_command("inspect", str(tmp_path)))
@@ -95,12 +95,12 @@ def test_a_terminal_shows_that_torch_is_imported_until_it_is(tmp_path: Path) -> 
     assert "1 tensor" in said
 
 
-def test_a_program_that_imports_offload_says_nothing_on_a_terminal() -> None:
+def test_a_program_that_imports_offload_prints_nothing_on_a_terminal() -> None:
     assert "" == _sent_to_a_terminal([sys.executable, "-c", "import offload"])
 
 
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
-def test_in_a_pipe_nothing_is_said_of_imports(tmp_path: Path, term: str) -> None:
+def test_imports_are_not_reported_in_a_pipe(tmp_path: Path, term: str) -> None:
     save_file({"w": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
     environment = {**os.environ, "TERM": term}
 
@@ -112,7 +112,7 @@ def test_in_a_pipe_nothing_is_said_of_imports(tmp_path: Path, term: str) -> None
     assert "importing" not in done.stdout
 
 
-def test_opening_a_model_leaves_no_bars_on_a_terminal(llama_folder: Path, tmp_path: Path) -> None:
+def test_opening_a_model_leaves_no_progress_bars_on_a_terminal(llama_folder: Path, tmp_path: Path) -> None:
     from tests.cli.test_cli import _tokenizer
 
     _tokenizer(shutil.copytree(llama_folder, tmp_path / "model"))

@@ -53,7 +53,7 @@ def data_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["dense", "experts"])
-def test_a_quantized_model_is_the_same_to_transformers_and_near_to_what_it_was(
+def test_a_quantized_model_equals_that_of_transformers_and_is_near_the_original(
     name: str, form: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(models[name])
@@ -74,7 +74,7 @@ def test_a_quantized_model_is_the_same_to_transformers_and_near_to_what_it_was(
         assert is_kept == torch.equal(weight, expected), key
 
 
-def test_companions_come_along_and_the_configuration_says_the_form(models: dict[str, Path], tmp_path: Path) -> None:
+def test_companions_are_copied_and_the_configuration_names_the_form(models: dict[str, Path], tmp_path: Path) -> None:
     assert 0 == cli.main(["quantize", str(models["dense"]), str(tmp_path / "new"), "--int4", "--group-size", "64"])
 
     assert "{}" == (tmp_path / "new" / "tokenizer_config.json").read_text()
@@ -87,7 +87,7 @@ def test_companions_come_along_and_the_configuration_says_the_form(models: dict[
     assert (4, 64) == tuple(said["config_groups"]["group_0"]["weights"][key] for key in ("num_bits", "group_size"))
 
 
-def test_layers_that_no_group_divides_are_left_and_named(
+def test_layers_that_groups_do_not_divide_are_left_and_named(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 0 == cli.main(["quantize", str(models["dense"]), str(tmp_path / "new"), "--int8"])
@@ -117,7 +117,7 @@ def _stopping_after(calls: int, real: Any) -> Any:
     return stopping, count
 
 
-def test_a_quantization_that_was_stopped_goes_on(
+def test_a_stopped_quantization_can_be_resumed(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Finished work is not repeated; meanwhile a new run, or a different one, is refused."""
@@ -145,7 +145,7 @@ def test_a_quantization_that_was_stopped_goes_on(
 
 
 @pytest.mark.parametrize("command", ["quantize", "merge-lora"])
-def test_a_folder_of_somebody_else_beside_the_target_is_left_as_it_is(
+def test_a_foreign_folder_beside_the_target_is_left_alone(
     command: str, models: dict[str, Path], adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With and without `--resume`."""
@@ -161,7 +161,7 @@ def test_a_folder_of_somebody_else_beside_the_target_is_left_as_it_is(
     assert ["new.partial"] == os.listdir(tmp_path)
 
 
-def test_experts_that_are_stored_as_one_are_left_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fused_experts_are_left_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import GptOssConfig
 
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
@@ -176,7 +176,7 @@ def test_experts_that_are_stored_as_one_are_left_and_named(tmp_path: Path, capsy
     ("config", "words"),
     [({"quantization_config": {"quant_method": "fp8"}}, "quantized already"), ({}, "no linear layers")],
 )
-def test_what_cannot_be_quantized_is_refused_and_nothing_is_left(
+def test_models_that_can_not_be_quantized_are_refused_and_leave_nothing(
     config: dict[str, Any],
     words: str,
     models: dict[str, Path],
@@ -197,7 +197,7 @@ def test_what_cannot_be_quantized_is_refused_and_nothing_is_left(
 @pytest.mark.parametrize(
     "command", [["quantize", "{model}", "{target}", "--int8"], ["merge-lora", "{model}", "x", "{target}"]]
 )
-def test_a_gguf_file_is_no_folder_of_a_model(
+def test_a_gguf_file_is_refused_in_place_of_a_folder(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, target = tmp_path / "model.gguf", tmp_path / "new"
@@ -219,7 +219,7 @@ def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return place
 
 
-def test_a_merged_model_is_what_peft_merges(models: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+def test_a_merged_model_equals_that_of_peft(models: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
     before = contents(models["dense"])
@@ -236,7 +236,7 @@ def test_a_merged_model_is_what_peft_merges(models: dict[str, Path], adapter: Pa
     assert ["new"] == os.listdir(tmp_path)
 
 
-def test_a_merge_that_was_stopped_goes_on(
+def test_a_stopped_merge_can_be_resumed(
     models: dict[str, Path],
     adapter: Path,
     tmp_path: Path,

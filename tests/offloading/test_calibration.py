@@ -34,7 +34,7 @@ SUMS = {
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("name", SUMS)
-def test_a_sum_on_disk_is_the_one_in_memory(name, inside):
+def test_a_sum_on_disk_equals_the_one_in_memory(name, inside):
     expected, found = torch.zeros(N, N), OffloadedTensor.zeros((N, N), name="h")
     path = found.offload_path
     context = offload.offloading(min_bytes=1024 if inside else "1TiB")
@@ -48,7 +48,7 @@ def test_a_sum_on_disk_is_the_one_in_memory(name, inside):
     assert path == found.offload_path
 
 
-def test_a_part_of_a_sum_is_added_to_in_its_file():
+def test_part_of_a_sum_is_updated_in_its_file():
     expected, found = torch.zeros(N, N), OffloadedTensor.zeros((N, N), name="h")
     for h in (expected, found):
         h[8:24] += X[0]
@@ -59,7 +59,7 @@ def test_a_part_of_a_sum_is_added_to_in_its_file():
     assert torch.equal(expected, found.materialize())
 
 
-def test_a_batch_of_sums_is_added_to_in_its_file():
+def test_a_batch_of_sums_is_updated_in_its_file():
     expected, found = torch.zeros(2, N, N), OffloadedTensor.zeros((2, N, N), name="h")
     for h in (expected, found):
         h.baddbmm_(X.mT, X)
@@ -105,7 +105,7 @@ SUMMED = """
 """
 
 
-def test_sums_are_added_to_through_the_mapping_with_no_copy_in_memory():
+def test_sums_are_updated_through_the_mapping_without_a_copy_in_memory():
     """Peaks of anonymous memory; a copy's is the counter-check."""
     found = json.loads(run_script(SUMMED))
 
@@ -132,7 +132,7 @@ def tiny_llama() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_walk_on_disk_gives_the_weights_of_one_in_memory(inside, quick_folder):
+def test_calibration_on_disk_gives_the_same_weights_as_in_memory(inside, quick_folder):
     batches = [torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(n)) for n in range(6)]
     before = tiny_llama()
     expected = copy.deepcopy(before)
@@ -199,7 +199,7 @@ CAPPED = """
 
 
 @needs_memory_cap
-def test_hessians_of_four_times_a_memory_cap_are_filled_and_walked_within_it(tmp_path):
+def test_hessians_four_times_a_memory_cap_are_filled_and_used_within_it(tmp_path):
     """40 of 4 MiB, in a memory cgroup of 40 MiB, which also counts the page cache."""
     count, n, cap = 40, 1024, 40 << 20
     with memory_cap(cap) as group:

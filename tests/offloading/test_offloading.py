@@ -84,7 +84,7 @@ FACTORIES: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_a_factory_gives_what_it_gives_in_memory_and_leaves_the_random_state_there(name):
+def test_a_factory_gives_the_same_values_and_random_state_as_in_memory(name):
     torch.manual_seed(1)
     expected = FACTORIES[name]()
     state = torch.get_rng_state()
@@ -114,7 +114,7 @@ def test_an_empty_tensor_has_its_shape_and_strides_on_disk(make):
     assert (expected.shape, expected.stride(), expected.dtype) == (found.shape, found.stride(), found.dtype)
 
 
-def test_a_linear_layer_has_its_weight_on_disk_and_the_values_of_one_in_memory():
+def test_a_linear_layer_has_its_weight_on_disk_with_the_values_of_one_in_memory():
     torch.manual_seed(0)
     expected = nn.Linear(64, 64)
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_a_linear_layer_has_its_weight_on_disk_and_the_values_of_one_in_memory()
     assert torch.equal(expected(X), found(X))
 
 
-def test_a_tensor_of_numbers_may_ask_for_grad():
+def test_a_tensor_of_numbers_may_require_grad():
     found = inside(lambda: torch.tensor(X.tolist(), requires_grad=True))
 
     assert is_offloaded(found)
@@ -173,7 +173,7 @@ OPS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext], ids=str)
 @pytest.mark.parametrize("name", OPS)
-def test_an_op_gives_what_it_gives_in_memory(name, mode, where):
+def test_an_op_gives_the_same_result_as_in_memory(name, mode, where):
     x = X if where == "memory" else OffloadedTensor.from_original_tensor(X, "x")
     with mode():
         expected = OPS[name](X)
@@ -186,7 +186,7 @@ def test_an_op_gives_what_it_gives_in_memory(name, mode, where):
     assert not any(is_offloaded(other) for one, other in pairs if one.numel() * one.itemsize < SMALL)
 
 
-def test_views_of_what_is_in_memory_stay_there_and_share_it():
+def test_views_of_tensors_in_memory_share_their_memory():
     x = X.clone()
     with offload.offloading(min_bytes=SMALL):
         views = [x[:32], x.t(), x.view(-1), x.reshape(32, 128), x.detach(), torch.from_numpy(x.numpy()), *x.chunk(2)]
@@ -205,7 +205,7 @@ def test_views_of_a_result_share_its_file():
     assert [1.0, 1.0] == [row.mean().item(), turned.mean().item()]
 
 
-def test_what_an_op_writes_to_is_what_it_gives_back_and_is_not_written_to_disk(tmp_path):
+def test_results_of_in_place_ops_are_their_arguments_and_stay_in_memory(tmp_path):
     x, out = X.clone(), torch.empty(64, 64)
     with offload.offloading(tmp_path, min_bytes=SMALL):
         written = [x.add_(1), torch.add(x, 1, out=out), x.t_(), x.resize_(32, 128), out.set_(x)]
@@ -215,7 +215,7 @@ def test_what_an_op_writes_to_is_what_it_gives_back_and_is_not_written_to_disk(t
     assert [] == list(tmp_path.iterdir())
 
 
-def test_an_op_that_gives_its_argument_back_is_believed():
+def test_a_result_that_is_an_argument_is_left_alone():
     with offload.offloading(min_bytes=SMALL):
         found = [X.to(torch.float32), X.contiguous(), X.float(), torch.asarray(X), nn.Identity()(X)]
 
@@ -234,7 +234,7 @@ def test_out_and_in_place_ops_write_to_a_tensor_on_disk():
     assert torch.equal(expected, out.materialize())
 
 
-def test_a_cast_of_a_tensor_on_disk_is_another_value():
+def test_a_cast_of_a_tensor_on_disk_makes_another_value():
     w = OffloadedTensor.from_original_tensor(X, "w")
 
     with offload.offloading(min_bytes=SMALL):
@@ -253,7 +253,7 @@ def test_materialize_gives_a_plain_tensor():
     assert all(type(one) is torch.Tensor and torch.equal(X, one) for one in found)
 
 
-def test_gradients_are_those_in_memory():
+def test_gradients_equal_those_in_memory():
     def gradients(x: torch.Tensor, layers: nn.Module) -> list[torch.Tensor]:
         x = x.clone().requires_grad_()
         layers.zero_grad()
@@ -272,7 +272,7 @@ def test_gradients_are_those_in_memory():
         assert sum(map(is_offloaded, found)) == 3  # x and the two weights
 
 
-def test_what_autograd_saves_is_on_disk():
+def test_tensors_that_autograd_saves_are_on_disk():
     saved: list[torch.Tensor] = []
     x = X.clone().requires_grad_()
 
@@ -303,7 +303,7 @@ def test_adamw_takes_the_same_steps_with_its_state_on_disk():
 # The context
 
 
-def test_only_what_is_large_goes_to_disk():
+def test_only_large_results_go_to_disk():
     with offload.offloading(min_bytes="4KiB"):
         found = [torch.ones(1023), torch.ones(1024), torch.ones(0)]
     with offload.offloading(min_bytes=0):
@@ -312,7 +312,7 @@ def test_only_what_is_large_goes_to_disk():
     assert [False, True, False, True, True] == [is_offloaded(one) for one in found]
 
 
-def test_the_log_tells_which_way_a_large_result_took(tmp_path, caplog):
+def test_the_log_says_how_each_large_result_was_made(tmp_path, caplog):
     x = torch.ones(64)
     with caplog.at_level("DEBUG", "offload.offloading"), offload.offloading(tmp_path / "results", min_bytes=64):
         x + 1, x.cumsum(0), torch.ones(8, 8).triu().to_sparse(), x.expand(2, 64) is x, torch.ones(2)
@@ -322,7 +322,7 @@ def test_the_log_tells_which_way_a_large_result_took(tmp_path, caplog):
         assert any(line.startswith(words) for line in said), (words, said)
 
 
-def test_after_the_context_all_is_as_before():
+def test_leaving_the_context_restores_everything():
     with pytest.raises(ZeroDivisionError), offload.offloading(min_bytes=SMALL):
         torch.ones(64, 64).div_(0 // 0)
 
@@ -330,7 +330,7 @@ def test_after_the_context_all_is_as_before():
     assert 0 == torch._C._len_torch_dispatch_stack()
 
 
-def test_the_inner_context_counts_alone(tmp_path):
+def test_an_inner_context_replaces_the_outer_one(tmp_path):
     with offload.offloading(tmp_path / "outer", min_bytes=SMALL):
         with offload.offloading(tmp_path / "inner", min_bytes="1MiB"):
             between, large = torch.ones(64, 64), torch.ones(512, 512)
@@ -343,7 +343,7 @@ def test_the_inner_context_counts_alone(tmp_path):
     assert tmp_path / "outer" == after.offload_dir
 
 
-def test_a_context_can_be_entered_again_while_it_is_on():
+def test_a_context_can_be_entered_inside_itself():
     @offload.offloading(min_bytes=SMALL)
     def nested(depth: int) -> torch.Tensor:
         made = torch.ones(64, 64)
@@ -353,7 +353,7 @@ def test_a_context_can_be_entered_again_while_it_is_on():
     assert type(torch.ones(64, 64)) is torch.Tensor
 
 
-def test_other_threads_see_nothing_and_may_have_a_context_of_their_own(tmp_path):
+def test_other_threads_are_not_affected_and_may_have_their_own_context(tmp_path):
     found: dict[str, torch.Tensor] = {}
     meet = threading.Barrier(3, timeout=20)
 
@@ -378,7 +378,7 @@ def test_other_threads_see_nothing_and_may_have_a_context_of_their_own(tmp_path)
     assert type(found["none"]) is torch.Tensor
 
 
-def test_threads_that_leave_in_the_order_they_came_in_leave_compiling_on():
+def test_compiling_works_after_threads_leave_in_any_order():
     first_left, second_in = threading.Event(), threading.Event()
 
     def second() -> None:
@@ -400,7 +400,7 @@ def test_threads_that_leave_in_the_order_they_came_in_leave_compiling_on():
 # Files
 
 
-def test_in_a_named_folder_files_stay_and_a_second_context_overwrites_none(tmp_path):
+def test_files_in_a_named_folder_stay_and_are_not_overwritten(tmp_path):
     first = []
     for _ in range(2):
         with offload.offloading(tmp_path, min_bytes=SMALL):
@@ -429,7 +429,7 @@ def test_another_process_adds_to_a_folder_and_overwrites_nothing(tmp_path):
     assert before.items() < after.items()
 
 
-def test_a_process_that_is_forked_inside_overwrites_nothing(tmp_path):
+def test_a_forked_process_overwrites_nothing(tmp_path):
     def act() -> None:
         assert torch.equal(torch.full((64, 64), 7.0), torch.full((64, 64), 7.0).materialize())
 
@@ -444,7 +444,7 @@ def test_a_process_that_is_forked_inside_overwrites_nothing(tmp_path):
     assert before.items() < contents(tmp_path).items()
 
 
-def test_a_process_that_is_forked_while_a_thread_enters_may_enter_too():
+def test_a_process_forked_while_a_thread_enters_may_enter_too():
     def act() -> None:
         signal.alarm(20)  # ends a process that waits for that thread
         with offload.offloading(min_bytes=SMALL):
@@ -467,7 +467,7 @@ def test_a_process_that_is_forked_while_a_thread_enters_may_enter_too():
     assert ended_well
 
 
-def test_a_private_file_goes_with_its_tensor():
+def test_a_private_file_is_removed_with_its_tensor():
     with offload.offloading(min_bytes=SMALL):
         made = torch.ones(64, 64)
         path = made.offload_path
@@ -484,7 +484,7 @@ def test_a_failing_op_leaves_no_file(tmp_path):
     assert [] == list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_a_file_is_an_error_before_anything_runs(tmp_path):
+def test_a_file_in_place_of_the_folder_is_an_error_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("mine")
 
     with pytest.raises(WriteError, match="offload_dir"), offload.offloading(tmp_path / "file"):
@@ -494,7 +494,7 @@ def test_a_folder_that_is_a_file_is_an_error_before_anything_runs(tmp_path):
 
 
 @pytest.mark.parametrize("amount", ["lots", -1])
-def test_a_size_that_is_none_is_an_error(amount):
+def test_an_invalid_size_is_an_error(amount):
     with pytest.raises(ValueError, match="amount of memory"), offload.offloading(min_bytes=amount):
         raise AssertionError
 
@@ -517,13 +517,13 @@ def test_fake_and_meta_tensors_are_left_alone():
     assert layer.weight.is_meta
 
 
-def test_what_is_traced_is_left_alone():
+def test_traced_functions_are_left_alone():
     graph = inside(lambda: make_fx(lambda x: (x @ x).relu())(X))
 
     assert torch.equal((X @ X).relu(), graph(X))
 
 
-def test_function_transforms_give_what_they_give_in_memory():
+def test_function_transforms_give_the_same_results_as_in_memory():
     def transformed() -> list[torch.Tensor]:
         return [
             torch.func.vmap(lambda row: row * 2)(X),
@@ -537,7 +537,7 @@ def test_function_transforms_give_what_they_give_in_memory():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_function_gives_the_same_inside_and_compiles_outside(backend):
+def test_a_compiled_function_gives_the_same_result_inside_and_compiles_outside(backend):
     calls: list[int] = []
 
     def counted(graph: Any, _: Any) -> Any:
@@ -556,7 +556,7 @@ def test_a_compiled_function_gives_the_same_inside_and_compiles_outside(backend)
     assert all(torch.equal(expected, materialize(one)) for one in (first, outside, again))
 
 
-def test_a_mode_of_somebody_elses_sees_the_ops():
+def test_modes_of_others_see_the_ops():
     class Seen(TorchDispatchMode):
         names: list[str] = []  # noqa: RUF012
 

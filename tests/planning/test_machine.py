@@ -16,7 +16,7 @@ from offload.planning.machine import diagnose
 SIZE = 16 << 20
 
 
-def test_a_diagnosis_holds_what_the_machine_says_of_itself(tmp_path: Path) -> None:
+def test_a_diagnosis_holds_the_figures_of_the_machine(tmp_path: Path) -> None:
     found = diagnose(tmp_path, nbytes=SIZE)
 
     assert torch.__version__ == found.versions["torch"]
@@ -43,7 +43,7 @@ def test_a_disk_without_room_is_not_measured(tmp_path: Path, monkeypatch: pytest
     assert (1 << 20, None, None, None) == (disk.free, disk.writes, disk.reads, disk.reads_direct)
 
 
-def test_a_file_system_without_direct_reads_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_direct_reads_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really = os.open
 
     def refusing(path: object, flags: int, *rest: int) -> int:
@@ -60,7 +60,7 @@ def test_a_file_system_without_direct_reads_is_told(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["typo", "file", "file/folder"])
-def test_a_folder_that_is_not_there_is_an_error_and_not_made(tmp_path: Path, name: str) -> None:
+def test_a_missing_folder_is_an_error_and_not_created(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
 
     with pytest.raises(MissingFileError, match="no such folder"):

@@ -65,7 +65,7 @@ def test_a_table_that_is_the_output_layer_too_is_read_whole(saved: Any) -> None:
     assert found.stored == found.needed(1)
 
 
-def test_of_experts_a_token_needs_those_that_it_is_routed_to(saved: Any) -> None:
+def test_a_token_needs_the_experts_that_it_is_routed_to(saved: Any) -> None:
     found = sizes_of(saved(Qwen3MoeConfig(**SIZES, **EXPERTS)))
 
     assert 2 * 2 * 8 * 3 * 64 * 64 == found.experts
@@ -98,9 +98,7 @@ def test_a_packed_model_counts_as_it_is_packed(name: str, tmp_path: Path) -> Non
     assert found.form not in ("bfloat16", "float16", "float32")
 
 
-def test_of_a_model_on_the_hub_nothing_is_fetched_but_configuration_and_headers(
-    saved: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_configuration_and_headers_are_fetched_from_the_hub(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, fetched = saved(LlamaConfig(**SIZES)), []
     with safe_open(folder / "model.safetensors", "pt") as file:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -168,7 +166,7 @@ def test_calling_kernels_and_decoding_take_time_for_each_batch_in_flight(saved: 
 
 
 @pytest.mark.usefixtures("machine")
-def test_what_is_bound_by_the_disk_gains_by_fewer_bits_and_by_requests_in_flight(saved: Any) -> None:
+def test_disk_bound_models_gain_from_fewer_bits_and_requests_in_flight(saved: Any) -> None:
     folder = saved(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024}))
 
     found = offload.plan(folder, max_memory="1MiB", disk_rate=1000, context=1)
@@ -182,7 +180,7 @@ def test_what_is_bound_by_the_disk_gains_by_fewer_bits_and_by_requests_in_flight
     assert any("offload quantize" in command for command in found.ways[0].commands)
 
 
-def test_a_model_that_fits_needs_nothing_of_this(saved: Any) -> None:
+def test_a_model_that_fits_has_no_other_ways(saved: Any) -> None:
     found = offload.plan(saved(LlamaConfig(**SIZES)), disk_rate="1GB")
 
     assert found.fits
@@ -190,7 +188,7 @@ def test_a_model_that_fits_needs_nothing_of_this(saved: Any) -> None:
     assert "use plain transformers" in str(found)
 
 
-def test_the_command_says_it_in_words_and_as_json(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_plan_in_words_and_as_json(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(saved(Qwen3MoeConfig(**SIZES, **EXPERTS)))
     options = ["--max-memory", "0", "--disk-rate", "1MB"]
 
@@ -215,7 +213,7 @@ def test_the_commands_of_a_plan_have_the_options_that_it_was_made_with(saved: An
 
 
 @pytest.mark.usefixtures("machine")
-def test_small_numbers_are_said_in_words(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_numbers_are_written_in_full(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = Computing(streams=1e30, multiplies=1e30, casts=1e30)
     monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _device: at_once)
     monkeypatch.setattr("offload.planning.sizes._empty_passes", lambda _model: (64, 0.0))
@@ -230,7 +228,7 @@ def test_small_numbers_are_said_in_words(saved: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_context_that_leaves_no_memory_for_weights_is_told(saved: Any) -> None:
+def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any) -> None:
     plan = offload.plan(saved(LlamaConfig(**SIZES)), max_memory="1MiB", disk_rate="1GB", context=10_000)
     said = str(plan)
 
@@ -241,7 +239,7 @@ def test_a_context_that_leaves_no_memory_for_weights_is_told(saved: Any) -> None
     assert "\n  0 bytes of " in said
 
 
-def test_what_is_no_model_is_said(tmp_path: Path, saved: Any) -> None:
+def test_a_folder_that_is_not_a_model_is_an_error(tmp_path: Path, saved: Any) -> None:
     folder = saved(LlamaConfig(**SIZES))
     for options, error in (({"batch": 0}, ArgumentError), ({"disk_rate": "fast"}, ArgumentError)):
         with pytest.raises(error):
@@ -262,7 +260,9 @@ def test_a_model_without_a_cache_of_keys_has_none(tmp_path: Path) -> None:
     assert sizes_of(tmp_path).kv_per_token is None
 
 
-def test_where_the_disk_can_not_be_measured_its_rate_is_asked_for(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_asks_for_the_disk_rate_if_it_can_not_be_measured(
+    saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No direct reads, and no disk space for a test file."""
     folder = saved(LlamaConfig(**SIZES))
     unknown = Disk(folder, free=0, writes=None, reads=None, reads_direct=None)
@@ -274,7 +274,7 @@ def test_where_the_disk_can_not_be_measured_its_rate_is_asked_for(saved: Any, mo
     assert offload.plan(folder, disk_rate="2GB").disk_rate == 2e9
 
 
-def test_where_nothing_can_stay_a_token_reads_all(saved: Any) -> None:
+def test_a_token_reads_everything_if_nothing_stays_in_memory(saved: Any) -> None:
     """As on a machine without free memory: the plan says so, and what would be faster."""
     found = offload.plan(saved(LlamaConfig(**SIZES)), max_memory=0, disk_rate=1000)
 

@@ -25,23 +25,23 @@ PARAMETERS = {
 }
 
 
-def test_the_page_has_the_table():
+def test_the_page_contains_the_table():
     assert table() in (ROOT / "tutorials/index.md").read_text(encoding="utf-8")
 
 
-def test_the_page_on_the_plan_has_what_was_measured():
+def test_the_page_on_plans_contains_the_measured_figures():
     page = (ROOT / "tutorials/how-to/plan.md").read_text(encoding="utf-8")
 
     assert planned.table(RESULTS / "2026-11-23-plan.json") in page
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_has_the_parameters_that_it_is_known_for(name):
+def test_known_models_have_their_published_number_of_parameters(name):
     assert PARAMETERS[name] == pytest.approx(sizes_of(name).parameters / 1e9, rel=0.005)
 
 
 @pytest.mark.parametrize(("name", "active", "share"), [("gpt-oss 20B", 3.61, 4 / 32), ("gpt-oss 120B", 5.13, 4 / 128)])
-def test_active_parameters_are_those_that_a_token_is_multiplied_with(name, active, share):
+def test_active_parameters_are_the_ones_a_token_is_multiplied_with(name, active, share):
     """As published, without the table from which a token takes one row; the experts among these are decoded."""
     sizes = sizes_of(name)
 

@@ -71,7 +71,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_gradients_are_those_of_plain_tensors(name, tmp_path):
+def test_gradients_equal_those_of_plain_tensors(name, tmp_path):
     make, loss_of = NETWORKS[name]
     torch.manual_seed(0)
     plain = make()
@@ -97,7 +97,7 @@ def test_backward_may_run_inside_the_block():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
-def test_values_of_any_kind_come_back_as_they_were(dtype, tmp_path):
+def test_values_of_any_kind_come_back_unchanged(dtype, tmp_path):
     """Non-contiguous, lazily conjugated, empty and 0-d ones."""
 
     def loss_of(x):
@@ -123,7 +123,7 @@ def test_values_of_any_kind_come_back_as_they_were(dtype, tmp_path):
 # What is written
 
 
-def test_a_storage_is_written_once_whoever_saves_it(tmp_path):
+def test_a_storage_is_written_once_whichever_ops_save_it(tmp_path):
     x = torch.ones(1000, requires_grad=True)
 
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
@@ -136,7 +136,7 @@ def test_a_storage_is_written_once_whoever_saves_it(tmp_path):
     assert z.requires_grad
 
 
-def test_what_stays_alive_anyway_is_not_written(tmp_path):
+def test_storages_held_elsewhere_are_not_written(tmp_path):
     """A parameter, an input, a value that is held elsewhere, and one that is on disk."""
     weight, x = nn.Parameter(torch.ones(50, 50)), torch.ones(50, 50)
     stored = offload.OffloadedTensor.from_original_tensor(torch.ones(50, 50), "stored", tmp_path / "weights")
@@ -151,7 +151,7 @@ def test_what_stays_alive_anyway_is_not_written(tmp_path):
     assert weight.grad is not None
 
 
-def test_only_storages_of_the_size_are_written(tmp_path):
+def test_only_storages_of_at_least_min_bytes_are_written(tmp_path):
     x = torch.ones(1000, requires_grad=True)
 
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes="4000"):
@@ -161,7 +161,7 @@ def test_only_storages_of_the_size_are_written(tmp_path):
     del loss
 
 
-def test_files_go_with_the_graph(tmp_path):
+def test_files_are_removed_with_the_graph(tmp_path):
     x = torch.ones(1000, requires_grad=True)
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         first, second = (x * 2).sin().sum(), (x * 2).cos().sum()
@@ -213,7 +213,7 @@ def test_a_parameter_that_was_stepped_since_is_an_error():
         loss.backward()
 
 
-def test_a_graph_that_is_retained_is_read_again(tmp_path):
+def test_a_retained_graph_is_read_again(tmp_path):
     x = torch.linspace(0, 1, 1000).requires_grad_()
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = (x * 2).sin().sum()
@@ -228,7 +228,7 @@ def test_a_graph_that_is_retained_is_read_again(tmp_path):
         loss.backward()
 
 
-def test_double_backward_is_that_of_plain_tensors(tmp_path):
+def test_double_backward_equals_that_of_plain_tensors(tmp_path):
     def second(x):
         loss = (x * 2).sin().exp().sum()
         settled()
@@ -287,7 +287,7 @@ def test_autocast_casts_as_it_does_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_compiled_functions_may_hold_the_block_or_be_called_in_it(is_inside, tmp_path):
+def test_compiled_functions_may_contain_the_block_or_be_called_in_it(is_inside, tmp_path):
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     plain = copy.deepcopy(layer)
@@ -309,7 +309,7 @@ def test_compiled_functions_may_hold_the_block_or_be_called_in_it(is_inside, tmp
     assert all(map(torch.equal, gradients(plain), gradients(layer)))
 
 
-def test_of_nested_blocks_the_inner_one_says_where_and_what(tmp_path):
+def test_the_innermost_block_decides_folder_and_size(tmp_path):
     x = torch.ones(1000, requires_grad=True)
 
     with offload.training.offload_activations(offload_dir=tmp_path / "outer", min_bytes=1):
@@ -370,7 +370,7 @@ def test_an_exception_in_forward_leaves_nothing(tmp_path):
     assert [] == written(tmp_path)
 
 
-def test_an_exception_in_backward_leaves_the_graph_as_plain_tensors_would(tmp_path):
+def test_an_exception_in_backward_leaves_the_graph_as_with_plain_tensors(tmp_path):
     x = torch.ones(1000, requires_grad=True)
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         y = (x * 2).sin()
@@ -450,7 +450,7 @@ PEAK = """
 """
 
 
-def test_peak_anonymous_memory_falls_by_what_was_offloaded():
+def test_peak_anonymous_memory_falls_by_the_offloaded_bytes():
     """192 MiB are saved. What remains is what the current ops use, what waits to be written, and freed blocks."""
     found = json.loads(run_script(PEAK))
 

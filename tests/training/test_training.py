@@ -78,7 +78,7 @@ def both(kind: Any, options: Any, **more: Any) -> tuple[nn.Module, Any, nn.Modul
 
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
-def test_steps_are_those_in_memory(kind, options, foreach):
+def test_steps_equal_those_in_memory(kind, options, foreach):
     plain, expected, on_disk, optimizer = both(kind, {**options, "foreach": foreach})
 
     assert train(plain, expected) == train(on_disk, optimizer)
@@ -90,14 +90,14 @@ def test_steps_are_those_in_memory(kind, options, foreach):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_fused_steps_are_those_in_memory(kind):
+def test_fused_steps_equal_those_in_memory(kind):
     plain, expected, on_disk, optimizer = both(kind, {"lr": 0.1, "fused": True})
 
     assert train(plain, expected) == train(on_disk, optimizer)
     assert all(map(torch.equal, plain.parameters(), on_disk.parameters()))
 
 
-def test_muon_steps_as_in_memory():
+def test_muon_takes_the_same_steps_as_in_memory():
     plain, on_disk = network(), offload.disk_offload(network())
     expected = torch.optim.Muon([plain[0].weight, plain[2].weight])
     optimizer = offloaded(torch.optim.Muon([on_disk[0].weight, on_disk[2].weight]))
@@ -173,7 +173,7 @@ def test_state_is_named_after_the_parameter(tmp_path):
     assert ["tensor", "group0.1"] == list(by_tensor._place.names.values())
 
 
-def test_what_is_small_stays_in_memory():
+def test_small_state_stays_in_memory():
     model = network()
     optimizer = offloaded(torch.optim.AdamW(model.parameters()), min_bytes=16 * 16 * 4)
     train(model, optimizer)
@@ -183,7 +183,7 @@ def test_what_is_small_stays_in_memory():
     assert not is_offloaded(optimizer.state[model[2].weight]["step"])
 
 
-def test_state_that_is_there_is_moved():
+def test_existing_state_is_moved_to_disk():
     plain, model = network(), network()
     expected, optimizer = torch.optim.AdamW(plain.parameters()), torch.optim.AdamW(model.parameters())
     first = train(plain, expected), train(model, optimizer)
@@ -194,7 +194,7 @@ def test_state_that_is_there_is_moved():
     assert train(plain, expected) == train(model, optimizer)
 
 
-def test_groups_that_come_later_have_their_state_on_disk():
+def test_groups_added_later_have_their_state_on_disk():
     plain, model = network(), network()
     expected = torch.optim.AdamW(plain[0].parameters())
     optimizer = offloaded(torch.optim.AdamW(model[0].parameters()))
@@ -207,7 +207,7 @@ def test_groups_that_come_later_have_their_state_on_disk():
     assert "group1.0.exp_avg" == optimizer.state[model[2].weight]["exp_avg"].name
 
 
-def test_two_optimizers_may_not_have_one_file(tmp_path):
+def test_two_optimizers_can_not_share_a_file(tmp_path):
     one, other = network(), network()
     train(one, offloaded(torch.optim.AdamW(one.parameters()), tmp_path))
     kept = offloaded(torch.optim.AdamW(one.parameters()), tmp_path)
@@ -242,7 +242,7 @@ def test_loaded_state_is_on_disk_and_the_same(how, tmp_path):
     assert train(plain, expected) == train(model, optimizer)
 
 
-def test_a_state_of_an_earlier_moment_is_gone_back_to():
+def test_an_earlier_state_can_be_loaded():
     model = network()
     optimizer = offloaded(torch.optim.AdamW(model.parameters()))
     train(model, optimizer)
@@ -254,7 +254,7 @@ def test_a_state_of_an_earlier_moment_is_gone_back_to():
     assert first == train(model, optimizer)
 
 
-def test_distributed_checkpoints_save_and_load_it(tmp_path):
+def test_distributed_checkpoints_save_and_load_state_on_disk(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     model = network()
@@ -307,7 +307,7 @@ def test_gradients_may_be_set_to_zero_in_place():
     assert all(map(torch.equal, plain.parameters(), on_disk.parameters()))
 
 
-def test_a_gradient_scaler_finds_what_is_not_finite():
+def test_a_gradient_scaler_finds_gradients_that_are_not_finite():
     plain, expected, on_disk, optimizer = both(torch.optim.AdamW, {}, gradients=True)
     for model, each in ((plain, expected), (on_disk, optimizer)):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -337,7 +337,7 @@ def test_learning_rate_schedulers_count_its_steps(scheduler_first, recwarn):
     assert not list(recwarn)
 
 
-def test_files_go_with_model_and_optimizer_by_reference_count():
+def test_files_are_removed_with_model_and_optimizer_by_reference_count():
     model = offload.disk_offload(network())
     optimizer = offloaded(torch.optim.AdamW(model.parameters()), gradients=True)
     train(model, optimizer)
@@ -364,7 +364,7 @@ def test_a_copy_of_model_and_optimizer_is_independent():
     assert train(model, optimizer) == train(other, its)
 
 
-def test_hooks_and_closures_are_called_once_a_step():
+def test_hooks_and_closures_are_called_once_per_step():
     model = network()
     optimizer = offloaded(torch.optim.SGD(model.parameters(), lr=0.1))
     calls = []
@@ -398,7 +398,7 @@ def test_a_step_that_fails_leaves_the_groups_as_they_were():
 
 
 @pytest.mark.parametrize(("given", "said"), [(torch.optim.AdamW, "AdamW'> was given"), (nn.ReLU(), "a ReLU was given")])
-def test_what_is_no_optimizer_is_refused(given, said):
+def test_arguments_that_are_not_optimizers_are_refused(given, said):
     with pytest.raises(TypeError, match=said):
         offload.training.offload_optimizer(given)
 
@@ -481,7 +481,7 @@ MEMORY = """
 
 
 @pytest.mark.parametrize("foreach", ["foreach", "single"])
-def test_memory_of_training_is_bounded_by_some_parameters(foreach, tmp_path):
+def test_training_memory_is_bounded_by_a_few_parameters(foreach, tmp_path):
     """60 MB of parameters in 15 of 4 MiB: in memory, their gradients and state take three times that.
 
     Here they take as much as a dozen such tensors, and 48 MiB of unreturned freed memory; also to save and load.

@@ -71,7 +71,7 @@ class Note:
 
 @pytest.mark.parametrize("was_on_disk", [True, False])
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_training_goes_on_as_if_nothing_had_happened(was_on_disk, on_disk, tmp_path):
+def test_resumed_training_equals_uninterrupted_training(was_on_disk, on_disk, tmp_path):
     """Whether model and state are on disk or in memory, before and after."""
     model = offload.disk_offload(network()) if was_on_disk else network()
     optimizer = adamw(model, was_on_disk)
@@ -90,7 +90,7 @@ def test_training_goes_on_as_if_nothing_had_happened(was_on_disk, on_disk, tmp_p
     assert on_disk or not any(is_offloaded(parameter) for parameter in model.parameters())
 
 
-def test_a_checkpoint_is_gone_back_to_in_the_middle_of_a_run(tmp_path):
+def test_a_checkpoint_can_be_loaded_in_the_middle_of_a_run(tmp_path):
     model = offload.disk_offload(network(), tmp_path / "live")
     optimizer = offload.training.offload_optimizer(
         torch.optim.AdamW(model.parameters()), offload_dir=tmp_path / "live", min_bytes=1
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_gone_back_to_in_the_middle_of_a_run(tmp_path):
     assert all(parameter.offload_dir == tmp_path / "live" for parameter in model.parameters())
 
 
-def test_what_else_is_given_is_saved_and_loaded(tmp_path):
+def test_extra_values_are_saved_and_loaded(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.1)
@@ -124,14 +124,14 @@ def test_what_else_is_given_is_saved_and_loaded(tmp_path):
     assert 0.1 == optimizer.param_groups[0]["lr"]
 
 
-def test_what_is_not_asked_for_comes_back_as_it_was_saved(tmp_path):
+def test_state_without_an_object_is_returned_as_saved(tmp_path):
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 5)
     offload.training.save_training(network(), tmp_path, scheduler=scheduler)
 
     assert {"scheduler": scheduler.state_dict()} == offload.training.load_training(network(), tmp_path)
 
 
-def test_what_is_frozen_may_be_left_out(tmp_path):
+def test_frozen_parameters_may_be_left_out(tmp_path):
     model = network()
     model[0].requires_grad_(False)
     offload.training.save_training(model, tmp_path, frozen=False)
@@ -164,7 +164,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
 # Files
 
 
-def test_the_latest_stays_and_files_of_others_too(tmp_path):
+def test_the_latest_checkpoint_and_foreign_files_stay(tmp_path):
     first = offload.training.save_training(network(), tmp_path)
     (first / "notes.txt").write_text("mine")
     (tmp_path / "checkpoint-7").mkdir()
@@ -177,7 +177,7 @@ def test_the_latest_stays_and_files_of_others_too(tmp_path):
     assert ["notes.txt"] == os.listdir(first)
 
 
-def test_a_checkpoint_that_tensors_are_over_stays(tmp_path):
+def test_a_checkpoint_that_tensors_refer_to_stays(tmp_path):
     first = offload.training.save_training(network(), tmp_path)
     model = nn.Sequential(nn.Linear(8, 16))
     model[0].weight = nn.Parameter(offload.load_file(first)["model.0.weight"], requires_grad=False)
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_tensors_are_over_stays(tmp_path):
     assert torch.equal(network()[0].weight, model[0].weight)
 
 
-def test_what_is_small_is_in_memory_again_and_needs_no_checkpoint(tmp_path):
+def test_small_values_are_back_in_memory_and_need_no_checkpoint(tmp_path):
     model = network()
     optimizer = offload.training.offload_optimizer(torch.optim.AdamW(model.parameters()), min_bytes=512)
     train(model, optimizer)
@@ -204,7 +204,7 @@ def test_what_is_small_is_in_memory_again_and_needs_no_checkpoint(tmp_path):
     train(model, optimizer)
 
 
-def test_somebody_elses_files_are_not_replaced(tmp_path):
+def test_foreign_files_are_not_replaced(tmp_path):
     (tmp_path / "latest.json").write_text('{"mine": 1}')
     before = contents(tmp_path)
 
@@ -217,7 +217,7 @@ def test_somebody_elses_files_are_not_replaced(tmp_path):
     "place",
     ["training.checkpoints.save_checkpoint", "training.checkpoints.write_state", "storage.replacing.sync_folder"],
 )
-def test_after_a_failure_the_checkpoint_before_stands(place, tmp_path, monkeypatch):
+def test_the_earlier_checkpoint_remains_after_a_failure(place, tmp_path, monkeypatch):
     offload.training.save_training(network(), tmp_path, step=1)
     before = contents(tmp_path)
 
@@ -270,7 +270,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         offload.training.load_training(network(), tmp_path, scaler=torch.amp.GradScaler("cpu"))
 
 
-def test_a_model_and_optimizer_that_do_not_fit_are_left_as_they_were(tmp_path):
+def test_a_model_and_optimizer_that_do_not_fit_are_unchanged(tmp_path):
     offload.training.save_training(network(), tmp_path, adamw(network(), False))
     model, deeper = network(), nn.Sequential(*network(), nn.Linear(8, 8))
     groups = torch.optim.AdamW([{"params": part.parameters()} for part in model if list(part.parameters())], lr=0.5)
@@ -290,7 +290,7 @@ def test_a_model_and_optimizer_that_do_not_fit_are_left_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"offload": 1'])
-def test_a_checkpoint_that_is_cut_is_refused(text, tmp_path):
+def test_a_truncated_checkpoint_is_refused(text, tmp_path):
     made = offload.training.save_training(network(), tmp_path)
     (made / "state.json").write_text(text)
 
@@ -298,14 +298,14 @@ def test_a_checkpoint_that_is_cut_is_refused(text, tmp_path):
         offload.training.load_training(network(), tmp_path)
 
 
-def test_what_is_not_plain_is_refused_by_name(tmp_path):
+def test_values_that_are_not_plain_data_are_refused_by_name(tmp_path):
     with pytest.raises(TypeError, match=r"'extra\.args\.1' is a builtins:object"):
         offload.training.save_training(network(), tmp_path, args=[1, object()])
     assert [] == os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("value", [Kind.ONE, Pair(1, 2), Note("x")], ids=str)
-def test_classes_that_a_checkpoint_could_not_be_told_of_are_refused(value, tmp_path):
+def test_classes_that_a_checkpoint_can_not_restore_are_refused(value, tmp_path):
     with pytest.raises(TypeError, match=r"'extra\.it' is a .*make it a dict, list, tuple, number or text"):
         offload.training.save_training(network(), tmp_path, it=value)
 
@@ -324,7 +324,7 @@ def test_values_of_a_subclass_are_refused_by_name(tmp_path):
     [None, True, -1, 0.1, float("-inf"), "*", [], (), {}, [(1, [2.0])], {"*": 1}, {1: "a", None: (2,)}, Counter("aab")],
     ids=str,
 )
-def test_plain_data_comes_back_as_it_was(value, tmp_path):
+def test_plain_data_comes_back_unchanged(value, tmp_path):
     offload.training.save_training(nn.Linear(1, 1), tmp_path, it=value)
     found = offload.training.load_training(nn.Linear(1, 1), tmp_path)["it"]
 
@@ -433,7 +433,7 @@ DRIVER = """
 
 
 @pytest.mark.campaign("kills")
-def test_killed_wherever_it_saves_and_at_random_moments_it_has_the_losses_of_a_run_that_was_not(quick_folder):
+def test_a_run_killed_at_any_moment_has_the_losses_of_an_uninterrupted_one(quick_folder):
     """The first one has just saved."""
     kills, steps = amount("kills", (1, 36), (500, 6000))
 
@@ -532,7 +532,7 @@ def test_damaged_state_is_loaded_as_a_whole_or_not_at_all(run):
 
 
 @pytest.mark.parametrize("which", ["python", "numpy", "torch"])
-def test_a_state_of_random_numbers_that_is_none_changes_nothing(which, run):
+def test_an_invalid_random_state_changes_nothing(which, run):
     folder, model, optimizer, scheduler = run
     path = folder / "checkpoint-1" / "state.json"
     state = json.loads(path.read_text())
@@ -561,7 +561,7 @@ class Stubborn:
             raise KeyError("what")
 
 
-def test_an_object_that_takes_no_state_leaves_the_others_as_they_were(tmp_path):
+def test_an_object_that_rejects_its_state_leaves_the_others_unchanged(tmp_path):
     model, counter, stubborn = network(), Stubborn(), Stubborn()
     optimizer = adamw(model, on_disk=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -579,7 +579,7 @@ def test_an_object_that_takes_no_state_leaves_the_others_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"checkpoint": 3}', "9" * 5000, "[" * 100_000])
-def test_a_pointer_that_is_none_is_named(content, run):
+def test_an_invalid_pointer_to_the_latest_is_named(content, run):
     folder, model, *_ = run
     (folder / "latest.json").write_text(content)
 
@@ -589,7 +589,7 @@ def test_a_pointer_that_is_none_is_named(content, run):
 
 @pytest.mark.parametrize("name", ["latest.json", "checkpoint-1/state.json"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_file_is_not_waited_for(name, kind, run):
+def test_a_fifo_is_not_waited_for(name, kind, run):
     folder, model, *_ = run
     path = folder / name
     path.unlink()
@@ -599,7 +599,7 @@ def test_what_is_no_file_is_not_waited_for(name, kind, run):
         offload.training.load_training(model, folder)
 
 
-def test_an_earlier_checkpoint_that_is_a_link_or_damaged_is_left_alone(tmp_path):
+def test_links_and_damaged_checkpoints_are_left_alone(tmp_path):
     model = network()
     offload.training.save_training(model, tmp_path / "other")
     offload.training.save_training(model, tmp_path / "run")
@@ -615,7 +615,7 @@ def test_an_earlier_checkpoint_that_is_a_link_or_damaged_is_left_alone(tmp_path)
     assert (tmp_path / "run" / "checkpoint-8" / "model.safetensors").exists()
 
 
-def test_what_is_in_itself_is_refused(tmp_path):
+def test_values_that_contain_themselves_are_refused(tmp_path):
     endless = []
     endless.append(endless)
 
