@@ -12,7 +12,6 @@ Always true:
 
 from __future__ import annotations
 
-import io
 import os
 import stat
 import weakref
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -34,13 +33,14 @@ from offload.errors import (
     UnsupportedTorchError,
 )
 from offload.storage import gguf_header, pickled
-from offload.storage.header import Header, header_length, parse
-from offload.storage.layout import Entry, Loose, Record, can_be_over, contiguous
+from offload.storage import header as safetensors_header
+from offload.storage.header import Header
+from offload.storage.layout import Entry, Loose, Record, contiguous
 from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import mapped as map_bytes
 from offload.storage.mapping import scratch, scratch_bytes
 from offload.storage.reasons import explained, not_regular, reading, some
-from offload.storage.regular import Section, absolute, as_file, closed_after, closed_on_error, open_regular
+from offload.storage.regular import absolute, as_file, closed_after, closed_on_error, open_regular
 from offload.torch_api import as_negated
 
 _STEP = 1 << 20  # bytes per read
@@ -57,6 +57,21 @@ class Identity:
     @classmethod
     def of(cls, status: os.stat_result) -> Identity:
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class Reader(Protocol):
+    """A format of files of tensors. The modules that read one are readers."""
+
+    def recognizes(self, start: bytes, /) -> bool:
+        """Whether a file that begins like this is of this format, or pretends to be."""
+
+    def read_header(self, file: BinaryIO, size: int, /) -> Header:
+        """The checked header of a file of `size` bytes; no value is read.
+
+        Raises:
+            CorruptFileError: it is incomplete or damaged.
+            CheckpointError: it is not opened: it holds code, or no tensors by name, or a package is missing.
+        """
 
 
 class TensorFile:
@@ -143,7 +158,7 @@ class TensorFile:
         Raises: as `open`.
         """
         path = absolute(path)
-        opened = cls(path, *_read(path, lambda file, size: _header_of_archives(file, size, places)))
+        opened = cls(path, *_read(path, lambda file, size: pickled.read_archives(file, size, places)))
         opened.is_raw = True
         return opened
 
@@ -263,6 +278,24 @@ class TensorFile:
         )
 
 
+def file_of_ours(path: Path) -> TensorFile | None:
+    """The file of tensors at `path`, if `offload` wrote it; None for a link, and for what others wrote.
+
+    Raises:
+        MissingFileError: there is nothing.
+        ReadError: the system does not tell what is there.
+    """
+    try:
+        is_link = stat.S_ISLNK(os.lstat(path).st_mode)
+    except OSError as error:
+        raise explained(path, error) from error
+    try:
+        found = None if is_link else TensorFile.open(path)
+    except (CorruptFileError, CheckpointError):
+        return None
+    return found if found is not None and found.is_ours else None
+
+
 def file_status(path: Path) -> os.stat_result:
     """`os.stat`, with an error that says what to do."""
     try:  # not `with reading`: it is called for each value that is mapped
@@ -288,38 +321,12 @@ def _read(path: Path, read_header: Callable[[BinaryIO, int], Header]) -> tuple[I
 
 def _read_header(file: BinaryIO, size: int) -> Header:
     """The format is recognised by the first bytes, whatever the file's name."""
-    start = file.read(pickled.MAGIC_SIZE)
+    start = file.read(_START)
     if start.startswith(_LFS):
         raise CorruptFileError("it is a git-lfs pointer, a note in place of the file: run `git lfs pull`")
     file.seek(0)
-    if pickled.is_pickled(start):
-        return pickled.read_header(file, size)
-    if start.startswith(gguf_header.MAGIC):
-        return gguf_header.read_header(file, size)
-    length = header_length(file.read(8), size)
-    return parse(file.read(length), size)
-
-
-def _header_of_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int]]) -> Header:
-    entries: dict[str, Entry] = {}
-    unreadable: dict[str, str] = {}
-    loose: dict[str, Loose] = {}
-    for key, (begin, nbytes) in places.items():
-        if begin + nbytes > size:
-            raise CorruptFileError(
-                f"it is cut off: its archive of {key!r} ends at byte {begin + nbytes}, it has {size}"
-            )
-        section = io.BufferedReader(Section(file.fileno(), begin, nbytes))
-        found = pickled.read_tensor(section, nbytes, key)
-        if isinstance(found, str):
-            unreadable[key] = found
-            continue
-        found = replace(found, record=replace(found.record, start=found.record.start + begin))
-        if found.entry is not None and can_be_over(found.entry):
-            entries[key] = found.entry
-        else:
-            loose[key] = found
-    return Header({}, entries, unreadable, loose)
+    reader = next(reader for reader in _READERS if reader.recognizes(start))
+    return reader.read_header(file, size)
 
 
 # Values that can't be mapped as tensors
@@ -405,6 +412,8 @@ def _inflated(record: Record, file: TensorFile) -> Iterator[bytes]:
     yield inflate.flush()
 
 
+_START = 512  # first bytes, enough to recognise a format
+_READERS: tuple[Reader, ...] = (pickled, gguf_header, safetensors_header)  # the last one takes anything else
 _LFS = b"version https://git-lfs"
 _LOCK = fork_safe_lock()
 _OPENED: weakref.WeakValueDictionary[Path, TensorFile] = weakref.WeakValueDictionary()

@@ -24,7 +24,7 @@ from offload.storage.reasons import short
 
 MAGIC = b"GGUF"
 ARCHITECTURE, PARTS = "general.architecture", "split.count"
-_SAID = (ARCHITECTURE, "general.name", PARTS)  # metadata that is kept
+_METADATA = (ARCHITECTURE, "general.name", PARTS)  # metadata that is kept
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -45,6 +45,11 @@ _LENGTH = struct.Struct("<Q")
 _TYPE = struct.Struct("<I")
 
 
+def recognizes(start: bytes) -> bool:
+    """Whether a file that begins like this is of llama.cpp."""
+    return start.startswith(MAGIC)
+
+
 def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 
@@ -52,7 +57,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
         CorruptFileError: it is incomplete.
         CheckpointError: the `gguf` package is not installed.
     """
-    reader, said = _opened(file)
+    reader, metadata = _opened(file)
     entries: dict[str, Entry] = {}
     kinds: dict[str, str] = {}
     for tensor in reader.tensors:
@@ -64,7 +69,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
         if kind not in _DTYPES:
             kinds[name] = kind
     _check_extents(entries, reader.data_offset, size)
-    return Header(said, entries, {}, kinds=kinds)
+    return Header(metadata, entries, {}, kinds=kinds)
 
 
 def without_vocabulary(file: BinaryIO) -> tuple[bytes, int | None]:
@@ -113,15 +118,15 @@ def _opened(file: BinaryIO) -> tuple[Any, dict[str, str]]:
         raise CheckpointError("is a GGUF file, which the gguf package reads: pip install gguf") from error
     try:
         reader = reader_class(file)
-        fields = {key: reader.get_field(key) for key in _SAID}
-        said = {key: str(field.contents()) for key, field in fields.items() if field is not None}
+        fields = {key: reader.get_field(key) for key in _METADATA}
+        metadata = {key: str(field.contents()) for key, field in fields.items() if field is not None}
     except Exception as error:  # malformed bytes can raise anything, here or in numpy
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise CorruptFileError(f"its header is cut off or damaged ({type(error).__name__}: {short(error)})") from error
     if reader.byte_order != "I":
         raise CorruptFileError("its numbers are in the byte order of another machine")
-    return reader, said
+    return reader, metadata
 
 
 def _sparing() -> Any:

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -37,6 +37,7 @@ from offload.storage.layout import (
     dtype_name,
     dtype_named,
     is_countable,
+    is_storable,
     layout_as,
 )
 from offload.storage.reasons import short
@@ -76,6 +77,21 @@ class Header:
     def notes(self) -> Mapping[str, Any] | None:
         """What `offload` noted in a file of its own; None for other files."""
         return _notes(self.metadata)
+
+
+def recognizes(_: bytes) -> bool:
+    """True: such files have no magic number, so that this format is the last to be tried."""
+    return True
+
+
+def read_header(file: BinaryIO, size: int) -> Header:
+    """The checked header of such a file of `size` bytes.
+
+    Raises:
+        CorruptFileError: it is incomplete or damaged, or another kind of file.
+    """
+    length = header_length(file.read(_LENGTH.size), size)
+    return parse(file.read(length), size)
 
 
 def header_length(prefix: bytes, size: int) -> int:
@@ -172,12 +188,12 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any], metadata: Map
         if note:
             values[key] = note
     own = {"version": VERSION, **({"values": values} if values else {}), **notes}
-    said = {**(metadata or {}), "format": "pt", MARK: json.dumps(own)}
-    text = json.dumps({"__metadata__": said, **specs}, ensure_ascii=False).encode()
+    noted = {**(metadata or {}), "format": "pt", MARK: json.dumps(own)}
+    text = json.dumps({"__metadata__": noted, **specs}, ensure_ascii=False).encode()
     length = -(-(_LENGTH.size + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
     data = _LENGTH.pack(length) + text.ljust(length)
     entries = {key: Entry(key, layout, len(data) + begins[key]) for key, layout in layouts.items()}
-    return Head(data, Header(said, entries, {}), len(data) + end)
+    return Head(data, Header(noted, entries, {}), len(data) + end)
 
 
 def is_standard(layout: Layout) -> bool:
@@ -186,12 +202,11 @@ def is_standard(layout: Layout) -> bool:
 
 
 def _refuse_unstorable(key: str, layout: Layout) -> None:
-    if dtype_named(dtype_name(layout.dtype)) is None:
+    if not is_storable(layout.dtype):
         raise UnsupportedOpError(
             f"{key!r} is of {layout.dtype}, which means nothing without its scale: dequantize() it"
         )
-    itemsize = 1 if layout.overlaps else layout.dtype.itemsize
-    if not are_counts(list(layout.shape)) or not is_countable(layout.shape, itemsize):
+    if not layout.is_possible:
         raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: not the shape of a tensor")
 
 
@@ -317,13 +332,13 @@ def _overlapping(dtype: torch.dtype, stored: tuple[int, ...], shape: Any, stride
 def _spec(layout: Layout) -> tuple[str, list[int], dict[str, Any]]:
     """The safetensors word, the shape in memory order, and what has to be added in the metadata."""
     note: dict[str, Any] = {}
+    shape = list(layout.shape)
+    if layout.stride != contiguous_stride(layout.shape):
+        note["stride"] = list(layout.stride)
+        shape = [layout.shape[dim] for dim in layout.order]
     if layout.overlaps:
         note["shape"] = list(layout.shape)
         shape = [layout.nbytes // layout.dtype.itemsize]
-    else:
-        shape = [layout.shape[dim] for dim in layout.order]
-    if layout.stride != contiguous_stride(layout.shape):
-        note["stride"] = list(layout.stride)
     if layout.dtype == _FLOAT4 and shape:
         return "F4", [*shape[:-1], shape[-1] * 2], note
     if layout.dtype in WORDS:

@@ -50,6 +50,11 @@ class Layout:
         return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
 
     @property
+    def is_possible(self) -> bool:
+        """Whether torch can have a tensor of this shape."""
+        return are_counts(list(self.shape)) and is_countable(self.shape, 1 if self.overlaps else self.dtype.itemsize)
+
+    @property
     def is_dense(self) -> bool:
         """True if the elements fill their bytes without a gap or an overlap."""
         step = 1
@@ -227,6 +232,11 @@ _NAMED: dict[str, torch.dtype] = {
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name for a dtype: `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def is_storable(dtype: torch.dtype) -> bool:
+    """Whether its values mean something by themselves; those of the `q` dtypes need a scale."""
+    return dtype_name(dtype) in _NAMED
 
 
 def dtype_named(name: str) -> torch.dtype | None:

@@ -1,27 +1,88 @@
-"""Plain Python data as JSON, and back.
+"""Nested plain data as JSON, and back: trees, the state of training, and what tensor subclasses keep beside tensors.
 
 Always true:
 - containers, and whatever JSON has no word for, are objects with one key that names the kind; nothing else is
+- a tensor is stored as the caller says
+- a class has a name in a file, and the caller says which class that is: none is imported by a name in a file
+- an error says where in the data it is
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
+import enum
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
-from offload.errors import CorruptFileError
+from offload.annotations import Json
+from offload.errors import CorruptFileError, OffloadError, UnknownTypeError
 from offload.storage.layout import dtype_name, dtype_named
 
-Node: TypeAlias = Any  # what `json` makes of JSON
+Node: TypeAlias = Json
+Way: TypeAlias = tuple[str, ...]  # path from the root of nested data to a place in it
+
+_DEEPEST = 200  # containers nested in each other: well within what `json` and Python allow
 
 
-def scalar_node(value: Any) -> Node:
-    """The node of a value that contains no others; `NONE` for anything else."""
+def told(way: Way) -> str:
+    """A place in nested data, for an error message."""
+    return repr(".".join(way)) if way else "the value itself"
+
+
+# From values to nodes
+
+
+def encode(
+    value: object, tensor: Callable[[torch.Tensor, Way], Node], named: Callable[[type], str] | None = None
+) -> Node:
+    """The node for `value`.
+
+    Args:
+        value: nested data of the supported kinds.
+        tensor: returns the node for a tensor, given the tensor and its path.
+        named: returns the name of a class, for the reader; None if enums, dataclasses and named tuples are refused.
+
+    Raises:
+        UnknownTypeError: something in it can't be stored, contains itself, or is nested too deeply.
+
+    Example:
+        >>> encode([{"step": 3}, torch.float16, torch.ones(1)], lambda _, way: {"tensor": ".".join(way)})
+        {'list': [{'dict': {'step': 3}}, {'dtype': 'float16'}, {'tensor': '2'}]}
+    """
+
+    def node(value: Any, way: Way, around: tuple[int, ...], tensor: Callable[[torch.Tensor, Way], Node]) -> Node:
+        if isinstance(value, torch.Tensor):
+            return tensor(value, way)
+        scalar = _scalar(value)
+        if scalar is not _NONE:
+            return scalar
+        if id(value) in around:
+            what = f"{told(way)} is a {type(value).__name__}"
+            raise UnknownTypeError(f"{what} that it is itself in: no file can hold that")
+        if len(around) == _DEEPEST:
+            raise UnknownTypeError(f"{told(way[:3])} holds containers in each other, more than {_DEEPEST}: flatten it")
+
+        def below(child: Any, step: object) -> Node:
+            return node(child, (*way, str(step)), (*around, id(value)), tensor)
+
+        found = _container(value, below, lambda key: node(key, (*way, repr(key)), (), _refuse_key))
+        if found is None and named is not None:
+            found = _instance(value, below, way, named)
+        if found is None:
+            what, out = name_of(type(value)), _way_out(value, takes_classes=named is not None)
+            raise UnknownTypeError(f"{told(way)} is a {what}, which can't be stored as plain data: {out}")
+        return found
+
+    return node(value, (), (), tensor)
+
+
+def _scalar(value: Any) -> Node:
+    """The node of a value that contains no others; `_NONE` for anything else."""
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
@@ -35,10 +96,10 @@ def scalar_node(value: Any) -> Node:
         return {"dtype": dtype_name(value)}
     if kind is torch.device:
         return {"device": str(value)}
-    return NONE
+    return _NONE
 
 
-def container_node(value: Any, below: Callable[[Any, object], Node], key: Callable[[Any], Node]) -> Node:
+def _container(value: Any, below: Callable[[Any, object], Node], key: Callable[[Any], Node]) -> Node:
     """The node of a plain container; None for anything else."""
     kind = type(value)
     if kind is dict and all(type(name) is str for name in value):
@@ -50,18 +111,118 @@ def container_node(value: Any, below: Callable[[Any, object], Node], key: Callab
     return None
 
 
-def plain_value(kind: str, data: Any, value: Callable[[Node], Any]) -> Any:
-    """The value of a node of one of the kinds in `PLAIN`.
+def _instance(value: Any, below: Callable[[Any, object], Node], way: Way, named: Callable[[type], str]) -> Node:
+    """The node of an enum, a dataclass or a named tuple; None for anything else."""
+    kind = type(value)
+    if isinstance(value, enum.Enum) and value.name in kind.__members__:
+        return {"enum": [named(kind), value.name]}
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if _has_more(value, fields):
+            out = _way_out(value, takes_classes=True)
+            raise UnknownTypeError(f"{told(way)} is a {name_of(kind)}, which is more than its fields: {out}")
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields = dict(zip(value._fields, value, strict=True))
+    else:
+        return None
+    return {"object": [named(kind), {name: below(child, name) for name, child in fields.items()}]}
+
+
+def _has_more(value: Any, names: Iterable[str]) -> bool:
+    """Whether a dataclass holds more than its fields: a batch size, as in tensorclasses, or items."""
+    if isinstance(value, Mapping):
+        return not set(value) <= set(names)  # a ModelOutput of transformers has its fields as items
+    return hasattr(value, "load_memmap") or (isinstance(value, Collection) and len(value) > 0)
+
+
+def _way_out(value: Any, *, takes_classes: bool) -> str:
+    if isinstance(value, torch.nn.Module):
+        return "save its state_dict()"
+    if hasattr(value, "__array__"):
+        return "make it a tensor (torch.from_numpy, torch.as_tensor), or a number (.item())"
+    if hasattr(value, "load_memmap"):
+        return "offload.integrations.tensordict.save_memmap keeps such data"
+    return f"make it a dict, list, tuple, {'dataclass, named tuple, ' if takes_classes else ''}number or text"
+
+
+def _refuse_key(_: torch.Tensor, way: Way) -> Node:
+    raise UnknownTypeError(f"a dict in {told(way[:-1])} has a tensor as a key: use a number or text")
+
+
+def name_of(cls: type) -> str:
+    """The full name of a class, with a colon after its module."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+# From nodes to values
+
+
+def decode(node: Node, tensor: Callable[[str, Json], torch.Tensor], class_named: Callable[[str], type]) -> Any:
+    """The value for which `encode` made the node.
 
     Args:
-        kind, data: of the node.
-        value: turns the nodes inside it into values.
+        node: from a file, not trusted.
+        tensor: returns a tensor, given the kind of its node and the node's content.
+        class_named: returns the class with a name, or raises.
+
+    Raises:
+        UnknownTypeError: a class can't be built from the fields that were saved.
+        CorruptFileError: it is not a valid node.
     """
-    return _CONTAINERS[kind](data, value) if kind in _CONTAINERS else _SCALARS[kind](data)
+
+    def value(node: Node) -> Any:
+        if not isinstance(node, dict):
+            if isinstance(node, list):
+                raise CorruptFileError("its structure is malformed (a list without its kind)")
+            return node
+        ((kind, data),) = node.items()
+        if kind in _CONTAINERS:
+            return _CONTAINERS[kind](data, value)
+        if kind in _SCALARS:
+            return _SCALARS[kind](data)
+        if kind not in ("enum", "object"):
+            return tensor(kind, data)
+        name, content = data
+        cls = class_named(name)
+        if kind == "enum":
+            return _member(cls, content)
+        return _object(cls, {field: value(below) for field, below in content.items()})
+
+    try:
+        return value(node)
+    except OffloadError:
+        raise
+    except Exception as error:  # malformed nodes can raise anything
+        raise CorruptFileError(f"its structure is malformed ({type(error).__name__}: {str(error)[:100]})") from error
 
 
-def _pairs(data: Any, value: Callable[[Node], Any]) -> Iterator[tuple[Any, Any]]:
-    return ((value(key), value(child)) for key, child in data)
+def _member(cls: type, name: str) -> enum.Enum:
+    if not issubclass(cls, enum.Enum):
+        raise UnknownTypeError(f"{cls.__name__} is not an enum, as it was when it was saved")
+    if name not in cls.__members__:
+        raise UnknownTypeError(f"{cls.__name__} has no member {name!r}, as it had when it was saved")
+    return cls[name]
+
+
+def _object(cls: Any, fields: dict[str, Any]) -> Any:
+    computed: set[str] = set()
+    if dataclasses.is_dataclass(cls):
+        computed = {field.name for field in dataclasses.fields(cls) if not field.init}
+    elif not (issubclass(cls, tuple) and hasattr(cls, "_fields")):
+        raise UnknownTypeError(f"{cls.__name__} is not a dataclass or named tuple, as it was when it was saved")
+    try:
+        made = cls(**{name: child for name, child in fields.items() if name not in computed})
+    except Exception as error:  # a class changed since then may raise anything
+        raise UnknownTypeError(
+            f"a {cls.__name__} can't be made of the fields {list(fields)} that were saved: {error}"
+        ) from error
+    for name in computed & fields.keys():
+        object.__setattr__(made, name, fields[name])  # works on frozen ones, too
+    return made
+
+
+def _pairs(data: Json, value: Callable[[Node], Any]) -> list[tuple[Any, Any]]:
+    return [(value(key), value(child)) for key, child in data]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -71,9 +232,9 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-NONE = object()
+_NONE = object()
 _WORDS: dict[type, str] = {dict: "items", OrderedDict: "ordered", Counter: "counter"}
-_SCALARS: dict[str, Callable[[Any], Any]] = {
+_SCALARS: dict[str, Callable[[Json], Any]] = {
     "float": float,
     "complex": complex,
     "bytes": lambda data: base64.b64decode(data, validate=True),
@@ -81,7 +242,7 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
     "dtype": _dtype,
     "device": torch.device,
 }
-_CONTAINERS: dict[str, Callable[[Any, Callable[[Node], Any]], Any]] = {
+_CONTAINERS: dict[str, Callable[[Json, Callable[[Node], Any]], Any]] = {
     "dict": lambda data, value: {name: value(node) for name, node in data.items()},
     "items": lambda data, value: dict(_pairs(data, value)),
     "ordered": lambda data, value: OrderedDict(_pairs(data, value)),
@@ -89,4 +250,3 @@ _CONTAINERS: dict[str, Callable[[Any, Callable[[Node], Any]], Any]] = {
     "list": lambda data, value: [value(node) for node in data],
     "tuple": lambda data, value: tuple(value(node) for node in data),
 }
-PLAIN = _SCALARS.keys() | _CONTAINERS.keys()

@@ -21,14 +21,13 @@ import torch
 
 from offload.annotations import Json
 from offload.errors import (
-    CheckpointError,
     CorruptFileError,
     ForeignFileError,
     MissingFileError,
     UnsupportedOpError,
 )
 from offload.storage import log
-from offload.storage.file import TensorFile, value_of
+from offload.storage.file import TensorFile, file_of_ours, value_of
 from offload.storage.folders import claim, claim_among_ranks, file_name, named_folder, release
 from offload.storage.handle import Handle
 from offload.storage.header import Head
@@ -175,7 +174,7 @@ def open_stored(handle: Handle, mark: str) -> bool:
         ReadError: it can't be read at the moment.
     """
     file = _stored(handle)
-    if file is None or not file.is_ours or file.notes.get(MADE_OF) != mark or file.path.is_symlink():
+    if file is None or file.notes.get(MADE_OF) != mark:
         return False
     with handle.lock:
         handle.set_source(Referenced.of(file, handle.name))
@@ -190,8 +189,8 @@ def has_stored(handle: Handle) -> bool:
 
 def _stored(handle: Handle) -> TensorFile | None:
     assert handle.folder is not None
-    with suppress(MissingFileError, CorruptFileError, CheckpointError):
-        return TensorFile.open(handle.folder / file_name(handle.name))
+    with suppress(MissingFileError):
+        return file_of_ours(handle.folder / file_name(handle.name))
     return None
 
 
@@ -346,8 +345,9 @@ def _claimed(handle: Handle, root: Path | None = None, *, exist_ok: bool = True,
 
     `alike` means that all ranks write the same contents there.
     """
-    if _has_own_file(handle):
-        yield handle.path
+    source = getattr(handle, "source", None)  # a new handle has none before it has a file
+    if source is not None and source.owned:
+        yield source.file.path
         return
     path = claim(handle.name, _folder_for(handle.name, handle.folder), handle, root)
     try:
@@ -357,14 +357,9 @@ def _claimed(handle: Handle, root: Path | None = None, *, exist_ok: bool = True,
             refuse_earlier(path, handle.name)
         yield path
     except BaseException:
-        if not _has_own_file(handle):
+        if not (hasattr(handle, "source") and handle.owned):
             release(path, handle)
         raise
-
-
-def _has_own_file(handle: Handle) -> bool:
-    """Whether it has a file of ours; a new handle has no source before it has one."""
-    return hasattr(handle, "source") and handle.owned
 
 
 @contextmanager
@@ -395,7 +390,7 @@ def _write(handle: Handle, path: Path, tensor: torch.Tensor, notes: Notes) -> No
             values, noted["subclass"] = flatten(tensor, name)
             layouts = {key: layout_of(value) for key, value in values.items()}
         else:
-            layout, old = layout_of(tensor), handle.layout if hasattr(handle, "source") else None
+            layout, old = layout_of(tensor), handle.source.layout if hasattr(handle, "source") else None
             if old is not None and (layout.shape, layout.dtype) == (old.shape, old.dtype) and not old.overlaps:
                 layout = old
             values, layouts = {name: tensor}, {name: layout}

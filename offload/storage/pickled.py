@@ -35,6 +35,7 @@ from offload.storage.layout import (
     Entry,
     Loose,
     Record,
+    can_be_over,
     contiguous,
     dtype_name,
     dtype_named,
@@ -44,6 +45,7 @@ from offload.storage.layout import (
 )
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import short
+from offload.storage.regular import Section
 from offload.torch_api import (
     CLASSES_OF_TENSORS,
     Unpickler,
@@ -54,12 +56,11 @@ from offload.torch_api import (
     unchecked_sparse,
 )
 
-MAGIC_SIZE = 512  # first bytes, enough to recognise a format
 NESTS = ("state_dict", "model", "module", "model_state_dict")
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number
 _BARE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # protocols 2 to 5
-_TAR = b"ustar"
+_TAR, _TAR_AT = b"ustar", 257
 _LOCAL = struct.Struct("<4s22xHH")  # of a zip record: magic, length of its name, length of its extra field
 _NUMEL = struct.Struct("<q")
 _LONGEST = 1 << 28  # longest pickle, in bytes
@@ -79,11 +80,11 @@ _SAVE_TENSORS = "save the tensors alone, torch.save(model.state_dict(), path), o
 Saved: TypeAlias = "tuple[Any, dict[int, Piece], dict[str, Record], dict[str, str]]"
 
 
-def is_pickled(start: bytes) -> bool:
+def recognizes(start: bytes) -> bool:
     """Whether a file that begins like this is meant for torch.load, or pretends to be."""
     if start[8:9] == b"{":  # after the length of a safetensors header, which may be any bytes
         return False
-    return start.startswith((_ZIP, _LEGACY, *_BARE)) or start[257:262] == _TAR
+    return start.startswith((_ZIP, _LEGACY, *_BARE)) or start[_TAR_AT:].startswith(_TAR)
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
@@ -98,7 +99,36 @@ def read_header(file: BinaryIO, size: int) -> Header:
         return replace(_header(_tensors_in(saved), pieces, records), metadata=metadata)
 
 
-def read_tensor(file: BinaryIO, size: int, key: str) -> Loose | str:
+def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int]]) -> Header:
+    """The checked header of a file of `size` bytes that is a sequence of archives with one tensor each.
+
+    Args:
+        places: the offset and size in bytes of each tensor's archive, by the key it gets here.
+
+    Raises: as `read_header`.
+    """
+    entries: dict[str, Entry] = {}
+    unreadable: dict[str, str] = {}
+    loose: dict[str, Loose] = {}
+    for key, (begin, nbytes) in places.items():
+        if begin + nbytes > size:
+            raise CorruptFileError(
+                f"it is cut off: its archive of {key!r} ends at byte {begin + nbytes}, it has {size}"
+            )
+        section = io.BufferedReader(Section(file.fileno(), begin, nbytes))
+        found = _read_tensor(section, nbytes, key)
+        if isinstance(found, str):
+            unreadable[key] = found
+            continue
+        found = replace(found, record=replace(found.record, start=found.record.start + begin))
+        if found.entry is not None and can_be_over(found.entry):
+            entries[key] = found.entry
+        else:
+            loose[key] = found
+    return Header({}, entries, unreadable, loose)
+
+
+def _read_tensor(file: BinaryIO, size: int, key: str) -> Loose | str:
     """The place of the value in a file that holds one unnamed tensor, or why it can't be read.
 
     Raises: as `read_header`.
@@ -111,13 +141,13 @@ def read_tensor(file: BinaryIO, size: int, key: str) -> Loose | str:
 
 
 def _read(file: BinaryIO, size: int) -> Saved:
-    start = file.read(MAGIC_SIZE)
+    start = file.read(_TAR_AT + len(_TAR))
     file.seek(0)
     if start.startswith(_ZIP):
         return _read_zip(file)
     if start.startswith(_LEGACY):
         return _read_legacy(file, size)
-    if start[257:262] == _TAR:
+    if start[_TAR_AT:].startswith(_TAR):
         raise CheckpointError(
             "is in the tar form of PyTorch before 0.2, which can't be read safely: "
             f"open it with torch.load where you trust it, and {_SAVE_TENSORS}"

@@ -190,13 +190,16 @@ def new_file(path: Path, size: int, *, like: Path | None = None, durable: bool =
     Raises:
         OSError: from the system; see `writing`.
     """
-    with closed_after(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)) as fd:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
         if like is not None:
             _take_access(fd, like)
         _reserve(fd, size)
         yield fd
         if durable:
             os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _take_access(fd: int, path: Path) -> None:

@@ -217,7 +217,7 @@ Source: TypeAlias = Referenced | Owned | Composed
 
 def _described(file: TensorFile, name: str, part: Entry | None = None) -> tuple[Layout, Recipe | None, tuple[int, int]]:
     """The layout of a value in a file, its recipe if it is a subclass, and its extent."""
-    entry = part or file.entries.get(name)
+    entry = part or file.header.entries.get(name)
     if entry is not None:
         return entry.layout, None, (entry.start, entry.layout.nbytes)
     with naming(name, file.path):

@@ -14,13 +14,20 @@ import enum
 import importlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from offload.errors import ArgumentError, ArgumentTypeError, CorruptFileError, OffloadError, UnknownSubclassError
+from offload.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CorruptFileError,
+    OffloadError,
+    UnknownSubclassError,
+    UnknownTypeError,
+)
 from offload.storage.layout import Layout, dtype_name, dtype_named, layout_as
-from offload.storage.nodes import NONE, Node, plain_value, scalar_node
+from offload.storage.nodes import Node, decode, encode
 from offload.storage.reasons import naming
 from offload.torch_api import is_traceable_wrapper_subclass
 
@@ -59,6 +66,7 @@ _SIMPLE = (bool, int, float, str)
 is_subclass_value: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass  # stored as inner tensors
 
 Recipe = dict[str, Any]
+_OF_MALFORMED = (ArgumentError, ArgumentTypeError, UnknownTypeError)  # what a recipe that is not one can raise
 
 
 def register_subclass(*classes: type) -> None:
@@ -123,7 +131,7 @@ def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
                 f"{kind.__name__} (of {kind.__module__}) has no __tensor_flatten__: nothing but its numbers would "
                 "be stored. Store its parts, or its as_subclass(torch.Tensor)"
             )
-        _checked_word(tensor)
+        _checked_word(kind)
         lost = sorted(extra for extra in extras_of(tensor) if not extra.startswith("_"))
         if lost:
             raise UnknownSubclassError(
@@ -177,8 +185,8 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
             refuse_lossy(part, key)
             values[key], inner[attribute] = part, None
     recipe = {
-        "class": _checked_word(tensor),
-        "context": _encode(context),
+        "class": _checked_word(type(tensor)),
+        "context": _context_node(context),
         "inner": inner,
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
@@ -224,7 +232,7 @@ def unflatten(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> 
         if (list(rebuilt.shape), dtype_name(rebuilt.dtype)) != (recipe["shape"], recipe["dtype"]):
             raise _malformed(recipe)
     except Exception as error:  # classes can raise anything when given arguments that are not their own
-        if isinstance(error, OffloadError) and not isinstance(error, ArgumentError | ArgumentTypeError):
+        if isinstance(error, OffloadError) and not isinstance(error, _OF_MALFORMED):
             raise
         raise _malformed(recipe) from error
     return rebuilt
@@ -239,8 +247,20 @@ def _rebuilt(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> t
             raise CorruptFileError(f"the inner tensor {key!r} of a {recipe['class']} is missing")
         inner[attribute] = values[key] if part is None else _rebuilt(values, part, key)
     shape, stride = torch.Size(recipe["shape"]), tuple(recipe["stride"])
-    rebuilt: torch.Tensor = cls.__tensor_unflatten__(inner, _decode(recipe["context"]), shape, stride)  # type: ignore[attr-defined]
+    context = decode(recipe["context"], _refuse_tensor, _known)
+    rebuilt: torch.Tensor = cls.__tensor_unflatten__(inner, context, shape, stride)  # type: ignore[attr-defined]
     return rebuilt
+
+
+def _context_node(context: object) -> Node:
+    try:
+        return encode(context, _refuse_tensor, _checked_word)
+    except UnknownTypeError as error:
+        raise UnknownSubclassError(f"in a tensor subclass's context, {error}") from error
+
+
+def _refuse_tensor(_: object, where: object) -> NoReturn:
+    raise UnknownTypeError(f"there is a tensor ({where}), which can't be stored as plain data")
 
 
 def _malformed(recipe: Any) -> CorruptFileError:
@@ -268,34 +288,7 @@ def _known(word: str) -> type:
     raise UnknownSubclassError(f"{name} is needed to rebuild this value: install a {package} that has it")
 
 
-def _encode(value: Any) -> Node:
-    if isinstance(value, enum.Enum):
-        return {"enum": [_checked_word(value), value.name]}
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        return {"object": [_checked_word(value), _encode_items(fields)]}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {"object": [_checked_word(value), _encode_items(value._asdict())]}
-    node = scalar_node(value)
-    if node is not NONE:
-        return node
-    if isinstance(value, tuple):
-        return {"tuple": [_encode(item) for item in value]}
-    if isinstance(value, list):
-        return [_encode(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": _encode_items(value)}
-    raise UnknownSubclassError(f"a {type(value).__name__} in a tensor subclass's context can't be stored as plain data")
-
-
-def _encode_items(items: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _encode(value) for key, value in items.items()}
-
-
-def _checked_word(value: Any) -> str:
-    cls = type(value)
+def _checked_word(cls: type) -> str:
     word = _word(cls)
     if _known(word) is not cls:
         raise UnknownSubclassError(
@@ -303,29 +296,3 @@ def _checked_word(value: Any) -> str:
             f"call offload.register_subclass({cls.__name__}) if you trust it"
         )
     return word
-
-
-def _decode(node: Node) -> Any:
-    if isinstance(node, list):
-        return [_decode(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    ((kind, data),) = node.items()
-    return _CLASSES[kind](data) if kind in _CLASSES else plain_value(kind, data, _decode)
-
-
-def _decode_enum(data: Any) -> enum.Enum:
-    cls = _known(data[0])
-    if not issubclass(cls, enum.Enum):
-        raise TypeError(f"{cls.__name__} is not an enum")
-    return cls[data[1]]
-
-
-def _decode_object(data: Any) -> Any:
-    cls = _known(data[0])
-    if not (dataclasses.is_dataclass(cls) or issubclass(cls, tuple)):
-        raise TypeError(f"{cls.__name__} is neither a dataclass nor a named tuple")
-    return cls(**{key: _decode(value) for key, value in data[1].items()})
-
-
-_CLASSES: dict[str, Callable[[Any], Any]] = {"enum": _decode_enum, "object": _decode_object}

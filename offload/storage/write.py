@@ -9,7 +9,6 @@ Always true:
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,10 +21,8 @@ from offload.errors import (
     ForeignFileError,
     MissingFileError,
     NameInUseError,
-    OffloadError,
-    ReadError,
 )
-from offload.storage.file import TensorFile
+from offload.storage.file import TensorFile, file_of_ours
 from offload.storage.header import Head, build
 from offload.storage.layout import Entry, Layout, contiguous
 from offload.storage.mapping import scratch
@@ -167,24 +164,12 @@ def refuse_foreign(path: Path) -> None:
         ForeignFileError: there is another file.
         ReadError: the system does not tell what is there.
     """
-    try:
-        with reading(path):
-            is_link = stat.S_ISLNK(os.lstat(path).st_mode)
-        ours = not is_link and TensorFile.open(path).is_ours
-    except MissingFileError:  # also if it was removed just now
-        return
-    except ReadError:
-        raise
-    except OffloadError as error:
-        raise ForeignFileError(
-            f"{path} exists and is not a file of offload ({error}): move it away, or take another offload_dir"
-        ) from error
-    if is_link:
-        raise ForeignFileError(f"{path} is a link that offload did not make: move it away, or take another offload_dir")
-    if not ours:
-        raise ForeignFileError(
-            f"{path} exists and was not written by offload: it is left as it is. Take another offload_dir."
-        )
+    with suppress(MissingFileError):  # also if it was removed just now
+        if file_of_ours(path) is None:
+            raise ForeignFileError(
+                f"{path} exists and was not written by offload (or is a link): it is left as it is. Move it away, or "
+                "take another offload_dir."
+            )
 
 
 def refuse_earlier(path: Path, name: str) -> None:

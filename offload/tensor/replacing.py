@@ -115,11 +115,11 @@ def replace_value(
                 "use copy_ on the view, or update_values on the tensor that it was cut from"
             )
         refuse_other_kind(tensor, values, handle.name, strict_shape=strict_shape, strict_dtype=strict_dtype)
-        before = handle.file
+        before = handle.source
         try:
             store(tensor, values, notes)
         finally:
-            if handle.file is not before:
+            if handle.source is not before:
                 torch.autograd.graph.increment_version(tensor)
 
 
@@ -129,14 +129,14 @@ def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) ->
     On an error the value may have been replaced already, without the disk having confirmed it.
     """
     handle = handle_of(tensor)
-    before = handle.file
+    before = handle.source
     with DisableTorchFunctionSubclass(), no_grad():
         try:
             replace_whole(handle, _plain(values, tensor), notes)
         finally:
-            if handle.file is not before:
+            if handle.source is not before:
                 redress(tensor, meta_of(handle), tensor._target)
-    log.debug("%s: replaced in %s by %s", handle.name, handle.file.path, handle.layout)
+    log.debug("%s: replaced in %s by %s", handle.name, handle.source.file.path, handle.source.layout)
 
 
 def _plain(values: torch.Tensor, tensor: OffloadedTensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ from offload.errors import (
 from offload.models.loader import load_file
 from offload.models.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
+from offload.storage.nodes import Way, decode, encode
 from offload.storage.owning import writable_base
 from offload.storage.reasons import short, some, writing
 from offload.storage.regular import absolute, is_folder, is_there
@@ -51,7 +52,7 @@ from offload.tensor.saved import files_of, subclass_value
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import is_offloaded
 from offload.training.optimizer import is_on_disk, log
-from offload.tree.structure import Named, Way, decode, encode
+from offload.tree.structure import Named, classes_among
 
 StateDict: TypeAlias = dict[str, Any]
 """What `state_dict` returns."""
@@ -106,8 +107,7 @@ def save_training(
     named = Named()
     structure = encode(
         _parts(model, optimizer, extra, frozen=frozen),
-        lambda tensor, way: {"tensor": named.name_of(_checked(tensor, way), way)},
-        classes=False,
+        lambda tensor, way: {"tensor": named.name_for(_checked(tensor, way), way)},
     )
     made_folder(folder)
     with writing(folder):
@@ -289,7 +289,7 @@ def _read(checkpoint: Path) -> _Saved:
         raise CheckpointError(f"{checkpoint / _STATE} is missing or incomplete: the checkpoint can't be used")
     tensors = load_file(checkpoint)
     try:
-        parts = decode(state["structure"], lambda kind, name: {"tensor": tensors}[kind][name], ())
+        parts = decode(state["structure"], lambda kind, name: {"tensor": tensors}[kind][name], classes_among(()))
         found = _Saved(**{**parts, "left_out": set(parts["left_out"])})
         named: list[object] = [found.model, found.stateful, found.extra, found.random]
         if not all(isinstance(part, dict) and all(isinstance(name, str) for name in part) for part in named):

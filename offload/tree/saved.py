@@ -28,16 +28,18 @@ from offload.errors import (
     ForeignFileError,
     MissingFileError,
     OffloadError,
+    ReadError,
     UnknownTypeError,
     WriteError,
 )
 from offload.progress import progress_in_bytes
-from offload.storage.file import TensorFile
+from offload.storage.file import TensorFile, file_of_ours
 from offload.storage.folders import file_name
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.layout import dtype_name
 from offload.storage.locks import flock
+from offload.storage.nodes import Way, decode, encode, name_of, told
 from offload.storage.reasons import short, writing
 from offload.storage.regular import absolute, closed_after, is_there
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder
@@ -46,7 +48,7 @@ from offload.tensor.arguments import checked_device, refuse_unstorable
 from offload.tensor.saved import write_file
 from offload.tensor.views import handle_of, is_part, view_spec_of
 from offload.tensor.wrapper import dressed, is_offloaded, wrap_handle
-from offload.tree.structure import ROOT, Named, Way, decode, encode, told
+from offload.tree.structure import ROOT, Named, classes_among
 
 _log = logging.getLogger("offload.tree")
 _MANIFEST = "tree.json"
@@ -100,7 +102,7 @@ def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
     """
     folder = absolute(folder)
     named = Named()
-    structure = encode(tree, lambda tensor, way: {_kind_of(tensor, way): named.name_of(tensor, way)})
+    structure = encode(tree, lambda tensor, way: {_kind_of(tensor, way): named.name_for(tensor, way)}, name_of)
     made_folder(folder)
     with _alone_in(folder):
         old = _files_that_stand(folder)
@@ -241,9 +243,10 @@ def _sweep(folder: Path, files: Collection[str]) -> None:
 def _is_ours(path: Path) -> bool:
     """Whether `save_tree` wrote it: a folder of values may have a number as its name, too."""
     try:
-        return not path.is_symlink() and TensorFile.open(path).notes.get("tree") is not None
-    except OffloadError:
+        file = file_of_ours(path)
+    except (MissingFileError, ReadError):
         return False
+    return file is not None and "tree" in file.notes
 
 
 # Reading
@@ -295,7 +298,7 @@ def _tree_of(
         return dressed(wrap_handle(handle(name), target), requires_grad=requires_grad, is_parameter=is_parameter)
 
     try:
-        return decode(manifest["structure"], tensor, types)
+        return decode(manifest["structure"], tensor, classes_among(types))
     except UnknownTypeError as error:
         raise UnknownTypeError(f"{folder / _MANIFEST}: {error}") from error
     except CorruptFileError as error:

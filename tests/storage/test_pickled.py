@@ -26,7 +26,6 @@ from offload.errors import (
     ChangedFileError,
     CheckpointError,
     CorruptFileError,
-    MissingFileError,
     OffloadError,
     ReadError,
 )
@@ -372,17 +371,6 @@ def test_a_reference_passes_to_another_process_which_reads_the_pickle_again(tmp_
     )
 
 
-def test_a_write_goes_to_a_file_of_its_own(tmp_path):
-    path = saved(tmp_path / "x.bin", {"w": torch.ones(4), "v": torch.ones(2)})
-    before = path.read_bytes()
-    w = OffloadedTensor.from_file(path, "w", offload_dir=tmp_path / "values")
-
-    w.mul_(2)
-
-    assert before == path.read_bytes()
-    assert [2, 2, 2, 2] == OffloadedTensor.from_file(tmp_path / "values" / "w.safetensors").tolist()
-
-
 @pytest.mark.parametrize("key", ["plain", "loose"])
 def test_a_file_that_changes_after_it_was_opened_is_found_out(tmp_path, key):
     path = saved(tmp_path / "x.bin", {"plain": torch.ones(4), "loose": torch.ones(8)[::2]})
@@ -393,15 +381,6 @@ def test_a_file_that_changes_after_it_was_opened_is_found_out(tmp_path, key):
 
     with pytest.raises(ChangedFileError, match="changed since it was opened"):
         w.sum() if key == "plain" else open_value(file, key)
-
-
-def test_a_file_that_is_gone_is_named(tmp_path):
-    path = saved(tmp_path / "x.bin", {"w": torch.ones(4)})
-    w = OffloadedTensor.from_file(path)
-    path.unlink()
-
-    with pytest.raises(MissingFileError, match=r"'w'.*missing.*x\.bin"):
-        w.sum()
 
 
 COPIED = """
