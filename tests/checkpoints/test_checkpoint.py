@@ -110,7 +110,7 @@ def test_an_index_may_be_the_map_alone_and_have_any_name(sharded: Path) -> None:
     assert verify(path).is_whole
 
 
-def test_a_configuration_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_configuration_alone_is_not_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"architectures": ["LlamaForCausalLM"], "hidden_size": 64}')
 
@@ -120,7 +120,9 @@ def test_a_configuration_is_no_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"])
-def test_what_is_no_file_in_a_folder_is_refused_without_waiting(tmp_path: Path, name: str, make: Any) -> None:
+def test_a_folder_with_something_other_than_a_file_is_refused_without_waiting(
+    tmp_path: Path, name: str, make: Any
+) -> None:
     make(tmp_path / name)
 
     with pytest.raises((CheckpointError, CorruptFileError), match=re.escape(name)):
@@ -249,7 +251,7 @@ def test_a_name_twice_in_a_header_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_an_index_of_files_that_are_no_tensors_is_refused(tmp_path: Path) -> None:
+def test_an_index_of_files_without_tensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'a' in 'one\.json', which is neither \.safetensors nor \.bin"):
         open_checkpoint(_index(tmp_path, {"a": "one.json"}))
 
@@ -267,7 +269,7 @@ def test_a_pickle_with_code_is_refused_and_not_run_wherever_it_stands(pickled: P
     assert not (pickled / "exploded").exists()
 
 
-def test_two_checkpoints_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
+def test_two_checkpoints_in_a_folder_need_a_path(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "a.safetensors")
     save_file({"w": torch.ones(1)}, tmp_path / "b.safetensors")
 

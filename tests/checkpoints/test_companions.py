@@ -90,7 +90,7 @@ def test_a_model_of_any_form_is_loaded_again(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["fp8-llama", "ct-w4a16", "bnb-nf4", "gptq"])
-def test_what_is_saved_packed_says_how(form: str, tmp_path: Path) -> None:
+def test_a_model_saved_packed_has_its_quantization_config(form: str, tmp_path: Path) -> None:
     model = written(tmp_path / "source", form)
 
     save_checkpoint(model, tmp_path / "saved")
@@ -99,7 +99,7 @@ def test_what_is_saved_packed_says_how(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["fp8-llama", "ct-w4a16", "torchao-int8"])
-def test_what_is_saved_dense_does_not_claim_to_be_quantized(form: str, tmp_path: Path) -> None:
+def test_a_model_saved_dense_does_not_claim_to_be_quantized(form: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = written(tmp_path / "source", form)
@@ -254,7 +254,7 @@ def test_somebody_elses_tokenizer_stays_with_a_warning(
 
 
 @pytest.mark.parametrize("size", ["5GB", "60KB"])
-def test_what_an_earlier_save_wrote_is_replaced_or_removed(source: Path, tmp_path: Path, size: str) -> None:
+def test_files_of_an_earlier_save_are_replaced_or_removed(source: Path, tmp_path: Path, size: str) -> None:
     model = offload.from_pretrained(source)
     save_checkpoint(model, tmp_path / "saved", size)
     model.resize_token_embeddings(64)
@@ -283,7 +283,7 @@ def test_a_state_dict_takes_nothing_from_beside_the_weights(source: Path, tmp_pa
     assert 64 == said_in(tmp_path / "saved")["vocab_size"]
 
 
-def test_what_was_edited_since_is_neither_replaced_nor_removed(source: Path, tmp_path: Path) -> None:
+def test_edited_files_are_neither_replaced_nor_removed(source: Path, tmp_path: Path) -> None:
     model = offload.from_pretrained(source)
     save_checkpoint(model, tmp_path / "saved")
     edited = {**said_in(tmp_path / "saved"), "rope_theta": 5.0}

@@ -117,7 +117,7 @@ def test_values_are_referenced_where_they_lie(folder: Path) -> None:
     assert before == contents(folder)
 
 
-def test_entries_that_are_no_tensors_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_entries_that_are_not_tensors_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="offload"):
         assert STATE.keys() == open_checkpoint(folder).keys()
 
@@ -353,7 +353,7 @@ def test_a_save_that_was_not_finished_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_the_bytes_of_the_metadata_there_is_a_checkpoint_or_an_error(seed: int, folder: Path) -> None:
+def test_any_metadata_bytes_give_a_checkpoint_or_an_error(seed: int, folder: Path) -> None:
     path = folder / ".metadata"
     good, generator = path.read_bytes(), torch.Generator().manual_seed(seed)
     for _ in range(100):

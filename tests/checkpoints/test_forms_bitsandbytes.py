@@ -131,7 +131,7 @@ def test_integers_of_8_bits_are_what_the_package_makes_of_them(tmp_path: Path) -
     assert torch.equal(expected[7:9], offload.materialize(found[7:9]))
 
 
-def test_what_is_not_packed_stays_as_it_is(tmp_path: Path) -> None:
+def test_dense_values_beside_packed_ones_are_not_changed(tmp_path: Path) -> None:
     pieces, _ = pieces_of(8, 64)
     others = {"norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4), "layer.bias": torch.ones(8)}
 
@@ -183,7 +183,7 @@ BAD: dict[str, tuple[Callable[[Pieces], None], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused_at_load(name: str, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused_at_load(name: str, tmp_path: Path) -> None:
     """The error names the tensor and the file."""
     pieces, _ = pieces_of(96, 256, compress_statistics=True)
     spoil, named = BAD[name]

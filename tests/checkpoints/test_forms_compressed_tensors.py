@@ -209,7 +209,7 @@ def test_a_layer_is_of_the_group_that_names_it_most_closely(
     assert torch.equal(expected, offload.materialize(found))
 
 
-def test_what_is_not_packed_stays_as_it_is(tmp_path: Path) -> None:
+def test_dense_values_beside_packed_ones_are_not_changed(tmp_path: Path) -> None:
     """A norm, a bias, a weight that the configuration ignores; scales of activations or of a cache are not weights."""
     pieces, config = words(4, "group", torch.bfloat16, symmetric=True)
     others = {"norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4), "layer.bias": torch.ones(ROWS)}
@@ -280,7 +280,7 @@ BAD: dict[str, tuple[Callable[[Pieces, dict[str, Any]], None], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused_at_load(name: str, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused_at_load(name: str, tmp_path: Path) -> None:
     """The error names the file, and what is wrong."""
     pieces, config = words(4, "group", torch.bfloat16, symmetric=False)
     spoil, named = BAD[name]
@@ -294,7 +294,7 @@ def test_what_does_not_fit_is_refused_at_load(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("shape", [(3,), (0,)])
-def test_a_shape_that_is_none_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_an_invalid_shape_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
     pieces, config = words(4, "channel", torch.bfloat16, symmetric=True)
     pieces["weight_shape"] = torch.ones(shape, dtype=torch.int64)
 

@@ -55,7 +55,7 @@ def test_plain_transformers_loads_what_was_dequantized(name: str, tmp_path: Path
     assert {} == contents(private_place)
 
 
-def test_what_is_decoded_is_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+def test_decoded_values_have_the_requested_dtype(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     FORMS["fp8-llama"].write(tmp_path / "source")
 
@@ -136,7 +136,7 @@ def test_after_a_kill_the_rest_is_dequantized(
         assert torch.equal(outcome(form.plain(source)).logits, outcome(loaded()(target)).logits)
 
 
-def test_a_run_does_not_go_on_with_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_does_not_resume_with_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     FORMS["fp8-llama"].write(source)
@@ -150,7 +150,7 @@ def test_a_run_does_not_go_on_with_another_configuration(tmp_path: Path, capsys:
     assert not target.exists()
 
 
-def test_only_a_run_that_dequantizes_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_needs_dequantize(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FORMS["llama"].write(tmp_path)
 
     assert 1 == cli.main(["convert", str(tmp_path), str(tmp_path / "target"), "--resume"])
@@ -162,7 +162,9 @@ def test_only_a_run_that_dequantizes_goes_on(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("name", "words"), [(None, "is not quantized"), ("torchao-int8", "for kernels of their own .*torchao")]
 )
-def test_what_is_not_decoded_is_refused(name: str | None, words: str, tmp_path: Path) -> None:
+def test_checkpoints_that_are_dense_or_cannot_be_decoded_are_refused(
+    name: str | None, words: str, tmp_path: Path
+) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     (written("llama") if name is None else FORMS[name].write)(source)

@@ -69,7 +69,7 @@ def test_an_empty_model_is_filled_from_a_gguf_file(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", [FP8[0], *TORCHAO])
-def test_what_is_filled_saves_itself_as_it_was_packed(name: str, tmp_path: Path) -> None:
+def test_a_filled_model_is_saved_as_it_was_packed(name: str, tmp_path: Path) -> None:
     FORMS[name].write(tmp_path / "packed")
     model = offload.load_checkpoint_and_dispatch(empty_model(tmp_path / "packed"), tmp_path / "packed")
 

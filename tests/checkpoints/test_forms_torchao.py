@@ -114,7 +114,7 @@ def test_a_weight_may_be_in_memory_by_the_map(name: str, tmp_path: Path) -> None
 
 
 @EVERY_FORM
-def test_there_is_nothing_to_store_of_what_is_referenced(name: str, tmp_path: Path) -> None:
+def test_referenced_values_are_not_stored(name: str, tmp_path: Path) -> None:
     source, own = written(name, tmp_path / "source"), tmp_path / "own"
 
     model = offload.from_pretrained(source, offload_dir=own, store=True)

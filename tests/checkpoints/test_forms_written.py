@@ -29,7 +29,7 @@ def test_plain_transformers_says_the_same_at_each_loading(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.run])
-def test_what_runs_by_default_is_close_to_the_dequantized_model(name: str, tmp_path: Path) -> None:
+def test_the_default_is_close_to_the_dequantized_model(name: str, tmp_path: Path) -> None:
     """With other kernels, or quantized activations, and therefore different bits."""
     FORMS[name].write(tmp_path)
     run = FORMS[name].run

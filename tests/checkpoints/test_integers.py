@@ -124,7 +124,7 @@ def test_a_part_is_that_of_the_whole(form: Any, cut: Any, tmp_path: Path) -> Non
         ("awq", {}, {"version": "gemv"}, "'gemv'"),
     ],
 )
-def test_pieces_that_do_not_fit_are_told_at_load(
+def test_pieces_that_do_not_fit_are_refused_at_load(
     form: str, change: dict[str, torch.Tensor | None], config: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     """A piece is missing, or its shape contradicts the others or the configuration."""

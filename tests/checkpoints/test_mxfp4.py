@@ -89,7 +89,7 @@ def test_other_tensors_are_referenced(tmp_path: Path) -> None:
         ({"model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(4, 128, 8, 15, dtype=torch.uint8)}, "down_proj"),
     ],
 )
-def test_pieces_that_do_not_fit_are_told_at_load(
+def test_pieces_that_do_not_fit_are_refused_at_load(
     change: dict[str, torch.Tensor | None], named: str, tmp_path: Path
 ) -> None:
     """The error names the tensor and its file."""

@@ -42,7 +42,7 @@ def _quantization(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("form", SAVED)
-def test_what_was_not_changed_is_saved_as_it_was_packed(tmp_path: Path, form: str) -> None:
+def test_unchanged_values_are_saved_as_they_were_packed(tmp_path: Path, form: str) -> None:
     source, model = _written(tmp_path / "source", form)
     wanted = outcome(FORMS[form].plain(source))
     model.save_pretrained(tmp_path / "saved")
@@ -56,7 +56,7 @@ def test_what_was_not_changed_is_saved_as_it_was_packed(tmp_path: Path, form: st
 
 
 @pytest.mark.parametrize("form", ["fp8-llama", "fp8-qwen3_moe", "ct-w4a16", "ct-fp8-tensor", "bnb-nf4", "bnb-int8"])
-def test_what_was_changed_is_dense_and_the_rest_packed(tmp_path: Path, form: str) -> None:
+def test_changed_values_are_saved_dense_and_the_others_packed(tmp_path: Path, form: str) -> None:
     source, model = _written(tmp_path / "source", form)
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.mul_(2)
@@ -101,7 +101,7 @@ def test_a_copy_is_saved_as_the_model_is(tmp_path: Path) -> None:
         assert all(_equal(before[name], after[name]) for name in before if name != "lm_head.weight")
 
 
-def test_a_model_all_of_which_was_changed_is_no_quantized_one(tmp_path: Path) -> None:
+def test_a_model_whose_values_all_changed_is_not_saved_as_quantized(tmp_path: Path) -> None:
     _, model = _written(tmp_path / "source", "fp8-llama")
     with torch.no_grad():
         for parameter in model.parameters():

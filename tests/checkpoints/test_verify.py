@@ -47,7 +47,7 @@ def found(path: Path) -> list[tuple[str, str, bool]]:
     return [(finding.path.name, finding.what, finding.is_error) for finding in verify(path).findings]
 
 
-def test_what_is_whole_is_called_so_and_left_as_it_is(folder: Path, suffix: str) -> None:
+def test_a_complete_checkpoint_passes_and_is_not_changed(folder: Path, suffix: str) -> None:
     before = contents(folder)
 
     for path, tensors in ((folder, 3), (folder / INDEXES[suffix], 3), (folder / f"two{suffix}", 2)):
@@ -77,7 +77,7 @@ def test_a_missing_shard_is_found(folder: Path, suffix: str) -> None:
     assert is_error
 
 
-def test_all_that_is_wrong_is_found_at_once(folder: Path, suffix: str) -> None:
+def test_all_defects_are_found_at_once(folder: Path, suffix: str) -> None:
     (folder / f"two{suffix}").write_bytes(b"")
     write(folder / f"one{suffix}", z=torch.ones(1))
     (folder / "other.index.json").write_text("[]")
@@ -120,7 +120,7 @@ def test_a_pickle_with_code_and_a_tensor_that_cannot_be_read_are_found(tmp_path:
     assert ("sparse.bin", "'s' is a sparse_coo tensor: save its to_dense(), or its parts", True) == second
 
 
-def test_what_a_training_leaves_beside_a_model_is_not_looked_at(folder: Path) -> None:
+def test_files_of_a_training_beside_a_model_are_ignored(folder: Path) -> None:
     torch.save(Path, folder / "training_args.bin")
 
     assert [] == found(folder)
@@ -157,7 +157,7 @@ def test_shards_without_an_index_are_found(tmp_path: Path, suffix: str) -> None:
         ({"name": "v", "subclass": {"x": 1}}, "recipe for a tensor subclass is malformed"),
     ],
 )
-def test_a_file_that_is_not_of_what_it_says_is_found(
+def test_a_file_with_contradicting_notes_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], notes: dict[str, object], words: str
 ) -> None:
     path = tmp_path / "x.safetensors"
@@ -168,7 +168,7 @@ def test_a_file_that_is_not_of_what_it_says_is_found(
     assert words in capsys.readouterr().err
 
 
-def test_nothing_to_look_at_is_an_error(tmp_path: Path) -> None:
+def test_an_empty_folder_and_a_missing_file_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no tensors"):
         verify(tmp_path)
     [(name, what, _)] = found(tmp_path / "nowhere.bin")
@@ -212,7 +212,7 @@ def test_the_command_says_that_nothing_is_there(tmp_path: Path, capsys: pytest.C
     assert "holds no tensors" in capsys.readouterr().err
 
 
-def test_what_cannot_be_read_now_is_no_finding(tmp_path: Path) -> None:
+def test_a_temporary_read_error_is_not_a_finding(tmp_path: Path) -> None:
     """Otherwise, somebody who removes damaged files would remove good ones."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
 

@@ -92,7 +92,7 @@ def _is_right(name: str, value: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_what_ranks_save_is_what_one_process_saves(world, tmp_path):
+def test_ranks_save_the_bytes_that_one_process_saves(world, tmp_path):
     """Bit-identical files; and what DCP saved is loaded by another number of ranks."""
     save_checkpoint(WHOLE, tmp_path / "alone")
 
@@ -284,7 +284,7 @@ def test_ranks_save_what_they_loaded_from_disk_and_what_they_changed_of_it(llama
 @pytest.mark.parametrize(
     ("world", "shard"), [(1, by_fsdp), (3, by_fsdp), (4, by_replicas), (4, by_both), (4, by_tensor), (2, by_tensor)]
 )
-def test_what_a_number_of_ranks_saves_another_number_loads(tmp_path, world, shard):
+def test_another_number_of_ranks_loads_a_saved_checkpoint(tmp_path, world, shard):
     """Rows that the ranks do not divide, replicated shards, and two ways of sharding combined; loaded by 4, 2, 1."""
     tiny_checkpoint(tmp_path / "source", **TINY)
     ways = ("own", "pretrained", "dcp")

@@ -661,7 +661,7 @@ def test_ranks_that_have_the_same_share_share_the_file(tmp_path: Path) -> None:
 # Walking a model
 
 
-def test_what_walks_a_model_looks_inside_a_dtensor(tmp_path: Path) -> None:
+def test_walks_over_a_model_look_inside_dtensors(tmp_path: Path) -> None:
     value = torch.arange(64 * 1024, dtype=torch.float32).view(64, 1024)
     save_file({"weight": value}, tmp_path / "w.safetensors")
 
@@ -929,7 +929,7 @@ def test_a_function_of_whole_values_leaves_on_them_which_runs_they_have_gone_thr
     assert [[(), 48.0]] * 2 == run_ranks(2, act)
 
 
-def test_what_can_not_be_sharded_says_why_and_in_which_order_it_can(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_sharded_is_refused_with_the_right_order(tmp_path: Path) -> None:
     from torchao.quantization import Int8WeightOnlyConfig
 
     tiny_checkpoint(tmp_path, **TINY)

@@ -31,7 +31,7 @@ def refused(act: Callable[[], object]) -> str:
     return said
 
 
-def test_a_name_in_a_folder_is_one_ranks_as_long_as_it_has_the_tensor(tmp_path: Path):
+def test_one_rank_owns_a_name_in_a_folder_while_it_has_the_tensor(tmp_path: Path):
     """At the same moment, and at a first write to a checkpoint; different names don't matter."""
     save_file({"weight": VALUE}, tmp_path / "checkpoint.safetensors")
 

@@ -73,7 +73,7 @@ def test_async_save_saves_each_kind_of_tensor_as_it_was_when_it_was_called(tmp_p
     assert not torch.equal(expected["own"], state["own"])
 
 
-def test_what_was_staged_stays_and_what_nobody_writes_to_is_not_copied(tmp_path):
+def test_staged_values_stay_and_unwritten_ones_are_not_copied(tmp_path):
     """Even if a stored value from a checkpoint has its file replaced by a write."""
     save_file({"weight": torch.ones(3, 2), "bias": torch.zeros(3, dtype=torch.float16)}, tmp_path / "layer.safetensors")
     layer = nn.Linear(2, 3, device="meta", dtype=torch.float16)

@@ -168,7 +168,7 @@ def test_a_model_that_transformers_dispatched_is_refused_and_loaded_by_from_pret
     assert torch.equal(expected, offload.from_pretrained(llama_folder)(tokens).logits)
 
 
-def test_meta_without_hooks_is_refused_as_ever() -> None:
+def test_an_empty_model_without_hooks_is_refused() -> None:
     with offload.init_empty_weights():
         model = Net()
 
@@ -262,7 +262,7 @@ def test_accelerate_takes_a_model_that_came_back_to_memory(dispatch: Dispatch, t
     assert {nn.Parameter} == {type(parameter) for parameter in model.parameters()}
 
 
-def test_an_infered_map_that_fits_leaves_the_weights_on_disk() -> None:
+def test_an_inferred_map_that_fits_leaves_the_weights_on_disk() -> None:
     """`dispatch_model` to one device is a `to`, which reads nothing."""
     plain, x = net(), torch.randn(3, 4)
     model = offload.disk_offload(net())

@@ -52,7 +52,7 @@ def test_the_class_can_be_named_outright(llama_folder: Path) -> None:
     assert LlamaForCausalLM is offload.from_pretrained(llama_folder, model_class=LlamaForCausalLM).__class__
 
 
-def test_a_generation_config_comes_along(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_generation_config_is_saved(llama_folder: Path, tmp_path: Path) -> None:
     import json
 
     shutil.copytree(llama_folder, tmp_path, dirs_exist_ok=True)

@@ -117,7 +117,7 @@ def test_an_unknown_word_is_named_with_its_module(word: object) -> None:
         ("hpu", None),
     ],
 )
-def test_what_was_probably_meant_is_suggested(word: str, near: str | None) -> None:
+def test_unknown_words_are_refused_with_a_suggestion(word: str, near: str | None) -> None:
     with pytest.raises(DeviceMapError) as caught:
         places(["w"], word)
 
@@ -127,7 +127,7 @@ def test_what_was_probably_meant_is_suggested(word: str, near: str | None) -> No
 
 
 @pytest.mark.parametrize("word", AUTOMATIC)
-def test_an_automatic_word_for_one_module_is_told_where_it_belongs(word: str) -> None:
+def test_an_automatic_map_for_one_module_is_refused(word: str) -> None:
     with pytest.raises(DeviceMapError, match=f"'{word}' for 'layers' .* worked out for a whole model"):
         places(["layers.w"], {"layers": word})
 
@@ -149,7 +149,7 @@ def test_accelerators_have_numbers_and_names(two_gpus: None, word: str, place: P
     assert place == places(["a.w"], {"a": word})["a.w"]
 
 
-def test_an_accelerator_that_is_not_there_is_named(two_gpus: None) -> None:
+def test_a_missing_accelerator_is_named(two_gpus: None) -> None:
     with pytest.raises(DeviceMapError, match=r"2 for 'b' is not a place .*invalid device ordinal"):
         places(["a.w"], {"a": 0, "b": 2})
 
@@ -164,7 +164,7 @@ def test_an_accelerator_that_is_not_there_is_named(two_gpus: None) -> None:
         ({"": 1, "a": "disk"}, GPU_1),
     ],
 )
-def test_what_is_on_disk_executes_on_the_first_accelerator_unless_it_says_where(
+def test_values_on_disk_execute_on_the_first_accelerator_unless_the_map_names_another(
     two_gpus: None, device_map: Mapping[str, str], device: torch.device
 ) -> None:
     assert Place(True, device) == places(["a.w"], device_map)["a.w"]
@@ -200,7 +200,7 @@ def test_a_module_s_own_tensors_decide_where_those_below_it_differ() -> None:
     assert {"": GPU_0, "block": GPU_1, "block.a": GPU_0} == execution_devices(placed)
 
 
-def test_what_is_on_meta_runs_nowhere() -> None:
+def test_modules_on_meta_run_nowhere() -> None:
     placed = {"a.w": Place(False, META), "b.w": Place(False, GPU_1)}
 
     assert {"": GPU_1, "b": GPU_1} == execution_devices(placed)
@@ -210,7 +210,7 @@ def test_what_is_on_meta_runs_nowhere() -> None:
 # Unknown names
 
 
-def test_names_that_the_model_has_not_are_told_with_what_is_near() -> None:
+def test_unknown_names_are_reported_with_similar_ones() -> None:
     device_map = {"": "cpu", "model.layer.0": "disk", "model.drop": "cpu", "model.w": "disk", "zzz": "cpu"}
 
     with pytest.warns(
@@ -297,9 +297,7 @@ def test_a_max_memory_that_makes_no_sense_is_refused(max_memory: object, words: 
 @pytest.mark.parametrize(
     ("word", "asked"), [("auto", [False]), ("balanced", [False]), ("balanced_low_0", [True]), ("sequential", [])]
 )
-def test_what_each_device_gets_is_balanced_by_accelerate(
-    word: str, asked: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accelerate_balances_the_devices(word: str, asked: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     low_zeros = []
 
     def balanced(model: object, shares: object, *, low_zero: bool, **_: object) -> dict[object, int]:

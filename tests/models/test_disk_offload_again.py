@@ -66,7 +66,7 @@ def test_a_link_to_its_folder_is_its_folder(tmp_path):
     assert [handle_of(parameter) for parameter in model.parameters()] == handles
 
 
-def test_parameters_over_one_file_are_so_there_too(tmp_path):
+def test_parameters_over_one_file_still_share_it_after_a_move(tmp_path):
     model = on_disk()
     model.other = nn.Linear(2, 3, bias=False)
     model.other.weight = nn.Parameter(model[0].weight.detach())
@@ -79,7 +79,7 @@ def test_parameters_over_one_file_are_so_there_too(tmp_path):
     assert files(tmp_path / "kept") == NAMES
 
 
-def test_a_part_of_a_value_goes_there_as_a_value_of_its_own(tmp_path):
+def test_a_part_of_a_value_is_moved_as_a_separate_value(tmp_path):
     both = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(3, 2), "both")
     model = nn.Linear(2, 1, bias=False)
     model.weight = nn.Parameter(both[1:2])
@@ -89,7 +89,7 @@ def test_a_part_of_a_value_goes_there_as_a_value_of_its_own(tmp_path):
     assert offload.load_file(tmp_path / "kept")["weight"].tolist() == [[2.0, 3.0]]
 
 
-def test_what_is_referenced_is_not_copied_and_is_written_to_there(tmp_path):
+def test_a_referenced_value_is_not_copied_and_its_first_write_goes_to_the_folder(tmp_path):
     plain = nn.Sequential(nn.Linear(2, 3))
     offload.save_checkpoint(plain, tmp_path / "saved")
     model = offload.load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved")
@@ -103,7 +103,7 @@ def test_what_is_referenced_is_not_copied_and_is_written_to_there(tmp_path):
     assert torch.equal(plain[0].bias, model[0].bias.materialize())
 
 
-def test_the_budget_of_a_model_goes_along(tmp_path):
+def test_the_budget_of_a_model_is_kept(tmp_path):
     offload.save_checkpoint(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved")
     model = offload.load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved", max_memory="8MiB")
     pool = page_state_of(handle_of(model[0].weight)).pool
@@ -160,7 +160,7 @@ def test_a_model_that_compressed_tensors_holds_is_refused_until_it_lets_go(tmp_p
     assert files(tmp_path / "kept") == NAMES
 
 
-def test_hooks_of_parameters_go_along():
+def test_hooks_of_parameters_are_kept():
     """An optimizer's in backward, for example; their handles still remove them."""
     model, called = nn.Linear(2, 3), []
     before = model.weight.register_hook(lambda grad: called.append("grad"))

@@ -43,7 +43,7 @@ def test_a_single_tensor_leaves_an_earlier_ones_file_alone(way, folder):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_single_tensor_replaces_it_if_told(way, folder):
+def test_a_single_tensor_replaces_an_earlier_file_on_request(way, folder):
     stored = WAYS[way](folder, exist_ok=True)
 
     assert stored.tolist() == [GIVEN[way]] * 2
@@ -51,7 +51,7 @@ def test_a_single_tensor_replaces_it_if_told(way, folder):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_offload_did_not_write_is_left_alone_in_any_case(way, tmp_path):
+def test_files_of_others_are_never_replaced(way, tmp_path):
     for name in ("w", "w.s"):
         (tmp_path / f"{name}.safetensors").write_bytes(b"mine")
 
@@ -70,7 +70,7 @@ def test_after_a_refusal_the_name_is_free(folder):
     assert opened.mul_(2).tolist() == [6.0, 6.0]
 
 
-def test_of_several_results_none_is_written_if_one_is_there(tmp_path):
+def test_no_result_is_written_if_one_of_several_exists(tmp_path):
     w = OffloadedTensor.zeros(2, name="w", offload_dir=tmp_path)
     OffloadedTensor.zeros(2, name="w.s.b", offload_dir=tmp_path)
 

@@ -106,7 +106,7 @@ def test_a_model_is_loaded_from_what_torch_save_wrote(net: Net, pickled: Path, t
     assert before == contents(tmp_path)
 
 
-def test_in_what_torch_save_wrote_another_dtype_is_converted_when_it_is_read(
+def test_another_dtype_in_a_checkpoint_of_torch_save_is_converted_when_it_is_read(
     net: Net, pickled: Path, tmp_path: Path
 ) -> None:
     before = contents(tmp_path)
@@ -124,7 +124,7 @@ def test_in_what_torch_save_wrote_another_dtype_is_converted_when_it_is_read(
     assert before == {name: found for name, found in contents(tmp_path).items() if not name.startswith("half")}
 
 
-def test_what_torch_save_wrote_is_loaded_into_a_model_in_memory(net: Net, pickled: Path) -> None:
+def test_a_checkpoint_of_torch_save_is_loaded_into_memory(net: Net, pickled: Path) -> None:
     model = Net().eval()
 
     report = offload.load_checkpoint_in_model(model, pickled, "cpu")
@@ -250,7 +250,7 @@ def test_the_model_s_dtype_decides_when_none_is_given(net: Net, checkpoint: Path
     assert torch.equal(net.first.weight.bfloat16(), loaded.first.weight.materialize())
 
 
-def test_what_does_not_match_is_reported(checkpoint: Path, tmp_path: Path) -> None:
+def test_mismatches_are_reported(checkpoint: Path, tmp_path: Path) -> None:
     state = load_in_memory(checkpoint)
     state["stranger"] = state.pop("first.bias")
     state["norm.bias"] = torch.zeros(9)
@@ -411,7 +411,7 @@ def test_running_statistics_in_a_checkpoint_are_updated_in_a_file_of_their_own(n
     assert before == checkpoint.read_bytes()
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_other_objects_than_modules_are_refused() -> None:
     with pytest.raises(TypeError, match="a dict is not a module: offload its parts"):
         offload.disk_offload({"w": torch.ones(2)})  # type: ignore[type-var]
 

@@ -50,9 +50,7 @@ def test_each_way_of_running_experts_gives_what_it_gives_in_memory(stored: tuple
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_of_the_experts_those_that_have_tokens_are_decoded(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_experts_with_tokens_are_decoded(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token uses two of four experts: gate, up and down of each are decoded."""
     FORMS["fp8-qwen3_moe"].write(tmp_path)
     decoded: Counter[int] = Counter()

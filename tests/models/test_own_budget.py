@@ -54,7 +54,7 @@ def budgets_of(model: Any) -> set[Pool | None]:
 
 
 @torch.no_grad()
-def test_it_has_embeddings_and_experts_too(model):
+def test_the_budget_has_embeddings_and_experts(model):
     model(torch.arange(64)[None])
     model.get_input_embeddings().weight.sum()
 
@@ -62,7 +62,7 @@ def test_it_has_embeddings_and_experts_too(model):
 
 
 @torch.no_grad()
-def test_it_has_what_replaces_a_value(model):
+def test_the_budget_has_replaced_values(model):
     for _, member in model.named_parameters():
         member.update_values(member.materialize() * 2)
     model(torch.arange(64)[None])
@@ -72,7 +72,7 @@ def test_it_has_what_replaces_a_value(model):
 
 
 @torch.no_grad()
-def test_it_has_what_is_mapped_to_another_dtype(model):
+def test_the_budget_has_values_mapped_to_another_dtype(model):
     offload.map_values(lambda _, value: value.half(), model, strict_dtype=False)
     model(torch.arange(64)[None])
 
@@ -80,14 +80,14 @@ def test_it_has_what_is_mapped_to_another_dtype(model):
 
 
 @torch.no_grad()
-def test_it_has_what_a_module_is_cast_to(model):
+def test_the_budget_has_the_values_of_a_cast_module(model):
     model.half()
     model(torch.arange(64)[None])
 
     assert [1 << 30] == [pool.max_memory for pool in budgets_of(model)]
 
 
-def test_what_is_pinned_under_another_budget_stays_there(tmp_path):
+def test_values_pinned_under_another_budget_stay_there(tmp_path):
     """An embedding that two models share; the second one's checkpoint lacks it."""
 
     def load(model: torch.nn.Module, name: str, budget: str) -> None:

@@ -193,7 +193,7 @@ def test_only_floating_point_values_of_more_than_a_byte_are_converted(tmp_path: 
     assert_equal(expected, loaded(tmp_path / "by name"), strides=False)
 
 
-def test_what_an_op_wrote_and_no_flush_has_reached_is_saved(tmp_path: Path) -> None:
+def test_unflushed_writes_of_ops_are_saved(tmp_path: Path) -> None:
     stored = OffloadedTensor.from_original_tensor(torch.zeros(1000), "w", tmp_path / "values")
     stored[5:] = 3.0
 
@@ -375,7 +375,7 @@ def test_a_subclass_without_a_form_says_what_to_do(tmp_path: Path) -> None:
         ("\ud800", torch.ones(2), ValueError),
     ],
 )
-def test_what_has_no_form_is_an_error_that_names_it(tmp_path: Path, name: str, value: object, error: type) -> None:
+def test_an_unstorable_value_is_named_in_the_error(tmp_path: Path, name: str, value: object, error: type) -> None:
     with pytest.raises(error) as caught:
         save_checkpoint({"ok": torch.ones(3), name: value}, tmp_path / "saved")
 
@@ -384,12 +384,12 @@ def test_what_has_no_form_is_an_error_that_names_it(tmp_path: Path, name: str, v
 
 
 @pytest.mark.parametrize("size", [0, "0", "much", -1])
-def test_a_size_that_is_none_is_refused(tmp_path: Path, size: int | str) -> None:
+def test_an_invalid_size_is_refused(tmp_path: Path, size: int | str) -> None:
     with pytest.raises(ValueError, match=repr(size)):
         save_checkpoint({"w": torch.ones(2)}, tmp_path, size)
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_other_objects_than_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="list"):
         save_checkpoint([torch.ones(2)], tmp_path)  # type: ignore[arg-type]
 
@@ -515,7 +515,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, what: str, fails_at: int, error: Base
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"]
 )
-def test_whichever_call_fails_a_whole_checkpoint_stands(
+def test_a_whole_checkpoint_stands_after_any_failed_call(
     quick_folder: str, before: int, after: int, what: str, error: BaseException
 ) -> None:
     """Each call in turn: the old checkpoint is intact, or, after the last rename, the new one."""

@@ -48,7 +48,7 @@ def assert_equal(values: dict[str, torch.Tensor], model: nn.Module) -> None:
         assert torch.equal(value.half(), model.get_parameter(name).materialize()), name
 
 
-def test_what_is_stored_is_stored_once_and_used_by_later_loadings(
+def test_values_are_stored_once_and_used_by_later_loads(
     values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contents(checkpoint)
@@ -68,7 +68,7 @@ def test_what_is_stored_is_stored_once_and_used_by_later_loadings(
     assert stored == contents(tmp_path / "stored")
 
 
-def test_what_is_stored_can_be_opened_as_any_offload_folder(
+def test_stored_values_open_as_an_offload_folder(
     values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path
 ) -> None:
     load(checkpoint, tmp_path / "stored")
@@ -146,7 +146,7 @@ def test_after_a_kill_the_rest_is_stored(values: dict[str, torch.Tensor], checkp
     assert_equal(values, model)
 
 
-def test_without_a_folder_there_is_nowhere_to_store(checkpoint: Path) -> None:
+def test_store_needs_a_folder(checkpoint: Path) -> None:
     for call in (offload.load_checkpoint_in_model, offload.load_checkpoint_and_dispatch):
         with pytest.raises(ArgumentError, match="offload_dir"):
             call(empty(), checkpoint, store=True)

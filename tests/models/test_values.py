@@ -117,7 +117,7 @@ def test_each_value_is_replaced_once_and_ties_stay(checkpoint, plain, tmp_path, 
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_never_more_values_are_worked_on_than_there_are_workers(tmp_path, workers):
+def test_at_most_one_value_per_worker_is_processed_at_once(tmp_path, workers):
     """With three workers, three meet: each waits for the two others."""
     tensors = {f"w{n}": OffloadedTensor.from_original_tensor(torch.ones(2), f"w{n}", tmp_path) for n in range(6)}
     meeting, lock = threading.Barrier(workers), threading.Lock()
@@ -139,7 +139,7 @@ def test_never_more_values_are_worked_on_than_there_are_workers(tmp_path, worker
     assert all([2, 2] == tensor.tolist() for tensor in tensors.values())
 
 
-def test_a_failure_among_workers_is_told_and_the_journal_says_what_was_done(tmp_path):
+def test_a_failing_worker_is_reported_and_the_journal_lists_finished_values(tmp_path):
     tensors = {f"w{n}": OffloadedTensor.from_original_tensor(torch.ones(2), f"w{n}", tmp_path) for n in range(20)}
 
     with pytest.raises(MapError, match="fn failed at 'w3'"):
@@ -177,7 +177,7 @@ def test_a_plain_parameter_stays_the_one_that_its_optimizer_knows(plain):
     assert tied.data_ptr() == plain.layer.bias.data_ptr()
 
 
-def test_what_the_function_returns_stays_the_functions(plain):
+def test_the_result_of_a_function_is_not_changed(plain):
     """It may return one tensor twice, or another model's: later writes to a value affect no other."""
     donor, tensors = torch.ones(3), {"a": torch.zeros(3), "b": torch.zeros(3)}
     layers = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False))
@@ -218,7 +218,7 @@ def test_the_function_gets_the_tensor_on_disk_without_gradients(checkpoint, tmp_
     assert not list((tmp_path / "q").glob("*.safetensors"))
 
 
-def test_shape_and_dtype_change_where_that_is_said_and_other_tensors_over_the_value_follow(tmp_path):
+def test_shape_and_dtype_change_on_request_and_other_tensors_over_the_value_follow(tmp_path):
     weight = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w", tmp_path)
     tensors = {"w": weight, "same": weight.detach()}
 
@@ -244,7 +244,7 @@ def test_another_shape_or_dtype_without_leave_is_refused_and_the_value_stands(tm
     assert torch.equal(before, offload.materialize(tensors["w"]))
 
 
-def test_what_is_no_tensor_is_refused_by_name(tmp_path):
+def test_a_value_that_is_not_a_tensor_is_refused_by_name(tmp_path):
     with pytest.raises(
         TypeError, match=r"fn returned None for 'w': .*the same tensor .*0 of 1 values were replaced"
     ) as caught:
@@ -308,7 +308,7 @@ def test_values_are_selected_by_names_classes_or_a_function(plain, select, expec
     assert expected == set(map_values(double, plain, select=select).replaced)
 
 
-def test_a_selection_of_nothing_says_what_there_is(plain):
+def test_selecting_nothing_is_an_error_that_lists_the_names(plain):
     with pytest.raises(
         ValueError, match=r"'\*.wieght' is none of the 4 values \(scale, table.weight, layer.weight and 1 more\)"
     ):
@@ -340,7 +340,7 @@ def test_a_failure_names_the_tensor_and_leaves_what_was_done(checkpoint, plain, 
 
 
 @pytest.mark.parametrize("anew", [True, False])
-def test_a_run_goes_on_where_it_was_also_over_a_checkpoint_that_is_loaded_anew(checkpoint, plain, tmp_path, anew):
+def test_a_run_resumes_over_a_checkpoint_that_is_loaded_again(checkpoint, plain, tmp_path, anew):
     """Values in memory are those of the checkpoint after loading, and are processed again."""
     before = contents(checkpoint.parent)
     model, rest = loaded(checkpoint, tmp_path / "q"), StopAt()
@@ -424,7 +424,7 @@ def test_a_run_that_begins_anew_over_half_done_values_is_refused(checkpoint, pla
     assert_doubled(model, plain)
 
 
-def test_the_journal_of_another_run_is_told_with_both_names_and_the_way_out(checkpoint, tmp_path):
+def test_the_journal_of_another_run_is_refused_with_both_names(checkpoint, tmp_path):
     model = loaded(checkpoint, tmp_path / "q")
     with pytest.raises(MapError):
         map_values(StopAt("layer.bias"), model, resume="double")
@@ -435,7 +435,7 @@ def test_the_journal_of_another_run_is_told_with_both_names_and_the_way_out(chec
         map_values(double, model, resume="double", select="layer.weight")
 
 
-def test_a_run_does_not_go_on_over_another_checkpoint(checkpoint, tmp_path):
+def test_a_run_does_not_resume_over_another_checkpoint(checkpoint, tmp_path):
     with pytest.raises(MapError):
         map_values(StopAt("layer.bias"), loaded(checkpoint, tmp_path / "q"), resume="double")
     save_file({name: tensor + 1 for name, tensor in load_file(checkpoint).items()}, checkpoint)
@@ -447,7 +447,7 @@ def test_a_run_does_not_go_on_over_another_checkpoint(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "no journal", "[]", '{"version": 2, "runs": []}', '{"version": 1, "runs": [{}]}'])
-def test_a_file_that_is_no_journal_is_told_and_left_as_it_is(checkpoint, tmp_path, text):
+def test_a_file_that_is_not_a_journal_is_reported_and_not_changed(checkpoint, tmp_path, text):
     path = tmp_path / "q" / ".offload-journal"
     path.parent.mkdir()
     path.write_text(text)
@@ -461,7 +461,7 @@ def test_a_file_that_is_no_journal_is_told_and_left_as_it_is(checkpoint, tmp_pat
     assert text == path.read_text()
 
 
-def test_without_one_folder_there_is_nothing_to_resume_from(checkpoint, tmp_path):
+def test_resume_needs_one_folder(checkpoint, tmp_path):
     split = {name: OffloadedTensor.from_original_tensor(torch.ones(1), name, tmp_path / name) for name in "ab"}
 
     with pytest.raises(
@@ -474,7 +474,7 @@ def test_without_one_folder_there_is_nothing_to_resume_from(checkpoint, tmp_path
     assert ("a", "b") == map_values(double, split).replaced
 
 
-def test_a_run_is_not_named_after_a_function_that_others_are_called_like(tmp_path):
+def test_a_run_is_not_named_after_a_function_whose_name_others_share(tmp_path):
     tensors = {"w": OffloadedTensor.from_original_tensor(torch.ones(1), "w", tmp_path)}
     factor = 3
 
@@ -616,7 +616,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(tmp_pat
     assert [] == said["left"]
 
 
-def test_a_process_that_is_killed_goes_on_and_sees_no_value_twice(private_place, monkeypatch):
+def test_a_killed_run_resumes_and_processes_no_value_twice(private_place, monkeypatch):
     """At each call that changes files; replaced values are not passed to the function."""
     monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
     folder = private_place
@@ -699,7 +699,7 @@ def test_a_plain_tensor_in_gives_a_plain_tensor_out():
     assert result.requires_grad
 
 
-def test_what_is_made_of_a_checkpoints_tensor_is_never_beside_the_checkpoint(checkpoint, tmp_path):
+def test_results_of_a_referenced_tensor_are_never_written_beside_the_checkpoint(checkpoint, tmp_path):
     before = contents(checkpoint.parent)
     private = OffloadedTensor.from_file(checkpoint, "scale")
     named = OffloadedTensor.from_file(checkpoint, "scale", offload_dir=tmp_path / "q")
