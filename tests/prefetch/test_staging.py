@@ -15,7 +15,7 @@ from offload.prefetch import engine as engines
 from offload.prefetch import staging
 from offload.prefetch.engine import POOL
 from offload.prefetch.plan import Pool
-from offload.prefetch.value import AWAY, READ, page_state_of
+from offload.prefetch.value import AWAY, READING, page_state_of
 from offload.tensor import guests
 from offload.tensor.wrapper import guest_of
 
@@ -234,7 +234,7 @@ def test_a_forked_child_goes_through_the_budgets_of_devices_too(tmp_path, sent, 
     v = OffloadedTensor.from_original_tensor(torch.zeros(300, 300), "v")
     v.sum()
     value = page_state_of(v._handle).ranges[v._handle.extent]
-    value.state = READ
+    value.stage = READING
 
     engine = engines._ENGINE
     try:
@@ -242,7 +242,7 @@ def test_a_forked_child_goes_through_the_budgets_of_devices_too(tmp_path, sent, 
     finally:
         engines._ENGINE = engine
 
-    assert AWAY == value.state
+    assert AWAY == value.stage
 
 
 def test_a_materialized_value_is_an_independent_copy(tmp_path, sent, budget):
