@@ -24,6 +24,7 @@ How an op is executed, in this order:
 | `arguments` | checks of user input |
 | `materialize` | offloaded tensors, modules and nested containers made plain again |
 | `recipes` | values computed from others when they are read: joined, cast, decoded |
+| `steps` | which rows of a decoded value are computed at a time |
 | `deferred` `assembly` | tensors still to be put together from stored ones, and how that is done |
 | `rebuilt` | tensor subclasses whose inner tensors are in files |
 | `scratch` | reusable memory for computed values |

@@ -31,6 +31,7 @@ from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.scratch import LEAST, scratch_for
+from offload.tensor.steps import Unit, steps
 from offload.tensor.views import cut, meta_of, metadata_of, with_bits_of
 
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
@@ -631,51 +632,33 @@ class Decoded(Plain):
 
     def _into(self, place: torch.Tensor, start: int) -> None:
         """Compute the rows that `place` has room for, beginning with row `start`."""
-        left = self.layout.shape[1] - start % self.layout.shape[1] if self.stacked else len(place)
-        if place.dim() > 1 + len(self._row):
-            for number, part in enumerate(place):
-                self._into(part, start + number * self.layout.shape[1])
-            return
-        if left < len(place):
-            self._into(place[left:], start + left)
-            place = place[:left]
-        parts = self._parts_of_pieces(start, len(place))
-        made = {number: self.pieces[number].value(part) for number, part in parts}
-        found = [made[number] for number in range(len(self.pieces))]
-        start = start % self.layout.shape[1] if self.stacked else start
-        granule, end = self.granule, start + len(place)
-        first = start // granule
-        for low, high in self._blocks_of_rows(start, end):
-            begin, stop = low // granule, -(-high // granule)
-            inside = begin * granule  # the first row that is computed
-            given = []
-            for value, per in zip(found, self.per, strict=True):
-                if per is None:
-                    given.append(value)
-                    continue
-                rows = value[(begin - first) * per : (stop - first) * per]
-                if self.is_divisible and stop - begin == 1 and per >= granule:
-                    each = per // granule
-                    rows = rows[(low - inside) * each : (high - inside) * each]
-                given.append(rows)
-            if self.is_divisible and stop - begin == 1:
-                inside = low
-            _put_rows(place[low - start : high - start], self.decode(*given), low - inside, self.layout.dtype)
-        count_freed(place.nbytes // _TRIMMED)  # of the blocks, among which settles what stays, as of new experts
+        for part, first in self._within_elements(place, start):
+            self._decode_into(part, first)
 
-    def _blocks_of_rows(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Ranges of rows to compute at a time: of whole granules, or within one."""
-        granule = self.granule
-        row = math.prod(self._row) * self.layout.dtype.itemsize
-        step = max(1, BLOCK // max(1, row))
-        if step >= granule or not self.is_divisible:
-            step = max(1, step // granule) * granule
-        low = start
-        while low < end:
-            border = low // granule * granule + (granule if step < granule else step)
-            high = min(end, border, low + step) if step < granule else min(end, border)
-            yield low, high
-            low = high
+    def _within_elements(self, place: torch.Tensor, start: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """`place`, and its first row, in parts that lie within one element of a stack each."""
+        rows = self.layout.shape[1] if self.stacked else 0
+        if not self.stacked:
+            yield place, start
+        elif place.dim() > 1 + len(self._row):
+            yield from ((element, start + number * rows) for number, element in enumerate(place))
+        else:
+            while len(place):
+                left = rows - start % rows
+                yield place[:left], start
+                place, start = place[left:], start + left
+
+    def _decode_into(self, place: torch.Tensor, start: int) -> None:
+        """Compute rows within one element, block by block."""
+        parts = self._parts_of_pieces(start, len(place))
+        found = [value for _, value in sorted((number, self.pieces[number].value(part)) for number, part in parts)]
+        first = start % self.layout.shape[1] if self.stacked else start
+        most = max(1, BLOCK // max(1, math.prod(self._row) * self.layout.dtype.itemsize))
+        unit = Unit(self.granule, self.per, self.is_divisible)
+        for low, high, taken, skipped in steps(first, len(place), most, unit):
+            given = [value if rows is None else value[slice(*rows)] for value, rows in zip(found, taken, strict=True)]
+            _put_rows(place[low:high], self.decode(*given), skipped, self.layout.dtype)
+        count_freed(place.nbytes // _TRIMMED)  # of the blocks, among which settles what stays, as of new experts
 
 
 def _put_rows(place: torch.Tensor, made: torch.Tensor, first: int, dtype: torch.dtype) -> None:
