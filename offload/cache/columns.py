@@ -112,8 +112,8 @@ class FixedColumn:
         if len(found) < len(wanted) or not any(found):
             return True
         rows = wanted.index(_SHAPE) + len(_SHAPE)
-        [expected, said] = [_ROW_SHAPE.match(head, rows) for head in (wanted, found)]
-        if found[:rows] != wanted[:rows] or (expected and said and expected[1] != said[1]):
+        [expected, actual] = [_ROW_SHAPE.match(head, rows) for head in (wanted, found)]
+        if found[:rows] != wanted[:rows] or (expected and actual and expected[1] != actual[1]):
             raise CorruptFileError(
                 f"column {self.column.name!r}: {self.path} does not hold rows of {self.column.shape_text} "
                 f"{self.column.dtype}, and is left as it is. Copy the complete folder again."
@@ -127,7 +127,7 @@ class FixedColumn:
         """
         if self._is_blank and next(filled, None) is not None:
             raise CorruptFileError(
-                f"column {self.column.name!r}: {self.path} has filled rows, and no header: it was overwritten. "
+                f"column {self.column.name!r}: {self.path} has filled rows but no header: it was overwritten. "
                 "Copy the complete folder again."
             )
 
@@ -140,7 +140,7 @@ class FixedColumn:
         if found < expected:
             raise CorruptFileError(
                 f"column {self.column.name!r}: {self.path} has {found} bytes, and {capacity} rows of "
-                f"{self.column.shape_text} {self.column.dtype} take {expected}: it was cut. "
+                f"{self.column.shape_text} {self.column.dtype} take {expected}: it was truncated. "
                 "Copy the complete folder again."
             )
 
@@ -179,8 +179,8 @@ class FixedColumn:
                 os.ftruncate(fd, _size(self.column, capacity))
                 write_all(fd, memoryview(head), 0)
 
-    def prepare(self, value: Any, count: int, kept: Numbers | None) -> torch.Tensor:
-        """`value` as `count` rows, reduced to those at the positions `kept`.
+    def prepare(self, value: Any, count: int, positions: Numbers | None) -> torch.Tensor:
+        """`value` as `count` rows, reduced to those at these positions.
 
         Raises:
             ShapeMismatchError, DtypeMismatchError
@@ -193,7 +193,7 @@ class FixedColumn:
                 f"the values {tuple(tensor.shape)}"
             )
         rows = self._as_bytes(tensor.contiguous().resolve_conj().resolve_neg())
-        return rows if kept is None else rows[torch.from_numpy(kept)]
+        return rows if positions is None else rows[torch.from_numpy(positions)]
 
     def write(self, rows: Rows, values: torch.Tensor) -> int:
         """Write what `prepare` returned to rows in ascending order; returns the number of bytes.
@@ -275,8 +275,8 @@ def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise DtypeMismatchError(
-            f"column {column.name!r} ({path}) holds {column.shape_text} {column.dtype}, and no tensor of that can be "
-            f"made of the {type(value).__name__} that was given: {error}"
+            f"column {column.name!r} ({path}) holds {column.shape_text} {column.dtype}, and the "
+            f"{type(value).__name__} can't be converted to that: {error}"
         ) from error
     if tensor.dtype != column.dtype:
         raise DtypeMismatchError(
@@ -349,7 +349,7 @@ class HeapColumn:
         path = _path(folder, column)
         with closed_after(open_regular(path, os.O_RDWR | os.O_CREAT)) as fd:
             if os.fstat(fd).st_size:
-                raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
+                raise ForeignFileError(f"{path} exists, and is left as it is: choose another folder for the cache")
         FixedColumn.create(folder, _index_of(column), capacity)
 
     def check(self, capacity: int) -> None:
@@ -390,8 +390,8 @@ class HeapColumn:
             self._refuse_outside(self._index.read(rows, None).numpy(), end)
         self._length.set(end)
 
-    def prepare(self, value: Any, count: int, kept: Numbers | None) -> Batch:
-        """`value` as rows, reduced to those at the positions `kept`.
+    def prepare(self, value: Any, count: int, positions: Numbers | None) -> Batch:
+        """`value` as rows, reduced to those at these positions.
 
         Raises:
             ShapeMismatchError, DtypeMismatchError
@@ -399,14 +399,14 @@ class HeapColumn:
         is_single = isinstance(value, torch.Tensor | np.ndarray) and not value.ndim
         if is_single or isinstance(value, str | bytes | bytearray | Mapping) or not hasattr(value, "__iter__"):
             raise ShapeMismatchError(
-                f"column {self.column.name!r} ({self.path}): one {type(value).__name__} is given for {count} rows: "
-                "give a list, with a value for each row"
+                f"column {self.column.name!r} ({self.path}): a single {type(value).__name__} for {count} rows: "
+                "give a list with one value per row"
             )
         rows = list(value.unbind()) if isinstance(value, torch.Tensor) else list(value)
         if len(rows) != count:
             raise ShapeMismatchError(f"column {self.column.name!r} ({self.path}): {count} rows, {len(rows)} values")
-        if kept is not None:
-            rows = [rows[place] for place in kept]
+        if positions is not None:
+            rows = [rows[place] for place in positions]
         if self.column.kind == RAGGED:
             return self._prepared_tensors(rows)
         parts = [self._encoded(row) for row in rows]
@@ -497,7 +497,7 @@ class HeapColumn:
     def _cut(self, found: int, expected: int | None) -> CorruptFileError:
         return CorruptFileError(
             f"column {self.column.name!r}: {self.path} has {found} bytes, and its rows take "
-            f"{'more' if expected is None else expected}: it was cut. Copy the complete folder again."
+            f"{'more' if expected is None else expected}: it was truncated. Copy the complete folder again."
         )
 
     def nbytes(self, num_rows: int) -> int:
@@ -570,7 +570,7 @@ class Ragged:
         if form == "jagged":
             offsets = torch.from_numpy(np.append(0, np.cumsum(self.counts))).to(self.values.device)
             return torch.nested.nested_tensor_from_jagged(self.values, offsets)
-        raise CacheError(f"ragged={form!r} is not known: 'list', 'padded' or 'jagged'")
+        raise CacheError(f"unknown ragged={form!r}: use 'list', 'padded' or 'jagged'")
 
     def _padded(self, padding: complex) -> torch.Tensor:
         """(rows, longest, ...)"""

@@ -57,7 +57,7 @@ class HeldColumn:
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         refuse_unstorable(tensor, name)
         if not tensor.dim():
-            raise CacheError(f"column {name!r} is a single value, and a column has rows: give it a first dimension")
+            raise CacheError(f"column {name!r} is a scalar: a column needs a first dimension, for the rows")
         self.tensor = tensor.detach()
         self._rows: RowFile | torch.Tensor | None = None  # where rows are read from: the file, or its mapping
         self._of: TensorFile | None = None  # the file that `_rows` belongs to
@@ -113,7 +113,7 @@ class HeldColumn:
         handle = handle_of(tensor)
         file = handle.file
         if file not in opened:
-            opened[file] = Descriptors.kept(file.descriptor(settled=not handle.owned), file.path)
+            opened[file] = Descriptors.reopened(file.descriptor(settled=not handle.owned), file.path)
         if is_part(tensor) or handle.layout != contiguous(tensor.dtype, tuple(tensor.shape)):
             self._rows = mapped_value(tensor)
         else:

@@ -74,13 +74,13 @@ class Field:
         return (self.dtype, self.row_shape) if self.is_tensor else BYTES if self.is_bytes else JSON
 
     @classmethod
-    def of(cls, said: Any) -> Field:
+    def of(cls, description: Any) -> Field:
         """A column as described by the user, as for `TensorCache.create`.
 
         Raises:
             CacheError: the description is invalid.
         """
-        [column] = schema_of({"schema": said}).values()
+        [column] = schema_of({"schema": description}).values()
         if column.kind in (JSON, BYTES):
             return cls(None, is_bytes=column.kind == BYTES)
         return cls(column.dtype, (None, *column.row_shape) if column.kind == RAGGED else column.row_shape)
@@ -149,7 +149,7 @@ def rows_of(records: Iterable[Any], schema: Mapping[str, Field], optional: Colle
     first = next(source, None)
     if first is None:
         if not schema:
-            raise CacheError("there are no records, and so no columns: give schema=")
+            raise CacheError("there are no records to infer columns from: pass schema=")
         return Incoming(schema, iter(()))
     rows = map(fields_of, chain([first], source))
     seen = next(_chunks(rows, _LOOK))
@@ -248,8 +248,8 @@ def _settled(
     names = [*dict.fromkeys([*(name for name in names if name not in nests), *_below(nests, names, hints), *schema])]
     unknown = set(optional) - set(names)
     if unknown:
-        told, there = (some(map(repr, sorted(each))) for each in (unknown, names))
-        raise CacheError(f"optional= names {told}, and the records have {there}")
+        strange, known = (some(map(repr, sorted(each))) for each in (unknown, names))
+        raise CacheError(f"optional= has the unknown fields {strange}: the records have {known}")
     found = {}
     for name in names:
         values = [row.get(name) for row in rows]
@@ -276,7 +276,7 @@ def _inferred(name: str, values: Sequence[Any], hint: Any) -> Field:
         if (typing.get_origin(hint) or hint) in (str, list, dict, tuple, bytes):
             return Field(None, is_bytes=hint is bytes)
         raise CacheError(
-            f"the field {name!r} is None in all of the first records: say what it is, as in "
+            f"the field {name!r} is None in all of the first records: describe it, as in "
             f"schema={{{name!r}: (torch.float32, ())}}"
         )
     tensors = [_as_tensor(value) for value in values]
@@ -295,7 +295,7 @@ def _common_dtype(name: str, values: Sequence[Any], tensors: Sequence[torch.Tens
         return tensors[0].dtype
     if not all(isinstance(value, _PLAIN) for value in values):
         several = some(sorted(map(str, dtypes)))
-        raise CacheError(f"the field {name!r} is of several dtypes, {several}: make them one, or give schema=")
+        raise CacheError(f"the field {name!r} is of several dtypes, {several}: cast them to one, or pass schema=")
     return reduce(torch.promote_types, dtypes)
 
 
@@ -306,8 +306,8 @@ def _common_shape(name: str, tensors: Sequence[torch.Tensor]) -> tuple[int | Non
     rests = {(len(shape), shape[1:]) for shape in shapes}
     if len(rests) > 1:
         raise CacheError(
-            f"the field {name!r} has shapes {some(sorted(shapes), 3)}: they may differ in the first size alone. Pad "
-            "them, or save lists"
+            f"the field {name!r} has shapes {some(sorted(shapes), 3)}: only the first size may differ. Pad them, "
+            "or save lists"
         )
     return (None, *next(iter(shapes))[1:])
 
@@ -349,8 +349,7 @@ def _refuse_strangers(fields: Mapping[str, Field], row: Mapping[str, Any], numbe
     for name in row.keys() - fields.keys():
         if row[name] is not None or not any(other.startswith(f"{name}.") for other in fields):
             raise CacheError(
-                f"record {number} has a field {name!r} that the first ones did not have: give schema=, with all "
-                "the fields"
+                f"record {number} has a field {name!r} that the first ones did not have: pass schema=, with all fields"
             )
 
 
@@ -358,7 +357,7 @@ def _column(name: str, field: Field, values: Sequence[Any], start: int) -> Any:
     if not field.is_optional and any(value is None for value in values):
         number = start + next(at for at, value in enumerate(values) if value is None)
         raise CacheError(
-            f"the field {name!r} is None in record {number}, and was not in the first ones: give optional=[{name!r}]"
+            f"the field {name!r} is None in record {number}, but not in the first ones: pass optional=[{name!r}]"
         )
     if field.is_bytes:
         return [_bytes(name, value, start + at) for at, value in enumerate(values)]
@@ -370,7 +369,9 @@ def _column(name: str, field: Field, values: Sequence[Any], start: int) -> Any:
 
 def _bytes(name: str, value: Any, number: int) -> bytes:
     if not isinstance(value, bytes | None):
-        raise CacheError(f"the field {name!r} of record {number} is a {type(value).__name__}, and its column of bytes")
+        raise CacheError(
+            f"the field {name!r} of record {number} is a {type(value).__name__}, but its column holds bytes"
+        )
     return value or b""
 
 
@@ -382,7 +383,8 @@ def _fitting(name: str, field: Field, value: Any, number: int) -> torch.Tensor:
     tensor = _as_tensor(value)
     if tensor is None:
         raise CacheError(
-            f"the field {name!r} of record {number} is a {type(value).__name__}, and its column {_told(field)}"
+            f"the field {name!r} of record {number} is a {type(value).__name__}, but its column holds "
+            f"{_described(field)}"
         )
     if isinstance(value, _PLAIN) and torch.can_cast(tensor.dtype, field.dtype):
         try:
@@ -393,8 +395,8 @@ def _fitting(name: str, field: Field, value: Any, number: int) -> torch.Tensor:
             ) from error
     if tensor.dtype != field.dtype or not _fits(tensor.shape, field.row_shape):
         raise CacheError(
-            f"the field {name!r} of record {number} is {tensor.dtype} of shape {tuple(tensor.shape)}, and its column "
-            f"{_told(field)}: give schema=, where a first size of None is for any length"
+            f"the field {name!r} of record {number} is {tensor.dtype} of shape {tuple(tensor.shape)}, but its column "
+            f"holds {_described(field)}: pass schema=, with a first size of None for any length"
         )
     return tensor.cpu()
 
@@ -405,5 +407,5 @@ def _fits(shape: Sequence[int], row_shape: tuple[int | None, ...]) -> bool:
     )
 
 
-def _told(field: Field) -> str:
+def _described(field: Field) -> str:
     return f"{field.dtype} of shape {field.row_shape}"

@@ -69,7 +69,7 @@ class Rows:
         numbers: list[int] = self.numbers[::step].tolist()
         return numbers
 
-    def kept(self) -> Rows:
+    def copied(self) -> Rows:
         """The rows with their own copy of the indices: the caller may modify his."""
         return self if self._numbers is None else Rows(self._numbers.copy(), self.last, is_one=self.is_one)
 
@@ -113,8 +113,8 @@ def last_of_each(numbers: Numbers) -> Numbers | None:
     if len(numbers) < 2 or bool((np.diff(numbers) > 0).all()):
         return None
     order = np.argsort(numbers, kind="stable")
-    kept: Numbers = order[np.append(np.diff(numbers[order]) != 0, True)]
-    return kept
+    positions: Numbers = order[np.append(np.diff(numbers[order]) != 0, True)]
+    return positions
 
 
 def _number(index: Any) -> int:
@@ -123,7 +123,7 @@ def _number(index: Any) -> int:
             return operator.index(index)
         except (TypeError, OverflowError):
             pass
-    raise RowIndexError(f"{_short(index)} ({type(index).__name__}) does not select rows: give {_FORMS}")
+    raise RowIndexError(f"{_short(index)} ({type(index).__name__}) is not an index of rows: give {_FORMS}")
 
 
 def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArray[Any]:
@@ -142,7 +142,9 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArra
     if array.ndim == 1 and array.dtype == bool:
         return array
     if array.ndim > 1 or array.dtype.kind not in "iu" or array.dtype == np.uint8:  # torch takes uint8 for a mask
-        raise RowIndexError(f"{_short(index)} (shape {array.shape}, {array.dtype}) does not select rows: give {_FORMS}")
+        raise RowIndexError(
+            f"{_short(index)} (shape {array.shape}, {array.dtype}) is not an index of rows: give {_FORMS}"
+        )
     return array
 
 

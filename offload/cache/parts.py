@@ -43,7 +43,7 @@ class Descriptors:
             return cls(fd, opened(path, os.O_RDONLY))
 
     @classmethod
-    def kept(cls, fd: int, path: Path) -> Descriptors:
+    def reopened(cls, fd: int, path: Path) -> Descriptors:
         """For a file that is open already, whatever is at its path by now.
 
         Raises:
@@ -122,7 +122,7 @@ def _read_on(fd: int, path: Path, at: int, into: Sequence[memoryview], done: int
         while skipped < len(part):
             got = os.preadv(fd, [part[skipped : skipped + (1 << 30)]], at)
             if not got:
-                raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was cut")
+                raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was truncated")
             skipped += got
             at += got
 
@@ -158,6 +158,6 @@ def opened(path: Path, flags: int, what: str = "a file of the cache") -> int:
         raise MissingFileError(error.errno, reason, str(path)) from error
     except ForeignFileError as error:
         raise ForeignFileError(
-            f"{path} is a link that offload did not make, and is not written through: put the file itself there, "
-            "or open the cache with mode='r'"
+            f"{path} is a symlink, and offload does not write through it: put the file itself there, or "
+            "open the cache with mode='r'"
         ) from error

@@ -150,7 +150,7 @@ class RowFile:
         if not nbytes:
             return torch.empty(shape, dtype=self._dtype, device="cpu")
         if size_of(self.fd, self.path) < self._at(count):
-            raise CorruptFileError(f"{self.path} ends before its {count} rows: it was cut")
+            raise CorruptFileError(f"{self.path} ends before its {count} rows: it was truncated")
         storage = mapped(self.fd, self.path, self._start, nbytes, shared=False)
         empty = torch.empty(0, dtype=self._dtype, device="cpu")
         return empty.set_(storage, 0, shape, contiguous(self._dtype, shape).stride)

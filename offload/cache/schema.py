@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from offload.annotations import Json
 from offload.errors import ArgumentTypeError, CacheError, CorruptFileError
 from offload.storage.folders import file_name
 from offload.storage.layout import dtype_name, dtype_named
@@ -32,7 +33,7 @@ MANIFEST = "manifest.json"
 _KIND = Kind(
     what="the manifest of a cache of offload",
     stamp={"format": "offload.TensorCache", "version": 1},
-    missing="no cache is here, or it was not made to its end: TensorCache.create makes one",
+    missing="there is no complete cache in this folder: TensorCache.create creates one",
     later=CacheError,
     indent=1,
 )
@@ -75,20 +76,20 @@ class Column:
         return {"kind": self.kind, "dtype": dtype_name(self.dtype), "row_shape": list(self.row_shape)}
 
     @classmethod
-    def from_json(cls, name: str, said: Any) -> Column:
+    def from_json(cls, name: str, described: Json) -> Column:
         """
         Raises:
             ValueError: it does not describe a column.
         """
         try:
-            kind = said["kind"]
+            kind = described["kind"]
             if kind in (JSON, BYTES):
                 return cls(name, kind, torch.uint8, ())
-            dtype, shape = dtype_named(said["dtype"]), tuple(map(operator.index, said["row_shape"]))
+            dtype, shape = dtype_named(described["dtype"]), tuple(map(operator.index, described["row_shape"]))
         except (KeyError, TypeError) as error:
-            raise CorruptFileError(f"column {name!r} is described as {said!r}") from error
+            raise CorruptFileError(f"column {name!r} is described as {described!r}") from error
         if kind not in (TENSOR, RAGGED) or dtype is None or any(size < 0 for size in shape):
-            raise CorruptFileError(f"column {name!r} is described as {said!r}")
+            raise CorruptFileError(f"column {name!r} is described as {described!r}")
         return cls(name, kind, dtype, shape)
 
 
@@ -104,7 +105,7 @@ def schema_of(columns: Mapping[str, Any]) -> dict[str, Column]:
     """
     if not columns:
         raise CacheError("a cache needs at least one column: give {name: (dtype, row_shape)}")
-    schema = {name: _column(name, said) for name, said in columns.items()}
+    schema = {name: _column(name, description) for name, description in columns.items()}
     for name, column in schema.items():
         try:
             file_name(name)
@@ -113,19 +114,17 @@ def schema_of(columns: Mapping[str, Any]) -> dict[str, Column]:
         if math.prod(max(size, 1) for size in column.row_shape) * column.dtype.itemsize > _MOST:
             raise CacheError(f"column {name!r}: a row of the shape {column.shape_text} is larger than any file")
         if column.kind != TENSOR and f"{name}/index" in schema:
-            raise CacheError(
-                f"{name}/index can't be a column beside {name!r}, which keeps the places of its rows there"
-            )
+            raise CacheError(f"{name}/index can't be a column: column {name!r} keeps its index there")
     return schema
 
 
-def _column(name: str, said: Any) -> Column:
-    if isinstance(said, Column):
-        return Column(name, said.kind, said.dtype, said.row_shape)
-    if isinstance(said, str | type) and said in _WORDS:
-        return Column(name, _WORDS[said], torch.uint8, ())
-    if isinstance(said, tuple | list) and len(said) == 2 and isinstance(said[0], torch.dtype):
-        dtype, shape = said
+def _column(name: str, description: Any) -> Column:
+    if isinstance(description, Column):
+        return Column(name, description.kind, description.dtype, description.row_shape)
+    if isinstance(description, str | type) and description in _WORDS:
+        return Column(name, _WORDS[description], torch.uint8, ())
+    if isinstance(description, tuple | list) and len(description) == 2 and isinstance(description[0], torch.dtype):
+        dtype, shape = description
         if dtype_named(dtype_name(dtype)) is None:
             raise CacheError(
                 f"column {name!r}: {dtype} means nothing without its scale: store the result of dequantize()"
@@ -134,7 +133,7 @@ def _column(name: str, said: Any) -> Column:
             ragged = len(shape) > 0 and shape[0] is None
             return Column(name, RAGGED if ragged else TENSOR, dtype, _sizes(name, shape[1:] if ragged else shape))
     raise CacheError(
-        f"column {name!r}: {said!r} is not a column. Give (dtype, row_shape), as (torch.float32, (16,)); "
+        f"column {name!r}: {description!r} is not a column. Give (dtype, row_shape), as (torch.float32, (16,)); "
         '(dtype, (None, 16)) for rows of different lengths; or "json" or "bytes"'
     )
 
@@ -173,8 +172,8 @@ class Manifest:
             CacheError: the metadata can't be expressed in JSON.
         """
         columns = {name: column.to_json() for name, column in self.columns.items()}
-        said = {"num_rows": self.num_rows, "columns": columns, "metadata": dict(self.metadata)}
-        write_state(folder / MANIFEST, _KIND, said)
+        data = {"num_rows": self.num_rows, "columns": columns, "metadata": dict(self.metadata)}
+        write_state(folder / MANIFEST, _KIND, data)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -186,10 +185,10 @@ class Manifest:
             CacheError: it is of another version.
         """
         path = folder / MANIFEST
-        said = read_state(path, _KIND)
+        data = read_state(path, _KIND)
         try:
-            columns = schema_of({name: Column.from_json(name, column) for name, column in said["columns"].items()})
-            rows, metadata = said["num_rows"], said["metadata"]
+            columns = schema_of({name: Column.from_json(name, column) for name, column in data["columns"].items()})
+            rows, metadata = data["num_rows"], data["metadata"]
             if type(rows) is not int or rows < 0 or not isinstance(metadata, dict):
                 raise ValueError(f"{short(repr(rows))} rows, metadata {short(repr(metadata))}")
         except (KeyError, AttributeError, ValueError, CacheError) as error:
@@ -204,7 +203,7 @@ class Manifest:
         wrong = self._others(as_json(expect, "expect"))
         if wrong:
             raise CacheError(
-                f"the cache in {folder} was made for something else: {'; '.join(wrong)}. "
+                f"the cache in {folder} has other metadata than expected: {'; '.join(wrong)}. "
                 "Open it without `expect`, or make another one."
             )
 
@@ -224,8 +223,8 @@ class Manifest:
         wrong += self._others(wanted.metadata)
         if wrong:
             raise CacheError(
-                f"the cache in {folder} is another one: {'; '.join(wrong)}. Open it as it is with TensorCache.open, "
-                "or take another folder."
+                f"the cache in {folder} is not as requested: {'; '.join(wrong)}. Open it as it is with "
+                "TensorCache.open, or choose another folder."
             )
 
     def _others(self, expect: Mapping[str, Any]) -> list[str]:
@@ -233,7 +232,7 @@ class Manifest:
         return [
             f"{key!r} is {self.metadata[key]!r}, expected {value!r}"
             if key in self.metadata
-            else f"{key!r} is not there, expected {value!r}"
+            else f"{key!r} is missing, expected {value!r}"
             for key, value in expect.items()
             if key not in self.metadata or self.metadata[key] != value
         ]
@@ -253,5 +252,5 @@ def as_json(metadata: Mapping[str, Any] | None, what: str = "metadata") -> dict[
     try:
         back: dict[str, Any] = json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise CacheError(f"{what}: metadata are written as JSON, and these can't be: {error}") from error
+        raise CacheError(f"{what}: the metadata can't be written as JSON: {error}") from error
     return back

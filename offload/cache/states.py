@@ -95,7 +95,7 @@ class States:
         """
         path = folder / FILE
         if is_there(path) and not _is_ours(path):
-            raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
+            raise ForeignFileError(f"{path} exists, and is left as it is: choose another folder for the cache")
         counts = np.array([VERSION, columns, rows, rows, 0], dtype="<u8").tobytes()
         put_file(path, MAGIC + counts, PAGE + rows * columns)
 
@@ -302,7 +302,7 @@ class States:
         if size < self._mapped_bytes:
             raise CorruptFileError(
                 f"{self.path}, which says which rows are filled, has {size} bytes and had {self._mapped_bytes}: it was "
-                "cut, and which rows are valid is no longer known. Copy the complete folder again."
+                "truncated, and which rows are valid is no longer known. Copy the complete folder again."
             )
 
     def _all(self) -> Bytes:
@@ -322,17 +322,15 @@ class States:
         with reading(self.path):
             size = os.fstat(self.fd).st_size
             if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
-                raise CorruptFileError(
-                    f"{self.path} does not say which rows are filled: it is not whole, or another file"
-                )
+                raise CorruptFileError(f"{self.path} is incomplete, or is not a file of row states")
             mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
         self._mapped_bytes = size
         self.counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
         self._lengths: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=_MOST_LENGTHS, offset=_LENGTHS)
-        version, columns, rows, capacity = said = self.counts[:4].tolist()
+        version, columns, rows, capacity = head = self.counts[:4].tolist()
         with reading(self.path):
             is_still = os.fstat(self.fd).st_size == size
-        if not is_still or self.counts[:4].tolist() != said:
+        if not is_still or self.counts[:4].tolist() != head:
             self._map()  # another process is raising the capacity
             return
         self._check(size, version, columns, rows, capacity)
@@ -349,13 +347,13 @@ class States:
         if columns != self._columns or rows > capacity or size < expected:
             raise CorruptFileError(
                 f"{self.path}, which says which rows are filled, has {size} bytes and {columns} columns, where "
-                f"{rows} rows of {self._columns} columns, with a capacity of {capacity}, take {expected}: it was cut, "
-                "or is of another cache. Copy the complete folder again."
+                f"{rows} rows of {self._columns} columns, with a capacity of {capacity}, take {expected}: it was "
+                "truncated, or belongs to another cache. Copy the complete folder again."
             )
         if rows < self._least_rows:
             raise CorruptFileError(
-                f"{self.path} speaks of {rows} rows, and the manifest beside it of {self._least_rows}: one of them is "
-                "older, or of another cache. Copy the complete folder again."
+                f"{self.path} has {rows} rows, but the manifest has {self._least_rows}: one of them is older, "
+                "or belongs to another cache. Copy the complete folder again."
             )
 
     def _reserve(self, rows: Numbers) -> None:

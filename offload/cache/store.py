@@ -99,13 +99,13 @@ class Store:
                         kind.create(folder, column, manifest.num_rows)
                     States.create(folder, len(manifest.columns), manifest.num_rows)
                     manifest.write(folder)
-                    log.info("%s: made, with %d rows of %s", folder, manifest.num_rows, ", ".join(manifest.columns))
+                    log.info("%s: created with %d rows of %s", folder, manifest.num_rows, ", ".join(manifest.columns))
         if is_new:
             return cls(folder, manifest, writes=True)
         if not exist_ok:
             raise CacheError(
-                f"{folder} is a cache already, or another process is making one there: open it with TensorCache.open, "
-                "go on with it by exist_ok=True, or take another folder"
+                f"{folder} already has a cache, or another process is creating one: open it with TensorCache.open, "
+                "pass exist_ok=True, or choose another folder"
             )
         store = cls.open(folder, None, writes=True)
         try:
@@ -174,7 +174,8 @@ class Store:
                         file.settle(self._states.filled(self._places[name]))
                     file.fit(self._states.capacity, self._capacity_of(file))
         flock(self._states.fd, self._states.path, shared=True)
-        log.debug("%s: opened to be written, %s", self.folder, "alone" if is_only else "while others write")
+        beside = "as the only writer" if is_only else "beside other writers"
+        log.debug("%s: opened for writing, %s", self.folder, beside)
         if not is_only:
             with self._lock.held():
                 self._refuse_cut(self._files)
@@ -266,8 +267,8 @@ class Store:
         column = self._files[name]
         if not isinstance(column, FixedColumn):
             raise UnsupportedOpError(
-                f"column {name!r} of {self.folder} has rows of different lengths, which do not form a tensor: read "
-                "rows of it"
+                f"column {name!r} of {self.folder} has rows of different lengths, which do not form one tensor: "
+                "read it by rows"
             )
         return column
 
@@ -277,7 +278,7 @@ class Store:
             if not column.has_capacity(self.num_rows):
                 raise CorruptFileError(
                     f"{column.path} ends before the last rows, which are missing, as after a power cut: "
-                    "the others can be read by their numbers, and opening the cache with mode='r+' mends the column"
+                    "the others can be read by index, and opening the cache with mode='r+' repairs the column"
                 )
             return wrap_handle(Handle.reference(column.with_rows(self.num_rows), column.column.name), device)
 
@@ -309,7 +310,7 @@ class Store:
             MissingRowsError, CorruptFileError
         """
         if missing not in ("error", "zeros"):
-            raise CacheError(f"missing={missing!r} is not known: 'error' or 'zeros'")
+            raise CacheError(f"unknown missing={missing!r}: use 'error' or 'zeros'")
         places = self.places(columns)
         for _ in range(_LOOKS):
             changes = self._states.changes
@@ -334,7 +335,7 @@ class Store:
                 if self.warm is None or self.warm.changes != changes:
                     self.warm = WarmRows.of(self._states, changes, self._rowfiles)
                 return found
-        raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
+        raise CacheError(f"rows of {self.folder} are rewritten faster than they can be read: try again")
 
     @contextmanager
     def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
@@ -367,7 +368,7 @@ class Store:
         if not len(rows):
             return
         raise MissingRowsError(
-            f"{len(rows)} of the rows that were asked for are not filled in {self.folder}: {some(rows)}. "
+            f"{len(rows)} of the requested rows are not filled in {self.folder}: {some(rows)}. "
             'Write them first, or read with missing="zeros"; missing_rows() lists all.'
         )
 
@@ -383,12 +384,12 @@ class Store:
         places = self.places(values)
         numbers = rows.numbers
         given = {name: _one(value) if rows.is_one else value for name, value in values.items()}
-        kept = last_of_each(numbers)
-        prepared = {name: self._files[name].prepare(value, len(numbers), kept) for name, value in given.items()}
+        positions = last_of_each(numbers)
+        prepared = {name: self._files[name].prepare(value, len(numbers), positions) for name, value in given.items()}
         if len(numbers):
             with self._lock.held():
                 self._refuse_cut(prepared)
-                self._put(rows if kept is None else Rows(numbers[kept]), places, prepared)
+                self._put(rows if positions is None else Rows(numbers[positions]), places, prepared)
             self._flush_if_due()
 
     def append(self, values: Mapping[str, Any]) -> range:
@@ -400,7 +401,7 @@ class Store:
         places = self.places(values)
         lacking = [name for name in self._names if name not in values]
         if lacking:
-            raise ColumnError(f"rows are appended whole: {', '.join(lacking)} not given for the cache in {self.folder}")
+            raise ColumnError(f"append() needs all columns of the cache in {self.folder}: {', '.join(lacking)} missing")
         counts = {name: self._count(name, value) for name, value in values.items()}
         if len(set(counts.values())) > 1:
             raise ShapeMismatchError(f"columns of different lengths were given to the cache in {self.folder}: {counts}")
@@ -422,8 +423,8 @@ class Store:
             return len(value)
         except TypeError:
             raise ShapeMismatchError(
-                f"column {name!r} of the cache in {self.folder}: one value is given, and no rows: "
-                "give a list, or a tensor whose first dimension is the rows"
+                f"column {name!r} of the cache in {self.folder}: a single value, not rows: "
+                "give a list, or a tensor with a first dimension"
             ) from None
 
     def _put(self, rows: Rows, places: list[int], prepared: Mapping[str, Any]) -> None:
@@ -434,7 +435,7 @@ class Store:
         if not self._written:
             self._written_since = time.monotonic()
             self._most_bytes = min(_MOST_BYTES, max(available_bytes() // 8, _LEAST_FLUSHED))
-        self._written.append(Written(rows.kept(), places, begun))
+        self._written.append(Written(rows.copied(), places, begun))
         self._written_bytes += nbytes + len(rows) * _ROW
 
     def _flush_if_due(self) -> None:

@@ -164,7 +164,7 @@ class TensorCache:
             WriteError: `mode` is "r+", and it can't be written to.
         """
         if mode not in ("r", "r+"):
-            raise CacheError(f"mode {mode!r} is not known: 'r' reads, 'r+' writes as well")
+            raise CacheError(f"unknown mode {mode!r}: 'r' reads, 'r+' also writes")
         where = checked_device(device)
         return cls._over(Store.open(absolute(folder), expect, writes=mode == "r+"), where)
 
@@ -237,7 +237,7 @@ class TensorCache:
             >>> cache[:]
             {'id': ['a', 'b'], 'reward': tensor([0.5000, 0.0000]), 'reward.present': tensor([ True, False])}
         """
-        given = {name: Field.of(said) for name, said in (schema or {}).items()}
+        given = {name: Field.of(column) for name, column in (schema or {}).items()}
         rows = rows_of_records(records, given, as_names(optional) or ())
         return cache_of(rows, folder, metadata=metadata, device=device)
 
@@ -596,7 +596,7 @@ class TensorCache:
                 f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"
             )
         if is_there(target.parent / STATES):
-            raise CacheError(f"{target} would be among the files of a cache: take another folder")
+            raise CacheError(f"{target} is in the folder of a cache: choose another folder")
         made_folder(target.parent)
         if target.suffix in PICKLES:
             save_file(target, self._store.whole(names), self.metadata)
@@ -656,7 +656,7 @@ def cache_of(
     root = private_folder() if folder is None else absolute(folder)
     with writing(root):
         path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
-        kept = set(os.listdir(path)) if is_folder(path) else None
+        before = set(os.listdir(path)) if is_folder(path) else None
     cache = TensorCache.create(path, rows.schema, metadata=metadata, device=device)
     try:
         for batch in progress_of(rows.batches, "rows"):
@@ -664,17 +664,17 @@ def cache_of(
         cache.flush()
     except BaseException:
         cache.close()
-        _remove_others(path, kept)
+        _remove_others(path, before)
         raise
     return cache
 
 
-def _remove_others(folder: Path, kept: Collection[str] | None) -> None:
+def _remove_others(folder: Path, before: Collection[str] | None) -> None:
     """Remove a cache that could not be filled: all files that are new, and the folder if it is new."""
-    if kept is None:
+    if before is None:
         shutil.rmtree(folder, ignore_errors=True)
         return
     with suppress(OSError):
-        for name in set(os.listdir(folder)) - set(kept):
+        for name in set(os.listdir(folder)) - set(before):
             with suppress(OSError):
                 (folder / name).unlink()

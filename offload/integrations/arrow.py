@@ -42,7 +42,7 @@ def rows_of_parquet(paths: Collection[Path], columns: Collection[str] | None) ->
     schema, place = files[0].schema_arrow, str(next(iter(paths)))
     for file, path in zip(files, paths, strict=True):
         if not file.schema_arrow.equals(schema):
-            raise CacheError(f"{path} has other columns, or of other types, than {place}: read them one by one")
+            raise CacheError(f"{path} has other columns or types than {place}: read the files one by one")
     names = list(chosen(dict.fromkeys(schema.names), columns, place))
     nulls = {name for file in files for name in _with_nulls(file.metadata, names)}
 
@@ -95,11 +95,11 @@ def rows_of_dataset(dataset: Any, columns: Collection[str] | None) -> Incoming:
 
 
 def _taken(
-    table: Any, there: Collection[str], columns: Collection[str] | None, place: str
+    table: Any, available: Collection[str], columns: Collection[str] | None, place: str
 ) -> tuple[list[str], set[str], int]:
     """The columns to read, those of them with nulls, and the number of rows per batch."""
     _refuse_malformed(table, place)
-    names = list(chosen(dict.fromkeys(there), columns, place))
+    names = list(chosen(dict.fromkeys(available), columns, place))
     nbytes = table.select(names).get_total_buffer_size() // max(len(table), 1)
     return names, {name for name in names if table[name].null_count}, _rows_at_once(nbytes)
 
@@ -127,7 +127,7 @@ def _refuse_malformed(data: Any, place: str, *, full: bool = False) -> None:
     try:
         data.validate(full=full)
     except pa.ArrowException as error:
-        raise CacheError(f"{place} is not Arrow's ({error}): download or copy all of it again") from error
+        raise CacheError(f"{place} is not valid Arrow ({error}): download or copy it again") from error
 
 
 def _rows_at_once(nbytes: int) -> int:

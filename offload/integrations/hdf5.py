@@ -53,7 +53,7 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
         found = {name: part for name, part in found.items() if _is_array(name, *part, place)}
     parts = chosen(found, columns, place)
     if not parts:
-        raise CacheError(f"{place} has no datasets, and so no rows")
+        raise CacheError(f"{place} has no datasets")
     num_rows = _length(parts, place)
     fields = {name: _field(name, dataset, key, place) for name, (dataset, key) in parts.items()}
     step = rows_in_batch(_row_bytes(dataset, key) for dataset, key in parts.values())
@@ -93,15 +93,15 @@ def _is_array(name: str, dataset: Any, key: str | None, place: str) -> bool:
     elif dtype.kind == "V" or h5py.check_ref_dtype(dtype) is not None:
         why = f"is of dtype {dtype}"
     if why:
-        log.info("%r in %s %s and no array: it is skipped", name, place, why)
+        log.info("%r in %s is skipped: it %s", name, place, why)
     return why is None
 
 
 def _length(parts: Mapping[str, tuple[Any, str | None]], place: str) -> int:
     lengths = {name: len(dataset) if dataset.shape else None for name, (dataset, _) in parts.items()}
     if None in lengths.values() or len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name!r}: {'a single value' if n is None else n}" for name, n in lengths.items())
-        raise CacheError(f"the datasets in {place} differ in length ({told}): choose with columns=")
+        each = ", ".join(f"{name!r}: {'a single value' if n is None else n}" for name, n in lengths.items())
+        raise CacheError(f"the datasets in {place} differ in length ({each}): choose with columns=")
     return next(iter(lengths.values())) or 0
 
 
@@ -116,7 +116,7 @@ def _field(name: str, dataset: Any, key: str | None, place: str) -> Field:
     if values is None:
         return field_of(name, base, row_shape, place)
     if row_shape:
-        raise CacheError(f"{name!r} in {place} has several rows of any length in one: leave it out with columns=")
+        raise CacheError(f"{name!r} in {place} has several variable-length values per row: leave it out with columns=")
     return Field(field_of(name, values, (), place).dtype, (None,))
 
 

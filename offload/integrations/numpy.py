@@ -29,8 +29,8 @@ def rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
         raise CacheError(
-            f"{path} can't be read without running code in it, or is not whole ({error}): save it without objects, as "
-            "np.save(path, array, allow_pickle=False) checks"
+            f"{path} holds pickled objects, which are not loaded, or is incomplete ({error}): save it with "
+            "np.save(path, array, allow_pickle=False)"
         ) from error
     return rows_of_array(array, columns, str(path))
 

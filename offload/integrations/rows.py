@@ -162,9 +162,7 @@ def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
         return tensordicts.rows_of_folder(path, columns)
     shards = sorted(path.glob("*.parquet"))
     if not shards:
-        raise CacheError(
-            f"{path} holds no dataset that save_to_disk wrote, no TensorDict and no .parquet files: name a file in it"
-        )
+        raise CacheError(f"{path} has no saved dataset, TensorDict or .parquet files: name a file in it")
     return arrow.rows_of_parquet(shards, columns)
 
 
@@ -173,14 +171,14 @@ def _rows_of_tensors(tensors: Mapping[str, Any], columns: Collection[str] | None
     for name, part in parts.items():
         if not isinstance(part, torch.Tensor):
             raise CacheError(
-                f"{name!r} in {place} is a {type(part).__name__} and no tensor: leave it out with columns=; "
+                f"{name!r} in {place} is a {type(part).__name__}, not a tensor: leave it out with columns=; "
                 "TensorCache.from_records takes records one by one"
             )
         refuse_unstorable(part, name)
     lengths = {name: tuple(tensor.shape[:1]) for name, tensor in parts.items()}
     if len(set(lengths.values())) != 1 or () in lengths.values():
-        told = ", ".join(f"{name!r}: {length[0] if length else 'a single value'}" for name, length in lengths.items())
-        raise CacheError(f"the tensors in {place} differ in length ({told or 'there are none'}): choose with columns=")
+        each = ", ".join(f"{name!r}: {length[0] if length else 'a single value'}" for name, length in lengths.items())
+        raise CacheError(f"the tensors in {place} differ in length ({each or 'there are none'}): choose with columns=")
     [(num_rows,)] = set(lengths.values())
     fields = {name: Field(tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in parts.items()}
     step = rows_in_batch(tensor.nbytes // max(num_rows, 1) for tensor in parts.values())

@@ -105,7 +105,7 @@ def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
         batches = cache.batches(2)
 
         assert [1.0, 1.0] == next(batches)["x"].tolist()
-        with pytest.raises(MissingRowsError, match="2 of the rows that were asked for are not filled"):
+        with pytest.raises(MissingRowsError, match="2 of the requested rows are not filled"):
             next(batches)
 
 

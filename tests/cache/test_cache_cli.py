@@ -80,10 +80,10 @@ def test_verify_says_that_a_cache_is_whole_if_rows_are_missing(tmp_path: Path, f
     ("file", "damage", "words"),
     [
         ("manifest.json", lambda path: path.write_text("{"), "can't be read as the manifest of a cache"),
-        ("manifest.json", lambda path: path.unlink(), "no cache is here"),
+        ("manifest.json", lambda path: path.unlink(), "there is no complete cache in this folder"),
         ("rows.state", lambda path: os.truncate(path, 4097), "says which rows are filled"),
         ("rows.state", lambda path: path.unlink(), "says which rows are filled"),
-        ("hidden.safetensors", lambda path: os.truncate(path, 4200), "it was cut"),
+        ("hidden.safetensors", lambda path: os.truncate(path, 4200), "it was truncated"),
         ("hidden.safetensors", lambda path: path.unlink(), "is missing"),
     ],
 )
@@ -153,9 +153,9 @@ def test_export_leaves_a_file_that_offload_did_not_write(
         (
             ["id"],
             "x.parquet",
-            "one of the suffixes .safetensors, .pt, .pth, .bin, .ckpt. Parquet and .npy are on the page",
+            "one of the suffixes .safetensors, .bin, .pt, .pth, .ckpt. Parquet and .npy are on the page",
         ),
-        (["id"], "x", "one of the suffixes .safetensors, .pt, .pth, .bin, .ckpt. Parquet and .npy are on the page"),
+        (["id"], "x", "one of the suffixes .safetensors, .bin, .pt, .pth, .ckpt. Parquet and .npy are on the page"),
     ],
 )
 def test_export_refuses_columns_and_suffixes_without_writing(

@@ -92,10 +92,10 @@ def test_a_cache_that_is_opened_again_is_the_same(folder):
 def test_metadata_that_do_not_match_are_told(folder):
     with pytest.raises(
         CacheError,
-        match="was made for something else: 'model' is 'tiny', expected 'large'; 'seed' is not there, expected 1",
+        match="has other metadata than expected: 'model' is 'tiny', expected 'large'; 'seed' is missing, expected 1",
     ):
         TensorCache.open(folder, expect={"model": "large", "layers": (1, 2), "seed": 1})
-    with pytest.raises(CacheError, match="metadata are written as JSON, and these can't be"):
+    with pytest.raises(CacheError, match="the metadata can't be written as JSON"):
         TensorCache.create(folder.parent / "other", COLUMNS, metadata={"model": torch.nn.Linear})
 
 
@@ -110,7 +110,7 @@ def broken(name, act, kind, said):
             "no manifest",
             lambda f: (f / "manifest.json").unlink(),
             MissingFileError,
-            "no cache is here, or it was not made to its end",
+            "there is no complete cache in this folder",
         ),
         broken(
             "half a manifest",
@@ -152,13 +152,13 @@ def broken(name, act, kind, said):
             "cut column",
             lambda f: cut(f / "x.safetensors", 9000),
             CorruptFileError,
-            r"column 'x': .*x.safetensors has 9000 bytes, and 8 rows of \(300,\) torch.int64 take 23296: it was cut",
+            r"x.safetensors has 9000 bytes, and 8 rows of \(300,\) torch.int64 take 23296: it was truncated",
         ),
         broken(
             "no column", lambda f: (f / "x.safetensors").unlink(), MissingFileError, "a file of the cache is missing"
         ),
         broken("no values", lambda f: (f / "t.values").unlink(), MissingFileError, "t.values"),
-        broken("cut index", lambda f: cut(f / "t%2findex.safetensors", 4100), CorruptFileError, "it was cut"),
+        broken("cut index", lambda f: cut(f / "t%2findex.safetensors", 4100), CorruptFileError, "it was truncated"),
         broken(
             "no states",
             lambda f: (f / "rows.state").unlink(),
@@ -172,13 +172,16 @@ def broken(name, act, kind, said):
             "has 4101 bytes and 3 columns, where 8 rows of 3 columns, with a capacity of 8, take 4120",
         ),
         broken(
-            "empty states", lambda f: cut(f / "rows.state", 0), CorruptFileError, "does not say which rows are filled"
+            "empty states",
+            lambda f: cut(f / "rows.state", 0),
+            CorruptFileError,
+            "is incomplete, or is not a file of row states",
         ),
         broken(
             "other states",
             lambda f: (f / "rows.state").write_bytes(b"x" * 5000),
             CorruptFileError,
-            "does not say which rows are filled",
+            "is incomplete, or is not a file of row states",
         ),
     ],
 )
@@ -215,7 +218,7 @@ def test_a_link_is_read_and_not_written_through(folder, name):
     (folder / name).rename(mine)
     (folder / name).symlink_to(mine)
 
-    with pytest.raises(ForeignFileError, match=f"{name} is a link that offload did not make, and is not written"):
+    with pytest.raises(ForeignFileError, match=f"{name} is a symlink, and offload does not write through it"):
         TensorCache.open(folder, "r+")
     assert "number 0" == TensorCache.open(folder)[1]["note"]
 
@@ -243,13 +246,13 @@ def test_values_that_were_cut_are_an_error_when_they_are_read(folder):
     cut(folder / "t.values", 10)
     cache = TensorCache.open(folder)
 
-    with pytest.raises(CorruptFileError, match=r"t.values has 10 bytes, and its rows take more: it was cut"):
+    with pytest.raises(CorruptFileError, match=r"t.values has 10 bytes, and its rows take more: it was truncated"):
         cache[[1, 7]]
     assert ["number 1"] == cache.get([2], columns=["note"])["note"]
 
 
 def test_a_folder_is_made_a_cache_once(folder):
-    with pytest.raises(CacheError, match=f"{folder} is a cache already, .* go on with it by exist_ok=True"):
+    with pytest.raises(CacheError, match=f"{folder} already has a cache, .* pass exist_ok=True"):
         TensorCache.create(folder, COLUMNS, 8)
     assert 5 == TensorCache.open(folder).num_filled
 
@@ -285,7 +288,7 @@ def test_a_cache_that_is_there_and_agrees_is_opened_to_be_written(folder, num_ro
 def test_a_cache_that_is_there_and_differs_is_told_apart_and_left_alone(folder, schema, num_rows, metadata, said):
     before = contents(folder)
 
-    with pytest.raises(CacheError, match=f"the cache in {folder} is another one: .*{said}.*Open it as it is"):
+    with pytest.raises(CacheError, match=f"the cache in {folder} is not as requested: .*{said}.*Open it as it is"):
         TensorCache.create(folder, schema, num_rows, exist_ok=True, metadata=metadata)
     assert {name: data for name, (_, data) in before.items()} == {
         name: data for name, (_, data) in contents(folder).items()
@@ -337,7 +340,7 @@ def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path):
     with pytest.raises(ForeignFileError, match="was not written by offload"):
         TensorCache.create(tmp_path, COLUMNS, 3)
     (tmp_path / "t.values").write_text("mine")
-    with pytest.raises(ForeignFileError, match=r"t.values exists: it is left as it is"):
+    with pytest.raises(ForeignFileError, match=r"t.values exists, and is left as it is"):
         TensorCache.create(tmp_path, {"t": (torch.int32, (None,))}, 3)
     assert before == (tmp_path / "x.safetensors").read_bytes()
     assert "mine" == (tmp_path / "t.values").read_text()
@@ -359,7 +362,7 @@ def test_a_creator_that_is_killed_leaves_a_folder_that_can_be_made_again(tmp_pat
 
     assert not in_fork(create_and_die)
     with pytest.raises(
-        MissingFileError, match=r"no cache is here, or it was not made to its end: TensorCache.create makes one"
+        MissingFileError, match=r"there is no complete cache in this folder: TensorCache.create creates one"
     ):
         TensorCache.open(tmp_path)
     with TensorCache.create(tmp_path, COLUMNS, 3) as cache:
@@ -471,7 +474,7 @@ def test_a_column_that_a_power_cut_left_without_room_is_read_by_rows(folder):
     assert [0, 4, 6, 8, 9, 10, 11] == reader.missing_rows().tolist()
     assert torch.equal(values(4, 1)["x"], reader[[7]]["x"])
     with pytest.raises(
-        CorruptFileError, match=r"x\.safetensors ends before the last rows.* with mode='r\+' mends the column"
+        CorruptFileError, match=r"x\.safetensors ends before the last rows.* with mode='r\+' repairs the column"
     ):
         reader["x"]
     TensorCache.open(folder, "r+").close()
@@ -544,7 +547,7 @@ def test_a_cache_is_written_to_only_when_it_is_opened_for_that(folder):
             CacheError, match=r"is open for reading only: TensorCache.open\(folder, mode='r\+'\) can write"
         ):
             act()
-    with pytest.raises(CacheError, match="mode 'w' is not known: 'r' reads, 'r\\+' writes as well"):
+    with pytest.raises(CacheError, match="unknown mode 'w': 'r' reads, 'r\\+' also writes"):
         TensorCache.open(folder, "w")
 
 
@@ -650,10 +653,10 @@ def test_the_log_tells_what_was_made_grown_and_cut_off(tmp_path, caplog):
 
     lines = [record.getMessage().removeprefix(f"{folder}: ") for record in caplog.records]
     assert [
-        "made, with 0 rows of x",
-        "opened to be written, alone",
+        "created with 0 rows of x",
+        "opened for writing, as the only writer",
         "3 rows from row 2 on were never filled: cut off",
-        "opened to be written, alone",
+        "opened for writing, as the only writer",
         "the capacity is 4194304 rows now",
         "2097152 rows are on the disk",
     ] == lines

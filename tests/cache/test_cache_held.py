@@ -165,7 +165,7 @@ def test_columns_keep_their_order_and_metadata_their_words(tmp_path: Path) -> No
 
     assert list(logps()) == list(cache.schema) == list(cache[0])
     assert {"model": "tiny", "n": [1, 2]} == cache.metadata
-    with pytest.raises(CacheError, match=r"made for something else: 'model' is 'tiny', expected 'large'"):
+    with pytest.raises(CacheError, match=r"has other metadata than expected: 'model' is 'tiny', expected 'large'"):
         TensorCache.from_disk(tmp_path / "c", expect={"model": "large"})
 
 
@@ -543,7 +543,7 @@ def test_a_pickle_that_holds_code_is_refused_and_not_run(tmp_path: Path, monkeyp
     [
         ({}, "there are no tensors: a cache has at least one column"),
         ({"a": torch.ones(3), "b": torch.ones(2)}, "the tensors differ in length ('a' has 3, 'b' has 2)"),
-        ({"a": torch.tensor(1.0)}, "column 'a' is a single value, and a column has rows"),
+        ({"a": torch.tensor(1.0)}, "column 'a' is a scalar: a column needs a first dimension"),
     ],
 )
 def test_what_is_no_table_is_refused_in_memory_and_from_a_file(
@@ -655,7 +655,7 @@ def test_a_file_is_not_written_among_those_of_a_cache(tmp_path):
     cache = TensorCache.create(tmp_path / "cache", {"x": (torch.int64, ())}, 3)
     cache[:] = {"x": [1, 2, 3]}
 
-    with pytest.raises(CacheError, match="among the files of a cache: take another folder"):
+    with pytest.raises(CacheError, match="is in the folder of a cache: choose another folder"):
         cache.to_disk(tmp_path / "cache" / "x.safetensors")
 
     assert [1, 2, 3] == cache[:]["x"].tolist()

@@ -145,8 +145,8 @@ def test_what_is_wrong_is_told_as_else(folder):
     for index, words in [
         (torch.tensor([1, 40]), "row 40 is out of range for a cache of 40 rows"),
         (torch.tensor([-41]), "row -41 is out of range for a cache of 40 rows"),
-        (torch.tensor([1.5]), "does not select rows"),
-        (torch.tensor([[1]]), "does not select rows"),
+        (torch.tensor([1.5]), "is not an index of rows"),
+        (torch.tensor([[1]]), "is not an index of rows"),
     ]:
         with pytest.raises(RowIndexError, match=words):
             cache[index]
@@ -210,7 +210,7 @@ def test_a_row_that_another_writes_again_is_missing_until_it_is_flushed(folder):
     writer[[7]] = values([70])
 
     for index in (torch.tensor([6, 7]), slice(6, 8)):
-        with pytest.raises(MissingRowsError, match=r"1 of the rows that were asked for are not filled in .*: 7"):
+        with pytest.raises(MissingRowsError, match=r"1 of the requested rows are not filled in .*: 7"):
             reader[index]
         assert [6, 8] == reader[torch.tensor([6, 8])]["y"].tolist()
     writer.flush()
@@ -271,7 +271,7 @@ def test_a_file_that_is_cut_is_told(folder):
         file.rowfile.in_memory_until = 0.0
     os.truncate(folder / "x.safetensors", 0)
 
-    with pytest.raises(CorruptFileError, match="was cut"):
+    with pytest.raises(CorruptFileError, match="was truncated"):
         cache[torch.tensor([3, 30])]
 
 

@@ -196,29 +196,32 @@ SIXTY_FOUR = [{"x": 1, "t": torch.ones(2), "s": "a"}] * 64
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ([], "there are no records, and so no columns: give schema="),
+        ([], "there are no records to infer columns from: pass schema="),
         ([3], "int is not a record: give dataclasses"),
-        ([{"x": None}], "'x' is None in all of the first records: say what it is, as in schema={'x'"),
+        ([{"x": None}], "'x' is None in all of the first records: describe it, as in schema={'x'"),
         ([{"x": torch.ones(2)}, {"x": "a"}], "'x' is a tensor in some records and of str in others"),
         (
             [{"x": torch.ones(2, 3)}, {"x": torch.ones(3, 4)}],
-            "'x' has shapes (2, 3), (3, 4): they may differ in the first",
+            "'x' has shapes (2, 3), (3, 4): only the first size may differ",
         ),
         ([{"x": torch.ones(2)}, {"x": torch.ones(2).half()}], "'x' is of several dtypes, torch.float16, torch.float32"),
-        ([*SIXTY_FOUR, {"x": None, "t": torch.ones(2), "s": ""}], "'x' is None in record 64, and was not in the first"),
+        (
+            [*SIXTY_FOUR, {"x": None, "t": torch.ones(2), "s": ""}],
+            "'x' is None in record 64, but not in the first",
+        ),
         (
             [*SIXTY_FOUR, {"x": 1.5, "t": torch.ones(2), "s": ""}],
-            "'x' of record 64 is torch.float32 of shape (), and its",
+            "'x' of record 64 is torch.float32 of shape (), but its column holds torch.int64",
         ),
         (
             [*SIXTY_FOUR, {"x": 1 << 70, "t": torch.ones(2), "s": ""}],
-            "'x' of record 64 is a int, and its column",
+            "'x' of record 64 is a int, but its column holds",
         ),
         (
             [*SIXTY_FOUR, {"x": 1, "t": torch.ones(3), "s": ""}],
-            "'t' of record 64 is torch.float32 of shape (3,), and its",
+            "'t' of record 64 is torch.float32 of shape (3,), but its column holds",
         ),
-        ([*SIXTY_FOUR, {"x": 1, "t": "a", "s": ""}], "'t' of record 64 is a str, and its column torch.float32"),
+        ([*SIXTY_FOUR, {"x": 1, "t": "a", "s": ""}], "'t' of record 64 is a str, but its column holds torch.float32"),
         ([*SIXTY_FOUR, {"x": 1, "t": torch.ones(2), "s": "", "new": 1}], "record 64 has a field 'new' that the first"),
     ],
 )
@@ -231,7 +234,7 @@ def test_a_record_that_does_not_fit_is_told_and_leaves_nothing(tmp_path: Path, r
 
 
 def test_a_name_in_optional_that_no_record_has_is_told() -> None:
-    with pytest.raises(CacheError, match="optional= names 'z', and the records have 'x'"):
+    with pytest.raises(CacheError, match="optional= has the unknown fields 'z': the records have 'x'"):
         TensorCache.from_records([{"x": 1}], optional=["z"])
 
 
@@ -247,7 +250,7 @@ def test_a_failure_leaves_a_folder_as_it_was_and_a_cache_that_is_there_alone(tmp
     assert ["mine.txt"] == os.listdir(tmp_path)
 
     TensorCache.from_records([{"x": 7}], tmp_path).close()
-    with pytest.raises(CacheError, match="is a cache already"):
+    with pytest.raises(CacheError, match="already has a cache"):
         TensorCache.from_records([{"x": 8}], tmp_path)
     assert [7] == TensorCache.open(tmp_path)[:]["x"].tolist()
 

@@ -94,11 +94,11 @@ def test_a_tensorclass_and_its_folder_become_rows(tmp_path: Path, caplog: pytest
 
 
 def test_what_has_no_rows_is_told() -> None:
-    with pytest.raises(CacheError, match="has no batch_size, and so no rows"):
+    with pytest.raises(CacheError, match="has no batch_size, which is the number of rows"):
         cache_from(TensorDict(a=torch.ones(3)))
     with pytest.raises(CacheError, match="has no column 'z'; it has 'a'"):
         cache_from(TensorDict(a=torch.ones(3), batch_size=[3]), columns=["z"])
-    with pytest.raises(CacheError, match="'b' in the dict is a dict and no tensor"):
+    with pytest.raises(CacheError, match="'b' in the dict is a dict, not a tensor"):
         cache_from({"a": torch.ones(3), "b": {"c": torch.ones(3)}})
 
 
@@ -164,7 +164,7 @@ def test_by_default_a_folder_is_protected_and_another_mode_is_refused(tmp_path: 
     load_memmap(tmp_path / "data")["a"].mul_(2)
 
     assert torch.equal(rows()["a"], TensorDict.load_memmap(tmp_path / "data")["a"])
-    with pytest.raises(ArgumentError, match=r"mode 'w' is not known: 'r' protects .*, 'r\+' writes"):
+    with pytest.raises(ArgumentError, match=r"unknown mode 'w': 'r' protects .*, 'r\+' writes"):
         load_memmap(tmp_path / "data", mode="w")
 
 

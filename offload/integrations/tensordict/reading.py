@@ -99,7 +99,7 @@ def load_memmap(
         OffloadedTensor([1., 1., 1.], name='x')
     """
     if mode not in ("r", "r+"):
-        raise ArgumentError(f"mode {mode!r} is not known: 'r' protects the files of the folder, 'r+' writes to them")
+        raise ArgumentError(f"unknown mode {mode!r}: 'r' protects the files of the folder, 'r+' writes to them")
     place, types = absolute(folder), tuple(types)
     target = None if device is None else checked_device(device)
     left_out = frozenset((name,) if isinstance(name, str) else tuple(name) for name in without)
@@ -265,7 +265,7 @@ class _Reading:
         while is_folder(folder / str(len(layers))):
             layers.append(self.folder(folder / str(len(layers)), (*way, str(len(layers)))))
         if not layers:
-            raise CorruptFileError(f"{folder} is a stack of TensorDicts, and has none. Copy the folder again.")
+            raise CorruptFileError(f"{folder} is an empty stack of TensorDicts. Copy the folder again.")
         with _as_written(folder):
             dim, name = meta["stack_dim"], meta.get("stack_dim_name")
             return LazyStackedTensorDict(*layers, stack_dim=dim, stack_dim_name=name)
@@ -287,7 +287,7 @@ def _as_written(folder: Path) -> Iterator[None]:
     except OffloadError:
         raise
     except Exception as error:
-        raise CorruptFileError(f"{folder / META} does not fit what it names: {error}") from error
+        raise CorruptFileError(f"{folder / META} contradicts the files that it names: {error}") from error
 
 
 def _meta_of(folder: Path) -> dict[str, Any]:
@@ -310,8 +310,8 @@ def _saved_device(folder: Path, meta: Mapping[str, Any]) -> torch.device | None:
         return None if saved == "None" else checked_device(saved)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # torch can raise anything
         raise CorruptFileError(
-            f"{folder / META} says that the values were on {str(saved)[:100]!r}, which can't be had here ({error}): "
-            "pass device='cpu'"
+            f"{folder / META} says that the values were on {str(saved)[:100]!r}, which is not "
+            f"available here ({error}): pass device='cpu'"
         ) from error
 
 

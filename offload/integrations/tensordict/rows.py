@@ -53,10 +53,10 @@ def rows_of_tensordict(td: Any, columns: Collection[str] | None, place: str = "t
 
     td = td.to_tensordict() if is_tensorclass(td) else td
     if not td.batch_size:
-        raise CacheError(f"{place} has no batch_size, and so no rows: give it one, as batch_size=[rows]")
+        raise CacheError(f"{place} has no batch_size, which is the number of rows: set batch_size=[rows]")
     parts = chosen(dict(_parts(td, ())), columns, place)
     if not parts:
-        raise CacheError(f"{place} has no tensors, and so no columns")
+        raise CacheError(f"{place} has no tensors")
     fields = {name: _field(td[:1], way) for name, way in parts.items()}
     num_rows = int(td.batch_size[0])
     step = rows_in_batch(_row_bytes(field) for field in fields.values())
@@ -68,15 +68,15 @@ def _parts(td: Any, way: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]
     from tensordict import NonTensorData, NonTensorStack, is_tensor_collection, is_tensorclass
 
     for key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
-        value, here = td.get(key), (*way, key)
+        value, path = td.get(key), (*way, key)
         if isinstance(value, NonTensorData | NonTensorStack):
-            yield ".".join(here), here
+            yield ".".join(path), path
         elif is_tensor_collection(value):
-            yield from _parts(value.to_tensordict() if is_tensorclass(value) else value, here)
+            yield from _parts(value.to_tensordict() if is_tensorclass(value) else value, path)
         elif value.is_nested:
-            log.info("%r is a nested tensor, and is left out: store its rows with TensorCache.create", ".".join(here))
+            log.info("%r is a nested tensor, and is left out: store its rows with TensorCache.create", ".".join(path))
         else:
-            yield ".".join(here), here
+            yield ".".join(path), path
 
 
 def _field(row: Any, way: tuple[str, ...]) -> Field:

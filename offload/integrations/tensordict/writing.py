@@ -195,17 +195,17 @@ def _plan_entries(td: Any, at: str, way: Way, plan: _Plan) -> dict[str, Any]:
 
     meta: dict[str, Any] = {}
     for key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
-        told = repr((*way, key)) if way else repr(key)
+        label = repr((*way, key)) if way else repr(key)
         if key in _TAKEN:
-            raise UnsupportedOpError(f"{told}: tensordict's format takes this key for itself, rename it")
+            raise UnsupportedOpError(f"{label}: tensordict's format reserves this key: rename it")
         if not is_unicode(key):
-            raise UnsupportedOpError(f"{told!r}: a lone surrogate can't be in the name of a file, rename this key")
+            raise UnsupportedOpError(f"{label!r}: a lone surrogate can't be in the name of a file, rename this key")
         value = td.get(key)
         if is_tensor_collection(value):
             meta[key] = {"type": type(value).__name__}
             _plan(value, f"{at}{escaped(key)}/", (*way, key), plan)
         else:
-            meta[key] = _plan_leaf(value, f"{at}{escaped(key)}", told, plan)
+            meta[key] = _plan_leaf(value, f"{at}{escaped(key)}", label, plan)
     return meta
 
 
@@ -219,7 +219,7 @@ def _plan_leaf(tensor: Any, path: str, name: str, plan: _Plan) -> dict[str, Any]
         return _spec(sizes.shape, tensor.dtype, is_nested=True)
     if tensor.is_nested:
         raise UnsupportedOpError(
-            f"{name} is a nested tensor of the jagged layout, which tensordict's format has no form for: "
+            f"{name} is a nested tensor of the jagged layout, which tensordict's format can't hold: "
             "store its values() and offsets(), or torch.nested.nested_tensor(list(it.unbind()), layout=torch.strided)"
         )
     if not plan.of_zeros:
@@ -234,7 +234,7 @@ def _refuse_leaf(tensor: torch.Tensor, name: str, plan: _Plan) -> None:
     if subclass_value(tensor) is not None:
         raise UnsupportedOpError(f"{name} is a tensor subclass: dequantize() it, or use save_tree, which keeps such")
     if not plan.copies and (place := _file_that_stays(tensor)) is not None:
-        raise UnsupportedOpError(f"{name} is in {place} already: pass copy_existing=True to have a second copy")
+        raise UnsupportedOpError(f"{name} is in {place} already: pass copy_existing=True to make a second copy")
 
 
 def _file_that_stays(tensor: torch.Tensor) -> str | None:
@@ -257,7 +257,7 @@ def _json_able(value: Any, way: Way) -> Any:
     if _is_json_able(value):
         return value
     raise UnknownTypeError(
-        f"{way!r} holds a {type(value).__name__} that JSON has no form for (tensordict would pickle it): "
+        f"{way!r} holds a {type(value).__name__} that JSON can't represent (tensordict would pickle it): "
         "make it text, numbers, lists and dicts, or leave it out with td.exclude"
     )
 
@@ -278,7 +278,7 @@ def _publish(folder: Path, plan: _Plan, threads: int, existsok: bool) -> None:
     size = 0 if plan.of_zeros else plan.nbytes
     paths = [*plan.files, *plan.texts]
     marker = {**_KIND.stamp, "files": sorted(paths)}
-    with replacing_folder(folder, size, refuse=lambda there: _refuse_replacing(there, existsok)) as temporary:
+    with replacing_folder(folder, size, refuse=lambda target: _refuse_replacing(target, existsok)) as temporary:
         places = {temporary / path for path in map(os.path.dirname, paths)} - {temporary}
         for place in places:
             place.mkdir(parents=True, exist_ok=True)
@@ -323,11 +323,11 @@ def _refuse_replacing(folder: Path, existsok: bool) -> None:
         if not existsok:
             raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
         known = _files_of(folder)
-        there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
     if not known:
         raise ForeignFileError(f"{folder} was not written by offload: it is left as it is. Take another folder.")
-    if there - known:
-        raise ForeignFileError(f"{folder / min(there - known)} was not written by offload: move it away first")
+    if found - known:
+        raise ForeignFileError(f"{folder / min(found - known)} was not written by offload: move it away first")
 
 
 def _files_of(folder: Path) -> set[str]:
