@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import torch
 
+from offload.annotations import Json
 from offload.errors import (
     ChangedFileError,
     CheckpointError,
@@ -172,7 +173,7 @@ class TensorFile:
         return self.header.notes is not None
 
     @property
-    def notes(self) -> Mapping[str, Any]:
+    def notes(self) -> Mapping[str, Json]:
         return self.header.notes or {}
 
     def entry(self, key: str) -> Entry:

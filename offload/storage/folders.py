@@ -144,11 +144,11 @@ def claim_among_ranks(path: Path, owner: object) -> None:
 
 def _is_rank() -> bool:
     """Whether this process is one of several, according to torchrun or torch.distributed."""
-    said = os.environ.get("WORLD_SIZE", "")
+    world_size = os.environ.get("WORLD_SIZE", "")
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return bool(distributed.get_world_size() > 1)
-    return said.isdecimal() and int(said) > 1
+    return world_size.isdecimal() and int(world_size) > 1
 
 
 def release(path: Path, owner: object) -> None:

@@ -36,7 +36,7 @@ _DTYPES = {
     "I64": torch.int64,
 }
 _MOST_ELEMENTS, _MOST_TENSORS = 1 << 25, 1 << 17  # more means a damaged header
-_MOST_KEPT = 1024  # longest array, in elements, that slow readers get
+_LONGEST_ARRAY = 1024  # longest array, in elements, that slow readers get
 _TOKENS = "tokenizer.ggml.tokens"
 _VERSION = 3
 _UINT32, _TEXT, _ARRAY = 4, 8, 9  # type codes of the metadata
@@ -87,7 +87,7 @@ def without_vocabulary(file: BinaryIO) -> tuple[bytes, int | None]:
         is_array = _TYPE.unpack_from(data, at)[0] == _ARRAY
         count = _HEAD.unpack_from(data, at + _TYPE.size)[1] if is_array else 0
         tokens = count if name == _TOKENS else tokens
-        if count <= _MOST_KEPT:
+        if count <= _LONGEST_ARRAY:
             kept.append(bytes(data[start:end]))
     architecture = reader.get_field(ARCHITECTURE)
     named = f"{architecture.contents()}.vocab_size" if architecture is not None else ""

@@ -18,10 +18,11 @@ import struct
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
+from offload.annotations import Json
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
 from offload.storage.layout import (
     TORCH_DTYPES,
@@ -74,7 +75,7 @@ class Header:
         return (*self.entries, *self.loose, *self.unreadable)
 
     @property
-    def notes(self) -> Mapping[str, Any] | None:
+    def notes(self) -> Mapping[str, Json] | None:
         """What `offload` noted in a file of its own; None for other files."""
         return _notes(self.metadata)
 
@@ -168,7 +169,7 @@ def parse(text: bytes, size: int) -> Header:
     return Header(metadata, entries, unreadable, loose)
 
 
-def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> Head:
+def build(layouts: Mapping[str, Layout], notes: Mapping[str, Json], metadata: Mapping[str, str] | None = None) -> Head:
     """The head of a file that holds values of these layouts, one after the other.
 
     `notes` go into the `offload` metadata, `metadata` beside it.
@@ -177,8 +178,8 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any], metadata: Map
         UnsupportedOpError: a dtype can't be stored.
         ValueError: no tensor can have such a shape.
     """
-    values: dict[str, dict[str, Any]] = {}
-    specs: dict[str, Any] = {}
+    values: dict[str, dict[str, Json]] = {}
+    specs: dict[str, Json] = {}
     end, begins = 0, {}
     for key, layout in layouts.items():
         _refuse_unstorable(key, layout)
@@ -210,7 +211,7 @@ def _refuse_unstorable(key: str, layout: Layout) -> None:
         raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: not the shape of a tensor")
 
 
-def _json_object(text: bytes) -> dict[str, Any]:
+def _json_object(text: bytes) -> dict[str, Json]:
     try:
         raw = parse_json(text)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5,000 digits, a name twice
@@ -237,7 +238,7 @@ def is_file_name(text: str) -> bool:
     return is_plain and text not in ("", ".", "..") and "\0" not in text and is_unicode(text)
 
 
-def _notes(metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
+def _notes(metadata: Mapping[str, str]) -> Mapping[str, Json] | None:
     try:
         notes = json.loads(metadata.get(MARK, "null"))
     except (ValueError, RecursionError):
@@ -245,14 +246,14 @@ def _notes(metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
     return notes if isinstance(notes, dict) and "version" in notes else None
 
 
-def _check_name(notes: Mapping[str, Any], keys: Container[str]) -> None:
+def _check_name(notes: Mapping[str, Json], keys: Container[str]) -> None:
     """A file of ours must contain the value it is named for: under its name, or as the parts of a subclass."""
     name, recipe = notes["name"], notes.get("subclass")
     if not isinstance(name, str) or not is_unicode(name) or (name not in keys and not isinstance(recipe, dict)):
         raise CorruptFileError(f"its `offload` metadata says that it holds {short(name)!r}, and it does not")
 
 
-def _in_order(raw: dict[str, Any], room: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
+def _in_order(raw: dict[str, Json], room: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
     """The entries in file order; checks that they fill `room` bytes without holes or overlaps."""
     specs = {key: _checked_spec(key, spec) for key, spec in raw.items()}
     at = 0
@@ -269,7 +270,7 @@ def _in_order(raw: dict[str, Any], room: int) -> Iterator[tuple[str, tuple[str, 
         raise CorruptFileError(f"it is longer than its header says: {at} bytes of data promised, {room} are there")
 
 
-def _checked_spec(key: str, spec: Any) -> tuple[str, tuple[int, ...], int, int]:
+def _checked_spec(key: str, spec: Json) -> tuple[str, tuple[int, ...], int, int]:
     try:
         word, shape, (begin, end) = spec["dtype"], spec["shape"], spec["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -279,7 +280,7 @@ def _checked_spec(key: str, spec: Any) -> tuple[str, tuple[int, ...], int, int]:
     return word, tuple(shape), begin, end
 
 
-def _layout(word: str, shape: tuple[int, ...], note: Mapping[str, Any]) -> Layout | None:
+def _layout(word: str, shape: tuple[int, ...], note: Mapping[str, Json]) -> Layout | None:
     """The layout of an entry; None where this torch has no dtype for it."""
     dtype = TORCH_DTYPES.get(word)
     if "dtype" in note:
@@ -297,7 +298,7 @@ def _layout(word: str, shape: tuple[int, ...], note: Mapping[str, Any]) -> Layou
     return contiguous(dtype, shape)
 
 
-def _noted_dtype(word: str, shape: tuple[int, ...], name: Any) -> torch.dtype | None:
+def _noted_dtype(word: str, shape: tuple[int, ...], name: Json) -> torch.dtype | None:
     """The dtype of a value stored as bytes; the last dimension is the bytes of one element."""
     if not isinstance(name, str) or word != "U8" or not shape:
         raise CorruptFileError("its `offload` metadata gives a value a malformed dtype")
@@ -307,7 +308,7 @@ def _noted_dtype(word: str, shape: tuple[int, ...], name: Any) -> torch.dtype | 
     return dtype
 
 
-def _strided(dtype: torch.dtype, shape: tuple[int, ...], stride: Any) -> Layout:
+def _strided(dtype: torch.dtype, shape: tuple[int, ...], stride: Json) -> Layout:
     """The layout of a value stored with its dimensions in memory order, which is the order of `shape`."""
     if not are_counts(stride) or len(stride) != len(shape):
         raise CorruptFileError("its `offload` metadata gives a value malformed strides")
@@ -319,7 +320,7 @@ def _strided(dtype: torch.dtype, shape: tuple[int, ...], stride: Any) -> Layout:
     return layout
 
 
-def _overlapping(dtype: torch.dtype, stored: tuple[int, ...], shape: Any, stride: Any) -> Layout:
+def _overlapping(dtype: torch.dtype, stored: tuple[int, ...], shape: Json, stride: Json) -> Layout:
     """The layout of a value whose elements share bytes: what is stored is the bytes that they share."""
     layout = layout_as(dtype, shape, stride) if isinstance(shape, list) and isinstance(stride, list) else None
     if layout is None:
@@ -329,9 +330,9 @@ def _overlapping(dtype: torch.dtype, stored: tuple[int, ...], shape: Any, stride
     return layout
 
 
-def _spec(layout: Layout) -> tuple[str, list[int], dict[str, Any]]:
+def _spec(layout: Layout) -> tuple[str, list[int], dict[str, Json]]:
     """The safetensors word, the shape in memory order, and what has to be added in the metadata."""
-    note: dict[str, Any] = {}
+    note: dict[str, Json] = {}
     shape = list(layout.shape)
     if layout.stride != contiguous_stride(layout.shape):
         note["stride"] = list(layout.stride)

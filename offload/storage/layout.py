@@ -15,9 +15,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import torch
+
+from offload.annotations import Json
 
 _MOST = 2**63 - 1  # largest number of bytes and elements that torch can count
 
@@ -149,7 +150,7 @@ def is_countable(shape: Iterable[int], itemsize: int) -> bool:
     return True
 
 
-def layout_as(dtype: torch.dtype, shape: Any, stride: Any) -> Layout | None:
+def layout_as(dtype: torch.dtype, shape: Json, stride: Json) -> Layout | None:
     """A layout given in a file; None if no tensor can have it, so that torch would fail, or crash."""
     shape, stride = list(shape), list(stride)
     if len(shape) != len(stride) or not are_counts(shape) or not are_counts(stride) or not is_countable(shape, 1):
@@ -187,7 +188,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def are_counts(numbers: Any) -> bool:
+def are_counts(numbers: Json) -> bool:
     """True for a list of numbers that are valid as sizes, strides or offsets."""
     return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MOST for number in numbers)
 

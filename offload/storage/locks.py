@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from offload.storage.reasons import explained
 
@@ -148,10 +147,9 @@ def _set_range(fd: int, path: Path, how: int, start: int, count: int, *, wait: b
 
 
 def _renew() -> None:
-    lock: Any
     for lock in list(_LOCKS):
-        if not lock._is_owned():
-            lock._at_fork_reinit()
+        if not lock._is_owned():  # type: ignore[attr-defined]
+            lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
 _LOCKS: weakref.WeakSet[threading.RLock] = weakref.WeakSet()

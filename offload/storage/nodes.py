@@ -29,7 +29,7 @@ Way: TypeAlias = tuple[str, ...]  # path from the root of nested data to a place
 _DEEPEST = 200  # containers nested in each other: well within what `json` and Python allow
 
 
-def told(way: Way) -> str:
+def place_of(way: Way) -> str:
     """A place in nested data, for an error message."""
     return repr(".".join(way)) if way else "the value itself"
 
@@ -62,10 +62,10 @@ def encode(
         if scalar is not _NONE:
             return scalar
         if id(value) in around:
-            what = f"{told(way)} is a {type(value).__name__}"
-            raise UnknownTypeError(f"{what} that it is itself in: no file can hold that")
+            what = f"{place_of(way)} is a {type(value).__name__}"
+            raise UnknownTypeError(f"{what} that contains itself: no file can hold that")
         if len(around) == _DEEPEST:
-            raise UnknownTypeError(f"{told(way[:3])} holds containers in each other, more than {_DEEPEST}: flatten it")
+            raise UnknownTypeError(f"{place_of(way[:3])} is nested more than {_DEEPEST} containers deep: flatten it")
 
         def below(child: Any, step: object) -> Node:
             return node(child, (*way, str(step)), (*around, id(value)), tensor)
@@ -75,7 +75,7 @@ def encode(
             found = _instance(value, below, way, named)
         if found is None:
             what, out = name_of(type(value)), _way_out(value, takes_classes=named is not None)
-            raise UnknownTypeError(f"{told(way)} is a {what}, which can't be stored as plain data: {out}")
+            raise UnknownTypeError(f"{place_of(way)} is a {what}, which can't be stored as plain data: {out}")
         return found
 
     return node(value, (), (), tensor)
@@ -120,7 +120,7 @@ def _instance(value: Any, below: Callable[[Any, object], Node], way: Way, named:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         if _has_more(value, fields):
             out = _way_out(value, takes_classes=True)
-            raise UnknownTypeError(f"{told(way)} is a {name_of(kind)}, which is more than its fields: {out}")
+            raise UnknownTypeError(f"{place_of(way)} is a {name_of(kind)}, which is more than its fields: {out}")
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = dict(zip(value._fields, value, strict=True))
     else:
@@ -146,7 +146,7 @@ def _way_out(value: Any, *, takes_classes: bool) -> str:
 
 
 def _refuse_key(_: torch.Tensor, way: Way) -> Node:
-    raise UnknownTypeError(f"a dict in {told(way[:-1])} has a tensor as a key: use a number or text")
+    raise UnknownTypeError(f"a dict in {place_of(way[:-1])} has a tensor as a key: use a number or text")
 
 
 def name_of(cls: type) -> str:

@@ -136,7 +136,7 @@ def _read_tensor(file: BinaryIO, size: int, key: str) -> Loose | str:
     with no_functions(), no_modes():
         saved, pieces, records, _ = _read(file, size)
         if not isinstance(saved, torch.Tensor):
-            raise CheckpointError(f"holds {_told(saved)} in place of {key!r}: {_SAVE_TENSORS}")
+            raise CheckpointError(f"holds {_described(saved)} in place of {key!r}: {_SAVE_TENSORS}")
         return _place(key, saved, pieces, records)
 
 
@@ -186,7 +186,7 @@ def _read_zip(file: BinaryIO) -> Saved:
     return saved, pieces, records, {} if noted is None else {MARK: _content(archive, noted).decode(errors="replace")}
 
 
-def _root(infos: Mapping[str, Any]) -> str:
+def _root(infos: Mapping[str, object]) -> str:
     """The folder in the archive that contains everything, with a trailing slash."""
     roots = [name.removesuffix("data.pkl") for name in infos if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
@@ -349,7 +349,7 @@ class _Sparing(Unpickler):
         return data
 
 
-def _refuse_call(function: Any, arguments: Any) -> None:
+def _refuse_call(function: Any, arguments: object) -> None:
     """Raises `CheckpointError` for a call that no state dict contains."""
     if not callable(function):
         raise CheckpointError(f"is a pickle that calls a {type(function).__name__}, and is not opened: {_SAVE_TENSORS}")
@@ -362,7 +362,7 @@ def _refuse_call(function: Any, arguments: Any) -> None:
         _refuse_call(arguments[0], arguments[2])
 
 
-def _is_harmless(arguments: Any) -> bool:
+def _is_harmless(arguments: object) -> bool:
     """Whether these arguments give something empty, or no larger than the text they contain."""
     return isinstance(arguments, tuple) and (not arguments or isinstance(arguments[0], str | bytes))
 
@@ -455,7 +455,7 @@ def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
 # From the unpickled object to a header
 
 
-def _tensors_in(saved: Any, deepest: int = _DEEPEST) -> dict[str, torch.Tensor]:
+def _tensors_in(saved: object, deepest: int = _DEEPEST) -> dict[str, torch.Tensor]:
     """The tensors of a state dict by name; it may be nested under one of the usual keys."""
     if isinstance(saved, dict):
         nests = [nest for nest in NESTS if _has_tensors(saved.get(nest), deepest)]
@@ -468,21 +468,21 @@ def _tensors_in(saved: Any, deepest: int = _DEEPEST) -> dict[str, torch.Tensor]:
             raise CheckpointError(f"names a tensor with a lone surrogate, which is not valid text: {_SAVE_TENSORS}")
         if tensors:
             return tensors
-    raise CheckpointError(f"holds no tensors by name, but {_told(saved)}: {_SAVE_TENSORS}")
+    raise CheckpointError(f"holds no tensors by name, but {_described(saved)}: {_SAVE_TENSORS}")
 
 
-def _has_tensors(saved: Any, deepest: int) -> bool:
+def _has_tensors(saved: object, deepest: int) -> bool:
     """Whether this is a state dict, or has one under the usual keys."""
     if not isinstance(saved, dict) or not deepest:
         return False
     return any(map(_is_tensor, saved.values())) or any(_has_tensors(saved.get(nest), deepest - 1) for nest in NESTS)
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _told(saved: Any) -> str:
+def _described(saved: object) -> str:
     if not isinstance(saved, dict):
         return f"a {type(saved).__name__}"
     items = ", ".join(

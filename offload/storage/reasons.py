@@ -123,8 +123,8 @@ def not_regular(path: Path, kind: int) -> CorruptFileError:
 
 def some(things: Iterable[object], most: int = 5) -> str:
     """The first few as text, and how many more there are."""
-    told = list(map(str, things))
-    return ", ".join(told[:most]) + (f" and {len(told) - most} more" if len(told) > most else "")
+    texts = list(map(str, things))
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def short(value: object, most: int = 200) -> str:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from offload.annotations import Json
 from offload.errors import CorruptFileError, MissingFileError, OffloadError
 from offload.storage.reasons import short
 from offload.storage.regular import read_regular
@@ -37,7 +37,7 @@ class Kind:
     """
 
     what: str
-    stamp: Mapping[str, Any]
+    stamp: Mapping[str, Json]
     missing: str = ""
     foreign: type[OffloadError] = CorruptFileError
     later: type[OffloadError] = CorruptFileError
@@ -45,7 +45,7 @@ class Kind:
     indent: int | None = None
 
 
-def write_state(path: Path, kind: Kind, content: Mapping[str, Any]) -> None:
+def write_state(path: Path, kind: Kind, content: Mapping[str, Json]) -> None:
     """Put a file of ours in place as a whole.
 
     Raises:
@@ -54,7 +54,7 @@ def write_state(path: Path, kind: Kind, content: Mapping[str, Any]) -> None:
     put_file(path, (json.dumps({**kind.stamp, **content}, indent=kind.indent) + "\n").encode())
 
 
-def read_state(path: Path, kind: Kind) -> dict[str, Any]:
+def read_state(path: Path, kind: Kind) -> dict[str, Json]:
     """The contents of a file of ours.
 
     Raises:
@@ -75,7 +75,7 @@ def read_state(path: Path, kind: Kind) -> dict[str, Any]:
     return dict(found)
 
 
-def state_if_ours(path: Path, kind: Kind) -> dict[str, Any] | None:
+def state_if_ours(path: Path, kind: Kind) -> dict[str, Json] | None:
     """Like `read_state`; None if there is no such file, or one of another kind or version.
 
     Raises:
@@ -87,21 +87,21 @@ def state_if_ours(path: Path, kind: Kind) -> dict[str, Any] | None:
         return None
 
 
-def _check(path: Path, kind: Kind, found: Any, stamp: Mapping[str, Any]) -> None:
+def _check(path: Path, kind: Kind, found: Json, stamp: Mapping[str, Json]) -> None:
     for key, known in stamp.items():
-        there = found.get(key) if isinstance(found, dict) else None
+        value = found.get(key) if isinstance(found, dict) else None
         if isinstance(known, Mapping):
-            _check(path, kind, there, known)
-        elif there is None or (there != known and not isinstance(known, int)):
+            _check(path, kind, value, known)
+        elif value is None or (value != known and not isinstance(known, int)):
             raise kind.foreign(f"{path} is not {kind.what}: it is left as it is. Take another folder.")
-        elif there != known:
+        elif value != known:
             raise kind.later(
-                f"{path} is of version {short(repr(there))}, and this release of offload reads version {known}: "
+                f"{path} is of version {short(repr(value))}, and this release of offload reads version {known}: "
                 "open it with the release of offload that wrote it"
             )
 
 
-def read_json(path: Path, what: str, *, most: int = MOST_JSON) -> Any:
+def read_json(path: Path, what: str, *, most: int = MOST_JSON) -> Json:
     """The contents of a small JSON file.
 
     Args:
@@ -120,7 +120,7 @@ def read_json(path: Path, what: str, *, most: int = MOST_JSON) -> Any:
         raise CorruptFileError(f"{path} can't be read as {what} ({short(error)})") from error
 
 
-def parse_json(data: str | bytes) -> Any:
+def parse_json(data: str | bytes) -> Json:
     """Parse JSON; bytes are decoded as UTF-8.
 
     Raises:
@@ -130,7 +130,7 @@ def parse_json(data: str | bytes) -> Any:
     return json.loads(text, object_pairs_hook=_without_duplicates)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from offload.annotations import Json
 from offload.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -65,7 +66,7 @@ _NUMBERS_ALONE = {"offload:OffloadedTensor", "tensordict:MemoryMappedTensor"}  #
 _SIMPLE = (bool, int, float, str)
 is_subclass_value: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass  # stored as inner tensors
 
-Recipe = dict[str, Any]
+Recipe = dict[str, Json]
 _OF_MALFORMED = (ArgumentError, ArgumentTypeError, UnknownTypeError)  # what a recipe that is not one can raise
 
 
@@ -160,7 +161,7 @@ def extras_of(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in noted.items() if name not in rebuilt or _differ(value, rebuilt[name])}
 
 
-def _differ(value: Any, other: Any) -> bool:
+def _differ(value: object, other: object) -> bool:
     """Whether two numbers or texts differ; other objects are not compared."""
     return type(value) in _SIMPLE and (type(other) is not type(value) or str(other) != str(value))
 
@@ -204,7 +205,7 @@ def with_inner(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tens
     return made
 
 
-def layout_from(recipe: Any) -> Layout:
+def layout_from(recipe: Json) -> Layout:
     """The dtype, shape and strides of the rebuilt tensor.
 
     Raises:
@@ -263,7 +264,7 @@ def _refuse_tensor(_: object, where: object) -> NoReturn:
     raise UnknownTypeError(f"there is a tensor ({where}), which can't be stored as plain data")
 
 
-def _malformed(recipe: Any) -> CorruptFileError:
+def _malformed(recipe: Json) -> CorruptFileError:
     return CorruptFileError(f"its recipe for a tensor subclass is malformed: {str(recipe)[:200]}")
 
 

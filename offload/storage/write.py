@@ -12,10 +12,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
+from offload.annotations import Json
 from offload.errors import (
     ChangedFileError,
     ForeignFileError,
@@ -45,7 +46,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 @contextmanager
 def new_values(
-    path: Path, layouts: Mapping[str, Layout], notes: Mapping[str, Any], *, durable: bool, take: Take | None = None
+    path: Path, layouts: Mapping[str, Layout], notes: Mapping[str, Json], *, durable: bool, take: Take | None = None
 ) -> Iterator[tuple[int, Head]]:
     """A new file with room for values of these layouts, as descriptor and head; moved to `path` if the block succeeds.
 
@@ -74,7 +75,7 @@ def write_values(
     path: Path,
     values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]],
     layouts: Mapping[str, Layout],
-    notes: Mapping[str, Any],
+    notes: Mapping[str, Json],
     *,
     durable: bool,
     take: Take | None = None,
@@ -117,7 +118,7 @@ def write_beside(
     layouts: Mapping[str, Layout],
     metadata: Mapping[str, str],
     fill: Callable[[int, str, int], None],
-    notes: Mapping[str, Any] | None = None,
+    notes: Mapping[str, Json] | None = None,
 ) -> None:
     """Write a whole file, meant for `path`, as `temporary`, which the caller renames or removes.
 
@@ -178,7 +179,7 @@ def refuse_earlier(path: Path, name: str) -> None:
         refuse_foreign(path)
         if os.path.lexists(path):
             raise NameInUseError(
-                f"{path} holds the value of an earlier one: open that with OffloadedTensor.from_file, take another "
+                f"{path} holds the value of an earlier tensor: open that with OffloadedTensor.from_file, take another "
                 "name or folder, or pass exist_ok=True to replace it"
             )
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from offload.annotations import Json
 from offload.errors import (
     CorruptFileError,
     ForeignFileError,
@@ -39,7 +40,7 @@ from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.layout import dtype_name
 from offload.storage.locks import flock
-from offload.storage.nodes import Way, decode, encode, name_of, told
+from offload.storage.nodes import Way, decode, encode, name_of, place_of
 from offload.storage.reasons import short, writing
 from offload.storage.regular import absolute, closed_after, is_there
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder
@@ -229,11 +230,11 @@ def _sweep(folder: Path, files: Collection[str]) -> None:
     for place in list(folder.iterdir()):
         if not _NUMBER.fullmatch(place.name) or not place.is_dir() or place.is_symlink():
             continue  # the target of a link is somebody else's
-        there = list(place.iterdir())
-        unused = [path for path in there if f"{place.name}/{path.name}" not in files and _is_ours(path)]
+        files_in_place = list(place.iterdir())
+        unused = [path for path in files_in_place if f"{place.name}/{path.name}" not in files and _is_ours(path)]
         if unused:
             _log.debug("%s: %s files of earlier trees are removed", place, len(unused))
-        if unused and len(unused) == len(there):
+        if unused and len(unused) == len(files_in_place):
             remove_folder(place)  # an empty one, left by a process killed here, would look like a user's
         else:
             for path in unused:
@@ -252,7 +253,7 @@ def _is_ours(path: Path) -> bool:
 # Reading
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> dict[str, Json]:
     path = folder / _MANIFEST
     found = read_state(path, _KIND)
     if not isinstance(found.get("tensors"), dict) or "structure" not in found:
@@ -267,13 +268,13 @@ def _files_that_stand(folder: Path) -> set[str]:
     return {spec["file"] for spec in _manifest(folder)["tensors"].values() if _is_spec(spec)}
 
 
-def _is_spec(spec: Any) -> bool:
+def _is_spec(spec: Json) -> bool:
     return isinstance(spec, dict) and isinstance(spec.get("file"), str) and _FILE.fullmatch(spec["file"]) is not None
 
 
 def _tree_of(
     folder: Path,
-    manifest: Mapping[str, Any],
+    manifest: Mapping[str, Json],
     types: Iterable[type],
     target: torch.device,
     offload_dir: str | os.PathLike[str] | None,
@@ -284,12 +285,12 @@ def _tree_of(
     def handle(name: str) -> Handle:
         spec = manifest["tensors"][name]
         if not _is_spec(spec):
-            raise CorruptFileError(f"it names no file of its own for {told((name,))}")
+            raise CorruptFileError(f"it names no file of its own for {place_of((name,))}")
         file = TensorFile.open(folder / spec["file"])
         found = Handle.reference(file, str(file.notes.get("name", name)), offload_dir)
-        said = [spec.get("dtype"), spec.get("shape")]
-        if said != [dtype_name(found.layout.dtype), list(found.layout.shape)]:
-            raise CorruptFileError(f"it says that {name!r} is {short(said)}, but {file.path} holds {found.layout}")
+        noted = [spec.get("dtype"), spec.get("shape")]
+        if noted != [dtype_name(found.layout.dtype), list(found.layout.shape)]:
+            raise CorruptFileError(f"it says that {name!r} is {short(noted)}, but {file.path} holds {found.layout}")
         return found
 
     @cache

@@ -52,7 +52,7 @@ def checkpoint(tmp_path):
     return path
 
 
-def test_a_checkpoint_of_anybody_is_mapped_where_it_is(checkpoint):
+def test_any_checkpoint_is_mapped_in_place(checkpoint):
     file = TensorFile.open(checkpoint)
 
     assert {"a", "b"} == set(file.entries)
@@ -77,7 +77,7 @@ def test_a_link_in_a_folder_of_values_is_read_and_never_written_through(tmp_path
     assert read.offload_path != kept.offload_path
 
 
-def test_a_file_of_ours_that_a_link_took_the_place_of_is_not_written_through(tmp_path):
+def test_a_link_that_replaced_our_file_is_not_written_through(tmp_path):
     kept = OffloadedTensor.from_original_tensor(torch.ones(3), "v", tmp_path)
     kept.offload_path.rename(tmp_path / "elsewhere")
     kept.offload_path.symlink_to("elsewhere")
@@ -89,7 +89,7 @@ def test_a_file_of_ours_that_a_link_took_the_place_of_is_not_written_through(tmp
         assert before == (tmp_path / "elsewhere").read_bytes()
 
 
-def test_a_checkpoint_of_links_is_referenced_as_the_hub_lays_it_out(tmp_path):
+def test_a_checkpoint_of_links_as_the_hub_stores_it_is_referenced(tmp_path):
     (tmp_path / "blobs").mkdir()
     save_file({"w": torch.ones(3)}, tmp_path / "blobs" / "0123")
     (tmp_path / "model.safetensors").symlink_to("blobs/0123")
@@ -123,11 +123,11 @@ MISALIGNED = """
 """
 
 
-def test_values_in_the_middle_of_their_elements_do_not_end_the_process(tmp_path):
+def test_unaligned_values_do_not_crash_the_process(tmp_path):
     assert "done\n" == run_script(MISALIGNED, tmp_path / "x.safetensors")
 
 
-def test_a_header_is_parsed_once_for_all_who_open_the_file(checkpoint, monkeypatch):
+def test_a_header_is_parsed_once_per_file(checkpoint, monkeypatch):
     file = TensorFile.open(checkpoint)
     monkeypatch.setattr("offload.storage.header.parse", None)
 
@@ -135,7 +135,7 @@ def test_a_header_is_parsed_once_for_all_who_open_the_file(checkpoint, monkeypat
     assert file is TensorFile.open(os.path.join(checkpoint.parent, ".", checkpoint.name))
 
 
-def test_a_file_that_was_replaced_is_opened_anew(tmp_path):
+def test_a_replaced_file_is_opened_again(tmp_path):
     path = write(tmp_path / "w.safetensors", torch.zeros(4))
     old = TensorFile.open(path)
     kept = value_of(old)
@@ -156,12 +156,12 @@ def test_a_store_into_a_shared_mapping_is_a_store_into_the_file(tmp_path):
     assert torch.full((4,), 7.0).numpy().tobytes() == path.read_bytes()[-16:]
 
 
-def test_an_entry_that_is_not_there_is_named_beside_some_that_are(checkpoint):
+def test_an_unknown_key_is_named_with_some_known_ones(checkpoint):
     with pytest.raises(KeyError, match=r"no tensor 'c'; it has 2: a, b$"):
         TensorFile.open(checkpoint).entry("c")
 
 
-def test_an_entry_of_a_dtype_that_torch_lacks_is_named_when_it_is_asked_for(tmp_path):
+def test_an_entry_of_an_unknown_dtype_is_named_when_it_is_read(tmp_path):
     path = tmp_path / "w.safetensors"
     text = json.dumps({"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(3))
@@ -188,7 +188,7 @@ def test_a_path_below_a_regular_file_is_missing(checkpoint):
 
 
 @pytest.mark.parametrize("length", [0, 5, 8, 50, 4096, 4100, 4111])
-def test_a_truncated_file_is_named_and_stays_as_short(tmp_path, length):
+def test_a_truncated_file_is_named_and_not_extended(tmp_path, length):
     path = write(tmp_path / "w.safetensors", torch.ones(4))
     os.truncate(path, length)
     before = path.read_bytes()
@@ -226,7 +226,7 @@ def test_a_garbage_header_is_refused_and_left_as_it_is(tmp_path, content):
 @example(b"\x80", 0, False)
 @example(b"\x80\x02", 0, False)
 @example(b"PK\x03\x04", 0, False)
-def test_any_content_opens_or_is_a_corrupt_file_or_a_pickle_that_is_not_opened(tmp_path, content, length, honest):
+def test_any_content_opens_or_is_refused(tmp_path, content, length, honest):
     path = tmp_path / "any.safetensors"
     path.write_bytes(struct.pack("<Q", length) + content if honest else content)
 
@@ -234,7 +234,7 @@ def test_any_content_opens_or_is_a_corrupt_file_or_a_pickle_that_is_not_opened(t
         TensorFile.open(path)
 
 
-def test_a_single_byte_is_a_corrupt_file_and_no_pickle(tmp_path):
+def test_a_single_byte_is_a_corrupt_file_and_not_a_pickle(tmp_path):
     path = tmp_path / "w.safetensors"
     path.write_bytes(b"\x80")
 
@@ -294,7 +294,7 @@ def test_a_socket_is_refused(tmp_path, monkeypatch):
             TensorFile.open(tmp_path / "w")
 
 
-def test_a_file_that_may_not_be_read_is_named_and_not_called_damaged(checkpoint):
+def test_an_unreadable_file_is_named_and_not_called_damaged(checkpoint):
     """Who gets damaged files again would remove a good one."""
     with faults.failing(0, errno.EACCES) as fault, pytest.raises(ReadError, match="Permission denied") as caught:
         TensorFile.open(checkpoint)
@@ -359,7 +359,7 @@ def test_a_file_gone_after_it_was_opened_is_not_created(tmp_path):
     assert [] == os.listdir(tmp_path)
 
 
-def test_a_file_replaced_between_the_look_and_the_mapping_is_not_taken_for_the_old_one(tmp_path, monkeypatch):
+def test_a_file_replaced_between_check_and_mapping_is_detected(tmp_path, monkeypatch):
     path = write(tmp_path / "w.safetensors", torch.zeros(8))
     file = TensorFile.open(path)
     opened = os.open
@@ -419,7 +419,7 @@ def test_a_checkpoint_larger_than_the_commit_limit_is_mapped(tmp_path):
     assert "True\n" == run_script(script, tmp_path / "large.safetensors")
 
 
-def test_a_process_that_replaced_a_value_ends_without_a_word(tmp_path):
+def test_a_process_that_replaced_a_value_exits_silently(tmp_path):
     script = """
         import sys, torch
         from offload import OffloadedTensor

@@ -91,7 +91,7 @@ def test_two_live_owners_cannot_claim_one_name_in_one_folder(tmp_path):
         claim("w", tmp_path, Owner())
 
 
-def test_a_name_is_free_again_once_its_owner_is_gone_or_gives_it_back(tmp_path):
+def test_a_name_is_free_again_once_its_owner_is_gone_or_releases_it(tmp_path):
     owner = Owner()
     path = claim("w", tmp_path, owner)
     del owner
@@ -125,7 +125,7 @@ def test_in_a_private_folder_a_name_may_be_used_again():
     assert all(path.is_relative_to(private_folder()) for path in paths)
 
 
-def test_many_private_values_of_one_name_take_no_longer_each():
+def test_many_private_values_of_one_name_are_created_in_constant_time():
     owners = [Owner() for _ in range(2000)]
     start = time.process_time()
     paths = [claim("many", None, owner) for owner in owners]
@@ -248,7 +248,7 @@ def test_a_private_folder_that_was_removed_is_made_again(monkeypatch):
     assert folder != private_folder()
 
 
-def test_where_no_temporary_folder_can_be_made_the_way_out_is_told(tmp_path, monkeypatch):
+def test_without_a_temporary_folder_the_error_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
     monkeypatch.setattr("offload.storage.folders._PRIVATE_FOLDERS", {})
 
@@ -256,7 +256,7 @@ def test_where_no_temporary_folder_can_be_made_the_way_out_is_told(tmp_path, mon
         private_folder()
 
 
-def test_what_an_interrupt_left_in_a_private_folder_is_in_nobodys_way():
+def test_files_left_by_an_interrupt_do_not_block_a_private_folder():
     from offload import OffloadedTensor
 
     first = OffloadedTensor.from_original_tensor(torch.zeros(2), "left behind")

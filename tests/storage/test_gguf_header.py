@@ -62,7 +62,7 @@ def test_numbers_are_entries_and_blocks_are_rows_of_bytes(whole: Path) -> None:
     assert {"general.architecture": "llama", "general.name": "small"} == file.header.metadata
 
 
-def test_a_file_is_told_by_what_is_in_it(whole: Path) -> None:
+def test_a_file_is_recognised_by_its_content(whole: Path) -> None:
     other = whole.rename(whole.with_name("model.bin"))
 
     assert torch.equal(torch.from_numpy(_VALUES), offload.load_file(other)["F32"].materialize())
@@ -93,7 +93,7 @@ def test_a_vocabulary_costs_little(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [3, 5, 20, 30, 90, -20, -700])
-def test_a_file_that_is_cut_off_is_told(whole: Path, cut: int) -> None:
+def test_a_truncated_file_is_reported(whole: Path, cut: int) -> None:
     whole.write_bytes(whole.read_bytes()[:cut])
 
     with pytest.raises(CorruptFileError, match=r"small\.gguf can't be used"):
@@ -112,7 +112,7 @@ def test_a_file_that_is_cut_off_is_told(whole: Path, cut: int) -> None:
         (struct.pack("<Q", 0), 24, "places 'F32' over 'Q8_0'"),
     ],
 )
-def test_a_tensor_that_can_t_be_is_told(whole: Path, put: bytes, after: int, said: str) -> None:
+def test_an_impossible_tensor_is_reported(whole: Path, put: bytes, after: int, said: str) -> None:
     with pytest.raises(CorruptFileError, match=said) as told:
         TensorFile.open(changed(whole, b"\x04\0\0\0\0\0\0\0Q8_0", put, after))
     assert "small.gguf" in str(told.value)
@@ -120,7 +120,7 @@ def test_a_tensor_that_can_t_be_is_told(whole: Path, put: bytes, after: int, sai
 
 @pytest.mark.parametrize("at", [8, 16])
 @pytest.mark.parametrize("count", [1 << 40, (1 << 64) - 1])
-def test_an_absurd_count_is_told_at_once(whole: Path, at: int, count: int) -> None:
+def test_an_absurd_count_is_refused_at_once(whole: Path, at: int, count: int) -> None:
     data = bytearray(whole.read_bytes())
     data[at : at + 8] = struct.pack("<Q", count)
     whole.write_bytes(data)
@@ -129,19 +129,19 @@ def test_an_absurd_count_is_told_at_once(whole: Path, at: int, count: int) -> No
         TensorFile.open(whole)
 
 
-def test_bytes_of_another_machine_are_told(whole: Path) -> None:
+def test_bytes_of_another_machine_are_refused(whole: Path) -> None:
     with pytest.raises(CorruptFileError):
         TensorFile.open(changed(whole, b"GGUF", struct.pack(">I", 3)))
 
 
-def test_without_the_package_it_is_said_what_to_install(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_what_to_install(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
 
     with pytest.raises(CheckpointError, match=r"small\.gguf is a GGUF file, .* pip install gguf"):
         TensorFile.open(whole)
 
 
-def test_whatever_the_bytes_there_are_values_or_an_error_of_ours(tmp_path: Path) -> None:
+def test_any_bytes_give_values_or_an_offload_error(tmp_path: Path) -> None:
     """400 files with flipped bytes, or cut short."""
     data = written(tmp_path / "small.gguf").read_bytes()
     head = data.index(b"\x04\0\0\0\0\0\0\0Q4_0") + 60

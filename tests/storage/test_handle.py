@@ -125,7 +125,7 @@ def test_a_referenced_value_may_be_replaced_before_its_folder_is_there(checkpoin
     assert 1 == handle.generation
 
 
-def test_an_adopted_value_is_written_in_place(tmp_path):
+def test_a_value_opened_as_owned_is_written_in_place(tmp_path):
     create_value(torch.zeros(3), "w", tmp_path)
     gc.collect()
 
@@ -135,12 +135,12 @@ def test_an_adopted_value_is_written_in_place(tmp_path):
     assert torch.equal(torch.full((3,), 2.0), load_file(tmp_path / "w.safetensors")["w"])
 
 
-def test_a_foreign_file_is_not_adopted(checkpoint):
+def test_a_foreign_file_is_not_opened_as_owned(checkpoint):
     with pytest.raises(ForeignFileError, match=r"model\.safetensors was not written by offload: 'a' can be referenced"):
         open_owned(TensorFile.open(checkpoint), "a")
 
 
-def test_a_key_that_is_not_there_is_named(checkpoint):
+def test_an_unknown_key_is_named(checkpoint):
     with pytest.raises(KeyError, match="no tensor 'c'"):
         Handle.reference(TensorFile.open(checkpoint), "c")
 
@@ -173,7 +173,7 @@ def test_a_first_write_cannot_take_the_file_of_another_live_value(checkpoint, tm
     assert torch.equal(torch.arange(6.0).reshape(2, 3), handle.base())
 
 
-def test_a_name_is_free_while_the_error_that_kept_it_from_being_written_is_still_at_hand(tmp_path):
+def test_a_name_is_free_after_a_failed_write_whose_error_is_still_referenced(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(b"mine")
     with pytest.raises(ForeignFileError) as caught:
         create_value(torch.zeros(3), "w", tmp_path)
@@ -184,7 +184,7 @@ def test_a_name_is_free_while_the_error_that_kept_it_from_being_written_is_still
 
 
 @pytest.mark.parametrize("layout", [Layout(torch.qint8, (3,), (1,)), Layout(torch.float32, (-3,), (1,))], ids=str)
-def test_what_cannot_be_stored_is_refused_and_leaves_no_file(tmp_path, layout):
+def test_values_that_cannot_be_stored_are_refused_and_leave_no_file(tmp_path, layout):
     with pytest.raises((UnsupportedOpError, ValueError), match="'w'"):
         allocate_value(layout, "w", tmp_path)
     assert [] == os.listdir(tmp_path)
@@ -253,7 +253,7 @@ def test_a_first_write_without_a_folder_to_write_to_leaves_the_reference_as_it_w
 
 
 @pytest.mark.parametrize("act", ["create", "allocate"])
-def test_a_foreign_file_in_the_way_is_named_with_the_tensor_and_left_byte_for_byte(tmp_path, act):
+def test_a_foreign_file_is_named_with_the_tensor_and_left_byte_for_byte(tmp_path, act):
     (tmp_path / "new.safetensors").write_bytes(b"mine")
 
     with pytest.raises(
@@ -359,7 +359,7 @@ def test_a_value_that_another_process_replaced_is_followed(tmp_path):
 
 
 @pytest.mark.parametrize("value", [torch.ones(4), torch.ones(3, dtype=torch.float64)], ids=["shape", "dtype"])
-def test_a_value_that_another_process_made_another_kind_of_is_an_error(tmp_path, value):
+def test_a_replacement_of_another_layout_is_an_error(tmp_path, value):
     handle = create_value(torch.zeros(3), "w", tmp_path)
     generation = handle.generation
 
@@ -382,7 +382,7 @@ def test_a_file_of_another_name_or_maker_at_the_path_is_an_error(tmp_path):
         handle.base()
 
 
-def test_a_replacement_between_look_and_mapping_is_looked_at_again(tmp_path, monkeypatch):
+def test_a_replacement_between_check_and_mapping_is_followed(tmp_path, monkeypatch):
     handle = create_value(torch.zeros(3), "w", tmp_path)
     handle.unmap()
     follow, times = Handle._follow, []
@@ -397,7 +397,7 @@ def test_a_replacement_between_look_and_mapping_is_looked_at_again(tmp_path, mon
     assert torch.equal(torch.full((3,), 2.0), handle.base())
 
 
-def test_a_file_replaced_after_every_look_is_an_error_in_the_end(tmp_path, monkeypatch):
+def test_a_file_replaced_after_every_check_is_an_error(tmp_path, monkeypatch):
     handle = create_value(torch.zeros(3), "w", tmp_path)
     handle.unmap()
     follow = Handle._follow
@@ -487,7 +487,7 @@ def test_pointers_lie_in_a_storage_that_no_op_computes_with(tmp_path):
     assert 12 == storage.nbytes()
 
 
-def test_too_many_mappings_let_go_of_the_oldest_and_come_back(tmp_path, monkeypatch):
+def test_the_oldest_of_too_many_mappings_are_dropped_and_mapped_again(tmp_path, monkeypatch):
     monkeypatch.setattr(handle_module, "MOST_MAPPINGS", 4)
     handles = [create_value(torch.tensor(number), f"w{number}", tmp_path) for number in range(10)]
 
@@ -503,7 +503,7 @@ def test_too_many_mappings_let_go_of_the_oldest_and_come_back(tmp_path, monkeypa
 # Who removes the file
 
 
-def test_a_private_file_goes_with_the_last_that_holds_it():
+def test_a_private_file_is_removed_with_its_last_user():
     handle = create_value(torch.zeros(3), "w", None)
     path = handle.path
     replace_whole(handle, torch.ones(3))
@@ -521,7 +521,7 @@ def test_a_named_file_stays(tmp_path):
     assert torch.equal(torch.zeros(3), load_file(tmp_path / "w.safetensors")["w"])
 
 
-def test_a_private_file_that_is_gone_already_is_no_trouble(capsys):
+def test_a_private_file_that_is_gone_already_causes_no_error(capsys):
     handle = create_value(torch.zeros(3), "w", None)
     handle.path.unlink()
     del handle

@@ -14,7 +14,7 @@ from offload.storage.handle import Handle
 from offload.tensor.views import handle_of
 
 
-def test_values_that_are_not_read_have_none(tmp_path: Path) -> None:
+def test_values_that_are_not_read_have_no_lock(tmp_path: Path) -> None:
     save_file({f"{number}": torch.ones(8) for number in range(4)}, tmp_path / "w.safetensors")
     stored = offload.load_file(tmp_path / "w.safetensors")
     stored["2"].sum()
@@ -22,7 +22,7 @@ def test_values_that_are_not_read_have_none(tmp_path: Path) -> None:
     assert ["2"] == [name for name, value in stored.items() if handle_of(value)._own_lock is not None]
 
 
-def test_all_threads_have_the_same() -> None:
+def test_all_threads_share_one_lock() -> None:
     start = Barrier(8)
 
     def lock_of(handle: Handle) -> int:

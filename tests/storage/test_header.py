@@ -160,7 +160,7 @@ def test_a_header_is_padded_with_spaces_up_to_the_data():
     assert head.data.rstrip(b" ").endswith(b"}")
 
 
-def test_an_offset_beyond_four_gigabytes_is_no_trouble():
+def test_an_offset_beyond_four_gigabytes_is_read():
     size = 6 << 30
     header = {"a": entry("U8", [size], 0, size), "b": entry("U8", [size], size, 2 * size)}
 
@@ -169,7 +169,7 @@ def test_an_offset_beyond_four_gigabytes_is_no_trouble():
     assert size == parsed.entries["b"].start - parsed.entries["a"].start
 
 
-def test_a_dtype_that_torch_lacks_is_listed_and_hides_nothing_else():
+def test_an_unknown_dtype_is_listed_and_hides_no_other_value():
     header = parse(*bytes_of({"a": entry("F6_E2M3", [4], 0, 3), "b": entry("U8", [2], 3, 5)}, room=5))
 
     assert {"a": "is stored as F6_E2M3: no torch dtype fits"} == header.unreadable
@@ -214,7 +214,7 @@ def test_a_dtype_that_torch_lacks_is_listed_and_hides_nothing_else():
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_does_not_add_up_is_refused_with_the_reason(header, room, why):
+def test_an_inconsistent_header_is_refused_with_the_reason(header, room, why):
     if why is None:
         assert parse(*bytes_of(header, room=room)).unreadable
         return
@@ -236,7 +236,7 @@ def test_what_does_not_add_up_is_refused_with_the_reason(header, room, why):
     ],
     ids=["empty", "not-utf8", "unfinished", "deep", "long-number", "twice", "twice-inside", "more-after"],
 )
-def test_what_is_no_json_object_is_refused(text, why):
+def test_a_header_that_is_not_a_json_object_is_refused(text, why):
     with pytest.raises(CorruptFileError, match=why):
         parse(text, 8 + len(text))
 
@@ -249,7 +249,7 @@ def test_what_is_no_json_object_is_refused(text, why):
         b'{"__metadata__": {"\\uDC00": "a"}}',
     ],
 )
-def test_half_a_surrogate_pair_is_refused_as_safetensors_does(text):
+def test_a_lone_surrogate_is_refused_as_safetensors_does(text):
     with pytest.raises(CorruptFileError, match="lone surrogate"):
         parse(text, 9 + len(text))
     with pytest.raises(SafetensorError):
@@ -263,7 +263,7 @@ def test_an_escaped_name_is_read():
 
 
 @pytest.mark.parametrize("notes", ["[" * 100_000, "9" * 5000, "nonsense", "7", '{"no": "version"}'])
-def test_metadata_of_somebody_elses_under_our_word_makes_no_file_of_ours(notes):
+def test_foreign_metadata_under_our_key_does_not_make_a_file_ours(notes):
     header = parse(*bytes_of({"__metadata__": {MARK: notes}}))
 
     assert header.notes is None

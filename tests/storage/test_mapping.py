@@ -53,14 +53,14 @@ def test_a_file_that_is_too_short_is_not_mapped(path):
         mapped_alone(path, 1, len(DATA))
 
 
-def test_a_missing_file_is_not_made(tmp_path):
+def test_a_missing_file_is_not_created(tmp_path):
     with pytest.raises(MissingFileError):
         mapped_alone(tmp_path / "none", 0, 1)
 
     assert [] == list(tmp_path.iterdir())
 
 
-def test_what_can_not_be_mapped_is_an_error_with_its_path(tmp_path):
+def test_unmappable_files_are_errors_with_their_path(tmp_path):
     fd = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(ReadError, match=str(tmp_path)):
         mapped(fd, tmp_path, 0, 1, shared=False)

@@ -23,7 +23,7 @@ def test_there_are_no_gradients_and_what_was_before_comes_back(graph):
         assert graph == torch.is_grad_enabled()
 
 
-def test_there_is_no_inference_mode_and_it_comes_back_also_after_an_error():
+def test_inference_mode_is_left_and_comes_back_even_after_an_error():
     with torch.inference_mode():
         with suppress(KeyError), no_functions(), no_modes():
             assert not torch.is_inference_mode_enabled()

@@ -35,7 +35,7 @@ def test_a_file_name_that_was_not_cut_gives_its_name_back(name):
 
 
 @given(NAMES, NAMES)
-def test_two_names_have_two_files_also_where_case_is_folded(one, other):
+def test_two_names_have_two_files_even_where_case_is_folded(one, other):
     assert (one == other) == (file_name(one).casefold() == file_name(other).casefold())
 
 
@@ -57,7 +57,7 @@ def test_two_names_have_two_files_also_where_case_is_folded(one, other):
         (" ", "%20.safetensors"),
     ],
 )
-def test_a_name_is_escaped_so_that_one_can_read_it(name, file):
+def test_escaped_names_stay_readable(name, file):
     assert file == file_name(name)
     assert name == unquote(file.removesuffix(SUFFIX), errors="strict")
 

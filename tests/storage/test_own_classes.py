@@ -148,7 +148,7 @@ def test_in_memory_a_value_may_become_one_of_any_class():
     assert type(held["x"]) is Packed
 
 
-def test_in_the_context_such_a_parameter_stays_in_memory_as_it_is():
+def test_inside_offloading_such_a_parameter_stays_in_memory_unchanged():
     parameter = packed()
 
     with offload.offloading(min_bytes=1):
@@ -185,7 +185,7 @@ def test_an_attribute_that_a_subclass_is_rebuilt_with_otherwise_is_refused():
         OffloadedTensor.from_original_tensor(tensor, "x")
 
 
-def test_what_a_subclass_keeps_for_itself_is_no_obstacle_and_stays_behind():
+def test_private_attributes_of_a_subclass_are_left_out():
     tensor = Kept(torch.ones(4))
     tensor._second_copy = torch.ones(4)
 
@@ -195,7 +195,7 @@ def test_what_a_subclass_keeps_for_itself_is_no_obstacle_and_stays_behind():
     assert not hasattr(stored, "_second_copy")
 
 
-def test_marks_of_libraries_on_a_subclass_go_along():
+def test_marks_of_libraries_on_a_subclass_are_carried_over():
     parameter = nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
     parameter._is_hf_initialized = True
 
@@ -237,7 +237,7 @@ def is_marked(tensor):
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Parameter(torch.ones(2)), lambda: torch.ones(2)])
-def test_attributes_of_a_plain_tensor_go_along(make):
+def test_attributes_of_a_plain_tensor_are_carried_over(make):
     stored = OffloadedTensor.from_original_tensor(marked(make()), "x")
 
     assert is_marked(stored)

@@ -148,7 +148,7 @@ def test_values_whose_elements_overlap_are_read_where_they_are(tmp_path, form):
     assert {key: value.stride() for key, value in values.items()} == {k: v.stride() for k, v in found.items()}
 
 
-def test_a_file_of_a_few_bytes_takes_no_disk_and_no_memory_for_what_it_expands_to(tmp_path):
+def test_an_expanded_value_takes_no_disk_and_no_memory_for_its_copies(tmp_path):
     sizes = {"w": (200_000_000,), "large": (10**12, 3), "larger": (4 * 10**18,)}
     path = saved(tmp_path / "x.pt", {name: torch.ones(1).expand(size) for name, size in sizes.items()})
     tracemalloc.start()
@@ -181,7 +181,7 @@ def test_a_value_whose_elements_overlap_is_written_through_and_comes_back(tmp_pa
     assert all(path.stat().st_size < 4200 for path in (tmp_path / "values").iterdir())
 
 
-def test_a_value_whose_elements_overlap_is_copied_out_of_what_is_packed_and_replaced_by_one_without(tmp_path):
+def test_overlapping_values_are_copied_out_of_packed_files_and_replaced_by_dense_ones(tmp_path):
     path = saved(tmp_path / "x.pt", {"w": torch.arange(9.0)[2:].unfold(0, 3, 1)})
     expected = torch.load(repacked(path, zipfile.ZIP_DEFLATED), weights_only=True)["w"]
 
@@ -208,7 +208,7 @@ def test_a_shape_that_no_tensor_has_is_refused(tmp_path, shape):
         load_file(path)
 
 
-def test_a_packed_value_that_begins_in_the_middle_of_an_element_is_read(tmp_path):
+def test_an_unaligned_packed_value_is_read(tmp_path):
     class Odd:
         def __reduce__(self):
             storage = torch.arange(80, dtype=torch.uint8).untyped_storage()
@@ -221,14 +221,14 @@ def test_a_packed_value_that_begins_in_the_middle_of_an_element_is_read(tmp_path
 
 
 @FORMS
-def test_a_name_of_half_a_surrogate_pair_is_refused(tmp_path, form):
+def test_a_name_with_a_lone_surrogate_is_refused(tmp_path, form):
     path = saved(tmp_path / "x.pt", {"\ud800": torch.ones(1)}, **form)
 
     with pytest.raises(CheckpointError, match=r"x\.pt names a tensor with a lone surrogate"):
         load_file(path)
 
 
-def test_what_is_copied_out_goes_to_the_offload_dir(tmp_path):
+def test_values_are_copied_out_to_the_offload_dir(tmp_path):
     path = saved(tmp_path / "x.bin", {"a": torch.randn(6, 8)[:, :3], "b": torch.ones(2)})
 
     found = load_file(path, offload_dir=tmp_path / "values")
@@ -238,7 +238,7 @@ def test_what_is_copied_out_goes_to_the_offload_dir(tmp_path):
 
 
 @FORMS
-def test_names_over_one_storage_are_values_of_their_own(tmp_path, form):
+def test_names_that_share_a_storage_are_separate_values(tmp_path, form):
     base = torch.arange(12.0)
     path = saved(tmp_path / "x.bin", {"w": base, "tied": base, "part": base[4:8], "tail": base[6:]}, **form)
     found = check_all(path)
@@ -253,7 +253,7 @@ def test_names_over_one_storage_are_values_of_their_own(tmp_path, form):
     assert torch.equal(torch.arange(12.0), torch.load(path, weights_only=True)["w"])
 
 
-def test_a_storage_that_starts_in_the_middle_of_an_element_is_copied_from_file_to_file(tmp_path):
+def test_an_unaligned_storage_is_copied_from_file_to_file(tmp_path):
     """As in the legacy form: its data begins wherever its pickles end."""
     seen = set()
     for length in range(8):
@@ -283,7 +283,7 @@ def test_compressed_records_are_unpacked(tmp_path):
     assert set() == in_place(path)
 
 
-def test_a_disk_that_fails_under_a_packed_value_is_told_with_the_file(tmp_path, monkeypatch):
+def test_a_failing_disk_under_a_packed_value_is_reported_with_the_file(tmp_path, monkeypatch):
     path = repacked(saved(tmp_path / "x.bin", {"w": torch.randn(99)}), zipfile.ZIP_DEFLATED)
 
     def fail(*_):
@@ -316,7 +316,7 @@ def test_the_byte_order_of_another_machine_is_turned(tmp_path):
     assert all(is_equal(values[name], found[name].materialize(), strides=False) for name in values)
 
 
-def test_the_pickle_is_read_once_for_all_who_open_the_file(tmp_path, monkeypatch):
+def test_the_pickle_is_read_once_per_file(tmp_path, monkeypatch):
     path = saved(tmp_path / "x.bin", {"a": torch.ones(3), "b": torch.zeros(3)})
     first = OffloadedTensor.from_file(path, "a")
     monkeypatch.setattr("offload.storage.pickled.read_header", None)
@@ -326,7 +326,7 @@ def test_the_pickle_is_read_once_for_all_who_open_the_file(tmp_path, monkeypatch
     assert [1, 1, 1, 0, 0, 0] == [*first.tolist(), *second.tolist()]
 
 
-def test_it_is_told_by_what_is_in_it_and_not_by_its_name(tmp_path):
+def test_a_file_is_recognised_by_its_content_and_not_by_its_name(tmp_path):
     saved(tmp_path / "x.safetensors", {"w": torch.ones(2)})
 
     assert [1, 1] == OffloadedTensor.from_file(tmp_path / "x.safetensors").tolist()
@@ -372,7 +372,7 @@ def test_a_reference_passes_to_another_process_which_reads_the_pickle_again(tmp_
 
 
 @pytest.mark.parametrize("key", ["plain", "loose"])
-def test_a_file_that_changes_after_it_was_opened_is_found_out(tmp_path, key):
+def test_a_file_that_changes_after_it_was_opened_is_detected(tmp_path, key):
     path = saved(tmp_path / "x.bin", {"plain": torch.ones(4), "loose": torch.ones(8)[::2]})
     file = TensorFile.open(path)
     w = OffloadedTensor.from_file(path, "plain")
@@ -409,7 +409,7 @@ COPIED = """
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the kernel does not tell")
 @pytest.mark.parametrize("how", ["columns", "packed", "swapped", "legacy"])
-def test_what_is_copied_out_takes_the_memory_of_one_value(tmp_path, how):
+def test_copying_out_takes_the_memory_of_one_value(tmp_path, how):
     """One of 12 with 4 MiB each; a packed one needs its record, too."""
     made = {str(n): torch.full((1024, 1024), float(n)) for n in range(12)}
     if how == "columns":
@@ -448,7 +448,7 @@ def test_a_state_dict_under_a_usual_key_is_taken_and_the_rest_is_left(tmp_path, 
     assert ["w"] == list(load_file(path))
 
 
-def test_what_is_no_tensor_is_left_out(tmp_path):
+def test_other_objects_are_left_out(tmp_path):
     path = saved(
         tmp_path / "x.pt",
         {"w": torch.ones(2), "step": 3, "note": "hello", 5: torch.ones(1), "inner": {"v": torch.ones(1)}},
@@ -457,7 +457,7 @@ def test_what_is_no_tensor_is_left_out(tmp_path):
     assert ["w"] == list(load_file(path))
 
 
-def test_several_models_in_one_file_are_not_chosen_among(tmp_path):
+def test_several_models_in_one_file_are_refused(tmp_path):
     path = saved(tmp_path / "x.pt", {"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.zeros(1)}})
 
     with pytest.raises(CheckpointError, match=r"x\.pt holds several models \(state_dict, model\)"):
@@ -478,7 +478,7 @@ def test_a_file_without_tensors_by_name_says_what_it_holds(tmp_path, held, words
         TensorFile.open(saved(tmp_path / "x.pt", held))
 
 
-def test_sparse_and_foreign_and_empty_tensors_are_told_by_name_and_leave_the_others(tmp_path):
+def test_sparse_foreign_and_empty_tensors_are_named_and_the_others_are_read(tmp_path):
     values = {
         "w": torch.ones(2),
         "coo": torch.eye(3).to_sparse(),
@@ -494,7 +494,7 @@ def test_sparse_and_foreign_and_empty_tensors_are_told_by_name_and_leave_the_oth
             OffloadedTensor.from_file(path, key)
 
 
-def test_sparse_tensors_in_a_file_do_not_trouble_the_next_torch_load(tmp_path):
+def test_sparse_tensors_in_a_file_do_not_disturb_the_next_torch_load(tmp_path):
     path = saved(tmp_path / "x.bin", {"w": torch.ones(2), "coo": torch.eye(3).to_sparse()})
     TensorFile.open(path)
 
@@ -599,7 +599,7 @@ def test_nests_are_searched_for_a_model_to_a_depth_that_models_have(tmp_path):
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA], ids=["deflated", "lzma"])
 @pytest.mark.parametrize("claim", [True, False], ids=["as it is", "as a few bytes"])
-def test_a_pickle_packed_beyond_measure_is_not_unpacked(tmp_path, packing, claim):
+def test_a_pickle_with_an_absurd_ratio_is_not_unpacked(tmp_path, packing, claim):
     """64 MB of empty lists, which would be gigabytes, whether its zip directory says so or not."""
     path = repacked(saved(tmp_path / "x.bin", {}), packing, **{"data.pkl": b"\x80\2" + b"]" * (1 << 26)})
     if not claim:
@@ -655,7 +655,7 @@ def test_the_old_tar_form_is_refused(tmp_path):
         TensorFile.open(tmp_path / "x.pt")
 
 
-def test_a_git_lfs_pointer_is_called_so(tmp_path):
+def test_a_git_lfs_pointer_is_named_as_one(tmp_path):
     (tmp_path / "x.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
 
     with pytest.raises(CorruptFileError, match=r"x\.bin.*git-lfs pointer.*git lfs pull"):
@@ -723,7 +723,7 @@ def test_a_directory_that_points_elsewhere_is_refused(tmp_path, place):
         TensorFile.open(path)
 
 
-def test_packed_bytes_that_are_not_what_they_say_are_refused(tmp_path):
+def test_packed_bytes_that_contradict_the_directory_are_refused(tmp_path):
     path = repacked(saved(tmp_path / "x.bin", {"w": torch.zeros(1 << 16)}), zipfile.ZIP_DEFLATED)
     entry = TensorFile.open(path).header.loose["w"]
     data = bytearray(path.read_bytes())
@@ -735,7 +735,7 @@ def test_packed_bytes_that_are_not_what_they_say_are_refused(tmp_path):
 
 
 @FORMS
-def test_whatever_the_bytes_there_is_a_header_or_an_error_of_ours(tmp_path, form):
+def test_any_bytes_give_a_header_or_an_offload_error(tmp_path, form):
     whole = saved(tmp_path / "x.bin", {"w": torch.randn(9), "v": torch.randn(8)[::2]}, **form).read_bytes()
     chance = random.Random(0)
     path, size, opened = tmp_path / "odd.bin", len(whole), 0

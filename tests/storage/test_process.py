@@ -27,7 +27,7 @@ def test_a_living_process_is_not_dead():
     assert process_tag() == tag_of(os.getpid())
 
 
-def test_a_process_is_dead_once_it_has_ended_also_before_its_parent_asked():
+def test_a_process_is_dead_once_it_has_ended_even_if_not_reaped():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     tag = tag_of(child.pid)
     assert not is_dead(tag)
@@ -49,11 +49,11 @@ def test_another_process_under_the_same_number_is_not_the_one_that_died():
     "tag",
     ["", "-", "x-1-1", "{machine}", "{machine}-", "{machine}-1", "{machine}-x-1", "{machine}-1-", "{machine}-²-1"],
 )
-def test_what_cannot_be_told_is_not_called_dead(tag):
+def test_processes_of_unknown_state_are_not_called_dead(tag):
     assert not is_dead(tag.format(machine=process_tag().partition("-")[0]))
 
 
-def test_a_process_of_another_user_that_cannot_be_looked_at_is_not_called_dead(monkeypatch):
+def test_a_hidden_process_of_another_user_is_not_called_dead(monkeypatch):
     def refuse(pid, signal):
         raise PermissionError
 
@@ -65,7 +65,7 @@ def test_a_process_of_another_user_that_cannot_be_looked_at_is_not_called_dead(m
     assert not is_dead(f"{machine}-{2**22 + 1}-7")
 
 
-def test_who_cannot_be_looked_at_as_too_many_files_are_open_is_not_called_dead():
+def test_processes_are_not_called_dead_while_too_many_files_are_open():
     """What a living process is writing, and its private folder, would be removed."""
     tag = process_tag()
     replacing._machine.cache_clear()
@@ -76,7 +76,7 @@ def test_who_cannot_be_looked_at_as_too_many_files_are_open_is_not_called_dead()
     assert [] == [str(failure) for failure in found if failure.result is not False]
 
 
-def test_a_tag_that_could_not_be_made_is_made_the_next_time():
+def test_a_failed_tag_is_made_the_next_time():
     tag = process_tag()
 
     def forget():

@@ -166,6 +166,7 @@ class TestTorchSave(ReaderTests):
         torch.save(self.values, path)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 class TestOldTorchSave(ReaderTests):
     is_copied_out = True  # values begin at any byte
 

@@ -26,7 +26,7 @@ def test_a_regular_file_is_opened(tmp_path, flags):
 
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path, make, flags):
+def test_special_files_are_refused_without_waiting(tmp_path, make, flags):
     path = tmp_path / "it's"
     make(path)
 
@@ -51,7 +51,7 @@ def test_a_link_is_followed_to_read_and_never_to_write(tmp_path):
     assert {"file", "link", "dangling"} == set(os.listdir(tmp_path))
 
 
-def test_a_missing_file_is_not_made(tmp_path):
+def test_a_missing_file_is_not_created(tmp_path):
     with pytest.raises(MissingFileError, match="nothing"):
         open_regular(tmp_path / "nothing", os.O_RDWR)
     assert not os.listdir(tmp_path)
@@ -75,7 +75,7 @@ def test_json_is_read(tmp_path):
         (b"[" + b"1," * 60_000 + b"1]", "larger than 100000 bytes"),
     ],
 )
-def test_what_is_no_json_is_refused_with_the_path(tmp_path, data, reason):
+def test_invalid_json_is_refused_with_the_path(tmp_path, data, reason):
     path = tmp_path / "a.json"
     path.write_bytes(data)
 
@@ -85,7 +85,7 @@ def test_what_is_no_json_is_refused_with_the_path(tmp_path, data, reason):
     assert str(path) in str(caught.value)
 
 
-def test_json_without_an_end_is_not_read_to_it(tmp_path):
+def test_endless_json_is_not_read_to_its_end(tmp_path):
     (tmp_path / "a.json").symlink_to("/dev/zero")
 
     with pytest.raises(CorruptFileError, match="not a regular file"):

@@ -40,7 +40,7 @@ def test_a_block_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, err
     assert before == contents(tmp_path)
 
 
-def test_a_file_has_its_name_when_it_is_on_the_disk_and_is_told_of_before_its_folder_is_synced(tmp_path):
+def test_a_file_gets_its_name_after_its_sync_and_is_announced_before_its_folder_is_synced(tmp_path):
     seen = []
     with faults.watched() as calls, replacing(tmp_path / "a", 3, placed=lambda: seen.append(len(calls))) as new:
         assert 3 == os.fstat(new.fd).st_size
@@ -66,7 +66,7 @@ def test_a_link_is_replaced_and_not_written_through(tmp_path):
     )
 
 
-def test_of_several_files_the_last_comes_last_and_takes_the_others_back_if_it_can_not(tmp_path):
+def test_the_last_of_several_files_is_placed_last_and_its_failure_removes_the_others(tmp_path):
     (tmp_path / "index").write_text("old")
     before = contents(tmp_path)
     paths = [tmp_path / "one", tmp_path / "two", tmp_path / "index"]
@@ -87,7 +87,7 @@ def test_of_several_files_the_last_comes_last_and_takes_the_others_back_if_it_ca
 @pytest.mark.parametrize(
     "make", [Path.touch, lambda path: path.symlink_to("."), lambda path: (path / "in").mkdir(parents=True)]
 )
-def test_what_stands_in_the_place_of_a_folder_is_refused_unless_it_is_an_empty_folder(tmp_path, make):
+def test_only_an_empty_folder_is_replaced(tmp_path, make):
     make(tmp_path / "a")
 
     with pytest.raises(ForeignFileError, match="is not an empty folder"), replacing_folder(tmp_path / "a"):
@@ -100,7 +100,7 @@ def test_what_stands_in_the_place_of_a_folder_is_refused_unless_it_is_an_empty_f
     assert ["a", "b"] == sorted(os.listdir(tmp_path))
 
 
-def test_what_comes_to_stand_there_meanwhile_is_left(tmp_path):
+def test_a_folder_that_appears_meanwhile_is_left(tmp_path):
     with pytest.raises(ForeignFileError), replacing_folder(tmp_path / "a") as folder:  # noqa: PT012
         (folder / "file").touch()
         (tmp_path / "a").mkdir()
@@ -122,7 +122,7 @@ def test_a_folder_to_write_in_is_made_and_what_is_swept_is_logged(tmp_path, capl
     assert [f"{left} was left by a process that has ended, and is removed"] == caplog.messages
 
 
-def test_a_folder_that_can_not_be_removed_at_once_has_lost_its_name(tmp_path):
+def test_a_folder_that_cannot_be_removed_at_once_has_lost_its_name(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()
 

@@ -20,7 +20,7 @@ KIND = Kind(
 STAMP = dict(KIND.stamp)
 
 
-def test_what_is_written_is_read_with_what_says_whose_it_is(tmp_path):
+def test_a_state_file_is_read_back_with_its_stamp(tmp_path):
     write_state(tmp_path / "a.json", KIND, {"of": ["ü", None, "\ud800", float("inf")]})
 
     assert {**STAMP, "of": ["ü", None, "\ud800", float("inf")]} == read_state(tmp_path / "a.json", KIND)
@@ -55,13 +55,13 @@ def test_another_file_is_an_error_of_its_kind_with_the_path(tmp_path, text, erro
     assert text == path.read_text()
 
 
-def test_a_missing_one_is_told_in_the_words_of_its_kind(tmp_path):
+def test_a_missing_state_file_raises_the_message_of_its_kind(tmp_path):
     with pytest.raises(MissingFileError, match="no things are here"):
         read_state(tmp_path / "a.json", KIND)
     assert state_if_ours(tmp_path / "a.json", KIND) is None
 
 
-def test_what_can_not_be_read_now_is_not_taken_for_another(tmp_path):
+def test_an_unreadable_state_file_is_not_called_foreign(tmp_path):
     (tmp_path / "a.json").symlink_to("a.json")
 
     with pytest.raises(ReadError, match="lead in a circle"):

@@ -124,7 +124,7 @@ def test_a_subclass_comes_back_from_its_file(tmp_path):
     }
 
 
-def test_a_context_that_is_no_dict_comes_back_too():
+def test_other_contexts_than_dicts_come_back():
     for context in [None, (1, 2), [torch.float16], "text"]:
         values, recipe = flatten(scaled(context), "w")
 

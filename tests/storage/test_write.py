@@ -104,7 +104,7 @@ def test_the_safetensors_library_reads_the_same_value(tmp_path, dtype, shape):
         assert (torch.uint8, (*shape, dtype.itemsize)) == (found.dtype, tuple(found.shape))
 
 
-def test_the_metadata_say_that_a_file_is_torchs_and_ours(tmp_path):
+def test_the_metadata_mark_a_file_as_torchs_and_ours(tmp_path):
     path = write(tmp_path / "w.safetensors", torch.ones(2))
 
     with safe_open(path, "pt") as file:
@@ -199,7 +199,7 @@ def test_an_empty_value_reads_as_zeros_and_its_blocks_are_reserved_unwritten(tmp
     assert ALIGNMENT == sum(written)
 
 
-def test_where_blocks_cannot_be_reserved_zeros_are_written(tmp_path, monkeypatch):
+def test_zeros_are_written_where_blocks_cannot_be_reserved(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "not here")
 
@@ -311,7 +311,7 @@ def test_a_file_that_is_replaced_keeps_its_mode_and_owner(tmp_path, replace, mod
     assert before == access(path)
 
 
-def test_what_replaces_a_file_is_never_open_to_more_than_the_file_was(tmp_path, monkeypatch):
+def test_a_replacement_is_never_readable_by_more_users_than_the_file(tmp_path, monkeypatch):
     path = write(tmp_path / "w.safetensors", torch.zeros(2))
     os.chmod(path, 0o600)
     seen = []
@@ -344,7 +344,7 @@ def link_to_a_file_of_ours(path: Path) -> None:
     ],
     ids=["safetensors", "text", "empty", "folder", "pipe", "broken-link", "link"],
 )
-def test_what_somebody_else_made_is_refused_and_left_byte_for_byte(tmp_path, make):
+def test_foreign_files_are_refused_and_left_byte_for_byte(tmp_path, make):
     path = tmp_path / "w.safetensors"
     make(path)
     before = os.lstat(path), path.is_file() and path.read_bytes(), sorted(os.listdir(tmp_path))
@@ -508,7 +508,7 @@ def test_a_durable_value_is_synced_before_it_is_put_in_place_and_its_folder_afte
     assert [True, "replace", str(tmp_path), "replace"] == [".offload-tmp-" in acts[0], *acts[1:]]
 
 
-def test_a_folder_that_cannot_be_synced_is_no_failure_but_a_broken_disk_is(tmp_path, monkeypatch):
+def test_an_unsyncable_folder_is_accepted_and_a_broken_disk_is_an_error(tmp_path, monkeypatch):
     sync = os.fsync
 
     def refuse(code):
@@ -527,7 +527,7 @@ def test_a_folder_that_cannot_be_synced_is_no_failure_but_a_broken_disk_is(tmp_p
     assert torch.equal(torch.zeros(3), read(tmp_path / "w.safetensors"))
 
 
-def test_a_sweep_takes_the_temporary_files_and_folders_of_the_dead_alone(tmp_path):
+def test_a_sweep_removes_only_what_dead_processes_left(tmp_path):
     machine, pid, _ = process_tag().split("-")
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = Path(f"/proc/{child.pid}/stat").read_text().split()[21]

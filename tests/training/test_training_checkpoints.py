@@ -619,5 +619,5 @@ def test_values_that_contain_themselves_are_refused(tmp_path):
     endless = []
     endless.append(endless)
 
-    with pytest.raises(offload.errors.UnknownTypeError, match=r"extra\.endless\.0.* that it is itself in"):
+    with pytest.raises(offload.errors.UnknownTypeError, match=r"extra\.endless\.0.* that contains itself"):
         offload.training.save_training(network(), tmp_path, endless=endless)

@@ -119,7 +119,7 @@ NESTS = {
 
 
 @pytest.mark.parametrize("tree", NESTS.values(), ids=NESTS)
-def test_what_is_saved_comes_back(tmp_path, tree):
+def test_saved_trees_come_back(tmp_path, tree):
     manifest = save_tree(tree, tmp_path / "parents" / "tree")
 
     assert tmp_path / "parents" / "tree" / "tree.json" == manifest
@@ -157,7 +157,7 @@ def test_strides_are_kept(tmp_path):
     assert image.stride() == load_tree(tmp_path).stride()
 
 
-def test_parameters_and_what_requires_grad_stay_so(tmp_path):
+def test_parameters_and_requires_grad_are_kept(tmp_path):
     parameters = [torch.nn.Parameter(torch.ones(1), requires_grad) for requires_grad in (True, False)]
 
     save_tree([*parameters, torch.ones(1, requires_grad=True), torch.ones(1)], tmp_path)
@@ -242,7 +242,7 @@ def test_a_class_that_was_not_given_is_an_error_with_the_way_out(tmp_path):
         load_tree(tmp_path, types=[Batch])
 
 
-def test_a_registered_class_needs_not_be_given(tmp_path, monkeypatch):
+def test_a_registered_class_need_not_be_given(tmp_path, monkeypatch):
     monkeypatch.setattr("offload.storage.subclasses._REGISTERED", {})
     save_tree(Point(1, 2), tmp_path)
 
@@ -336,13 +336,13 @@ def deep() -> list[Any]:
         (lambda: {"c": Point}, UnknownTypeError, "'c' is a builtins:type"),
         (lambda: {torch.ones(1): 1}, UnknownTypeError, "a dict in the value itself has a tensor as a key"),
         (lambda: {"c": DynamicCache()}, UnknownTypeError, "'c' is a transformers.cache_utils:DynamicCache"),
-        (cyclic, UnknownTypeError, r"'1\.again' is a list that it is itself in"),
-        (deep, UnknownTypeError, "containers in each other, more than 200"),
+        (cyclic, UnknownTypeError, r"'1\.again' is a list that contains itself"),
+        (deep, UnknownTypeError, "nested more than 200 containers deep"),
         (lambda: {"w": torch.ones(2, device="meta")}, UnsupportedOpError, "'w' is on the meta device"),
         (lambda: {"w": [torch.eye(2).to_sparse()]}, UnsupportedOpError, r"'w\.0' is not a dense tensor"),
     ],
 )
-def test_what_has_no_form_is_refused_by_its_place_before_anything_is_written(tmp_path, make, kind, words):
+def test_unstorable_values_are_refused_by_place_before_anything_is_written(tmp_path, make, kind, words):
     with pytest.raises(kind, match=words):
         save_tree(make(), tmp_path / "tree")
 
@@ -440,7 +440,7 @@ def test_a_failure_leaves_the_old_tree_and_nothing_else(tmp_path, monkeypatch, w
     assert before == contents(tmp_path)
 
 
-def test_what_is_not_of_a_tree_is_left(tmp_path):
+def test_other_files_in_the_folder_are_left(tmp_path):
     mine = OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path / "1")
     (tmp_path / "3").mkdir()
     (tmp_path / "2").mkdir()
@@ -456,7 +456,7 @@ def test_what_is_not_of_a_tree_is_left(tmp_path):
     assert mine.eq(1).all()
 
 
-def test_another_programs_tree_json_is_left(tmp_path):
+def test_a_tree_json_of_another_program_is_left(tmp_path):
     (tmp_path / "tree.json").write_text('{"children": []}')
     before = contents(tmp_path)
 
@@ -485,7 +485,7 @@ def test_two_savers_at_a_time_are_an_error_for_the_second(tmp_path, monkeypatch)
 # Damaged folders
 
 
-def test_no_tree_is_an_error_that_says_so(tmp_path):
+def test_a_folder_without_a_tree_is_an_error_that_says_so(tmp_path):
     with pytest.raises(MissingFileError, match=r"there is no tree here: save_tree writes this file"):
         load_tree(tmp_path / "nowhere")
 
@@ -610,7 +610,7 @@ def test_a_tree_is_the_old_one_or_the_new_one_after_each_kill(quick_folder, star
     assert 3 == found["folders"]  # with the manifest
 
 
-def test_a_reader_meanwhile_sees_one_tree_or_the_other(quick_folder):
+def test_a_concurrent_reader_sees_the_old_tree_or_the_new_one(quick_folder):
     def tree(number: int) -> dict[str, Any]:
         return {"number": number, "leaves": [torch.full((100,), float(number)) for _ in range(4)]}
 
@@ -639,7 +639,7 @@ def test_a_reader_meanwhile_sees_one_tree_or_the_other(quick_folder):
     assert 0 == os.waitpid(pid, 0)[1]
 
 
-def test_saving_takes_no_memory_for_what_is_on_disk(tmp_path):
+def test_saving_values_on_disk_takes_no_memory(tmp_path):
     """40 MiB of values, whole and as part of a file, with less than 12 MiB of anonymous memory."""
     nbytes = run_script(
         """
@@ -703,7 +703,7 @@ def tensorclass():
         (lambda: Color.RED | Color.BLUE, r"'rows' is a .*Color, which can't be stored"),
     ],
 )
-def test_what_would_come_back_as_less_is_refused(tmp_path, make, words):
+def test_values_that_would_lose_something_are_refused(tmp_path, make, words):
     with pytest.raises(UnknownTypeError, match=words):
         save_tree({"rows": make()}, tmp_path / "tree")
 
@@ -723,7 +723,7 @@ def test_a_dataclass_of_items_that_holds_none_comes_back(tmp_path):
     "stand_in", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir], ids=["pipe", "device", "folder"]
 )
 @pytest.mark.parametrize("name", ["tree.json", "1/x.safetensors"])
-def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, name, stand_in):
+def test_special_files_are_named_and_not_waited_for(tmp_path, name, stand_in):
     save_tree({"x": torch.ones(2)}, tmp_path)
     (tmp_path / name).unlink()
     stand_in(tmp_path / name)
@@ -732,7 +732,7 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, name, stand_in):
         load_tree(tmp_path)
 
 
-def test_a_manifest_without_end_is_not_read_to_it(tmp_path, monkeypatch):
+def test_an_endless_manifest_is_not_read_to_its_end(tmp_path, monkeypatch):
     save_tree({"x": torch.ones(2)}, tmp_path)
     monkeypatch.setattr(saved, "_KIND", dataclasses.replace(saved._KIND, most=100))
 
