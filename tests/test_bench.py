@@ -64,6 +64,7 @@ def figure():
     return Figure("a case", "s", values, [1.0, 4.0, 2.0], "the best", {"absent": "absent is not installed"})
 
 
+@pytest.mark.slow(25)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "cases",

@@ -443,6 +443,7 @@ def test_importing_offload_on_another_system_says_where_it_works():
     assert said.endswith("this is darwin False\n")
 
 
+@pytest.mark.slow(25)
 def test_importing_a_part_of_offload_works_by_itself():
     """Without the package's own `__init__`, which imports the parts in an order that works."""
     script = """

@@ -52,6 +52,7 @@ MANY = """
 """
 
 
+@pytest.mark.slow(9)
 def test_ten_thousand_tensors_under_a_limit_of_256_descriptors_leave_nothing(quick_folder):
     said = run_script(MANY, 10_000, shell="ulimit -n 256", env={"TMPDIR": quick_folder})
 
@@ -98,6 +99,7 @@ PEAK = """
 """
 
 
+@pytest.mark.slow(6)
 @needs_page_cache
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the kernel does not tell peaks")
 def test_peak_memory_is_budget_window_and_32_mib(tmp_path):

@@ -279,6 +279,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.slow(11)
 def test_a_name_that_only_a_feature_needs_is_missed_when_that_is_used(tmp_path):
     torch.save({"w": torch.ones(64, 64)}, tmp_path / "w.pt")
     script = f"""

@@ -294,28 +294,19 @@ def test_saving_a_pt_file_takes_little_memory(tmp_path: Path, save: str, mode: s
     """And its rows are read in place by index."""
     most = run_script(
         f"""
-        import sys, threading, torch
+        import sys, torch
         from offload import TensorCache
-        from offload.memory import anonymous_bytes
+        from tests.peak import Peak
         path, rows = sys.argv[1] + "/x.pt", 24_000
         with TensorCache.create(sys.argv[1] + "/cache", {{"x": (torch.float32, (1024,))}}, rows) as cache:
             for start in range(0, rows, 1000):
                 cache[start : start + 1000] = {{"x": torch.full((1000, 1024), float(start))}}
         cache = TensorCache.open(sys.argv[1] + "/cache", {mode!r})
-        first = most = anonymous_bytes()
-        done = threading.Event()
-        def watch():
-            global most
-            while not done.wait(0.002):
-                most = max(most, anonymous_bytes())
-        thread = threading.Thread(target=watch)
-        thread.start()
-        {save}
-        done.set()
-        thread.join()
+        with Peak() as peak:
+            {save}
         found = TensorCache.from_disk(path)
         assert found[[23_999, 5]]["x"][:, 0].tolist() == [23_000.0, 0.0]
-        print((most - first) >> 20)
+        print(peak.nbytes >> 20)
         """,
         tmp_path,
     )

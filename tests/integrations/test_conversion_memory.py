@@ -14,25 +14,9 @@ EXPERTS, WIDTH = 8, 2048  # 8 MiB per matrix in bfloat16; 128 and 64 MiB per fus
 LAYERS = 2
 
 SCRIPT = """
-import json, sys, tempfile, threading, torch, offload
+import json, sys, torch, offload
 from pathlib import Path
-from offload.memory import anonymous_bytes
-
-class Peak:
-    def __enter__(self):
-        self.before = self.most = anonymous_bytes()
-        self.done = threading.Event()
-        self.thread = threading.Thread(target=self.watch)
-        self.thread.start()
-        return self
-
-    def watch(self):
-        while not self.done.wait(0.002):
-            self.most = max(self.most, anonymous_bytes())
-
-    def __exit__(self, *_):
-        self.done.set()
-        self.thread.join()
+from tests.peak import Peak
 
 def written():
     with open("/proc/self/io") as lines:
@@ -49,11 +33,11 @@ saved = {}
 for size in ("10MB", "10GB"):
     with Peak() as save:
         model.save_pretrained(f"{out}/{size}", max_shard_size=size)
-    saved[size] = save.most - save.before
+    saved[size] = save.nbytes
 shards = {size: len(list(Path(out, size).glob("*.safetensors"))) for size in saved}
 weight = model.model.layers[1].mlp.experts.gate_up_proj
 fused = torch.count_nonzero(weight[-1]).item()
-print(json.dumps(dict(load=load.most - load.before, written=loaded, saved=saved, shards=shards, fused=fused)))
+print(json.dumps(dict(load=load.nbytes, written=loaded, saved=saved, shards=shards, fused=fused)))
 """
 
 

@@ -500,27 +500,11 @@ def test_a_configuration_of_transformers_is_for_its_models_and_takes_no_filter(f
 
 # Memory
 
-SCRIPT = '''
-import json, sys, threading, torch, offload
+SCRIPT = """
+import json, sys, torch, offload
 from torch import nn
-from offload.memory import anonymous_bytes
+from tests.peak import Peak
 from tests.quantized import WEIGHT_ONLY
-
-def peak(act):
-    """Bytes of anonymous memory that `act` takes at most."""
-    before, done = anonymous_bytes(), threading.Event()
-    seen = [before]
-
-    def watch():
-        while not done.wait(0.001):
-            seen.append(anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    act()
-    done.set()
-    watcher.join()
-    return max(seen) - before
 
 def model(layers, width):
     layers = [nn.Linear(width, width, bias=False, dtype=torch.bfloat16, device="meta") for _ in range(layers)]
@@ -531,10 +515,12 @@ def model(layers, width):
 
 offload.quantize_(model(1, 256), WEIGHT_ONLY["int8"]())  # imports, first calls
 made = model(24, 2048)
-quantizing = peak(lambda: offload.quantize_(made, WEIGHT_ONLY["int8"]()))
-saving = peak(lambda: offload.save_checkpoint(made, sys.argv[1]))
-print(json.dumps([quantizing, saving]))
-'''
+with Peak() as quantizing:
+    offload.quantize_(made, WEIGHT_ONLY["int8"]())
+with Peak() as saving:
+    offload.save_checkpoint(made, sys.argv[1])
+print(json.dumps([quantizing.nbytes, saving.nbytes]))
+"""
 
 
 def test_quantizing_takes_the_memory_of_one_weight(tmp_path: Path) -> None:

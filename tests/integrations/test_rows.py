@@ -349,22 +349,15 @@ def test_a_file_is_streamed_in_little_memory(tmp_path: Path, form: str) -> None:
         flat = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 1 << 20)
         pq.write_table(pa.table({"values": flat}), path, row_group_size=4, use_dictionary=False, compression="none")
     script = """
-        import sys, threading
+        import sys
         from offload.integrations import cache_from
-        from offload.memory import anonymous_bytes
+        from tests.peak import Peak
 
         small, large, folder = sys.argv[1:]
         cache_from(small, folder + "-small").close()
-        before, most, stop = anonymous_bytes(), 0, threading.Event()
-        def look():
-            global most
-            while not stop.wait(0.002):
-                most = max(most, anonymous_bytes())
-        thread = threading.Thread(target=look)
-        thread.start()
-        cache = cache_from(large, folder)
-        stop.set(); thread.join()
-        print(most - before, cache.nbytes, cache[63]["values"].sum().item())
+        with Peak() as peak:
+            cache = cache_from(large, folder)
+        print(peak.nbytes, cache.nbytes, cache[63]["values"].sum().item())
     """
     small = tmp_path / f"s.{form}"
     _first_rows(path, small, form)

@@ -56,6 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow(9)
 def test_a_checkpoint_is_quantized_in_little_memory_and_a_killed_run_ends_as_one_that_was_not(checkpoint, tmp_path):
     """Like `python -m bench.quantize` with 1 GB."""
     cache = tmp_path / "cache"

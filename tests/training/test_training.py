@@ -430,13 +430,13 @@ def test_an_optimizer_of_another_kind_may_step_all_at_once():
 
 
 MEMORY = """
-    import json, sys, threading, torch, offload
+    import json, sys, torch, offload
     from torch import nn
-    from offload.memory import anonymous_bytes, count_freed
+    from offload.memory import count_freed
+    from tests.peak import Peak
 
     foreach, folder, layers, width = sys.argv[1] == "foreach", sys.argv[2], 15, 1024
     torch.set_num_threads(1)
-    peak = 0
 
     def network():
         model = nn.Sequential(*[nn.utils.skip_init(nn.Linear, width, width, bias=False) for _ in range(layers)])
@@ -445,13 +445,7 @@ MEMORY = """
                 layer.weight.copy_(torch.eye(width))
         return model
 
-    def watch(stop):
-        global peak
-        while not stop.wait(0.001):
-            peak = max(peak, anonymous_bytes())
-
     def peak_of(is_on_disk):
-        global peak
         model = network()
         if is_on_disk:
             offload.disk_offload(model)
@@ -459,20 +453,15 @@ MEMORY = """
         if is_on_disk:
             offload.training.offload_optimizer(optimizer, gradients=True, step_bytes="4MiB")
         count_freed(1 << 30)
-        before = peak = anonymous_bytes()
-        stop = threading.Event()
-        watcher = threading.Thread(target=watch, args=(stop,))
-        watcher.start()
-        for _ in range(2):
-            model(torch.ones(1, width)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if is_on_disk:
-            offload.training.save_training(model, folder, optimizer)
-            offload.training.load_training(model, folder, optimizer)
-        stop.set()
-        watcher.join()
-        return peak - before, model[3].weight.detach().double().sum().item()
+        with Peak() as peak:
+            for _ in range(2):
+                model(torch.ones(1, width)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if is_on_disk:
+                offload.training.save_training(model, folder, optimizer)
+                offload.training.load_training(model, folder, optimizer)
+        return peak.nbytes, model[3].weight.detach().double().sum().item()
 
     on_disk, first = peak_of(True)
     plain, second = peak_of(False)

@@ -432,6 +432,7 @@ DRIVER = """
 """
 
 
+@pytest.mark.slow(6)
 @pytest.mark.campaign("kills")
 def test_a_run_killed_at_any_moment_has_the_losses_of_an_uninterrupted_one(quick_folder):
     """The first one has just saved."""
