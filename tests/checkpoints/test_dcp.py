@@ -348,7 +348,7 @@ def test_several_models_are_refused(tmp_path: Path) -> None:
 def test_a_save_that_was_not_finished_is_refused(folder: Path) -> None:
     (folder / ".metadata").unlink()
 
-    with pytest.raises(CheckpointError, match=r"\.distcp files and no \.metadata"):
+    with pytest.raises(CheckpointError, match=r"\.distcp files but no \.metadata"):
         open_checkpoint(folder)
 
 

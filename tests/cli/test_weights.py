@@ -169,7 +169,7 @@ def test_fused_experts_are_left_and_named(tmp_path: Path, capsys: pytest.Capture
 
     assert 0 == cli.main(["quantize", str(tmp_path / "model"), str(tmp_path / "new"), "--int8", "--group-size", "32"])
 
-    assert "whose experts are stored as one (model.layers.0.mlp.experts" in capsys.readouterr().err
+    assert "whose experts are stored as one tensor (model.layers.0.mlp.experts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_stopped_merge_can_be_resumed(
 
     assert 1 == cli.main(command)  # peft failed
     assert 1 == cli.main(command)
-    assert "go on with it" in capsys.readouterr().err
+    assert "continue it with resume" in capsys.readouterr().err
     again, count = _stopping_after(1000, real)
     monkeypatch.setattr(Linear, "get_delta_weight", again)
     assert 0 == cli.main([*command, "--resume"])
