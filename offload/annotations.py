@@ -6,7 +6,11 @@ Always true:
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import torch
+from torch import nn
 
 Args: TypeAlias = tuple[Any, ...]
 """Positional arguments, as `__torch_function__` and `__torch_dispatch__` receive them."""
@@ -16,3 +20,40 @@ Kwargs: TypeAlias = dict[str, Any]
 
 Json: TypeAlias = Any
 """What `json.loads` returns."""
+
+Settings: TypeAlias = Mapping[str, Any]
+"""Settings by name, from a JSON file: how a model is quantized, for example."""
+
+
+class Config(Protocol):
+    """What is used of transformers' `PreTrainedConfig`; a quantized model's has a `quantization_config`, too."""
+
+    _auto_class: str | None
+    architectures: list[str] | None
+    dtype: torch.dtype | str | None
+    name_or_path: str
+    tie_word_embeddings: bool
+
+    def get_text_config(self, *, decoder: bool) -> Config: ...
+
+    def to_json_string(self, use_diff: bool = True) -> str: ...
+
+
+class Pretrained(nn.Module):
+    """What is used of transformers' `PreTrainedModel`, and noted on one that is on disk; for annotations alone."""
+
+    config: Config
+    generation_config: Any
+    dtype: torch.dtype
+    name_or_path: str
+    all_tied_weights_keys: dict[str, str]
+    is_quantized: bool
+    quantization_method: Any
+    hf_quantizer: Any
+    _weight_conversions: Any
+    loaded_from: Any  # offload's: the folder that it was loaded from
+    packed_as: Any  # offload's: how its checkpoint was packed
+    from_pretrained: ClassVar[Callable[..., Any]]
+    can_generate: Callable[[], bool]
+    get_output_embeddings: Callable[[], nn.Module | None]
+    is_remote_code: Callable[[], bool]

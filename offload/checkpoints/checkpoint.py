@@ -13,10 +13,11 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
+from offload.annotations import Json
 from offload.checkpoints import log
 from offload.checkpoints.dcp import METADATA, SUFFIX, Sharded, archives_of, check_shard, read_metadata
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
@@ -132,7 +133,7 @@ class Checkpoint(Mapping[str, Value]):
         self,
         path: Path,
         values: Mapping[str, Value],
-        metadata: Mapping[Any, Any] | None = None,
+        metadata: Mapping[str, Json] | None = None,
         *,
         is_offload_folder: bool = False,
     ) -> None:
@@ -364,7 +365,7 @@ def _open_shard(folder: Path, shard: str, name: str) -> dict[str, StoredValue]:
         ) from error
 
 
-def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
+def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, Json]]:
     """The file of each name according to an index, and the rest of the index.
 
     Raises:
@@ -395,7 +396,7 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
     return places, metadata if isinstance(metadata, dict) else {}
 
 
-def _ties(values: Container[str], metadata: Mapping[Any, Any]) -> dict[str, str]:
+def _ties(values: Container[str], metadata: Mapping[str, Json]) -> dict[str, str]:
     """The tied weights that `safetensors.torch.save_model` notes: each omitted name, with the one that was saved."""
     return {
         name: kept

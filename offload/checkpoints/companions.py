@@ -18,11 +18,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
+from offload.annotations import Config, Pretrained, Settings
 from offload.checkpoints import log
 from offload.errors import CorruptFileError, ForeignFileError
 from offload.storage.layout import dtype_name
@@ -40,13 +41,13 @@ _OF_TOKENIZERS = (
 _SAID_BY_SAVING = {"architectures", "transformers_version", "_name_or_path"}
 
 
-def is_of_transformers(model: nn.Module) -> bool:
+def is_of_transformers(model: nn.Module) -> TypeGuard[Pretrained]:
     """Whether a model is from transformers, whose checkpoints may use other names than the model."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def quantization_of(config: Any) -> Any:
+def quantization_of(config: Config) -> Any:
     """The quantization settings in a configuration, or in its text model's: a dictionary, or None."""
     found: Any = getattr(config, "quantization_config", None)
     if found is None:
@@ -55,7 +56,7 @@ def quantization_of(config: Any) -> Any:
 
 
 def companions_of(
-    model: Any, dtype: torch.dtype | None = None, quantization: Mapping[str, Any] | None = None
+    model: nn.Module, dtype: torch.dtype | None = None, quantization: Settings | None = None
 ) -> dict[str, bytes]:
     """The files that `from_pretrained` needs beside a transformers model's weights, by name; empty for other models.
 
@@ -81,7 +82,7 @@ def companions_of(
     return {**_tokenizer_of(model), **code, **found}
 
 
-def _code_of(model: Any, config: Any) -> dict[str, bytes]:
+def _code_of(model: Pretrained, config: Config) -> dict[str, bytes]:
     """The modules of a model with custom code; sets in `config` which class is in which module."""
     if not model.is_remote_code() and config._auto_class is None:
         return {}
@@ -95,7 +96,7 @@ def _code_of(model: Any, config: Any) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(scratch).glob("*.py")}
 
 
-def _tokenizer_of(model: Any) -> dict[str, bytes]:
+def _tokenizer_of(model: Pretrained) -> dict[str, bytes]:
     """The tokenizer and processor files in the folder that a model was loaded from, if it is known and exists."""
     folder = getattr(model, "loaded_from", None) or Path(model.name_or_path or "")
     if folder == Path() or not is_folder(folder):

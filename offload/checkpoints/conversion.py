@@ -14,10 +14,10 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from offload.annotations import Json, Settings
 from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
 from offload.checkpoints.forms.gguf import empty_model
 from offload.checkpoints.forms.torchao import PARTS_NOTE
@@ -100,9 +100,7 @@ def convert_checkpoint(
     return target
 
 
-def _convert_dense(
-    source: Checkpoint, target: Path, dtype: torch.dtype | None, run: Mapping[str, Any], *, resume: bool
-) -> None:
+def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, run: Settings, *, resume: bool) -> None:
     """Write the dense checkpoint to the folder beside the target, file by file, and then give that its name."""
     refuse_filled(target)
     config, values = _dequantized(source, dtype)
@@ -126,7 +124,7 @@ def _convert_dense(
     sync_folder(target.parent)
 
 
-def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, OffloadedTensor]]:
+def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[Json, dict[str, OffloadedTensor]]:
     """The configuration of the dense model, and its tensors, which are decoded when they are read."""
     if source.is_gguf:
         model = empty_model(source, dtype)
@@ -183,7 +181,7 @@ def _write_one_by_one(
             deferred(tensor).to(dtype).assembly.in_file(name, folder, CPU)  # type: ignore[attr-defined]
 
 
-def work_beside(target: Path, run: Mapping[str, Any], *, resume: bool) -> Path:
+def work_beside(target: Path, run: Settings, *, resume: bool) -> Path:
     """The folder beside a target that keeps the progress of a run until the target is complete: `target` + ".partial".
 
     Args:
@@ -222,7 +220,7 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
     return found
 
 
-def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None, dense: Any = None) -> None:
+def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None, dense: Json = None) -> None:
     """Copy the configuration and tokenizer files of a model's folder (`COMPANIONS`).
 
     Args:
@@ -241,18 +239,18 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None
         put_file(folder / path.name, _text_of(config if dtype is None else _config_with(config, path, dtype)))
 
 
-def _read_config(path: Path) -> Any:
+def _read_config(path: Path) -> Json:
     try:
         return read_json(path, "a model's configuration")
     except CorruptFileError as error:
         raise CheckpointError(f"{error}: download or copy it again, or move it away") from error
 
 
-def _text_of(config: Any) -> bytes:
+def _text_of(config: Json) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _config_with(config: Any, path: Path, dtype: torch.dtype) -> Any:
+def _config_with(config: Json, path: Path, dtype: torch.dtype) -> Json:
     """A model's configuration with the new dtype: transformers loads in the dtype it says, whatever the weights are."""
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -264,7 +262,7 @@ def _config_with(config: Any, path: Path, dtype: torch.dtype) -> Any:
     return _with_dtype(config, dtype_name(dtype))
 
 
-def _parts_of(config: Any, key: str) -> list[Any]:
+def _parts_of(config: Json, key: str) -> list[Json]:
     """The values of a key in a configuration and in its sub-configurations."""
     if not isinstance(config, dict):
         return []
@@ -272,14 +270,14 @@ def _parts_of(config: Any, key: str) -> list[Any]:
     return found + [one for value in config.values() for one in _parts_of(value, key)]
 
 
-def _without(config: Any, key: str) -> Any:
+def _without(config: Json, key: str) -> Json:
     """`config` and its sub-configurations without a key."""
     if not isinstance(config, dict):
         return config
     return {name: _without(value, key) for name, value in config.items() if name != key}
 
 
-def _with_dtype(config: Any, name: str) -> Any:
+def _with_dtype(config: Json, name: str) -> Json:
     """`config` and its sub-configurations, with another dtype wherever one is given."""
     if not isinstance(config, dict):
         return config

@@ -119,7 +119,7 @@ def quantize_(
                 quantizing.run(model, config, chosen, device)
         finally:
             quantizing.finish()
-            if quantizing.has_quantized and quantizer is not None:
+            if quantizing.has_quantized and quantizer is not None and is_of_transformers(model):
                 note_quantizer(model, quantizer)
 
 

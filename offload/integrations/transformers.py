@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from offload.annotations import Config, Kwargs, Pretrained
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import quantization_of
@@ -52,7 +53,7 @@ def from_pretrained(
     gguf_file: str | None = None,
     offload_dir: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
-    config: Any = None,
+    config: Config | None = None,
     offload_buffers: bool = False,
     max_memory: MaxMemory = None,
     read_ahead: Amount | bool | None = None,
@@ -143,7 +144,9 @@ def from_pretrained(
     return (model, {**info, "forms": report.forms}) if output_loading_info else model
 
 
-def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+def model_on_meta(
+    folder: Path, model_class: Any = None, config: Config | None = None, **options: Any
+) -> tuple[Pretrained, Config, Kwargs]:
     """The model in a folder or GGUF file without values, its configuration, and the options not used for it.
 
     Raises:
@@ -190,7 +193,7 @@ def class_of(folder: Path) -> Any:
     return getattr(transformers, name, None) if isinstance(name, str) else None
 
 
-def _refuse_options(options: dict[str, Any]) -> None:
+def _refuse_options(options: Kwargs) -> None:
     wanted = next((name for name in _QUANTIZING if options.get(name)), None)
     if wanted is not None:
         raise CheckpointError(
@@ -203,19 +206,20 @@ def _refuse_options(options: dict[str, Any]) -> None:
         raise ArgumentTypeError(f"offload.from_pretrained does not take {name!r}: {_NOT_HERE[name]}")
 
 
-def _empty_model(model_class: Any, config: Any) -> Any:
+def _empty_model(model_class: Any, config: Config) -> Pretrained:
     """The model on the meta device: transformers picks its class and configuration."""
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
         raise ArgumentTypeError(
             f"model_class should be a model class of transformers, or one of its Auto classes: {model_class!r}"
         )
     with torch.device("meta"):
-        if hasattr(model_class, "from_config"):
-            return model_class.from_config(copy.deepcopy(config), trust_remote_code=False)
-        return model_class(copy.deepcopy(config))
+        config = copy.deepcopy(config)
+        from_config: Any = getattr(model_class, "from_config", None)  # of an Auto class
+        empty: Pretrained = model_class(config) if from_config is None else from_config(config, trust_remote_code=False)
+    return empty
 
 
-def _requested_dtype(dtype: torch.dtype | str | None, config: Any, source: Checkpoint) -> torch.dtype:
+def _requested_dtype(dtype: torch.dtype | str | None, config: Config, source: Checkpoint) -> torch.dtype:
     if dtype is not None and dtype != "auto":
         return floating_dtype(dtype)
     if isinstance(config.dtype, torch.dtype):
@@ -226,7 +230,7 @@ def _requested_dtype(dtype: torch.dtype | str | None, config: Any, source: Check
     return next((layout.dtype for layout in layouts if layout and layout.dtype.is_floating_point), torch.float32)
 
 
-def _generation_config(model_class: Any, folder: Path) -> dict[str, Any]:
+def _generation_config(model_class: Any, folder: Path) -> Kwargs:
     with reading(folder):
         is_one = (folder / "generation_config.json").is_file()
     if not is_one or not model_class.can_generate():

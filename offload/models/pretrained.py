@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.annotations import Args, Config, Kwargs, Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
 from offload.checkpoints.forms.packing import Packed, packed_state
@@ -70,8 +71,8 @@ class Waiting:
 
 @uncollected()
 def filled(
-    model_class: Any, config: Any, tensors: Mapping[str, torch.Tensor | Waiting], dtype: torch.dtype, **options: Any
-) -> tuple[Any, dict[str, Any]]:
+    model_class: Any, config: Config, tensors: Mapping[str, torch.Tensor | Waiting], dtype: torch.dtype, **options: Any
+) -> tuple[Pretrained, Kwargs]:
     """A model whose tensors are deferred, and transformers' loading info.
 
     Args:
@@ -142,7 +143,7 @@ def waiting(values: Values) -> dict[str, torch.Tensor | Waiting]:
     }
 
 
-def note_form(model: Any, values: Values) -> None:
+def note_form(model: Pretrained, values: Values) -> None:
     """Have a model that was filled from these values save itself in the form in which they are stored."""
     if values.form is Form.DECODED:
         assert values.quantization is not None
@@ -150,11 +151,11 @@ def note_form(model: Any, values: Values) -> None:
         model.packed_as = Packed.of(model, values.quantization, values.beside)
 
 
-def without_quantization(config: Any) -> Any:
+def without_quantization(config: Config) -> Config:
     """Turn the configuration into that of the dense model."""
     for one in (config, config.get_text_config(decoder=True)):
         if getattr(one, "quantization_config", None) is not None:
-            del one.quantization_config
+            delattr(one, "quantization_config")
     return config
 
 
@@ -169,12 +170,12 @@ class Fitted:
     """
 
     tensors: dict[str, DeferredTensor]
-    report: dict[str, Any]
+    report: Kwargs
     note: Callable[[Any], None]
 
 
 def as_in(
-    model: Any, source: Checkpoint, offload_dir: str | os.PathLike[str] | None, dtype: torch.dtype | None = None
+    model: Pretrained, source: Checkpoint, offload_dir: str | os.PathLike[str] | None, dtype: torch.dtype | None = None
 ) -> Fitted:
     """The tensors of a checkpoint with the names and format of a transformers model.
 
@@ -205,13 +206,13 @@ def as_in(
     return Fitted(fitted, report, note)
 
 
-def _note_quantized(model: Any, *, quantization: Mapping[str, Any]) -> None:
+def _note_quantized(model: Pretrained, *, quantization: Settings) -> None:
     from transformers.quantizers import AutoHfQuantizer
 
     note_quantizer(model, AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True))
 
 
-def note_quantizer(model: Any, quantizer: Any) -> None:
+def note_quantizer(model: Pretrained, quantizer: Any) -> None:
     """Set the attributes on a transformers model that loading a quantized one would set."""
     model.is_quantized = True
     model.quantization_method = quantizer.quantization_config.quant_method
@@ -234,7 +235,7 @@ def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
 # Saving
 
 
-def let_save(model: Any) -> None:
+def let_save(model: nn.Module) -> None:
     """Have a model, and models inside it, check a folder before they save to it, and keep nothing in memory."""
     if is_of_transformers(model):
         conversions = _conversions(model)
@@ -295,7 +296,7 @@ def _kind_from_disk(kind: Any) -> Any:
     return type(kind.__name__, (_SavesFromDisk, kind), {**own, "_own_class": kind, "save_pretrained": save_pretrained})
 
 
-def _save(model: Any, save: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+def _save(model: nn.Module, save: Callable[..., object], args: Args, options: Settings) -> object:
     """Save a model with its class's own method, `save`.
 
     Raises:
@@ -325,8 +326,8 @@ def _save(model: Any, save: Callable[..., Any], args: tuple[Any, ...], options: 
 
 
 def _save_shared(
-    model: Any, state: Mapping[str, torch.Tensor], ranks: Ranks, folder: Path, save: Callable[[], Any]
-) -> Any:
+    model: nn.Module, state: Mapping[str, torch.Tensor], ranks: Ranks, folder: Path, save: Callable[[], object]
+) -> object:
     """With sharded values: the first rank saves, and gets the whole values from files instead of memory."""
 
     def begun() -> Path:
@@ -359,7 +360,9 @@ def _save_shared(
                 remove_folder(place)
 
 
-def _save_packed(model: Any, packed: Packed, folder: Path, save: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+def _save_packed(
+    model: nn.Module, packed: Packed, folder: Path, save: Callable[..., object], options: Settings
+) -> object:
     """Write what is still packed under its original names, from file to file."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -377,7 +380,7 @@ def _save_packed(model: Any, packed: Packed, folder: Path, save: Callable[..., A
     return saved
 
 
-def _conversions(model: Any) -> Any:
+def _conversions(model: Pretrained) -> Any:
     """The conversions that saving will undo: the checkpoint's, or for a model that was not loaded, the usual ones."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange

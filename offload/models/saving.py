@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.annotations import Settings
 from offload.checkpoints.checkpoint import Checkpoint
 from offload.checkpoints.companions import companions_of, is_of_transformers, quantization_of
 from offload.checkpoints.forms.packing import packed_state
@@ -98,7 +99,7 @@ def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, di
     """A model's values, and the files that it needs beside them."""
     tensors = dict(model.state_dict())
     packed: Any = getattr(model, "packed_as", None)
-    quantization: Mapping[str, Any] | None = None
+    quantization: Settings | None = None
     if dtype is None and packed is not None and not any(map(is_dtensor, tensors.values())):
         pieces, others = packed_state(tensors)
         if pieces.keys().isdisjoint(others):

@@ -10,19 +10,18 @@ Source: transformers, `integrations/bitnet.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
+from offload.annotations import Settings
 from offload.checkpoints.forms.decoding import Tensors, decoded
 from offload.tensor.deferred import deferred
 
 _A_BYTE = 4  # weights per byte
 
 
-def for_modules(tensors: Tensors, quantization: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def for_modules(tensors: Tensors, quantization: Settings, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint as transformers' modules hold them, in this dtype."""
     is_unpacked = (
         quantization.get("linear_class") == "autobitlinear" and quantization.get("quantization_mode") == "offline"

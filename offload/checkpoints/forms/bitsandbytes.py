@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 
+from offload.annotations import Settings
 from offload.checkpoints.forms.decoding import Tensors, decoded, missing
 from offload.checkpoints.forms.numbers import of_halves, scaled
 from offload.errors import CheckpointError
@@ -45,7 +44,7 @@ _ONE_OF_127 = 7.874015718698502e-3  # as in the package
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
     dense: dict[str, OffloadedTensor] = {}
     for name, tensor in tensors.items():
@@ -69,7 +68,7 @@ def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Offlo
     return dense
 
 
-def _refuse_other(quantization: Mapping[str, Any], key: str, weight: OffloadedTensor) -> None:
+def _refuse_other(quantization: Settings, key: str, weight: OffloadedTensor) -> None:
     if quantization.get(key) or quantization.get(f"_{key}"):
         raise CheckpointError(
             f"{_told(weight)}: the quantization_config says {key}, which it is not. Download the checkpoint again, its "

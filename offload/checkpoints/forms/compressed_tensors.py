@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from offload.annotations import Settings
 from offload.checkpoints.forms.decoding import Tensors, decoded, missing
 from offload.checkpoints.forms.numbers import (
     E2M1,
@@ -49,7 +50,7 @@ _BYTES = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantize
 _UNNAMED = (None, "mixed-precision", "dense")  # determined by the pieces
 
 
-def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
     layers: dict[str, dict[str, OffloadedTensor]] = {}
     dense: dict[str, OffloadedTensor] = {}
@@ -124,7 +125,7 @@ class _Groups:
     path: Any
 
     @classmethod
-    def of(cls, quantization: Mapping[str, Any], any_tensor: OffloadedTensor | None) -> _Groups:
+    def of(cls, quantization: Settings, any_tensor: OffloadedTensor | None) -> _Groups:
         """
         Raises:
             CheckpointError: it can't be parsed, or the format is not supported.

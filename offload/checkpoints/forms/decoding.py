@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from offload.annotations import Settings
 from offload.errors import CheckpointError
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
@@ -24,7 +25,7 @@ from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
 Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
-Unpack: TypeAlias = "Callable[[Tensors, Mapping[str, Any]], dict[str, OffloadedTensor]]"
+Unpack: TypeAlias = "Callable[[Tensors, Settings], dict[str, OffloadedTensor]]"
 
 _MODULES = {  # by the method's name in a configuration
     "awq": "integers",
@@ -39,7 +40,7 @@ _MODULES = {  # by the method's name in a configuration
 _LEFT_TO_TRANSFORMERS = ("bitnet", "metal", "torchao")
 
 
-def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor] | None:
+def unpacked(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor] | None:
     """The tensors of a quantized checkpoint as those of the dense one, by the names they would have there.
 
     Args:
@@ -69,12 +70,12 @@ def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Off
     return unpack(tensors, quantization)
 
 
-def keeps_dtypes(quantization: Mapping[str, Any]) -> bool:
+def keeps_dtypes(quantization: Settings) -> bool:
     """Whether transformers, when it dequantizes, leaves weights that are not packed in their own dtype."""
     return method_of(quantization) in ("bitsandbytes", "fp8")
 
 
-def method_of(quantization: Mapping[str, Any]) -> str | None:
+def method_of(quantization: Settings) -> str | None:
     """The name of the method in a configuration's settings."""
     is_old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # bitsandbytes, unnamed
     found = quantization.get("quant_method") or ("bitsandbytes" if is_old else None)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
+from offload.annotations import Json, Settings
 from offload.checkpoints.forms.decoding import Tensors, decoded, missing
 from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, product, scaled
 from offload.errors import CheckpointError
@@ -29,13 +28,13 @@ _PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _FP4_BLOCK = [1, 32]  # whatever the configuration says of other weights: transformers' `FP8Experts`
 
 
-def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
     with DisableTorchFunctionSubclass():  # answered by the wrappers' metadata: no rule is needed
         return _unpack(tensors, quantization)
 
 
-def _unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+def _unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
     renamed = {_usual(name): tensor for name, tensor in tensors.items()}
     dense: dict[str, OffloadedTensor] = {}
     for name, tensor in renamed.items():
@@ -57,7 +56,7 @@ def _usual(name: str) -> str:
     return name.replace(".qscale_weight", ".weight_scale_inv")
 
 
-def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, said: Any) -> OffloadedTensor:
+def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, said: Json) -> OffloadedTensor:
     shape = list(weight.shape)
     is_fp4 = weight.dtype == torch.int8
     if is_fp4:
@@ -72,7 +71,7 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, said: A
     return decoded(name, decode, [weight, scales], shape=shape, granule=rows, per=(rows, 1), is_divisible=True)
 
 
-def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], said: Any) -> tuple[int, int]:
+def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], said: Json) -> tuple[int, int]:
     """Rows and columns that share a scale.
 
     Args:

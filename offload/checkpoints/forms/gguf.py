@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
 from offload.errors import CheckpointError, OffloadError
 from offload.storage.file import TensorFile
@@ -39,7 +40,7 @@ from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 Dense: TypeAlias = "dict[str, torch.Tensor]"
 
 
-def said_by(path: Path) -> dict[str, Any]:
+def said_by(path: Path) -> Settings:
     """The configuration in a file, as read by transformers.
 
     Raises:
@@ -70,7 +71,7 @@ def said_by(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"transformers can't read a configuration from {path}: {first_line(error)}") from error
 
 
-def config_of(path: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+def config_of(path: Path, **options: Any) -> tuple[Config, Kwargs]:
     """The configuration of a file, in the model's class, and options that are not part of it.
 
     Raises: as `said_by`.
@@ -83,7 +84,7 @@ def config_of(path: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     return config, options
 
 
-def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Any:
+def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Pretrained:
     """The causal language model in a file, on the meta device.
 
     Raises: as `config_of`.
@@ -92,7 +93,8 @@ def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Any:
 
     config, _ = config_of(source.path)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype or usual_dtype(source))
+        empty: Pretrained = AutoModelForCausalLM.from_config(config, dtype=dtype or usual_dtype(source))
+    return empty
 
 
 def is_new(source: Checkpoint) -> bool:
@@ -116,7 +118,9 @@ def usual_dtype(source: Checkpoint) -> torch.dtype:
     return torch.float32 if is_new(source) else torch.get_default_dtype()
 
 
-def as_saved(source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, dtype: torch.dtype) -> Dense:
+def as_saved(
+    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Pretrained, dtype: torch.dtype
+) -> Dense:
     """The tensors of a file as in a checkpoint saved by transformers, by the names that it would have.
 
     Args:
@@ -141,7 +145,7 @@ def as_saved(source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: 
 
 
 def _by_processors(
-    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, said: Mapping[str, Any], dtype: torch.dtype
+    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Pretrained, said: Settings, dtype: torch.dtype
 ) -> Dense:
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -176,7 +180,7 @@ _KNOWN = {
 _TURNED = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")
 
 
-def _processed(tensor: OffloadedTensor, name: str, kind: str, said: Mapping[str, Any]) -> torch.Tensor:
+def _processed(tensor: OffloadedTensor, name: str, kind: str, said: Settings) -> torch.Tensor:
     """The result of that kind of processor for a dense tensor."""
     match kind.removesuffix("TensorProcessor"):
         case "Llama" if ".attn_q." in name or ".attn_k." in name:
@@ -199,7 +203,7 @@ def _processed(tensor: OffloadedTensor, name: str, kind: str, said: Mapping[str,
     return tensor
 
 
-def _unpaired_heads(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor:
+def _unpaired_heads(tensor: OffloadedTensor, name: str, said: Settings) -> OffloadedTensor:
     """Rows of queries and keys: from llama.cpp's interleaved pairs to the two halves of each head."""
     heads, groups = said.get("num_attention_heads"), said.get("num_key_value_heads")
     if heads is None or groups is None:
@@ -240,7 +244,7 @@ def _log_of_negated(values: torch.Tensor) -> torch.Tensor:
 
 
 def _by_conversions(
-    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, dtype: torch.dtype
+    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Pretrained, dtype: torch.dtype
 ) -> Dense:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     from transformers.integrations.gguf import get_gguf_conversion_mapping

@@ -10,12 +10,11 @@ Lin et al. 2023, https://arxiv.org/abs/2306.00978, as AutoAWQ stores it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
+from offload.annotations import Settings
 from offload.checkpoints.forms.decoding import Tensors, decoded, missing, unfit
 from offload.checkpoints.forms.numbers import of_words
 from offload.errors import CheckpointError
@@ -26,7 +25,7 @@ _AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs is at each positi
 _PIECES = ("qweight", "qzeros", "scales", "g_idx")
 
 
-def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
     is_awq = quantization.get("quant_method") == "awq"
     bits = _bits(quantization, is_awq=is_awq)
@@ -44,7 +43,7 @@ def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Offlo
     return dense
 
 
-def _bits(quantization: Mapping[str, Any], *, is_awq: bool) -> int:
+def _bits(quantization: Settings, *, is_awq: bool) -> int:
     """Bits per integer."""
     bits, form = quantization.get("bits", 4), quantization.get("version" if is_awq else "checkpoint_format")
     if bits not in ((4,) if is_awq else (2, 4, 8)):
@@ -57,7 +56,7 @@ def _bits(quantization: Mapping[str, Any], *, is_awq: bool) -> int:
     return int(bits)
 
 
-def _weight(name: str, pieces: list[OffloadedTensor], quantization: Mapping[str, Any], bits: int) -> OffloadedTensor:
+def _weight(name: str, pieces: list[OffloadedTensor], quantization: Settings, bits: int) -> OffloadedTensor:
     integers, zeros, scales, *order = pieces
     if any(piece.dim() != 2 for piece in pieces[:3]) or {integers.dtype, zeros.dtype} != {torch.int32}:
         raise unfit(name, pieces, "qweight and qzeros should be matrices of int32, and scales a matrix")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.annotations import Settings
 from offload.storage.handle import Handle
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decoded, Joined, Piece, stored_in
@@ -39,12 +40,12 @@ class Packed:
         beside: tensors for kernels that quantize activations, which the checkpoint has and the model does not.
     """
 
-    quantization: Mapping[str, Any]
+    quantization: Settings
     names: tuple[str, ...]
     beside: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module, quantization: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> Packed:
+    def of(cls, model: nn.Module, quantization: Settings, beside: Mapping[str, torch.Tensor]) -> Packed:
         """From a model that has just been loaded."""
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         return cls(quantization, tuple(name for name, tensor in named if _is_packed(tensor)), beside)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
 
 import torch
 
+from offload.annotations import Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
 from offload.checkpoints.forms.bitnet import for_modules
 from offload.checkpoints.forms.decoding import keeps_dtypes, method_of, unpacked
@@ -49,7 +49,7 @@ class Values:
 
     form: Form
     tensors: Mapping[str, torch.Tensor]
-    quantization: Mapping[str, Any] | None = None
+    quantization: Settings | None = None
     beside: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def keeps_dtype(self, name: str) -> bool:
@@ -67,10 +67,10 @@ class Values:
 @uncollected()
 def values_in(
     source: Checkpoint,
-    quantization: Mapping[str, Any] | None,
+    quantization: Settings | None,
     offload_dir: PathLike | None = None,
     *,
-    model: Any = None,
+    model: Pretrained | None = None,
     dtype: torch.dtype | None = None,
 ) -> Values:
     """The values of a checkpoint.
@@ -87,6 +87,7 @@ def values_in(
     """
     tensors = source.tensors(offload_dir)
     if source.is_gguf:
+        assert model is not None
         return Values(Form.MAPPED, as_saved(source, tensors, model, dtype or model.dtype))
     if quantization is None:
         return Values(Form.PLAIN, tensors)
