@@ -9,7 +9,8 @@ import pytest
 
 from offload.prefetch.engine import Engine
 from offload.prefetch.lease import Lease
-from tests.prefetch.test_prefetch import MIB, Made, Memory, engine, made, memory, read, rest, seed  # noqa: F401
+from tests.engines import rest
+from tests.prefetch.test_prefetch import MIB, Made, Memory, engine, made, memory, read, seed  # noqa: F401
 
 
 def in_thread(work: object) -> None:

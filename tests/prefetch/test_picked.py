@@ -25,8 +25,9 @@ from offload.prefetch.tables import has_rows_here, runs_of
 from offload.prefetch.value import Value, page_state_of
 from offload.storage import pages
 from offload.tensor.views import handle_of
+from tests.engines import rest
 from tests.page_cache import needs_page_cache
-from tests.prefetch.test_prefetch import MIB, Made, engine, made, memory, read, rest, seed  # noqa: F401
+from tests.prefetch.test_prefetch import MIB, Made, engine, made, memory, read, seed  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("only_own_values", "still_clock")
 COUNT, LENGTH = 32, 2500

@@ -14,6 +14,7 @@ from offload.prefetch.engine import Engine
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import QUEUED, READING, RESIDENT, SMALL, Value
 from offload.storage import background, clock
+from tests.engines import rest
 from tests.processes import in_fork
 
 MIB = 1 << 20
@@ -102,20 +103,6 @@ def read(engine: Engine, values: list[Made]) -> None:
             engine.arrive(value)
             assert value.is_cached()
             rest(engine)
-
-
-def rest(engine: Engine) -> None:
-    """Wait until the reader is idle, and everything to be dropped is gone."""
-    while True:
-        with engine.reader.lock:
-            reader = engine.reader.thread
-            busy = [
-                value for stream in engine.streams.live for value in stream.ahead if value.stage in (QUEUED, READING)
-            ]
-            has_ended = reader is not None and not reader.is_alive()
-            if not engine.reader.leaving_bytes and (has_ended or not (engine.reader._queue or busy)):
-                return
-        time.sleep(0.0005)
 
 
 def seed(values: list[Made]) -> list[Made]:

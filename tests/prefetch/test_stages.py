@@ -9,7 +9,8 @@ import pytest
 
 from offload.prefetch.engine import Engine
 from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage
-from tests.prefetch.test_prefetch import MIB, Made, Memory, engine, made, memory, read, rest, seed  # noqa: F401
+from tests.engines import rest
+from tests.prefetch.test_prefetch import MIB, Made, Memory, engine, made, memory, read, seed  # noqa: F401
 from tests.processes import ROOT
 
 FOLLOW = {
