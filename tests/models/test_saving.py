@@ -572,7 +572,11 @@ def assert_readers_find_a_whole_one(folder: Path) -> None:
         assert_equal(VALUES if torch.equal(values["a"], VALUES["a"]) else OTHERS, values, strides=False)
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.campaign("kills")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1000, 32), (32, 1000), *(pytest.param(*pair, marks=pytest.mark.campaign("kills", only=True)) for pair in PAIRS)],
+)
 def test_a_process_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
     quick_folder: str, before: int, after: int
 ) -> None:
