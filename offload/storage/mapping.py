@@ -19,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-from offload.errors import CorruptFileError, ReadError
+from offload.errors import ReadError
 from offload.storage.layout import Layout
-from offload.storage.reasons import explained, reading
-from offload.storage.regular import closed_after, open_regular
+from offload.storage.reasons import explained
 
 _FAILED = ctypes.c_void_p(-1).value
 _NO_RESERVE = 0x4000  # Python exposes it since 3.13
@@ -51,25 +50,6 @@ def mapped(fd: int, path: Path, start: int, nbytes: int, *, shared: bool) -> tor
     weakref.finalize(buffer, libc.munmap, address, inside + nbytes).atexit = False
     whole = torch.frombuffer(buffer, dtype=torch.uint8, requires_grad=False).untyped_storage()
     return whole[inside:] if inside else whole
-
-
-def mapped_alone(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
-    """Bytes of a file in a private mapping of their own.
-
-    Raises:
-        MissingFileError, ReadError: it can't be opened or mapped.
-        CorruptFileError: it is too short, or not a regular file.
-    """
-    if not nbytes:
-        return torch.UntypedStorage(0, device="cpu")
-    with closed_after(open_regular(path)) as fd:
-        with reading(path):
-            size = os.fstat(fd).st_size
-        if size < start + nbytes:
-            raise CorruptFileError(
-                f"{path} has {size} bytes, and {start + nbytes} are needed: download or copy the file again"
-            )
-        return mapped(fd, path, start, nbytes, shared=False)
 
 
 def addresses(count: int) -> torch.UntypedStorage:

@@ -121,6 +121,8 @@ def open_value(file: TensorFile, key: str, offload_dir: Folder = None) -> Handle
         file_name(key)
     except ValueError as error:
         raise CorruptFileError(f"{file.path} holds a value that can't be copied out: {error}") from error
+    with naming(key):
+        file.check()  # it may be mapped already, and have changed since
     handle = Handle(key, _folder_for(key, offload_dir))
     with no_functions(), no_modes(), _new_file(handle, {key: loose.layout}) as (fd, head):
         _write_loose(file, loose, fd, head)

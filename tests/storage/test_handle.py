@@ -27,6 +27,7 @@ from offload.errors import (
     WriteError,
 )
 from offload.storage import handle as handle_module
+from offload.storage import owning
 from offload.storage.file import TensorFile
 from offload.storage.folders import file_name
 from offload.storage.handle import Handle
@@ -565,6 +566,20 @@ def test_a_child_that_makes_a_reference_its_own_writes_to_its_own_folder(checkpo
 
     assert in_fork(child)
     assert torch.equal(torch.arange(6.0).reshape(2, 3), handle.base())
+
+
+def test_holes_of_a_file_that_others_write_are_filled_once(tmp_path, monkeypatch):
+    path = create_value(torch.zeros(1 << 16), "w", tmp_path).path
+    filled = []
+    monkeypatch.setattr(owning, "fill_holes", lambda fd, size: filled.append(size))
+    handle = Handle.shared(TensorFile.open(path), "w", tmp_path, in_place=True)
+
+    writable_base(handle)[0] = 1
+    writable_base(handle)[1] = 2
+
+    assert [path.stat().st_size] == filled
+    with pytest.raises(UnsupportedOpError, match="others write in place"):
+        replace_whole(handle, torch.ones(1 << 16))
 
 
 def test_a_value_shared_with_another_process_is_written_by_both_and_removed_by_its_owner():

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.errors import CorruptFileError, MissingFileError, ReadError
-from offload.storage.mapping import mapped, mapped_alone
+from offload.errors import ReadError
+from offload.storage.mapping import mapped
+from offload.storage.regular import closed_after
 
 DATA = bytes(range(256)) * 64
 
@@ -21,9 +22,14 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("start", "nbytes"), [(0, len(DATA)), (4096, 1), (5, 300), (4097, 8192), (7, 0)], ids=str)
+def private(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
+    with closed_after(os.open(path, os.O_RDONLY)) as fd:
+        return mapped(fd, path, start, nbytes, shared=False)
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(0, len(DATA)), (4096, 1), (5, 300), (4097, 8192)], ids=str)
 def test_any_part_of_a_file_is_mapped(path, start, nbytes):
-    assert DATA[start : start + nbytes] == bytes(mapped_alone(path, start, nbytes))
+    assert DATA[start : start + nbytes] == bytes(private(path, start, nbytes))
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "private"])
@@ -40,24 +46,12 @@ def test_a_store_reaches_the_file_through_a_shared_mapping_alone(path, shared):
 
 def test_a_mapping_keeps_no_descriptor_and_outlives_the_file(path):
     before = os.listdir("/proc/self/fd")
-    storage = mapped_alone(path, 0, len(DATA))
+    storage = private(path, 0, len(DATA))
     after = os.listdir("/proc/self/fd")
     path.unlink()
 
     assert len(before) == len(after)
     assert DATA == bytes(storage)
-
-
-def test_a_file_that_is_too_short_is_not_mapped(path):
-    with pytest.raises(CorruptFileError, match=f"{path} has {len(DATA)} bytes, and {len(DATA) + 1} are needed"):
-        mapped_alone(path, 1, len(DATA))
-
-
-def test_a_missing_file_is_not_created(tmp_path):
-    with pytest.raises(MissingFileError):
-        mapped_alone(tmp_path / "none", 0, 1)
-
-    assert [] == list(tmp_path.iterdir())
 
 
 def test_unmappable_files_are_errors_with_their_path(tmp_path):

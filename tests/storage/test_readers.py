@@ -51,7 +51,7 @@ class ReaderTests(ABC):
 
         assert set(self.values) == set(file.header.keys)
         for key, value in self.values.items():
-            assert is_equal(value, open_value(file, key, tmp_path / "own").base())
+            assert is_equal(value, open_value(file, key, tmp_path / "own").base(), strides=False)
 
     def test_reading_writes_nothing(self, path: Path, tmp_path: Path) -> None:
         before = contents(path.parent)
@@ -125,6 +125,17 @@ class ReaderTests(ABC):
             with pytest.raises(ChangedFileError, match=f"'{key}'.*has changed since it was opened"):
                 open_value(file, key).base()
 
+    def test_a_change_after_one_value_was_mapped_is_noticed_by_the_others(self, path: Path) -> None:
+        file = self.open(path)
+        first = open_value(file, next(iter(self.values))).base()
+        file.mapped(shared=False)
+        os.utime(path, ns=(1, 1))
+
+        for key in self.values:
+            with pytest.raises(ChangedFileError, match=f"'{key}'.*has changed since it was opened"):
+                open_value(file, key).base()
+        assert is_equal(next(iter(self.values.values())), first, strides=False)
+
     def test_a_file_that_is_gone_is_not_read(self, path: Path) -> None:
         file = self.open(path)
         path.unlink()
@@ -162,6 +173,14 @@ class TestOurs(ReaderTests):
 
 
 class TestTorchSave(ReaderTests):
+    def write(self, path: Path) -> None:
+        torch.save(self.values, path)
+
+
+class TestTorchSaveWithGaps(ReaderTests):
+    values = {"a": torch.arange(24.0).reshape(3, 8)[:, ::2], "b": torch.arange(16, dtype=torch.int8)[::2]}  # noqa: RUF012
+    is_copied_out = True
+
     def write(self, path: Path) -> None:
         torch.save(self.values, path)
 
