@@ -12,6 +12,6 @@ Always true:
 | `scheduler` | scheduling: which batch continues, and how far, stage by stage |
 | `delegated_call` | calling a block's forward in the thread that iterates |
 | `stages` | the parts of a model that batches pass together |
-| `world` | thread and process state, carried between threads |
+| `states` | thread and process state, carried between threads |
 | `waiting` | the tensors of a waiting batch: how much memory they take, and spilling them to disk |
 """

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from offload.annotations import Args
-from offload.batches.world import World, has_accelerator, is_bare, kernels
+from offload.batches.states import ThreadState, has_accelerator, is_bare, kernels
 from offload.torch_api import is_compiled, not_compiled
 
 
@@ -34,7 +34,7 @@ class DelegatedCall:
     """
 
     def __init__(self, fn: Callable[[], object]) -> None:
-        self._fn, self._kernels, self._world = fn, kernels(), World()
+        self._fn, self._kernels, self._state = fn, kernels(), ThreadState()
         self._result: object = None
         self._error: Exception | None = None
         self.is_done = False
@@ -51,14 +51,14 @@ class DelegatedCall:
         try:
             if before is not None:
                 before()
-            self._result = self._world.lend(self._fn)
+            self._result = self._state.run_delegated(self._fn)
         except Exception as error:
             self._error = error
         self.is_done = True
 
     def result(self) -> object:
         """Its result; called in the other thread. What it raises is raised there."""
-        self._world.keep()
+        self._state.apply_context()
         error, self._error = self._error, None  # its frames refer to this one
         if error is None:
             return self._result

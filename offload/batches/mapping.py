@@ -18,7 +18,7 @@ from torch import nn
 
 from offload.batches.scheduler import Call, Scheduler
 from offload.batches.stages import handles_of, models_of, stages_of
-from offload.batches.world import Seeds, Settings, World
+from offload.batches.states import Seeds, Settings, ThreadState
 from offload.errors import ArgumentTypeError
 from offload.memory import anonymous_bytes, available_bytes
 from offload.progress import Bar
@@ -124,7 +124,7 @@ class _Mapping:
         self._room = None if most else int(available_bytes() * _SHARE)  # for what waits
         self._largest = 0  # largest waiting batch so far, in bytes
         self._graphs = _Growth() if torch.is_grad_enabled() else None
-        self._world, self._settings, self._seeds = World(), Settings.now(), Seeds()
+        self._state, self._settings, self._seeds = ThreadState(), Settings.now(), Seeds()
         self._has_drawn = False
         self._begun = 0
         self._ended: dict[int, Call] = {}
@@ -133,7 +133,7 @@ class _Mapping:
     def results(self, bar: Bar, *, ordered: bool) -> Iterator[Any]:
         """Start and run batches, and yield results, until nothing is left."""
         try:
-            with bar, self._scheduler.gates():
+            with bar, self._scheduler.hooked():
                 given = 0
                 while self._batches is not None or self._scheduler.count:
                     if self._has_room():
@@ -174,7 +174,7 @@ class _Mapping:
             return
         settings = self._settings.seeded(self._seeds.next())
         fn = partial(self._fn, batch)
-        call = self._scheduler.begin(self._begun, fn, self._world, settings, alone=self._limit == 1)
+        call = self._scheduler.begin(self._begun, fn, self._state, settings, alone=self._limit == 1)
         self._begun += 1
         self._look_at(call)
 

@@ -27,8 +27,8 @@ from torch import nn
 
 from offload.annotations import Args, Kwargs
 from offload.batches.delegated_call import DelegatedCall, Forward
+from offload.batches.states import Settings, Thread, ThreadState
 from offload.batches.waiting import Spilled, storages_of, tensors_in, waiting_bytes
-from offload.batches.world import Settings, Thread, World
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.lease import Lease
@@ -61,7 +61,7 @@ class Call:
         scheduler: Scheduler,
         number: int,
         fn: Callable[[], object],
-        world: World,
+        state: ThreadState,
         settings: Settings,
         thread: Thread,
     ) -> None:
@@ -82,7 +82,7 @@ class Call:
         # One C call each, which an interrupt can't split.
         self._turn: SimpleQueue[None] = SimpleQueue()
         self._back: SimpleQueue[bool] = SimpleQueue()  # whether it is still its turn, and it delegates a call
-        thread.begin(partial(self._run, fn, world), f"offload-batch-{number}")
+        thread.begin(partial(self._run, fn, state), f"offload-batch-{number}")
 
     @property
     def has_drawn(self) -> bool:
@@ -168,13 +168,13 @@ class Call:
         if self._is_stopped:
             raise Stopped
 
-    def _run(self, fn: Callable[[], object], world: World) -> None:
+    def _run(self, fn: Callable[[], object], state: ThreadState) -> None:
         self._turn.get()
         _CURRENT.call = self
         self.scheduler.lease.join()
         try:
             self._refuse_stopped()
-            self.result = world.run(fn)
+            self.result = state.run(fn)
         except Stopped:
             pass
         except BaseException as error:
@@ -182,7 +182,7 @@ class Call:
         finally:
             del fn
             self.made = []
-            self.thread.look()
+            self.thread.check()
             self.has_ended = True
             self._back.put(False)
 
@@ -216,10 +216,12 @@ class Scheduler:
         """Whether several calls are in progress."""
         return len(self._calls) > 1
 
-    def begin(self, number: int, fn: Callable[[], object], world: World, settings: Settings, *, alone: bool) -> Call:
+    def begin(
+        self, number: int, fn: Callable[[], object], state: ThreadState, settings: Settings, *, alone: bool
+    ) -> Call:
         """A new call, run up to its first stage or its end; `alone` unless others will be in progress beside it."""
         self.lease.keeps_results = not alone
-        call = Call(self, number, fn, world, settings, self._thread())
+        call = Call(self, number, fn, state, settings, self._thread())
         self._calls.append(call)
         self._carry(call)
         return call
@@ -289,10 +291,10 @@ class Scheduler:
     # In the threads of calls
 
     @contextmanager
-    def gates(self) -> Iterator[None]:
+    def hooked(self) -> Iterator[None]:
         """In this context, calls wait before each stage."""
         self.lease = lease()
-        gate = _uncompiled_gate() if "torch._dynamo" in sys.modules else _Gate
+        kind = _uncompiled_hook() if "torch._dynamo" in sys.modules else _Hook
         with ExitStack() as stack:
             stack.callback(release_scratch)
             stack.callback(self.lease.end)
@@ -301,10 +303,10 @@ class Scheduler:
                 if self._is_plain(module):
                     stack.enter_context(Forward(module, partial(self._delegate, stage)).instead())
                 else:
-                    before = gate(partial(self._arrive, stage))
-                    hook = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-                    stack.callback(hook.remove)
-                after = gate(partial(self._leave, self._places - 1 - stage))
+                    before = kind(partial(self._arrive, stage))
+                    handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                    stack.callback(handle.remove)
+                after = kind(partial(self._leave, self._places - 1 - stage))
                 stack.callback(module.register_forward_hook(after).remove)
             stack.callback(self._end_idle)
             stack.callback(self.stop)  # first: what calls do as they end still happens inside
@@ -364,7 +366,7 @@ class Scheduler:
         return call if call is not None and call.scheduler is self else None
 
 
-class _Gate:
+class _Hook:
     """A module hook. In a copy of the module, or an unpickled one, it does nothing."""
 
     def __init__(self, act: Callable[..., None] | None = None) -> None:
@@ -374,12 +376,12 @@ class _Gate:
         if self._act is not None:
             self._act(*given)
 
-    def __reduce__(self) -> tuple[type[_Gate], tuple[()]]:
-        return _Gate, ()
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
-def _uncompiled_gate() -> type[_Gate]:
-    return type("_UncompiledGate", (_Gate,), {"__call__": not_compiled(_Gate.__call__)})
+def _uncompiled_hook() -> type[_Hook]:
+    return type("_UncompiledHook", (_Hook,), {"__call__": not_compiled(_Hook.__call__)})
 
 
 def _made_by(module: nn.Module, tensors: list[torch.Tensor], taken: dict[int, bool]) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Thread and process state, carried between threads.
 
 Always true:
-- the per-thread state of torch and Python is the same as in the thread in which a `World` was created
+- the per-thread state of torch and Python is the same as in the thread in which a `ThreadState` was created
 - process-wide state, settings and random numbers, is a batch's own while it runs
 - a batch's random numbers depend on the caller's and on its number, not on which batches run beside it
 """
@@ -36,7 +36,7 @@ from offload.torch_api import (
 T = TypeVar("T")
 
 
-class World:
+class ThreadState:
     """The per-thread state of torch and Python at the time of creation."""
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class World:
         """Call `fn` with this state in another thread; the modes stay on there."""
         return self._context.copy().run(self._inside, fn)
 
-    def lend(self, fn: Callable[[], T]) -> T:
-        """The same; what `fn` sets in context variables is for `keep`."""
+    def run_delegated(self, fn: Callable[[], T]) -> T:
+        """The same, with context variables that `apply_context` then sets in the thread that delegated the call."""
         return self._context.run(self._inside, fn)
 
-    def keep(self) -> None:
-        """Set context variables in this thread as the borrower has left them."""
+    def apply_context(self) -> None:
+        """Set context variables in this thread as the delegated call has left them."""
         for variable, value in self._context.items():
             if variable.get(_MISSING) is not value:
                 variable.set(value)
@@ -117,7 +117,7 @@ class Thread:
         """Wait for its end."""
         self._thread.join()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check what was left in it; called in this thread."""
         self._is_bare, self._kernels = is_bare(), kernels()
 
