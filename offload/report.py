@@ -282,7 +282,7 @@ def line_chart(
     """Lines on axes that start at zero, as the address of an image.
 
     Args:
-        lines: the points of each line, by its name.
+        lines: the points of each line, by its name; at most three.
         unit: formats a value.
         marks: positions on the horizontal axis where something happened.
         axis: the name of the horizontal axis.
