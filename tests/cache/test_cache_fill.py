@@ -120,7 +120,7 @@ def test_rows_that_are_there_are_left_and_so_are_other_columns(tmp_path):
         ({"fn": 3}, TypeError, "not callable"),
         ({"inputs": torch.arange(3)}, ShapeMismatchError, "there are 3 inputs, and the cache in .* has 10 rows"),
         ({"inputs": iter([1])}, ArgumentTypeError, "inputs: a tensor, a list or a dataset with a length"),
-        ({"map_fn": 3}, ArgumentTypeError, "map_fn is a function"),
+        ({"map_fn": 3}, TypeError, "not callable"),
         ({"batch_size": 0}, ArgumentError, "batch_size"),
         ({"columns": ["z"]}, ColumnError, "has no column 'z'"),
     ],
