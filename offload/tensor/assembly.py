@@ -68,10 +68,10 @@ class Assembly:
         with DisableTorchFunctionSubclass():
             dtypes = sorted({str(part.source.dtype) for part in self.parts} - {str(self.meta.dtype)})
             is_turned = len(self.parts) == 1 and self.parts[0].source.stride() != self.meta.stride()
-        said = [f"joined from {len(self.parts)} parts"] if len(self.parts) > 1 else []
-        said += [f"cast from {', '.join(dtypes)} to {self.meta.dtype}"] if dtypes else []
-        said += ["laid out in another order"] if is_turned else []
-        return ", ".join(said) or "a part of another value"
+        steps = [f"joined from {len(self.parts)} parts"] if len(self.parts) > 1 else []
+        steps += [f"cast from {', '.join(dtypes)} to {self.meta.dtype}"] if dtypes else []
+        steps += ["laid out in another order"] if is_turned else []
+        return ", ".join(steps) or "a part of another value"
 
     def recipe(self) -> Joined:
         """The recipe that puts it together at each read."""

@@ -41,7 +41,7 @@ def guest(tensor: OffloadedTensor) -> torch.Tensor:
         StaleViewError, and as `Handle.base`.
     """
     target = tensor._target
-    if target == CPU:
+    if target is CPU or target == CPU:
         return value_on_cpu(tensor)
     handle = tensor._handle
     resident = resident_guest(handle, view_spec_of(tensor), target) if type(handle) is Handle else None
@@ -51,10 +51,10 @@ def guest(tensor: OffloadedTensor) -> torch.Tensor:
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     """Like `guest_of`, but where the file is mapped, whatever the target device."""
     value = mapped_value(tensor)
-    if tensor._handle.source.composed is not None:  # computing it has read its sources already
-        return value
     known = tensor._range
-    if known is None or known.checked_until < clock.now():
+    if known is not None and known.checked_until >= clock.now():
+        return value
+    if tensor._handle.source.composed is None:  # computing a value has read its sources already
         tensor._range = brought_in(handle_of(tensor), tensor._view_spec)
     return value
 
@@ -154,15 +154,15 @@ def resident_guest(handle: Handle, view_spec: torch.Tensor, target: torch.device
     copy = _copy_to_stay(handle, target)
     if copy is None:
         return None
-    base, there = handle.base(), copy.base
-    if there is None:
+    base, resident = handle.base(), copy.base
+    if resident is None:
         brought_in(handle, meta_of(handle))
         with no_functions(), no_modes():  # it outlives the mode in which it is first used
-            there = sent_to(base, target)
+            resident = sent_to(base, target)
             settle(target)
-        copy.base = there
-    lend(there, target)
-    return cut(there, view_spec)
+        copy.base = resident
+    lend(resident, target)
+    return cut(resident, view_spec)
 
 
 def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:

@@ -370,10 +370,10 @@ class Joined(Plain):
     def form(self) -> str:
         """As in all recipes."""
         composed = (piece.handle.composed for piece in self.pieces)
-        said = sorted({one.form for one in composed if isinstance(one, Recipe)})
-        said += ["joined"] if len(self.pieces) > 1 else []
-        said += ["cast"] if any(piece.view_spec.dtype != self.layout.dtype for piece in self.pieces) else []
-        return ", ".join(said) or "laid out anew"
+        parts = sorted({one.form for one in composed if isinstance(one, Recipe)})
+        parts += ["joined"] if len(self.pieces) > 1 else []
+        parts += ["cast"] if any(piece.view_spec.dtype != self.layout.dtype for piece in self.pieces) else []
+        return ", ".join(parts) or "laid out anew"
 
     def note(self, digest: Digest) -> None:
         """As `Piece.note`."""

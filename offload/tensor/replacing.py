@@ -24,7 +24,7 @@ from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.owning import Notes, create_value, replace_whole
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import refuse_new_value, refuse_other_kind
-from offload.tensor.guests import guest
+from offload.tensor.guests import CPU, guest
 from offload.tensor.views import Traced, handle_of, is_part, meta_of, view_spec_of, with_bits_of
 from offload.torch_api import (
     SWAPPING,
@@ -61,7 +61,7 @@ def wrapper_over(
     )
     wrapper._handle = handle
     wrapper._view_spec = view_spec
-    wrapper._target = target
+    wrapper._target = CPU if target == CPU else target  # one object: compared by identity
     wrapper._generation = handle.generation
     if type(handle) is Traced:
         wrapper._range = UNTRACKED

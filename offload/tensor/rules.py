@@ -20,11 +20,11 @@ from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import make_writable, writable_base
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.guests import CPU, mapped_value, sent_to
+from offload.tensor.guests import CPU, guest, mapped_value, sent_to
 from offload.tensor.registry import BY_SCHEMA, OUT, Rule, implements, overrides
 from offload.tensor.replacing import redress, store
 from offload.tensor.views import Traced, cut, is_part, metadata_of, view_spec_of, view_with
-from offload.tensor.wrapper import OffloadedTensor, guest_of, wrap, wrap_traced
+from offload.tensor.wrapper import OffloadedTensor, wrap, wrap_traced
 from offload.torch_api import (
     TRACER_KEY,
     DisableTorchFunctionSubclass,
@@ -49,10 +49,10 @@ def guests_of(args: Iterable[Any], memo: dict[int, torch.Tensor]) -> list[Any]:
     for arg in args:
         kind = type(arg)
         if kind is OffloadedTensor:
-            guest = memo.get(id(arg))
-            if guest is None:
-                guest = memo[id(arg)] = guest_of(arg)
-            guests.append(guest)
+            found = memo.get(id(arg))
+            if found is None:
+                found = memo[id(arg)] = guest(arg)
+            guests.append(found)
         elif isinstance(arg, (list, tuple)):
             guests.append(guests_of(arg, memo))
         else:
@@ -66,7 +66,8 @@ def named_guests(kwargs: Kwargs, memo: dict[int, torch.Tensor]) -> Kwargs:
 
 def on_guests(func: Any, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor]) -> Any:
     """Call `func` with guests for offloaded tensors; `memo` has existing guests, by id."""
-    return func(*guests_of(args, memo), **named_guests(kwargs, memo))
+    guests = guests_of(args, memo)
+    return func(*guests, **named_guests(kwargs, memo)) if kwargs else func(*guests)
 
 
 def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
@@ -113,7 +114,7 @@ def guests_that_ask_for_grad(args: Args, kwargs: Kwargs) -> dict[int, torch.Tens
     memo = {}
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if type(arg) is OffloadedTensor and arg.requires_grad:
-            memo[id(arg)] = guest_of(arg).detach().requires_grad_()
+            memo[id(arg)] = guest(arg).detach().requires_grad_()
     return memo
 
 
@@ -396,7 +397,7 @@ def write_into(
     except RuntimeError as error:
         if "not resizable" not in str(error):
             raise
-        guests = {id(tensor): guest_of(tensor).clone() for tensor in targets}
+        guests = {id(tensor): guest(tensor).clone() for tensor in targets}
         before = [None] * len(targets)
         memo = dict(guests)
         results = run(guests_of(args, memo), named_guests(kwargs, memo))

@@ -15,7 +15,7 @@ from offload.storage.mapping import scratch
 from offload.torch_api import storage_id, storage_uses
 
 LEAST = 512 << 10  # smallest size in bytes
-_MOST_KEPT = 32 << 20  # bytes of unused memory to keep
+_MOST_UNUSED = 32 << 20  # bytes of unused memory to keep
 _MOST_TIMES = 4  # most times the needed size that a reused block may have
 _BY_US = 2  # references to an unused storage: the tensor over all of it, and our own
 
@@ -25,30 +25,30 @@ class _Scratch:
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
-        self._kept: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
+        self._blocks: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
         """At least `nbytes` bytes, uninitialized."""
         with self._lock:
-            for flat, storage in self._kept:
+            for flat, storage in self._blocks:
                 if nbytes <= flat.numel() <= _MOST_TIMES * max(nbytes, LEAST) and _is_free(storage):
                     return flat[:nbytes]
             flat = scratch(contiguous(torch.uint8, (max(nbytes, LEAST),)))
-            if nbytes <= _MOST_KEPT:
-                self._kept.append((flat, flat.untyped_storage()))
+            if nbytes <= _MOST_UNUSED:
+                self._blocks.append((flat, flat.untyped_storage()))
                 self._shrink()
             return flat[:nbytes]
 
     def _shrink(self) -> None:
         """Free the oldest unused blocks when there are too many; the newest stays."""
-        total = sum(flat.numel() for flat, _ in self._kept)
+        total = sum(flat.numel() for flat, _ in self._blocks)
         left = []
-        for flat, storage in self._kept[:-1]:
-            if total > _MOST_KEPT and _is_free(storage):
+        for flat, storage in self._blocks[:-1]:
+            if total > _MOST_UNUSED and _is_free(storage):
                 total -= flat.numel()
             else:
                 left.append((flat, storage))
-        self._kept = [*left, *self._kept[-1:]]
+        self._blocks = [*left, *self._blocks[-1:]]
 
     def give_back(self) -> None:
         """Free what is unlikely to be needed again."""

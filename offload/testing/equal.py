@@ -77,12 +77,12 @@ def assert_same(
         assert_same_tensor(expected, found, at)
     elif isinstance(expected, Mapping) and isinstance(found, Mapping):
         if set(expected) != set(found):
-            raise _told(at, f"keys {list(expected)} != {list(found)}")
+            raise _failure(at, f"keys {list(expected)} != {list(found)}")
         for key, value in expected.items():
             assert_same(value, found[key], assert_same_tensor, f"{at}[{key!r}]")
     elif isinstance(expected, list | tuple) and type(expected) is type(found):
         if len(expected) != len(found):
-            raise _told(at, f"{len(expected)} entries != {len(found)}")
+            raise _failure(at, f"{len(expected)} entries != {len(found)}")
         for number, (one, other) in enumerate(zip(expected, found, strict=True)):
             assert_same(one, other, assert_same_tensor, f"{at}[{number}]")
     elif dataclasses.is_dataclass(expected) and type(expected) is type(found):
@@ -91,10 +91,10 @@ def assert_same(
     else:
         equal = expected == found or (expected != expected and found != found)
         if type(expected) is not type(found) or not equal:
-            raise _told(at, f"{expected!r} != {found!r}")
+            raise _failure(at, f"{expected!r} != {found!r}")
 
 
-def _told(at: str, message: str) -> AssertionError:
+def _failure(at: str, message: str) -> AssertionError:
     return AssertionError(f"{at}: {message}" if at else message)
 
 
@@ -117,36 +117,36 @@ def assert_same_tensor(
         held_by: returns what a tensor holds.
     """
     if not isinstance(found, torch.Tensor):
-        raise _told(at, f"a tensor != {found!r}")
+        raise _failure(at, f"a tensor != {found!r}")
     for what in ("shape", "dtype", "layout"):
         one, other = getattr(expected, what), getattr(found, what)
         if one != other:
-            raise _told(at, f"{what}s {one} != {other}")
+            raise _failure(at, f"{what}s {one} != {other}")
     if strides and _has_strides(expected, of_dense_alone):
         _assert_same_strides(expected, found, at)
     if difference is None:
         return
-    here, there = map(held_by or in_memory, (expected, found))
+    wanted, actual = map(held_by or in_memory, (expected, found))
     if strides and _has_strides(expected, of_dense_alone=True):
-        _assert_same_strides(expected, there, at)
-    if not _is_wrapper(here) and not _is_wrapper(there):
-        if text := difference(here, there):
-            raise _told(at, text)
+        _assert_same_strides(expected, actual, at)
+    if not _is_wrapper(wanted) and not _is_wrapper(actual):
+        if text := difference(wanted, actual):
+            raise _failure(at, text)
         return
-    if type(here) is not type(there):
-        raise _told(at, f"{type(here).__name__} != {type(there).__name__}")
-    (names, context), (others, another) = (tensor.__tensor_flatten__() for tensor in (here, there))  # type: ignore[attr-defined]
+    if type(wanted) is not type(actual):
+        raise _failure(at, f"{type(wanted).__name__} != {type(actual).__name__}")
+    (names, context), (others, another) = (tensor.__tensor_flatten__() for tensor in (wanted, actual))  # type: ignore[attr-defined]
     if (list(names), str(context)) != (list(others), str(another)):
-        raise _told(at, f"{context} != {another}")
+        raise _failure(at, f"{context} != {another}")
     for name in names:
-        inner = getattr(here, name), getattr(there, name)
+        inner = getattr(wanted, name), getattr(actual, name)
         assert_same_tensor(*inner, f"{at}.{name}", difference=difference, strides=strides)
 
 
 def _assert_same_strides(expected: torch.Tensor, found: torch.Tensor, at: str) -> None:
     both = zip(expected.shape, expected.stride(), found.stride(), strict=True)
     if any(one != other for size, one, other in both if size > 1):
-        raise _told(at, f"strides {expected.stride()} != {found.stride()}")
+        raise _failure(at, f"strides {expected.stride()} != {found.stride()}")
 
 
 def _has_strides(tensor: torch.Tensor, of_dense_alone: bool) -> bool:
@@ -162,10 +162,10 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     materialize = getattr(tensor, "materialize", None)
-    there: torch.Tensor = (tensor if materialize is None else materialize()).detach().cpu()
-    if there.layout != torch.strided or there.is_nested:
-        there = there.to_dense()
-    return torch.dequantize(there) if there.is_quantized else there
+    plain: torch.Tensor = (tensor if materialize is None else materialize()).detach().cpu()
+    if plain.layout != torch.strided or plain.is_nested:
+        plain = plain.to_dense()
+    return torch.dequantize(plain) if plain.is_quantized else plain
 
 
 def difference_between(

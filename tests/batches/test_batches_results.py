@@ -133,7 +133,7 @@ def test_memory_of_a_block_is_reused_for_the_next_one(tmp_path):
 def test_memory_of_a_block_is_freed_at_the_end(tmp_path, monkeypatch):
     """Blocks of three results of 8 MiB: more than is kept unused, and taken once for all blocks."""
     model, batches = cast_on_disk(tmp_path, 1024), batches_of(1024, 3)
-    monkeypatch.setattr(scratch, "_MOST_KEPT", 8 * MIB)
+    monkeypatch.setattr(scratch, "_MOST_UNUSED", 8 * MIB)
     taken: list[int] = []
     plain = scratch.scratch
     monkeypatch.setattr(scratch, "scratch", lambda layout: (taken.append(layout.nbytes), plain(layout))[1])
@@ -141,7 +141,7 @@ def test_memory_of_a_block_is_freed_at_the_end(tmp_path, monkeypatch):
     list(map_batches(model, batches, model, in_flight=3, blocks=[model[at] for at in range(0, LAYERS, 3)]))
 
     assert 2 <= len(taken) <= 3
-    assert sum(flat.numel() for flat, _ in scratch._SCRATCH._kept) <= 8 * MIB
+    assert sum(flat.numel() for flat, _ in scratch._SCRATCH._blocks) <= 8 * MIB
 
 
 @needs_page_cache
