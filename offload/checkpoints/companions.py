@@ -38,7 +38,7 @@ _OF_TOKENIZERS = (
     *("*token*.json", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
     *("*processor_config.json", "normalizer.json"),
 )
-_SAID_BY_SAVING = {"architectures", "transformers_version", "_name_or_path"}
+_SET_BY_SAVING = {"architectures", "transformers_version", "_name_or_path"}
 
 
 def is_of_transformers(model: nn.Module) -> TypeGuard[Pretrained]:
@@ -71,12 +71,12 @@ def companions_of(
     config.dtype = dtype_name(dtype or model.dtype)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     code = _code_of(model, config)
-    said = json.loads(config.to_json_string(use_diff=True))
+    settings = json.loads(config.to_json_string(use_diff=True))
     for key in ("quantization_config", "transformers_weights"):
-        said.pop(key, None)
+        settings.pop(key, None)
     if quantization is not None:
-        said["quantization_config"] = quantization
-    found = {CONFIG: (json.dumps(said, indent=2, sort_keys=True) + "\n").encode()}
+        settings["quantization_config"] = quantization
+    found = {CONFIG: (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()}
     if model.can_generate() and model.generation_config is not None:
         found[GENERATION] = model.generation_config.to_json_string(use_diff=True).encode()
     return {**_tokenizer_of(model), **code, **found}
@@ -152,11 +152,13 @@ def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mappin
     known = _hashes(noted)
     if files is None:
         return Companions({}, {NOTE: noted[NOTE]} if known else {}, ())
-    there = {name: data for name in {*files, *known} if (data := _content(folder / name)) is not None}
-    ours = {name for name, data in there.items() if _hash(data) in known.get(name, ())}
-    new = {name: data for name, data in files.items() if name not in there or (name in ours and there[name] != data)}
-    for name in sorted(files.keys() & there.keys() - ours):
-        if there[name] == files[name] or (name == CONFIG and _says_the_same(there[name], files[name])):
+    existing = {name: data for name in {*files, *known} if (data := _content(folder / name)) is not None}
+    ours = {name for name, data in existing.items() if _hash(data) in known.get(name, ())}
+    new = {
+        name: data for name, data in files.items() if name not in existing or (name in ours and existing[name] != data)
+    }
+    for name in sorted(files.keys() & existing.keys() - ours):
+        if existing[name] == files[name] or (name == CONFIG and _is_same_model(existing[name], files[name])):
             continue
         if name == CONFIG or name.endswith(".py"):
             raise ForeignFileError(
@@ -164,7 +166,10 @@ def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mappin
                 "saved: it is left as it is. Save to another folder, or move it away first."
             )
         log.warning("%s is not from offload, or was edited: it is left as it is", folder / name)
-    hashes = {name: sorted({_hash(files[name]), *map(_hash, _there(there, name))}) for name in {*new} | ours & {*files}}
+    hashes = {
+        name: sorted({_hash(files[name]), *map(_hash, _old_content(existing, name))})
+        for name in {*new} | ours & {*files}
+    }
     return Companions(
         new=new,
         note={NOTE: json.dumps(hashes, sort_keys=True)} if hashes else {},
@@ -172,9 +177,9 @@ def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mappin
     )
 
 
-def _there(there: Mapping[str, bytes], name: str) -> tuple[bytes, ...]:
+def _old_content(existing: Mapping[str, bytes], name: str) -> tuple[bytes, ...]:
     """The hash of the old content, too: a killed process may leave it beside the new weights."""
-    return (there[name],) if name in there else ()
+    return (existing[name],) if name in existing else ()
 
 
 def _hashes(metadata: Mapping[str, str]) -> dict[str, list[str]]:
@@ -200,7 +205,7 @@ def _content(path: Path) -> bytes | None:
         return b""
 
 
-def _says_the_same(one: bytes, other: bytes) -> bool:
+def _is_same_model(one: bytes, other: bytes) -> bool:
     """Whether two configurations are of the same model, saved the same way."""
     try:
         first, second = parse_json(one), parse_json(other)
@@ -208,5 +213,5 @@ def _says_the_same(one: bytes, other: bytes) -> bool:
         return False
     if not isinstance(first, dict):
         return False
-    keys = (first.keys() | second.keys()) - _SAID_BY_SAVING
+    keys = (first.keys() | second.keys()) - _SET_BY_SAVING
     return all(first.get(key) == second.get(key) for key in keys)

@@ -83,8 +83,8 @@ def convert_checkpoint(
     """
     opened, target = open_checkpoint(source), absolute(target)
     if dequantize:
-        said = {"dtype": None if dtype is None else dtype_name(dtype), "to_offload_folder": to_offload_folder}
-        run = {**said, "max_shard_size": max_shard_size, "source": identities_of(opened)}
+        options = {"dtype": None if dtype is None else dtype_name(dtype), "to_offload_folder": to_offload_folder}
+        run = {**options, "max_shard_size": max_shard_size, "source": identities_of(opened)}
         _convert_dense(opened, target, dtype, run, resume=resume)
         return target
     if resume:
@@ -108,8 +108,8 @@ def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, 
     work = work_beside(target, run, resume=resume)
     made_folder(work)
     if run["to_offload_folder"]:
-        there = {path.name for path in work.iterdir()}
-        left = {name: tensor for name, tensor in values.items() if file_name(name) not in there}
+        done = {path.name for path in work.iterdir()}
+        left = {name: tensor for name, tensor in values.items() if file_name(name) not in done}
         _write_one_by_one(left, work, dtype)
     else:
         write_file_by_file(contents_of(values, dtype), work, largest_shard(run["max_shard_size"]))

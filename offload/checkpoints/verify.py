@@ -159,13 +159,13 @@ def _verify_index(path: Path, verdict: Verdict) -> None:
         file = verdict.open(path.parent / shard)
         if file is None:
             continue
-        there = _names(file)
+        stored = _names(file)
         verdict.findings.extend(
-            Finding(path, f"places {name!r} in {shard}, which does not have it") for name in sorted(names - there)
+            Finding(path, f"places {name!r} in {shard}, which does not have it") for name in sorted(names - stored)
         )
         verdict.findings.extend(
             Finding(file.path, f"holds {name!r}, which {path.name} {elsewhere}", is_error=False)
-            for name in sorted(there - names)
+            for name in sorted(stored - names)
             for elsewhere in [f"places in {places[name]}" if name in places else "does not name"]
         )
 

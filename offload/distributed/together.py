@@ -49,11 +49,11 @@ class Ranks:
         """The ranks of a DTensor's mesh."""
         return cls(*(mesh.get_group(dim) for dim in range(mesh.ndim)))
 
-    def all(self, act: Callable[[], T], here: str = "nothing was done here either") -> T:
+    def all(self, act: Callable[[], T], elsewhere: str = "nothing was done here either") -> T:
         """The result of `act` on this rank, once it has succeeded on every rank.
 
         Args:
-            here: what to add to the error if it failed elsewhere.
+            elsewhere: what to add to the error if it failed elsewhere.
 
         Raises:
             RankError: it failed on another rank, or that rank is gone. Where it failed, its own error.
@@ -65,10 +65,10 @@ class Ranks:
         except BaseException as error:
             self.gather(f"{type(error).__name__}: {short(str(error))}")
             raise
-        said: list[str | None] = self.gather(None)
-        for rank, text in enumerate(said):
+        gathered: list[str | None] = self.gather(None)
+        for rank, text in enumerate(gathered):
             if text is not None:
-                raise RankError(f"rank {rank} failed, and {here}: {text}")
+                raise RankError(f"rank {rank} failed, and {elsewhere}: {text}")
         return done
 
     def first(self, act: Callable[[], T]) -> T:
@@ -89,12 +89,12 @@ class Ranks:
             return [value]
         import torch.distributed
 
-        said: list[Any] = [value]
+        gathered: list[Any] = [value]
         try:
             for group in reversed(self._groups):
                 parts: list[Any] = [None] * group.size()
-                torch.distributed.all_gather_object(parts, said, group=group)
-                said = [one for part in parts for one in part]
+                torch.distributed.all_gather_object(parts, gathered, group=group)
+                gathered = [one for part in parts for one in part]
         except RuntimeError as error:
             raise RankError(f"another rank has exited, and nothing was done here either: {error}") from error
-        return said
+        return gathered

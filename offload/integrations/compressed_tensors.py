@@ -90,11 +90,11 @@ def quantize_checkpoint(
     run = {"form": form, "group_size": group_size, "source": identities_of(opened)}
     work = work_beside(target, run, resume=resume)
     quantized = _quantized(opened, chosen, scheme, work, _done_in(work), progress=progress)
-    kept = {name: tensor for name, tensor in opened.tensors().items() if name not in chosen}
+    others = {name: tensor for name, tensor in opened.tensors().items() if name not in chosen}
     with replacing_folder(target) as folder:
         copy_companions(opened.path, folder)
         _note(folder, scheme, FORMS[form][1], left)
-        save_checkpoint(quantized | kept, folder, max_shard_size)
+        save_checkpoint(quantized | others, folder, max_shard_size)
     remove_folder(work)
     log.info("quantized %d layers of %s, and left %d as they are", len(chosen), source, len(left))
     return [name for name, is_output in left.items() if not is_output]
@@ -198,9 +198,9 @@ def _note(folder: Path, scheme: Any, stored_as: str, left: Mapping[str, bool]) -
     """Write into the configuration how the weights are stored."""
     from compressed_tensors.quantization import QuantizationConfig
 
-    said = QuantizationConfig(
+    settings = QuantizationConfig(
         config_groups={"group_0": scheme}, format=stored_as, quantization_status="compressed", ignore=list(left)
     )
     config = read_json(folder / "config.json", "a model's configuration")
-    config["quantization_config"] = said.model_dump(mode="json", exclude_none=True)
+    config["quantization_config"] = settings.model_dump(mode="json", exclude_none=True)
     put_file(folder / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())

@@ -265,11 +265,11 @@ def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> A
     from transformers.quantizers import AutoHfQuantizer
 
     try:
-        said = config if is_theirs else TorchAoConfig(config)
-        TorchAoConfig.from_dict(said.to_dict())
+        settings = config if is_theirs else TorchAoConfig(config)
+        TorchAoConfig.from_dict(settings.to_dict())
     except (NotImplementedError, TypeError, ValueError, AssertionError):
         return None
-    return AutoHfQuantizer.from_config(said, pre_quantized=False)
+    return AutoHfQuantizer.from_config(settings, pre_quantized=False)
 
 
 def _as_by(quantizer: Any, model: Any) -> Filter:

@@ -109,8 +109,10 @@ def _of_all(own: Contents, ranks: Ranks) -> tuple[Contents, dict[str, Part]]:
     Raises:
         CheckpointError: the ranks disagree about a value of the same name, or lack parts of one.
     """
-    said = {key: (part.layout, [(start, sides) for start, _, sides in part.boxes]) for key, part in own.parts.items()}
-    every = ranks.gather((said, own.ties, own.metadata, own.parameters))
+    described = {
+        key: (part.layout, [(start, sides) for start, _, sides in part.boxes]) for key, part in own.parts.items()
+    }
+    every = ranks.gather((described, own.ties, own.metadata, own.parameters))
     ties = {name: kept for _, tied, _, _ in every for name, kept in tied.items()}
     holders: dict[str, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
     layouts: dict[str, Layout] = {}

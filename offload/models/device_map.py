@@ -93,9 +93,9 @@ def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
         DeviceMapError: an unknown word, or a tensor that the map leaves out.
     """
     words = device_map if isinstance(device_map, Mapping) else {"": "cpu" if device_map is None else device_map}
-    said = {prefix: place_of(word, _CPU, module=prefix) for prefix, word in words.items() if word != ON_DISK}
-    on_disk = Place(True, _first_accelerator(said.values()))
-    known = {prefix: said.get(prefix, on_disk) for prefix in words}
+    named = {prefix: place_of(word, _CPU, module=prefix) for prefix, word in words.items() if word != ON_DISK}
+    on_disk = Place(True, _first_accelerator(named.values()))
+    known = {prefix: named.get(prefix, on_disk) for prefix in words}
     return {name: _longest(name, known) for name in names}
 
 
@@ -217,8 +217,8 @@ def _longest(name: str, known: Mapping[str, Place]) -> Place:
     raise DeviceMapError(f"the device map has no place for {name!r}: add its module, or '' for all the rest")
 
 
-def _first_accelerator(said: Iterable[Place]) -> torch.device:
-    for place in said:
+def _first_accelerator(named: Iterable[Place]) -> torch.device:
+    for place in named:
         if place.device.type not in ("cpu", "meta"):
             return place.device
     current = torch.accelerator.current_accelerator(check_available=True)

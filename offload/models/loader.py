@@ -125,10 +125,10 @@ class LoadReport:
     def __str__(self) -> str:
         mismatched = [f"{name} (checkpoint {theirs}, model {ours})" for name, theirs, ours in self.mismatched_keys]
         lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys, "mismatched": mismatched}
-        said = [f"{len(names)} {what}: {some(names)}" for what, names in lines.items() if names] or ["all match"]
+        texts = [f"{len(names)} {what}: {some(names)}" for what, names in lines.items() if names] or ["all match"]
         if self.forms.keys() - {_REFERENCED, _IN_MEMORY}:
-            said += [f"{what}: {form}" for what, form in self.forms.items()]
-        return "; ".join(said)
+            texts += [f"{what}: {form}" for what, form in self.forms.items()]
+        return "; ".join(texts)
 
 
 def load_checkpoint_and_dispatch(
@@ -617,7 +617,7 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
     _read_apart(order)
     expect(order, pool)
     if log.isEnabledFor(logging.INFO):
-        _tell(model)
+        _log_forms(model)
 
 
 def _read_apart(handles: Iterable[Handle]) -> None:
@@ -635,7 +635,7 @@ def _read_apart(handles: Iterable[Handle]) -> None:
                 handle.read_apart()
 
 
-def _tell(model: nn.Module) -> None:
+def _log_forms(model: nn.Module) -> None:
     """Log how many of a model's values are held in which form."""
     forms = _forms(tensor_slots(model))
     log.info("%s is ready; its values: %s", type(model).__name__, ", ".join(f"{what} {forms[what]}" for what in forms))

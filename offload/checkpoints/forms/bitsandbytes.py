@@ -71,12 +71,12 @@ def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTenso
 def _refuse_other(quantization: Settings, key: str, weight: OffloadedTensor) -> None:
     if quantization.get(key) or quantization.get(f"_{key}"):
         raise CheckpointError(
-            f"{_told(weight)}: the quantization_config says {key}, which it is not. Download the checkpoint again, its "
-            "config.json too."
+            f"{_described(weight)}: the quantization_config says {key}, which it is not. Download the checkpoint "
+            "again, its config.json too."
         )
 
 
-def _told(piece: OffloadedTensor) -> str:
+def _described(piece: OffloadedTensor) -> str:
     handle = handle_of(piece)
     return f"{handle.name!r} in {handle.path} is {piece.dtype} {list(piece.shape)}"
 
@@ -109,21 +109,21 @@ class _State:
         with no_functions(), no_modes():
             written = bytes(handle_of(piece).base().tolist())
         try:
-            said = json.loads(written)
-            nested = said.get("nested_blocksize")
+            fields = json.loads(written)
+            nested = fields.get("nested_blocksize")
             found = cls(
-                tuple(map(int, said["shape"])),
-                _DTYPES[said["dtype"]],
-                int(said["blocksize"]),
+                tuple(map(int, fields["shape"])),
+                _DTYPES[fields["dtype"]],
+                int(fields["blocksize"]),
                 None if nested is None else int(nested),
-                float(said.get("nested_offset", 0.0)),
+                float(fields.get("nested_offset", 0.0)),
             )
             if min(*found.shape, found.block, found.scales_block or 1) < 1:
-                raise ValueError(f"no sizes: {said}")
+                raise ValueError(f"no sizes: {fields}")
             return found
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{_told(piece)} and can't be understood ({type(error).__name__}: {error}). Download the "
+                f"{_described(piece)} and can't be understood ({type(error).__name__}: {error}). Download the "
                 "checkpoint again."
             ) from error
 
@@ -147,7 +147,7 @@ def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -
     if not all(fits) or len(state.shape) != 2:
         wrong = pieces[fits.index(False)] if not all(fits) else weight
         raise CheckpointError(
-            f"{_told(wrong)}: that does not make a weight of {list(state.shape)} in blocks of {state.block}, as "
+            f"{_described(wrong)}: that does not make a weight of {list(state.shape)} in blocks of {state.block}, as "
             f"{handle_of(piece).name!r} says. Download the checkpoint again."
         )
     unit = math.lcm(*(each for each in counts if each is not None))
@@ -201,14 +201,16 @@ def _of_8_bits(
     name: str, weight: OffloadedTensor, scales: OffloadedTensor, order: OffloadedTensor | None
 ) -> OffloadedTensor:
     if weight.dim() != 2 or scales.dtype != torch.float32 or tuple(scales.shape) != (len(weight),):
-        raise CheckpointError(f"{_told(weight)}, and {_told(scales)}: they do not fit. Download the checkpoint again.")
+        raise CheckpointError(
+            f"{_described(weight)}, and {_described(scales)}: they do not fit. Download the checkpoint again."
+        )
     if order is not None:
         with no_functions(), no_modes():
             is_by_rows = handle_of(order).base().tolist() in (0, [0])
         if not is_by_rows:
             raise CheckpointError(
-                f"{_told(order)}, and says that the weight is laid out in tiles, which is not decoded. Load the model "
-                "with transformers and save it again: versions of bitsandbytes since 0.45 write rows."
+                f"{_described(order)}, and says that the weight is laid out in tiles, which is not decoded. Load the "
+                "model with transformers and save it again: versions of bitsandbytes since 0.45 write rows."
             )
     return decoded(name, _decode_8_bits, [weight, scales], shape=tuple(weight.shape), per=(1, 1))
 

@@ -211,14 +211,14 @@ class _Packed:
 
     def _shape_of_words(self) -> tuple[int, int]:
         rows, words = self.pieces["weight_packed"].shape
-        scales, told = self.pieces["weight_scale"], self.pieces.get("weight_shape")
+        scales, noted_shape = self.pieces["weight_scale"], self.pieces.get("weight_shape")
         if self.scheme.strategy in ("group", "tensor_group") and scales.dim() == 2:
             return rows, scales.shape[1] * self.scheme.size
-        if told is None:
+        if noted_shape is None:
             return rows, words * 32 // self.scheme.bits
-        self._needs("weight_shape", told.shape == (2,) and not told.dtype.is_floating_point)
+        self._needs("weight_shape", noted_shape.shape == (2,) and not noted_shape.dtype.is_floating_point)
         with no_functions(), no_modes():
-            found = handle_of(told).base().tolist()
+            found = handle_of(noted_shape).base().tolist()
         self._needs("weight_shape", found[0] == rows, more=f" and says {found}")
         return found[0], found[1]
 

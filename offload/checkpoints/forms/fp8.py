@@ -56,12 +56,12 @@ def _usual(name: str) -> str:
     return name.replace(".qscale_weight", ".weight_scale_inv")
 
 
-def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, said: Json) -> OffloadedTensor:
+def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, block_size: Json) -> OffloadedTensor:
     shape = list(weight.shape)
     is_fp4 = weight.dtype == torch.int8
     if is_fp4:
         shape[-1] *= 2
-    rows, columns = _block(weight, scales, shape, _FP4_BLOCK if is_fp4 else said)
+    rows, columns = _block(weight, scales, shape, _FP4_BLOCK if is_fp4 else block_size)
     if scales.dim() < 2 or scales.numel() == 1:
         decode = partial(_decode, columns=shape[-1], rows=1, is_fp4=is_fp4)
         return decoded(name, decode, [weight, scales], shape=shape, per=(1, None))
@@ -71,12 +71,12 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, said: J
     return decoded(name, decode, [weight, scales], shape=shape, granule=rows, per=(rows, 1), is_divisible=True)
 
 
-def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], said: Json) -> tuple[int, int]:
+def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], block_size: Json) -> tuple[int, int]:
     """Rows and columns that share a scale.
 
     Args:
         shape: of the dense weight.
-        said: the configuration's block size; without one, the scales must divide the weight evenly.
+        block_size: the configuration's block size; without one, the scales must divide the weight evenly.
 
     Raises:
         CheckpointError: the scales are not those of such blocks.
@@ -84,18 +84,18 @@ def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], s
     sides = shape[-2:]
     is_single = scales.dim() < 2 or scales.numel() == 1
     grid = [1, 1] if is_single else list(scales.shape[-2:])
-    if said is None:
+    if block_size is None:
         found = [-(-side // max(count, 1)) for side, count in zip(sides, grid, strict=False)]
         fits = all(block * count == side for block, count, side in zip(found, grid, sides, strict=False))
         why = "the configuration has no weight_block_size, and they do not divide it evenly, so they do not cover it"
     else:
-        found = list(said) if isinstance(said, list | tuple) else []
+        found = list(block_size) if isinstance(block_size, list | tuple) else []
         is_size = len(found) == 2 and all(type(block) is int and block > 0 for block in found)
         fits = is_size and all(
             -(-side // block) == count for side, block, count in zip(sides, found, grid, strict=False)
         )
         fits = fits and (scales.numel() == math.prod(shape[:-2]) or not is_single)  # each expert has its own
-        why = f"in blocks of {said}, they do not cover it"
+        why = f"in blocks of {block_size}, they do not cover it"
     if not fits or not sides or not (is_single or scales.dim() == weight.dim() >= 2):
         raise CheckpointError(
             f"{handle_of(weight).name!r} in {handle_of(weight).path} is {list(weight.shape)}, and its scales are "

@@ -40,7 +40,7 @@ from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 Dense: TypeAlias = "dict[str, torch.Tensor]"
 
 
-def said_by(path: Path) -> Settings:
+def settings_in(path: Path) -> Settings:
     """The configuration in a file, as read by transformers.
 
     Raises:
@@ -63,8 +63,8 @@ def said_by(path: Path) -> Settings:
             head, tokens = without_vocabulary(file)
         with as_file(os.memfd_create("header")) as copy_of_it:  # with a whole vocabulary, its reader takes 10 s
             os.write(copy_of_it.fileno(), head)
-            said = load_gguf_checkpoint(f"/proc/self/fd/{copy_of_it.fileno()}")["config"]
-        return {"vocab_size": tokens, **said} if tokens is not None else dict(said)
+            settings = load_gguf_checkpoint(f"/proc/self/fd/{copy_of_it.fileno()}")["config"]
+        return {"vocab_size": tokens, **settings} if tokens is not None else dict(settings)
     except OffloadError:
         raise
     except Exception as error:  # it can raise anything for input that it does not expect
@@ -74,13 +74,13 @@ def said_by(path: Path) -> Settings:
 def config_of(path: Path, **options: Any) -> tuple[Config, Kwargs]:
     """The configuration of a file, in the model's class, and options that are not part of it.
 
-    Raises: as `said_by`.
+    Raises: as `settings_in`.
     """
     from transformers import AutoConfig
 
-    said = said_by(path)
-    config_class = type(AutoConfig.for_model(said["model_type"]))
-    config, options = config_class.from_dict(said, return_unused_kwargs=True, **options)
+    settings = settings_in(path)
+    config_class = type(AutoConfig.for_model(settings["model_type"]))
+    config, options = config_class.from_dict(settings, return_unused_kwargs=True, **options)
     return config, options
 
 
@@ -134,7 +134,7 @@ def as_saved(
     try:
         if is_new(source):
             return _by_conversions(source, tensors, empty, dtype)
-        return _by_processors(source, tensors, empty, said_by(source.path), dtype)
+        return _by_processors(source, tensors, empty, settings_in(source.path), dtype)
     except OffloadError:
         raise
     except (NotImplementedError, ValueError, KeyError, RuntimeError) as error:
@@ -145,14 +145,18 @@ def as_saved(
 
 
 def _by_processors(
-    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Pretrained, said: Settings, dtype: torch.dtype
+    source: Checkpoint,
+    tensors: Mapping[str, OffloadedTensor],
+    empty: Pretrained,
+    settings: Settings,
+    dtype: torch.dtype,
 ) -> Dense:
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     kind = TENSOR_PROCESSORS.get(architecture_of(source), TensorProcessor)
     if kind.__name__ not in _KNOWN:
         raise CheckpointError(f"{source.path}: transformers' {kind.__name__} is not supported here")
-    names = get_gguf_hf_weights_map(empty, kind(config=dict(said)))
+    names = get_gguf_hf_weights_map(empty, kind(config=dict(settings)))
     found: Dense = {}
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -164,7 +168,7 @@ def _by_processors(
         elif name == "output.weight" and kind.__name__ == "GPT2TensorProcessor":
             found["lm_head.weight"] = tensor  # in float32, as experts are
         elif name in names:
-            changed = _processed(tensor, name, kind.__name__, said)
+            changed = _processed(tensor, name, kind.__name__, settings)
             found[names[name]] = (deferred(changed) if is_offloaded(changed) else changed).to(dtype)
     for name, parts in halves.items():
         found[name] = torch.cat([parts["gate"], parts["up"]], 1)
@@ -180,13 +184,13 @@ _KNOWN = {
 _TURNED = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")
 
 
-def _processed(tensor: OffloadedTensor, name: str, kind: str, said: Settings) -> torch.Tensor:
+def _processed(tensor: OffloadedTensor, name: str, kind: str, settings: Settings) -> torch.Tensor:
     """The result of that kind of processor for a dense tensor."""
     match kind.removesuffix("TensorProcessor"):
         case "Llama" if ".attn_q." in name or ".attn_k." in name:
-            return _unpaired_heads(tensor, name, said)
+            return _unpaired_heads(tensor, name, settings)
         case "Bloom" if "attn_qkv" in name:  # queries, keys and values are stored per head
-            parts = [part.unflatten(0, (said["n_head"], -1)) for part in deferred(tensor).chunk(3)]
+            parts = [part.unflatten(0, (settings["n_head"], -1)) for part in deferred(tensor).chunk(3)]
             return torch.stack(parts, 1).flatten(0, 2)
         case "GPT2" if any(part in name for part in _TURNED):
             return deferred(tensor).t()
@@ -203,9 +207,9 @@ def _processed(tensor: OffloadedTensor, name: str, kind: str, said: Settings) ->
     return tensor
 
 
-def _unpaired_heads(tensor: OffloadedTensor, name: str, said: Settings) -> OffloadedTensor:
+def _unpaired_heads(tensor: OffloadedTensor, name: str, settings: Settings) -> OffloadedTensor:
     """Rows of queries and keys: from llama.cpp's interleaved pairs to the two halves of each head."""
-    heads, groups = said.get("num_attention_heads"), said.get("num_key_value_heads")
+    heads, groups = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
     if heads is None or groups is None:
         return tensor
     count = heads if ".attn_q." in name else groups
