@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -292,6 +293,13 @@ def names_defined_in(path: Path) -> set[str]:
     inner = [(one, node) for one in defined if isinstance(one, ast.ClassDef) for node in one.body]
     methods = {f"{one.name}.{node.name}" for one, node in inner if isinstance(node, ast.FunctionDef)}
     return methods | {node.name for node in defined} | {""}
+
+
+def test_no_two_test_files_have_the_same_name():
+    """pytest imports them by their names, and stops at a second one."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+
+    assert [] == [name for name, count in names.items() if count > 1]
 
 
 def test_the_places_that_contributing_names_exist():
