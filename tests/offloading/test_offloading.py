@@ -617,24 +617,15 @@ def test_a_file_that_is_not_of_offload_is_never_replaced(tmp_path, monkeypatch):
 # Memory
 
 MEMORY = """
-    import json, os, sys, threading, time, torch, offload
-    from offload.memory import anonymous_bytes
+    import json, torch, offload
+    from tests.peak import Peak
     n = 2000  # 16 MB a tensor
     torch.set_num_threads(1)
 
     def peak(act):
-        most, on = [0], [True]
-        def watch():
-            while on:
-                most.append(anonymous_bytes())
-        before = anonymous_bytes()
-        thread = threading.Thread(target=watch)
-        thread.start()
-        kept = act()
-        most.append(anonymous_bytes())
-        on.clear()
-        thread.join()
-        return max(most) - before
+        with Peak() as seen:
+            kept = act()
+        return seen.nbytes
 
     x, small = torch.randn(64, n), torch.randn(8, 8)
     with offload.offloading(min_bytes=64):
