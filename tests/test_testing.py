@@ -50,7 +50,7 @@ def two(value: torch.Tensor) -> TwoTensor:
     ],
     ids=str,
 )
-def test_what_is_the_same_bit_for_bit_is_equal(expected: Any, found: Any) -> None:
+def test_values_with_the_same_bits_are_equal(expected: Any, found: Any) -> None:
     assert_equal(expected, found)
 
 
@@ -82,14 +82,14 @@ def test_what_is_the_same_bit_for_bit_is_equal(expected: Any, found: Any) -> Non
     ],
     ids=str,
 )
-def test_what_differs_is_told_with_its_place(expected: Any, found: Any, words: str) -> None:
+def test_a_difference_is_reported_with_its_place(expected: Any, found: Any, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         assert_equal(expected, found)
 
     assert not is_equal(expected, found)
 
 
-def test_what_does_not_count_is_said_by_flags() -> None:
+def test_flags_choose_which_differences_count() -> None:
     assert_equal(torch.ones(2, 3), torch.ones(3, 2).t(), strides=False)
     assert_equal(torch.zeros(2), -torch.zeros(2), signed_zeros=False)
     assert_equal(torch.stack([NAN, NAN]), torch.stack([NAN, OTHER_NAN]), nan_bits=False)
@@ -97,7 +97,7 @@ def test_what_does_not_count_is_said_by_flags() -> None:
     assert not is_equal(torch.zeros(2), torch.stack([NAN, NAN]), nan_bits=False, signed_zeros=False)
 
 
-def test_what_is_on_disk_counts_as_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_on_disk_is_compared_by_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.storage.subclasses._REGISTERED", {})
     offload.register_subclass(TwoTensor)
     value = torch.randn(3, 4)
@@ -162,14 +162,14 @@ def test_a_census_finds_the_ops_that_are_wrong() -> None:
     assert all(trial.compared for trial in trials)
 
 
-def test_a_census_compares_nothing_that_the_class_does_not_hold() -> None:
+def test_a_census_skips_values_that_the_class_can_not_hold() -> None:
     [trial] = census(make, lambda x: x.inner, ops=["mul"], checks=["forward"], dtypes=[torch.complex64])
 
     assert (None, 0) == (trial.error, trial.compared)
     assert trial.plain
 
 
-def test_a_census_of_what_there_is_not_says_what_there_is() -> None:
+def test_a_census_of_an_unknown_op_names_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"no op 'ad': near it .* add"):
         next(census(make, lambda x: x.inner, ops=["ad"]))
     with pytest.raises(ValueError, match="no check 'fast': there are forward, "):
@@ -187,7 +187,7 @@ def test_a_census_leaves_random_generators_as_they_were() -> None:
     assert before[1] == random.getstate()
 
 
-def test_a_census_says_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_census_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     class Theirs(ModuleType):
         @property
         def op_db(self) -> Any:

@@ -224,7 +224,7 @@ def names_in_the_door() -> set[str]:
     }
 
 
-def test_each_name_that_torch_takes_away_is_missed_in_words():
+def test_each_missing_private_name_of_torch_raises_a_clear_error():
     script = f"""
     {REMOVE}
     def look(path):
@@ -259,7 +259,7 @@ def test_each_name_that_torch_takes_away_is_missed_in_words():
         assert f"torch {' or '.join(TESTED)}" in lines[0]
 
 
-def test_the_descriptions_of_ops_are_missed_when_they_are_asked_for(monkeypatch):
+def test_missing_schemas_are_reported_when_they_are_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, THEIR_OPS, types.ModuleType(THEIR_OPS))
 
     with pytest.raises(UnsupportedTorchError, match=r"offload.testing does not work with torch .* name 'op_db'"):
@@ -280,7 +280,7 @@ FEATURES = {
 
 
 @pytest.mark.slow(11)
-def test_a_name_that_only_a_feature_needs_is_missed_when_that_is_used(tmp_path):
+def test_a_missing_name_of_one_feature_is_reported_when_that_is_used(tmp_path):
     torch.save({"w": torch.ones(64, 64)}, tmp_path / "w.pt")
     script = f"""
     {REMOVE}

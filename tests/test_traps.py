@@ -261,7 +261,7 @@ def test_11_lazy_conjugation_is_understood_inside_a_composite_op(op: Any) -> Non
         assert_equal(op(matrix), op(offloaded(matrix)))
 
 
-def test_12_tensor_split_by_an_offloaded_tensor(plain: torch.Tensor) -> None:
+def test_12_tensor_split_takes_an_offloaded_tensor(plain: torch.Tensor) -> None:
     """It reads the indices from memory, below every dispatcher."""
     where = torch.tensor([1, 4])
     pieces = torch.tensor_split(offloaded(plain), offloaded(where, "where"))
@@ -271,7 +271,7 @@ def test_12_tensor_split_by_an_offloaded_tensor(plain: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
-def test_12_sparse_mm_with_reduce(reduce: str) -> None:
+def test_12_sparse_mm_reduces_offloaded_tensors(reduce: str) -> None:
     """It reads the dense factor from memory, below every dispatcher; so does its gradient."""
     sparse, dense = torch.randn(5, 6).relu().to_sparse_csr(), torch.randn(6, 3)
     w, p = offloaded(dense).requires_grad_(), dense.clone().requires_grad_()
@@ -290,7 +290,7 @@ def test_12_functions_that_read_memory_raise_and_do_not_crash(plain: torch.Tenso
     assert_equal(plain, torch.from_dlpack(offloaded(plain)))
 
 
-def test_12_methods_called_through_torch_tensor(plain: torch.Tensor) -> None:
+def test_12_methods_work_when_called_through_torch_tensor(plain: torch.Tensor) -> None:
     """`torch.Tensor.numpy(w)` is `w.numpy()`."""
     w = offloaded(plain)
 
@@ -334,7 +334,7 @@ def test_12_collectives_take_offloaded_tensors_in_lists(gloo: Any) -> None:
     assert_equal(one, w)
 
 
-def test_12_what_a_collective_receives_never_goes_to_a_checkpoint(gloo: Any, tmp_path: Path) -> None:
+def test_12_a_collective_never_writes_to_a_checkpoint(gloo: Any, tmp_path: Path) -> None:
     """The schemas don't say what is written: the tensor is copied to its own file anyway."""
     path = tmp_path / "checkpoint.safetensors"
     safetensors.torch.save_file({"w": torch.zeros(3)}, path)
@@ -700,7 +700,7 @@ def test_28_the_in_memory_model_is_a_mapping_too(tmp_path: Path) -> None:
 # Mistakes of the oldest implementation
 
 
-def test_old_tensors_inside_lists(plain: torch.Tensor) -> None:
+def test_old_ops_take_tensors_inside_lists(plain: torch.Tensor) -> None:
     """`torch.cat([w, x])` and nested ones."""
     w = offloaded(plain)
 

@@ -82,7 +82,7 @@ RECORDED: dict[str, Callable[[Tensors], torch.Tensor]] = {
 
 @pytest.mark.parametrize("made", RECORDED.values(), ids=RECORDED.keys())
 @torch.no_grad()
-def test_what_is_recorded_is_what_torch_gives(
+def test_recorded_ops_give_the_values_that_torch_gives(
     made: Callable[[Tensors], torch.Tensor], plain: Tensors, waiting: Tensors
 ) -> None:
     expected = made(plain)
@@ -101,7 +101,7 @@ def test_what_is_recorded_is_what_torch_gives(
         assert torch.equal(expected, result)
 
 
-def test_a_stored_value_as_it_is_stays_where_it_is(waiting: Tensors, file: Path) -> None:
+def test_an_unchanged_stored_value_is_referenced_in_place(waiting: Tensors, file: Path) -> None:
     before = contents(file.parent)
 
     stored = waiting["gate0"][...].detach().stored("another name", file.parent)  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def test_a_stored_value_as_it_is_stays_where_it_is(waiting: Tensors, file: Path)
     assert before == contents(file.parent)
 
 
-def test_what_is_put_together_writes_nothing(waiting: Tensors, plain: Tensors, file: Path, tmp_path: Path) -> None:
+def test_assembling_writes_nothing(waiting: Tensors, plain: Tensors, file: Path, tmp_path: Path) -> None:
     before = contents(tmp_path)
 
     stored = fused(waiting).stored("experts.gate_up", tmp_path / "offload")  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def test_what_is_put_together_writes_nothing(waiting: Tensors, plain: Tensors, f
 
 
 @torch.no_grad()
-def test_what_was_put_together_has_its_name_and_folder_once_it_is_written_to(
+def test_an_assembled_value_that_is_written_to_gets_its_name_and_folder(
     waiting: Tensors, plain: Tensors, tmp_path: Path
 ) -> None:
     folder, expected = tmp_path / "offload", fused(plain)
@@ -163,7 +163,7 @@ def test_blocks_are_smaller_than_the_value(
         assert torch.equal(expected, stored.materialize())
 
 
-def test_big_results_are_on_disk_again(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors) -> None:
+def test_large_results_are_on_disk_again(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors) -> None:
     monkeypatch.setattr("offload.tensor.deferred._BIG", 64)
 
     doubled = waiting["gate0"] * 2
@@ -173,7 +173,7 @@ def test_big_results_are_on_disk_again(monkeypatch: pytest.MonkeyPatch, waiting:
 
 
 @pytest.mark.parametrize("name", ["padded by nothing", "zeros of its shape", "ones of its shape"])
-def test_what_needs_no_numbers_writes_nothing(
+def test_ops_that_need_no_values_write_nothing(
     monkeypatch: pytest.MonkeyPatch, waiting: Tensors, private_place: Path, name: str
 ) -> None:
     monkeypatch.setattr("offload.tensor.deferred._BIG", 0)
@@ -184,12 +184,12 @@ def test_what_needs_no_numbers_writes_nothing(
     assert isinstance(result, DeferredTensor) == name.startswith("padded")
 
 
-def test_another_device_ends_the_waiting(waiting: Tensors, plain: Tensors) -> None:
+def test_moving_a_deferred_tensor_to_another_device_computes_it(waiting: Tensors, plain: Tensors) -> None:
     assert "meta" == fused(waiting).to("meta").device.type
     assert fused(plain).shape == fused(waiting).to("meta").shape
 
 
-def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, tmp_path: Path) -> None:
+def test_a_failure_midway_leaves_no_file(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, tmp_path: Path) -> None:
     folder, real = tmp_path / "offload", Joined._in_box
     stored = RECORDED["fused and cast"](waiting).stored("experts", folder)  # type: ignore[attr-defined]
     expected, calls = stored.materialize(), []
@@ -211,7 +211,7 @@ def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, wait
     assert torch.equal(expected, stored.materialize())
 
 
-def test_what_is_widened_and_narrowed_again_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_cast_to_a_wider_dtype_and_back_references_the_file(tmp_path: Path) -> None:
     """A checkpoint with several dtypes is converted through the widest of them."""
     save_file({"w": torch.randn(3, 4).bfloat16()}, tmp_path / "w.safetensors")
     tensor = deferred(offload.load_file(tmp_path / "w.safetensors")["w"])
@@ -221,7 +221,7 @@ def test_what_is_widened_and_narrowed_again_stays_where_it_is(tmp_path: Path) ->
     assert tmp_path / "w.safetensors" == there_and_back.stored("w").offload_path  # type: ignore[attr-defined]
 
 
-def test_a_plain_part_is_as_it_was_when_it_was_joined(waiting: Tensors, plain: Tensors) -> None:
+def test_a_plain_part_keeps_the_value_it_had_when_it_was_joined(waiting: Tensors, plain: Tensors) -> None:
     ones = torch.ones(1, WIDTH)
 
     joined = torch.cat([waiting["gate0"], ones])
@@ -231,7 +231,7 @@ def test_a_plain_part_is_as_it_was_when_it_was_joined(waiting: Tensors, plain: T
 
 
 @pytest.mark.parametrize("dim", [3, -4])
-def test_a_dimension_that_is_not_there_is_an_error(waiting: Tensors, dim: int) -> None:
+def test_an_unknown_dimension_is_an_error(waiting: Tensors, dim: int) -> None:
     for join in (torch.stack, torch.cat):
         with pytest.raises(IndexError, match="Dimension out of range"):
             join([waiting["gate0"], waiting["up0"]], dim)

@@ -67,7 +67,7 @@ def test_a_write_to_a_part_is_a_write_to_the_whole(way, stored, numbers):
 
 
 @torch.no_grad()
-def test_all_that_share_the_values_see_it_whenever_they_were_made(way, stored, numbers):
+def test_all_tensors_over_a_value_see_a_write_whenever_they_were_made(way, stored, numbers):
     def written(tensor):
         earlier = [torch.nn.Parameter(tensor), tensor.detach(), tensor[0], tensor.t() if tensor.dim() == 2 else tensor]
         tensor[0].mul_(3)
@@ -80,7 +80,7 @@ def test_all_that_share_the_values_see_it_whenever_they_were_made(way, stored, n
 
 
 @torch.no_grad()
-def test_what_was_copied_before_keeps_its_values_and_what_is_copied_after_has_the_new(way, stored, numbers):
+def test_copies_made_before_a_write_keep_the_old_values(way, stored, numbers):
     def written(tensor):
         copies = [tensor.clone(), tensor.double(), torch.cat([tensor, tensor])]
         tensor.fill_(7)
@@ -102,7 +102,7 @@ def test_what_was_copied_before_keeps_its_values_and_what_is_copied_after_has_th
     ids=["clone", "double", "cat", "stack"],
 )
 @torch.no_grad()
-def test_a_copy_of_what_was_written_stays_when_that_is_written_again(way, stored, numbers, copy):
+def test_a_copy_of_a_written_value_survives_the_next_write(way, stored, numbers, copy):
     def written(tensor):
         tensor.fill_(7)
         copied = copy(tensor)
@@ -128,7 +128,7 @@ def test_the_checkpoint_is_not_written_to(way, checkpoint, stored):
 
 
 @torch.no_grad()
-def test_in_a_named_folder_it_has_its_own_name(way, stored, tmp_path):
+def test_a_value_written_to_a_named_folder_has_its_own_name(way, stored, tmp_path):
     tensor = one_of(way, stored)
     tensor.mul_(0)
 
@@ -139,7 +139,7 @@ def test_in_a_named_folder_it_has_its_own_name(way, stored, tmp_path):
 
 
 @torch.no_grad()
-def test_the_written_tensor_is_what_an_op_gives_back(stored):
+def test_an_inplace_op_returns_the_written_tensor(stored):
     tensor = deferred(stored["w"])
 
     assert tensor.add_(1) is tensor
@@ -148,7 +148,7 @@ def test_the_written_tensor_is_what_an_op_gives_back(stored):
 
 
 @torch.no_grad()
-def test_its_shape_can_not_be_written(stored):
+def test_the_shape_of_a_deferred_tensor_can_not_be_changed(stored):
     tensor = deferred(stored["w"])
 
     for change in (torch.Tensor.t_, lambda tensor: tensor.resize_(2, 2), torch.Tensor.squeeze_):
@@ -180,7 +180,7 @@ def test_data_can_be_written_and_replaced(way, stored, numbers):
 
 
 @torch.no_grad()
-def test_what_is_cut_in_many_is_cut_once(stored, numbers, monkeypatch):
+def test_a_stack_cut_into_many_views_is_cut_once(stored, numbers, monkeypatch):
     """A stack of experts: not once per expert."""
     cut = []
     view_of = rules.view_of
@@ -275,7 +275,7 @@ def test_many_rows_may_be_set_one_by_one(tmp_path):
     ],
 )
 @torch.no_grad()
-def test_what_are_no_whole_rows_is_written_to(part, stored, numbers):
+def test_a_part_of_a_row_is_written_to(part, stored, numbers):
     def written(tensor):
         part(tensor).fill_(7)
         return tensor
@@ -284,7 +284,7 @@ def test_what_are_no_whole_rows_is_written_to(part, stored, numbers):
 
 
 @torch.no_grad()
-def test_rows_of_what_was_written_to_go_to_the_folder_that_is_named(stored, numbers, tmp_path):
+def test_rows_of_a_written_value_go_to_the_named_folder(stored, numbers, tmp_path):
     """A value in a private folder would be removed with it."""
     tensor = deferred(stored["w"])
     tensor.mul_(2)
@@ -299,7 +299,7 @@ def test_rows_of_what_was_written_to_go_to_the_folder_that_is_named(stored, numb
 
 
 @torch.no_grad()
-def test_a_number_that_has_no_place_is_refused_at_once(stored, numbers):
+def test_a_number_that_the_dtype_can_not_hold_is_refused_at_once(stored, numbers):
     tensor = deferred(stored["w"])
 
     with pytest.raises(RuntimeError, match="without overflow"):
@@ -329,7 +329,7 @@ def test_a_row_of_a_table_in_which_one_was_set_is_looked_up_alone(tmp_path, monk
 
 @pytest.mark.parametrize(("name", "class_name"), [("zaya", "ZayaForCausalLM"), ("chinese_clip", "ChineseCLIPModel")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_sets_some_of_its_values_while_it_is_loaded(name, class_name, dtype, tmp_path, private_place):
+def test_a_model_may_set_some_of_its_values_while_it_is_loaded(name, class_name, dtype, tmp_path, private_place):
     """Their `_init_weights` do so even for values in the checkpoint; that writes nothing."""
     import transformers
 

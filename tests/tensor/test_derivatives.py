@@ -99,7 +99,7 @@ def test_a_write_to_the_file_writes_the_tangent(write, graph):
         assert_equal(of_duals(write, VALUE.clone()), actual)
 
 
-def test_what_torch_carries_no_tangent_through_is_an_error():
+def test_functions_that_drop_tangents_are_refused():
     """`torch.sparse.mm` with a reduction, and `out=`: a result without its tangent would be wrong."""
     left = torch.eye(4).to_sparse_csr()
     out = stored()
@@ -120,7 +120,7 @@ def test_out_is_written_where_others_have_tangents():
     assert torch.linalg.matrix_rank(VALUE) == out
 
 
-def test_results_of_dual_tensors_are_not_put_on_disk():
+def test_results_of_dual_tensors_stay_in_memory():
     """A file can't hold a tangent."""
 
     def norm_of_double(w: torch.Tensor) -> torch.Tensor:

@@ -98,14 +98,16 @@ def test_gradients_are_those_in_memory(
         assert torch.equal(expected, got)  # type: ignore[arg-type]
 
 
-def test_no_expert_has_rows(plain: torch.Tensor, cold: OffloadedTensor) -> None:
+def test_a_grouped_product_without_rows_is_empty(plain: torch.Tensor, cold: OffloadedTensor) -> None:
     result = F.grouped_mm(torch.empty(0, WIDTH), cold.transpose(-2, -1), offs=torch.zeros(EXPERTS, dtype=torch.int32))
 
     assert (0, INNER) == tuple(result.shape)
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_elsewhere_the_chosen_experts_are_sent(plain: torch.Tensor, rows: torch.Tensor, transposed: bool) -> None:
+def test_only_chosen_experts_are_sent_to_another_device(
+    plain: torch.Tensor, rows: torch.Tensor, transposed: bool
+) -> None:
     """As on an accelerator, with a function that counts bytes instead of copying."""
     matrices = plain.transpose(-2, -1) if transposed else plain.transpose(-2, -1).contiguous()
     groups = torch.tensor([1, 3])
@@ -116,7 +118,7 @@ def test_elsewhere_the_chosen_experts_are_sent(plain: torch.Tensor, rows: torch.
     assert torch.equal(F.grouped_mm(rows, matrices, offs=ENDS), F.grouped_mm(rows, chosen, offs=ENDS[groups]))
 
 
-def test_where_values_are_not_known_the_shape_is(plain: torch.Tensor) -> None:
+def test_a_grouped_product_of_unknown_values_has_its_shape(plain: torch.Tensor) -> None:
     stored = OffloadedTensor.from_original_tensor(plain.bfloat16(), "experts")
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -126,9 +128,7 @@ def test_where_values_are_not_known_the_shape_is(plain: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("count", [EXPERTS - 1, EXPERTS + 1])
-def test_another_number_of_groups_than_of_experts_is_an_error(
-    plain: torch.Tensor, rows: torch.Tensor, count: int
-) -> None:
+def test_a_wrong_number_of_groups_is_an_error(plain: torch.Tensor, rows: torch.Tensor, count: int) -> None:
     stored = OffloadedTensor.from_original_tensor(plain, "experts")
     ends = torch.zeros(count, dtype=torch.int32)
     ends[-1] = 5

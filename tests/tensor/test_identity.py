@@ -50,5 +50,5 @@ def test_the_same_view_of_the_same_bytes_is_one(one, other):
     ],
     ids=["clone", "part", "shape", "dtype", "part-file", "file-memory", "subclass", "empty", "meta"],
 )
-def test_any_other_is_another(one, other):
+def test_different_values_have_different_identities(one, other):
     assert identity_of(one) != identity_of(other)

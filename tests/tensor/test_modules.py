@@ -235,7 +235,7 @@ def test_deepcopy_of_a_module_keeps_its_ties(plain: Model, on_disk: Model) -> No
     assert_equal(plain, copied)
 
 
-def test_parameters_swap(plain: Model) -> None:
+def test_swap_tensors_exchanges_parameters(plain: Model) -> None:
     """`swap_tensors`, which some loaders and `module.to` use, swaps values, names and files."""
     a = nn.Parameter(OffloadedTensor.from_original_tensor(torch.ones(2), "a"))
     b = nn.Parameter(torch.zeros(3), requires_grad=False)
@@ -248,7 +248,7 @@ def test_parameters_swap(plain: Model) -> None:
     assert isinstance(b, nn.Parameter)
 
 
-def test_a_conversion_by_swapping(plain: Model, on_disk: Model) -> None:
+def test_a_conversion_by_swapping_keeps_parameters_and_values(plain: Model, on_disk: Model) -> None:
     """`torch.__future__.set_swap_module_params_on_conversion`: values right, parameters the same objects."""
     before = list(on_disk.parameters())
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -335,7 +335,7 @@ def test_gradients_accumulate(plain: Model, on_disk: Model) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool, plain: Model, on_disk: Model) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool, plain: Model, on_disk: Model) -> None:
     """Recomputed in backward from the same files."""
     grads = []
     for model in (plain, on_disk):
@@ -349,7 +349,7 @@ def test_gradient_checkpointing(reentrant: bool, plain: Model, on_disk: Model) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype, plain: Model, on_disk: Model) -> None:
+def test_autocast_casts_as_in_memory(dtype: torch.dtype, plain: Model, on_disk: Model) -> None:
     """Weights are cast for the op; what is stored stays as it is."""
     results = []
     for model in (plain, on_disk):
@@ -364,7 +364,7 @@ def test_autocast(dtype: torch.dtype, plain: Model, on_disk: Model) -> None:
     assert torch.float32 == on_disk.layer.weight.dtype
 
 
-def test_functional_call_with_offloaded_parameters(plain: Model, on_disk: Model) -> None:
+def test_functional_call_takes_offloaded_parameters(plain: Model, on_disk: Model) -> None:
     """In place of plain ones."""
     state = on_disk.state_dict()
     del state["head.weight"]  # tied: one name is enough
@@ -389,7 +389,7 @@ def test_functional_call_with_offloaded_parameters(plain: Model, on_disk: Model)
         lambda w, x: torch.autograd.functional.vjp(lambda t: t.exp().sum(0), w, torch.ones(8))[1],
     ],
 )
-def test_function_transforms(transform: Any) -> None:
+def test_function_transforms_compute_as_in_memory(transform: Any) -> None:
     """grad, vmap, jacobians, forward mode: over an offloaded tensor as an argument and as a constant."""
     torch.manual_seed(0)
     weight, x = torch.randn(6, 8), torch.randn(3, 8)
@@ -408,7 +408,7 @@ def test_function_transforms(transform: Any) -> None:
     ],
     ids=["weight_norm", "spectral_norm", "parametrize", "prune"],
 )
-def test_parametrizations(change: Any) -> None:
+def test_parametrizations_compute_as_in_memory(change: Any) -> None:
     """Applied to an offloaded weight: results and gradients equal the plain ones'."""
     outputs = []
     for place in (lambda module: module, to_disk):
@@ -474,7 +474,7 @@ def test_a_parametrized_weight_stays_on_disk(change: Any) -> None:
     ],
     ids=["weight norm", "old weight norm", "fused"],
 )
-def test_what_is_made_new_goes_to_disk_when_it_is_asked_for(change: Any) -> None:
+def test_new_values_of_a_changed_module_go_to_disk_on_request(change: Any) -> None:
     """It is in memory at first; calling `disk_offload` again adds it to the rest."""
     plain = nn.Sequential(nn.Conv1d(3, 3, 2), nn.BatchNorm1d(3)).eval()
     changed = change(offload.disk_offload(copy.deepcopy(plain)))
@@ -506,7 +506,7 @@ class _Doubled(nn.Module):
     ids=["lstm", "attention", "encoder", "conv", "gru"],
 )
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_modules_with_paths_of_their_own(
+def test_modules_with_fast_paths_run_on_disk(
     make: Callable[[], nn.Module], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fused and flattened weights.
@@ -559,7 +559,7 @@ class Named(torch.Tensor):
     """A class of another library."""
 
 
-def test_a_tensor_on_disk_is_of_no_second_class() -> None:
+def test_a_tensor_on_disk_can_not_be_of_a_second_class() -> None:
     w = OffloadedTensor.from_original_tensor(torch.ones(2), "w")
 
     assert offload.is_offloaded(w.as_subclass(torch.Tensor))

@@ -163,7 +163,7 @@ def test_a_reference_is_passed_and_no_data(dumps: Callable[[Any], bytes]) -> Non
     assert len(dumps(large)) < 2048
 
 
-def test_what_a_tensor_is_passes_too(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
+def test_attributes_of_a_tensor_are_passed_with_it(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
     """Whether it is a parameter, requires grad, its view, lazy bits, its name."""
     sent = [
         nn.Parameter(offloaded(plain)),
@@ -181,7 +181,9 @@ def test_what_a_tensor_is_passes_too(dumps: Callable[[Any], bytes], plain: torch
     assert ("layer.weight", False) == (frozen.name, frozen.requires_grad)
 
 
-def test_tensors_over_one_value_stay_so(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
+def test_tensors_over_one_value_share_it_after_they_were_passed(
+    dumps: Callable[[Any], bytes], plain: torch.Tensor
+) -> None:
     """Passed together or separately; and a tensor that comes back is over the original value."""
     w = offloaded(plain)
     first, row = pickle.loads(dumps([w, w[0]]))
@@ -200,7 +202,7 @@ def test_a_non_leaf_is_not_passed(dumps: Callable[[Any], bytes], plain: torch.Te
         dumps(w[0])
 
 
-def test_a_file_that_is_gone_meanwhile_is_an_error(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
+def test_a_file_that_was_removed_is_an_error(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
     """It names the path: the sender has to keep a temporary tensor."""
     data = dumps(offloaded(plain))
 
@@ -208,7 +210,7 @@ def test_a_file_that_is_gone_meanwhile_is_an_error(dumps: Callable[[Any], bytes]
         pickle.loads(data)
 
 
-def test_a_checkpoint_that_changed_meanwhile_is_an_error(
+def test_a_checkpoint_that_was_changed_is_an_error(
     dumps: Callable[[Any], bytes], tmp_path: Path, plain: torch.Tensor
 ) -> None:
     """Not other numbers."""
@@ -222,7 +224,7 @@ def test_a_checkpoint_that_changed_meanwhile_is_an_error(
         pickle.loads(data)
 
 
-def test_a_value_of_another_shape_meanwhile_is_an_error(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
+def test_a_value_whose_shape_was_changed_is_an_error(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
     """The view that was sent belongs to the old one."""
     w = offloaded(plain)
     data = dumps(w[0])
@@ -288,7 +290,7 @@ def _change(w: OffloadedTensor, how: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("named", [False, True], ids=["private", "named"])
-def test_writes_of_a_process_are_seen_here(way: str, named: bool, plain: torch.Tensor, tmp_path: Path) -> None:
+def test_the_parent_sees_the_writes_of_a_process(way: str, named: bool, plain: torch.Tensor, tmp_path: Path) -> None:
     """In-place and atomic ones; the file stays when the process ends."""
     w = offloaded(plain, "w", tmp_path if named else None)
     row = w[0]
@@ -305,7 +307,7 @@ def test_writes_of_a_process_are_seen_here(way: str, named: bool, plain: torch.T
 
 
 @pytest.mark.parametrize("change", ["in place", "replaced"])
-def test_writes_of_a_forked_child_are_seen_here(change: str, plain: torch.Tensor) -> None:
+def test_the_parent_sees_the_writes_of_a_forked_child(change: str, plain: torch.Tensor) -> None:
     """Writes to the inherited tensor; the file is still there when the child ends."""
     w = offloaded(plain)
 
@@ -412,7 +414,7 @@ def test_a_worker_may_send_offloaded_tensors_on(plain: torch.Tensor) -> None:
     assert_equal(plain, torch.stack(rows))
 
 
-def test_nothing_is_left_of_a_process(tmp_path: Path) -> None:
+def test_an_ended_process_leaves_nothing(tmp_path: Path) -> None:
     """Its private folder is removed with it, whatever it still holds."""
     note = tmp_path / "note"
     run_in_process("fork", _leave, note)

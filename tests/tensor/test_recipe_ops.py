@@ -71,22 +71,20 @@ def carried_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lambda one: one[torch.tensor([], dtype=torch.int64)],
     ],
 )
-def test_what_is_picked_is_what_plain_tensors_give(
+def test_picked_rows_are_those_of_plain_tensors(
     matrices: tuple[OffloadedTensor, torch.Tensor], pick: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     stored, plain = matrices
     assert torch.equal(pick(stored), pick(plain))
 
 
-def test_only_the_rows_that_are_picked_are_carried_out(
-    matrices: tuple[OffloadedTensor, torch.Tensor], carried_out: list[int]
-) -> None:
+def test_only_picked_rows_are_computed(matrices: tuple[OffloadedTensor, torch.Tensor], carried_out: list[int]) -> None:
     table = matrices[0].flatten(0, 1)
     F.embedding(torch.tensor([3, 300, 301, 3]), table)
     assert sum(carried_out) == 3 * K
 
 
-def test_a_row_that_is_not_there_is_an_error_of_torchs(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
+def test_an_unknown_row_raises_the_error_of_torch(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
     with pytest.raises(IndexError, match="out of range"):
         F.embedding(torch.tensor([N]), matrices[0][1])
 
@@ -129,7 +127,7 @@ def test_a_joined_weight_multiplies_as_the_whole_one(
     assert all(torch.equal(F.linear(x, weight, bias), wanted) for _ in range(3))
 
 
-def test_an_input_of_zeros_decides_nothing_for_those_after_it(tmp_path: Path) -> None:
+def test_an_input_of_zeros_does_not_decide_how_later_ones_are_multiplied(tmp_path: Path) -> None:
     """Partial products of such a weight may have different bits, which zeros do not show."""
     plain = torch.randn(2000, 8192).bfloat16()
     parts = {f"{number}": part.clone() for number, part in enumerate(plain.split(128))}
@@ -157,7 +155,7 @@ def _whole(tensor: OffloadedTensor) -> Recipe:
     return cast
 
 
-def test_what_is_noted_of_boxes_is_bounded_and_not_pickled(tmp_path: Path) -> None:
+def test_the_memory_of_boxes_is_bounded_and_not_pickled(tmp_path: Path) -> None:
     halves = [
         Piece(handle_of(OffloadedTensor.from_original_tensor(torch.ones(64, 8), f"half {at}", tmp_path)))
         for at in (0, 1)

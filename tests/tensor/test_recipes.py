@@ -176,7 +176,7 @@ def test_every_dtype_is_joined_and_cut(tmp_path: Path, dtype: torch.dtype) -> No
         assert torch.equal(cut(expected).contiguous().view(torch.uint8), cut(value).contiguous().view(torch.uint8))
 
 
-def test_nothing_and_a_number(tmp_path: Path) -> None:
+def test_recipes_may_be_empty_or_scalar(tmp_path: Path) -> None:
     stored = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w")
 
     number = deferred(stored[1, 2]).double().stored("number")  # type: ignore[attr-defined]
@@ -191,7 +191,7 @@ def test_nothing_and_a_number(tmp_path: Path) -> None:
     assert [] == list(whole.composed.reads(meta_of(whole)[:, :0]))
 
 
-def test_views_of_another_dtype(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+def test_views_may_have_another_dtype(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
     for dtype in (torch.uint8, torch.int16):
         ours, theirs = recipe.view(dtype), plain.view(dtype)
         assert torch.equal(theirs, ours + 0)
@@ -199,7 +199,7 @@ def test_views_of_another_dtype(recipe: OffloadedTensor, plain: torch.Tensor) ->
         assert torch.equal(theirs[..., 1], ours[..., 1] + 0)
 
 
-def test_conjugated_views(tmp_path: Path) -> None:
+def test_conjugated_views_compute_as_plain_ones(tmp_path: Path) -> None:
     values = [torch.randn(3, 4, dtype=torch.complex64) for _ in range(2)]
     stored = [OffloadedTensor.from_original_tensor(value, f"{at}") for at, value in enumerate(values)]
     expected = torch.cat(values)
@@ -222,7 +222,9 @@ def test_ops_give_what_they_give_on_the_plain_tensor(recipe: OffloadedTensor, pl
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_under_modes(recipe: OffloadedTensor, plain: torch.Tensor, mode: Callable[[], object]) -> None:
+def test_a_recipe_is_computed_under_modes(
+    recipe: OffloadedTensor, plain: torch.Tensor, mode: Callable[[], object]
+) -> None:
     with mode():  # type: ignore[attr-defined]
         result, view = recipe + 1, recipe[1]
 
@@ -230,7 +232,9 @@ def test_under_modes(recipe: OffloadedTensor, plain: torch.Tensor, mode: Callabl
     assert torch.equal(plain[1], view.materialize())
 
 
-def test_under_a_fake_mode_and_another_default_device(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+def test_a_recipe_works_under_a_fake_mode_and_another_default_device(
+    recipe: OffloadedTensor, plain: torch.Tensor
+) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = recipe + 1
         value = recipe.materialize()
@@ -276,7 +280,7 @@ def test_a_write_goes_to_a_file_of_its_own_and_nobody_else_sees_it(
     assert before == contents(folder)
 
 
-def test_a_new_value_and_new_data(recipe: OffloadedTensor, plain: torch.Tensor, folder: Path) -> None:
+def test_a_recipe_takes_a_new_value_and_new_data(recipe: OffloadedTensor, plain: torch.Tensor, folder: Path) -> None:
     before, parameter = contents(folder), nn.Parameter(copy.deepcopy(recipe))
 
     recipe.update_values(plain + 1)
@@ -316,7 +320,7 @@ def test_a_deep_copy_is_independent_and_writes_nothing(
     assert before == contents(folder)
 
 
-def test_what_is_saved_is_plain(recipe: OffloadedTensor, plain: torch.Tensor, tmp_path: Path) -> None:
+def test_a_saved_recipe_is_plain(recipe: OffloadedTensor, plain: torch.Tensor, tmp_path: Path) -> None:
     save_file({"w": recipe}, tmp_path / "saved.safetensors")
     torch.save({"w": recipe, "view": recipe[1]}, tmp_path / "saved.pt")
     offload.save_checkpoint({"w": recipe, "view": recipe[1]}, tmp_path / "saved")
@@ -331,7 +335,7 @@ def test_what_is_saved_is_plain(recipe: OffloadedTensor, plain: torch.Tensor, tm
         assert torch.equal(plain[1], found.get("view", plain[1]))
 
 
-def test_arrays_and_capsules(folder: Path) -> None:
+def test_recipes_give_arrays_and_capsules(folder: Path) -> None:
     recipe, plain = made("joined", folder)
 
     array, capsule = recipe.numpy(), torch.from_dlpack(recipe)
@@ -343,7 +347,7 @@ def test_arrays_and_capsules(folder: Path) -> None:
     assert torch.equal(plain, capsule)
 
 
-def test_ties_are_told_by_addresses_and_those_write_nothing(folder: Path) -> None:
+def test_ties_are_found_by_addresses_which_write_nothing(folder: Path) -> None:
     recipe, other = made("joined", folder)[0], made("joined", folder)[0]
 
     addresses = [one.untyped_storage().data_ptr() for one in (recipe, recipe[1], recipe.detach(), other)]
@@ -386,7 +390,7 @@ def test_another_process_gets_the_reference(folder: Path, method: str) -> None:
     assert (True, (plain[3:50].double() * 2).tolist()) == found
 
 
-def test_what_travels_is_small_and_comes_back_as_one_value(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+def test_a_passed_recipe_is_small_and_comes_back_as_one_value(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
     sent = io.BytesIO()
     ForkingPickler(sent, pickle.HIGHEST_PROTOCOL).dump([recipe, recipe[1]])
 
@@ -408,7 +412,7 @@ def test_a_forked_child_reads_and_its_parent_goes_on(recipe: OffloadedTensor, pl
     assert torch.equal(plain, recipe + 0)
 
 
-def test_threads_that_carry_out_at_once_do_not_share_memory(folder: Path) -> None:
+def test_threads_that_compute_a_recipe_do_not_share_memory(folder: Path) -> None:
     values = [made(kind, folder) for kind in ("joined", "cast", "decoded", "decoded, joined, cast")] * 2
     wrong: list[int] = []
 
@@ -428,7 +432,7 @@ def test_threads_that_carry_out_at_once_do_not_share_memory(folder: Path) -> Non
     assert [] == wrong
 
 
-def test_memory_is_used_again_once_nobody_holds_it(folder: Path) -> None:
+def test_scratch_memory_is_reused_once_it_is_free(folder: Path) -> None:
     recipe, plain = made("cast", folder)
     composed = handle_of(recipe).composed
     assert composed is not None
@@ -486,7 +490,9 @@ def test_experts_that_are_packed_apart_are_decoded_straight_to_their_place(
     ],
     ids=["cast", "a part", "an expert", "an expert, cast"],
 )
-def test_compiled_and_exported(folder: Path, cut: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> None:
+def test_recipes_are_compiled_and_exported(
+    folder: Path, cut: Callable[[dict[str, torch.Tensor]], torch.Tensor]
+) -> None:
     torch._dynamo.reset()
     plain = cut(load_file(folder / "model.safetensors"))
     recipe = cut({name: deferred(one) for name, one in offload.load_file(folder).items()}).stored("w")  # type: ignore[attr-defined]

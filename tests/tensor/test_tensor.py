@@ -135,13 +135,13 @@ def test_full_takes_its_dtype_from_the_number(number: complex) -> None:
     ],
     ids=["meta", "sparse", "quantized"],
 )
-def test_what_is_not_a_dense_value_is_refused_by_name(tensor: torch.Tensor) -> None:
+def test_a_value_that_is_not_dense_is_refused_by_name(tensor: torch.Tensor) -> None:
     """The error names the tensor."""
     with pytest.raises(UnsupportedOpError, match="'lm_head'"):
         offloaded(tensor, "lm_head")
 
 
-def test_an_unknown_device_is_an_error_that_names_those_that_are_here() -> None:
+def test_an_unknown_device_is_an_error_that_names_the_available_ones() -> None:
     """At creation, not at the first op."""
     with pytest.raises(RuntimeError, match="finds no device 'floppy' here: use one of cpu"):
         OffloadedTensor.empty((2,), name="w", device="floppy")
@@ -160,7 +160,7 @@ def test_metadata_need_no_file(plain: torch.Tensor) -> None:
     assert ("w", False, 48, 6) == (w.name, w.is_meta, w.numel(), len(w))
 
 
-def test_offload_dir_and_path_tell_where_it_is(tmp_path: Path, plain: torch.Tensor) -> None:
+def test_offload_dir_and_path_name_the_file(tmp_path: Path, plain: torch.Tensor) -> None:
     """The file is in the named folder."""
     w = offloaded(plain, "a.weight", tmp_path)
 
@@ -182,7 +182,7 @@ def test_text_is_that_of_the_plain_tensor_with_the_name(plain: torch.Tensor) -> 
         (lambda path: path.write_bytes(b"short"), "(not readable: CorruptFileError)"),
     ],
 )
-def test_text_of_a_tensor_whose_file_is_gone_tells_so(tmp_path: Path, harm: Any, words: str) -> None:
+def test_the_text_of_a_tensor_says_that_its_file_is_gone(tmp_path: Path, harm: Any, words: str) -> None:
     """A debugger, a notebook and `print(model)` show tensors that can no longer be read."""
     layer = nn.Linear(3, 2)
     layer.weight = nn.Parameter(offloaded(layer.weight.detach(), "w", tmp_path))
@@ -226,7 +226,7 @@ def test_truth_of_many_values_is_an_error(plain: torch.Tensor) -> None:
         bool(offloaded(plain))
 
 
-def test_it_iterates_and_contains_as_a_plain_tensor() -> None:
+def test_iteration_and_containment_work_as_for_a_plain_tensor() -> None:
     """Rows are offloaded views."""
     w = offloaded(torch.arange(6.0).view(3, 2))
 
@@ -394,7 +394,7 @@ def test_a_view_stays_on_disk_and_reads_nothing(cut: Any, plain: torch.Tensor) -
 
 
 @pytest.mark.parametrize("cut", [lambda w: w.conj(), lambda w: w.real, lambda w: w.conj().imag, torch.view_as_real])
-def test_lazy_views_of_complex_values(cut: Any) -> None:
+def test_lazy_views_of_complex_values_compute_as_plain_ones(cut: Any) -> None:
     """Conjugation and negation stay lazy."""
     plain = torch.randn(3, 2, dtype=torch.complex64)
     view, expected = cut(offloaded(plain)), cut(plain)
@@ -768,7 +768,7 @@ def test_a_moved_tensor_shares_the_version(plain: torch.Tensor) -> None:
 
 
 @with_another_device
-def test_parameters_and_modules_move(plain: torch.Tensor, sent: list[int]) -> None:
+def test_parameters_and_modules_move_to_another_device(plain: torch.Tensor, sent: list[int]) -> None:
     """Autograd tracks a moved trainable tensor; a module keeps its parameters on disk."""
     layer = nn.Linear(8, 6, bias=False)
     layer.weight = nn.Parameter(offloaded(plain))
@@ -867,7 +867,7 @@ def test_to_meta_gives_a_meta_tensor_without_reading(plain: torch.Tensor) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a device that is not there")
-def test_a_device_that_is_not_there_is_torchs_own_error(plain: torch.Tensor) -> None:
+def test_an_absent_device_raises_the_error_of_torch(plain: torch.Tensor) -> None:
     """At the move, not later. A CUDA build's error differs from others'."""
     with pytest.raises((AssertionError, RuntimeError)) as expected:
         plain.to("cuda")
@@ -1009,7 +1009,7 @@ def test_materialize_brings_a_module_back_into_memory(plain: torch.Tensor) -> No
     assert_equal(torch.tensor(3), module[0].steps)
 
 
-def test_is_offloaded_tells_which_are_on_disk(plain: torch.Tensor) -> None:
+def test_is_offloaded_is_true_for_tensors_on_disk(plain: torch.Tensor) -> None:
     """Parameters and views are; results and other objects are not."""
     w = nn.Parameter(offloaded(plain))
 
@@ -1063,7 +1063,7 @@ def test_dlpack_shares_a_file_of_ours_and_copies_a_checkpoint(checkpoint: Path, 
         torch.from_dlpack(w.requires_grad_())
 
 
-def test_lists_and_items(plain: torch.Tensor) -> None:
+def test_lists_and_items_are_those_of_the_plain_tensor(plain: torch.Tensor) -> None:
     """`tolist`, `item`, `__array__` of views."""
     w = offloaded(plain)
 
@@ -1307,7 +1307,7 @@ def test_sizes_may_be_of_any_integer_type() -> None:
     assert (3, 2) == tuple(OffloadedTensor.empty((numpy.int64(3), 2), name="sized").shape)
 
 
-def test_the_log_tells_where_a_value_goes(tmp_path, caplog):
+def test_the_log_names_the_file_of_a_value(tmp_path, caplog):
     """The first write to a file that is not ours copies it."""
     path = tmp_path / "shard.safetensors"
     safetensors.torch.save_file({"w": torch.ones(2)}, path)
