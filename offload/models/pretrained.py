@@ -276,6 +276,9 @@ class _SavesFromDisk:
         return self._filled(object.__new__(type(self)), self.__reduce_ex__(4)[2])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        own = getattr(self._own_class, "__deepcopy__", None)  # as of FSDP's classes, which refuse
+        if own is not None:
+            return own(self, memo)
         memo[id(self)] = copied = object.__new__(type(self))
         return self._filled(copied, copy.deepcopy(self.__reduce_ex__(4)[2], memo))
 
