@@ -47,11 +47,11 @@ def rows_of_parquet(paths: Collection[Path], columns: Collection[str] | None) ->
     nulls = {name for file in files for name in _with_nulls(file.metadata, names)}
 
     def batches() -> Iterator[Any]:
-        for file in files:
+        for file in filter(lambda file: file.metadata.num_rows, files):
             row = file.metadata.row_group(0).total_byte_size // max(file.metadata.row_group(0).num_rows, 1)
             yield from file.iter_batches(batch_size=_rows_at_once(row), columns=names)
 
-    return _rows(schema, names, nulls, batches() if any(file.metadata.num_rows for file in files) else (), place)
+    return _rows(schema, names, nulls, batches(), place)
 
 
 def rows_of_ipc(path: Path, columns: Collection[str] | None) -> Incoming:
