@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import re
 import resource
 import signal
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,11 +19,9 @@ from offload.errors import (
     CacheError,
     ChangedFileError,
     CheckpointError,
-    ColumnError,
     ForeignFileError,
     MissingFileError,
     OffloadError,
-    RowIndexError,
     ShapeMismatchError,
     UnsupportedOpError,
     WriteError,
@@ -33,99 +29,9 @@ from offload.errors import (
 from offload.storage.file import TensorFile
 from offload.storage.layout import _NAMED
 from tests import faults
+from tests.cache.stores import logps
 from tests.campaigns import amount
 from tests.processes import in_fork, run_script
-
-FORMS = [
-    2,
-    -1,
-    slice(None),
-    slice(4, 0, -2),
-    slice(3, 3),
-    [4, 0, 4],
-    [],
-    range(1, 4),
-    torch.tensor([0, -1, 0]),
-    torch.tensor([True, False, True, False, True]),
-    torch.tensor(3),
-]
-
-
-def logps() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {
-        "chosen_logps": torch.randn(5),
-        "hidden": torch.randn(5, 2, 3).to(torch.bfloat16),
-        "good": torch.tensor([True, False, True, True, False]),
-        "wide": torch.randn(5, 4, dtype=torch.float64).to(torch.complex128),
-    }
-
-
-@pytest.fixture(params=["memory", "to_disk", "torch.save", "legacy", "safetensors", "offloaded"])
-def held(request: pytest.FixtureRequest, tmp_path: Path) -> TensorCache:
-    """The same tensors, in different places."""
-    tensors = logps()
-    if request.param == "memory":
-        return TensorCache(tensors=tensors)
-    if request.param == "offloaded":
-        return TensorCache(
-            {name: OffloadedTensor.from_original_tensor(t, name, tmp_path) for name, t in tensors.items()}
-        )
-    path = tmp_path / "cache.pt"
-    if request.param == "to_disk":
-        TensorCache(tensors=tensors).to_disk(path)
-    elif request.param == "safetensors":
-        del tensors["wide"]
-        save_file(tensors, path)
-    else:
-        torch.save(tensors, path, _use_new_zipfile_serialization=request.param == "torch.save")
-    return TensorCache.from_disk(path)
-
-
-@pytest.mark.parametrize("rows", FORMS, ids=str)
-def test_every_form_of_index_gives_what_it_gives_on_the_tensors(held: TensorCache, rows: object) -> None:
-    index = list(range(5)[rows]) if isinstance(rows, slice) else list(rows) if isinstance(rows, range) else rows
-    expected = {name: tensor[index] for name, tensor in logps().items()}  # torch does not support negative steps
-
-    batch = held[rows]
-
-    assert set(held.schema) == set(batch)
-    for name, values in batch.items():
-        assert type(values) is torch.Tensor
-        assert expected[name].dtype == values.dtype
-        assert torch.equal(expected[name], values)
-
-
-def test_it_tells_its_length_columns_and_size(held: TensorCache) -> None:
-    tensors = {name: logps()[name] for name in held.schema}
-
-    assert 5 == len(held) == held.num_filled
-    assert [] == held.missing_rows().tolist()
-    assert sum(tensor.nbytes for tensor in tensors.values()) == held.nbytes
-    assert "5 rows" in repr(held)
-    assert all(torch.equal(tensor, held[name]) for name, tensor in tensors.items())
-    assert all(torch.equal(tensor, held.tensors[name]) for name, tensor in tensors.items())
-
-
-def test_some_columns_come_alone_and_into_tensors_that_are_given(held: TensorCache) -> None:
-    out = torch.empty(2)
-
-    batch = held.get([3, 1], columns=["chosen_logps"], out={"chosen_logps": out})
-
-    assert ["chosen_logps"] == list(batch)
-    assert torch.equal(logps()["chosen_logps"][[3, 1]], out)
-
-
-def test_a_copy_in_another_process_reads_the_same(held: TensorCache) -> None:
-    expected = held[[4, 0]]
-    again = pickle.loads(pickle.dumps(held))
-
-    def compare() -> None:
-        batch = held[[4, 0]]
-        assert all(torch.equal(expected[name], batch[name]) for name in expected)
-
-    assert all(torch.equal(expected[name], values) for name, values in again[[4, 0]].items())
-    assert in_fork(compare)
 
 
 def test_tensors_in_memory_are_not_copied() -> None:
@@ -401,51 +307,6 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     assert [] == os.listdir(tmp_path)
 
 
-WHOLE = [
-    torch.tensor([4.0, 0.0, -1.0]),
-    torch.tensor([4.0, 0.0], dtype=torch.float64),
-    torch.tensor([1, 3], dtype=torch.bfloat16),
-    torch.tensor([1, 3], dtype=torch.float16),
-    torch.tensor(2.0),
-    torch.empty(0),
-    np.array([4.0, 1.0]),
-    np.array([4.0, 1.0], dtype=np.float32)[::-1],
-]
-
-
-@pytest.mark.parametrize("rows", WHOLE, ids=str)
-def test_floats_that_are_whole_numbers_name_rows(held: TensorCache, tmp_path: Path, rows: object) -> None:
-    """Trainers keep row numbers beside their values, in float tensors."""
-    numbers = torch.as_tensor(np.ascontiguousarray(rows)) if isinstance(rows, np.ndarray) else rows
-    assert isinstance(numbers, torch.Tensor)
-    with TensorCache.create(tmp_path / "made", {"x": (torch.int64, ())}, 5) as folder:
-        folder[:] = {"x": torch.arange(5)}
-        assert torch.equal(torch.arange(5)[numbers.long()], folder[rows]["x"])
-        folder[rows] = {"x": torch.arange(5)[numbers.long()]}
-    for name in held.schema:
-        assert torch.equal(logps()[name][numbers.long()], held[rows][name])
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        torch.tensor([0.5]),
-        torch.tensor([float("nan")]),
-        torch.tensor([float("inf")]),
-        torch.tensor([1e30]),
-        torch.tensor([-7.0]),
-        torch.tensor([1.0 + 0j]),
-        torch.ones(2, 2),
-        np.array([1.5]),
-        1.0,
-    ],
-    ids=str,
-)
-def test_other_floats_name_none(held: TensorCache, rows: object) -> None:
-    with pytest.raises(RowIndexError):
-        held[rows]
-
-
 def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "cache.pt"
     torch.save({"x": torch.zeros(3)}, path)
@@ -555,20 +416,6 @@ def test_a_tensor_without_values_is_refused() -> None:
         TensorCache(tensors={"x": torch.ones(2, device="meta")})
 
 
-def test_wrong_rows_columns_and_files_are_told(held: TensorCache, tmp_path: Path) -> None:
-    with pytest.raises(RowIndexError, match="row 5 is out of range for a cache of 5 rows"):
-        held[[0, 5]]
-    with pytest.raises(ColumnError, match="has no column 'nothing': it has "):
-        held.get(0, columns=["nothing"])
-    with pytest.raises(MissingFileError, match="nowhere"):
-        TensorCache.from_disk(tmp_path / "nowhere")
-    with pytest.raises(CacheError, match=r"is read-only, as it is over existing tensors"):
-        held[0] = {"chosen_logps": torch.tensor(1.0)}
-    held.close()
-    with pytest.raises(CacheError, match="is closed"):
-        held[0]
-
-
 def test_a_file_that_is_cut_while_it_is_open_is_an_error(tmp_path: Path) -> None:
     TensorCache(tensors={"x": torch.randn(1000, 8)}).to_disk(tmp_path / "cache.pt")
     cache = TensorCache.from_disk(tmp_path / "cache.pt")
@@ -650,6 +497,11 @@ def test_a_file_is_not_written_among_those_of_a_cache(tmp_path):
         cache.to_disk(tmp_path / "cache" / "x.safetensors")
 
     assert [1, 2, 3] == cache[:]["x"].tolist()
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="nowhere"):
+        TensorCache.from_disk(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("out", [torch.zeros(2, 5), torch.zeros(5, dtype=torch.float64)], ids=["shape", "dtype"])

@@ -152,7 +152,7 @@ def test_what_is_wrong_is_told_as_else(folder):
             cache[index]
     with pytest.raises(ColumnError, match="no column 'z'"):
         cache.get(torch.tensor([1]), ["x", "z"])
-    with pytest.raises(CacheError, match="missing='zero' is not known"):
+    with pytest.raises(CacheError, match="unknown missing='zero'"):
         cache.get(torch.tensor([1]), missing="zero")
     with pytest.raises(TypeError, match="slice indices must be integers"):
         cache["a":"b"]
@@ -223,9 +223,9 @@ def test_rows_that_another_adds_are_missing_until_they_are_flushed(folder):
 
     writer.append(values([40, 41]))
 
-    with pytest.raises(MissingRowsError, match=r"1 of the rows .*: 41"):
+    with pytest.raises(MissingRowsError, match=r"1 of the requested rows .*: 41"):
         reader[torch.tensor([39, 41])]
-    with pytest.raises(MissingRowsError, match=r"2 of the rows .*: 40, 41"):
+    with pytest.raises(MissingRowsError, match=r"2 of the requested rows .*: 40, 41"):
         reader[:]
     writer.flush()
     for _ in range(2):

@@ -60,7 +60,7 @@ def test_nothing_is_written_through_a_link(folder, name):
     (folder / name).symlink_to(other / name)
     before = contents(other)
 
-    with pytest.raises(ForeignFileError, match=rf"{name} is a link that offload did not make"):
+    with pytest.raises(ForeignFileError, match=rf"{name} is a symlink, and offload does not write through it"):
         TensorCache.open(folder, "r+")
     assert before == contents(other)
     assert "number 5" == TensorCache.open(folder)[5]["note"]
@@ -98,7 +98,7 @@ def test_a_cache_is_not_made_through_links(tmp_path, name, leads):
 def test_states_of_somebody_else_stay_as_they_are(tmp_path):
     (tmp_path / FILE).write_text("mine")
 
-    with pytest.raises(ForeignFileError, match=r"rows\.state exists: it is left as it is"):
+    with pytest.raises(ForeignFileError, match=r"rows\.state exists, and is left as it is"):
         TensorCache.create(tmp_path, COLUMNS, 3)
 
     assert "mine" == (tmp_path / FILE).read_text()

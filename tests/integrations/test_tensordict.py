@@ -340,11 +340,11 @@ def test_a_missing_file_or_folder_is_an_error_that_names_it(tmp_path):
         ("[]", "does not say what the folder holds"),
         ({"x": {"shape": [-1], "dtype": "torch.float32"}}, r"gives 'x' the shape \[-1\]"),
         ({"x": {"shape": [4], "dtype": "torch.float33"}}, r"'x' is of torch.float33, which can't be read"),
-        ({"shape": [9]}, "does not fit what it names"),
-        ({"device": "tpu:3"}, r"were on 'tpu:3', which can't be had here .*: pass device='cpu'"),
-        ({"device": 1 << 70}, "which can't be had here"),
+        ({"shape": [9]}, "contradicts the files that it names"),
+        ({"device": "tpu:3"}, r"were on 'tpu:3', which is not available here .*: pass device='cpu'"),
+        ({"device": 1 << 70}, "which is not available here"),
         ({"\ud800": {"shape": [4], "dtype": "torch.float32"}}, r"names an entry '\\ud800', and no file can be"),
-        ({"_type": "<class 'tensordict._lazy.LazyStackedTensorDict'>"}, "is a stack of TensorDicts, and has none"),
+        ({"_type": "<class 'tensordict._lazy.LazyStackedTensorDict'>"}, "is an empty stack of TensorDicts"),
     ],
 )
 def test_a_damaged_meta_json_is_an_error_of_its_folder(tmp_path, change, words):
@@ -619,9 +619,9 @@ def test_a_second_copy_of_what_is_on_disk_can_be_refused(tmp_path):
     [
         (lambda: {"a": {"x": torch.empty(2, device="meta")}}, UnsupportedOpError, r"\('a', 'x'\).*on the meta device"),
         (lambda: {"x": torch.eye(2).to_sparse()}, UnsupportedOpError, "'x'.*is not a dense tensor"),
-        (lambda: {"shape": torch.ones(2)}, UnsupportedOpError, "'shape': tensordict's format takes this key"),
+        (lambda: {"shape": torch.ones(2)}, UnsupportedOpError, "'shape': tensordict's format reserves this key"),
         (lambda: TensorDict({"a": NonTensorData(object())}), UnknownTypeError, r"\('a',\) holds a object that JSON"),
-        (lambda: TensorDict({"a": NonTensorData({1: 2})}), UnknownTypeError, "that JSON has no form for"),
+        (lambda: TensorDict({"a": NonTensorData({1: 2})}), UnknownTypeError, "that JSON can't represent"),
         (lambda: [torch.ones(2)], TypeError, "a TensorDict, a tensorclass or a dict can be saved, not a list"),
     ],
 )

@@ -1,0 +1,170 @@
+"""What every cache does, wherever its rows are: inherit `StoreTests`, and say how such a cache is made."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offload import TensorCache
+from offload.errors import CacheError, ColumnError, RowIndexError, ShapeMismatchError, UnsupportedOpError
+from tests.processes import in_fork
+
+FORMS = [
+    2,
+    -1,
+    slice(None),
+    slice(4, 0, -2),
+    slice(3, 3),
+    [4, 0, 4],
+    [],
+    range(1, 4),
+    torch.tensor([0, -1, 0]),
+    torch.tensor([True, False, True, False, True]),
+    torch.tensor(3),
+]
+WHOLE_NUMBERS = [
+    torch.tensor([4.0, 0.0, -1.0]),
+    torch.tensor([4.0, 0.0], dtype=torch.float64),
+    torch.tensor([1, 3], dtype=torch.bfloat16),
+    torch.tensor([1, 3], dtype=torch.float16),
+    torch.tensor(2.0),
+    torch.empty(0),
+    np.array([4.0, 1.0]),
+    np.array([4.0, 1.0], dtype=np.float32)[::-1],
+]
+NO_ROWS = [
+    torch.tensor([0.5]),
+    torch.tensor([float("nan")]),
+    torch.tensor([float("inf")]),
+    torch.tensor([1e30]),
+    torch.tensor([-7.0]),
+    torch.tensor([1.0 + 0j]),
+    torch.ones(2, 2),
+    np.array([1.5]),
+    1.0,
+]
+
+
+def logps() -> dict[str, torch.Tensor]:
+    """The columns of each cache."""
+    torch.manual_seed(0)
+    return {
+        "chosen_logps": torch.randn(5),
+        "hidden": torch.randn(5, 2, 3).to(torch.bfloat16),
+        "good": torch.tensor([True, False, True, True, False]),
+        "wide": torch.randn(5, 4, dtype=torch.float64).to(torch.complex128),
+    }
+
+
+class StoreTests:
+    """Inherit this, and define `make`."""
+
+    @staticmethod
+    def make(folder: Path, tensors: dict[str, torch.Tensor]) -> TensorCache:
+        """A cache with these columns; its files, if it has any, are in `folder`."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def cache(self, tmp_path: Path) -> TensorCache:
+        return self.make(tmp_path, logps())
+
+    @pytest.mark.parametrize("rows", FORMS, ids=str)
+    def test_every_form_of_index_selects_what_it_selects_in_tensors(self, cache: TensorCache, rows: object) -> None:
+        index = list(range(5)[rows]) if isinstance(rows, slice) else list(rows) if isinstance(rows, range) else rows
+        expected = {name: tensor[index] for name, tensor in logps().items()}  # torch does not support negative steps
+
+        for _ in range(3):  # the second and third time, rows may be read in another way
+            batch = cache[rows]
+
+            assert set(expected) == set(batch)
+            for name, values in batch.items():
+                assert type(values) is torch.Tensor
+                assert expected[name].dtype == values.dtype
+                assert torch.equal(expected[name], values)
+
+    @pytest.mark.parametrize("rows", WHOLE_NUMBERS, ids=str)
+    def test_floats_that_are_whole_numbers_select_rows(self, cache: TensorCache, rows: object) -> None:
+        """Trainers keep row numbers beside their values, in float tensors."""
+        numbers = torch.as_tensor(np.ascontiguousarray(rows)) if isinstance(rows, np.ndarray) else rows
+        assert isinstance(numbers, torch.Tensor)
+
+        assert all(torch.equal(tensor[numbers.long()], cache[rows][name]) for name, tensor in logps().items())
+
+    @pytest.mark.parametrize("rows", NO_ROWS, ids=str)
+    def test_other_floats_are_refused(self, cache: TensorCache, rows: object) -> None:
+        with pytest.raises(RowIndexError):
+            cache[rows]
+
+    def test_the_length_the_columns_and_the_size_are_known(self, cache: TensorCache) -> None:
+        assert 5 == len(cache) == cache.num_filled
+        assert [] == cache.missing_rows().tolist() == cache.missing_rows(["good"]).tolist()
+        assert set(logps()) == set(cache.schema)
+        assert sum(tensor.nbytes for tensor in logps().values()) == cache.nbytes
+        assert "5 rows" in repr(cache)
+
+    def test_a_column_is_a_tensor(self, cache: TensorCache) -> None:
+        assert set(logps()) == set(cache.tensors)
+        for name, tensor in logps().items():
+            assert torch.equal(tensor, cache[name])
+            assert torch.equal(tensor, cache.tensors[name])
+
+    def test_columns_are_read_alone_and_into_given_tensors(self, cache: TensorCache) -> None:
+        out = torch.empty(2)
+
+        batch = cache.get([3, 1], columns=["chosen_logps"], out={"chosen_logps": out})
+
+        assert ["chosen_logps"] == list(batch)
+        assert torch.equal(logps()["chosen_logps"][[3, 1]], out)
+
+    def test_a_tensor_to_read_into_has_the_shape_of_the_rows(self, cache: TensorCache) -> None:
+        with pytest.raises(ShapeMismatchError, match=r"column 'chosen_logps': `out` must be"):
+            cache.get([3, 1], out={"chosen_logps": torch.empty(3)})
+
+    def test_a_copy_in_another_process_reads_the_same(self, cache: TensorCache) -> None:
+        expected = cache[[4, 0]]
+        again = pickle.loads(pickle.dumps(cache))
+
+        def compare() -> None:
+            batch = cache[[4, 0]]
+            assert all(torch.equal(expected[name], batch[name]) for name in expected)
+
+        assert all(torch.equal(expected[name], values) for name, values in again[[4, 0]].items())
+        assert in_fork(compare)
+
+    def test_rows_out_of_range_and_unknown_columns_are_refused(self, cache: TensorCache) -> None:
+        with pytest.raises(RowIndexError, match="row 5 is out of range for a cache of 5 rows"):
+            cache[[0, 5]]
+        with pytest.raises(ColumnError, match="has no column 'nothing': it has "):
+            cache.get(0, columns=["nothing"])
+        with pytest.raises(ColumnError, match="has no column 'nothing': it has "):
+            cache.missing_rows(["nothing"])
+        with pytest.raises(UnsupportedOpError, match="has rows of one shape"):
+            cache.lengths("good")
+
+    def test_a_cache_that_was_not_opened_to_write_is_read_only(self, cache: TensorCache) -> None:
+        if cache.mode == "r+":
+            cache[0] = {"chosen_logps": torch.tensor(7.0)}
+            assert 7 == cache[0]["chosen_logps"]
+            return
+        with pytest.raises(CacheError, match=r"only"):
+            cache[0] = {"chosen_logps": torch.tensor(1.0)}
+        with pytest.raises(CacheError, match=r"only"):
+            cache.append({name: tensor[:1] for name, tensor in logps().items()})
+
+    @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+    def test_all_rows_go_to_one_file(self, cache: TensorCache, tmp_path: Path, name: str) -> None:
+        cache.to_disk(tmp_path / "out" / name)
+
+        found = TensorCache.from_disk(tmp_path / "out" / name)[:]
+        assert set(logps()) == set(found)
+        assert all(torch.equal(tensor, found[name]) for name, tensor in logps().items())
+
+    def test_a_closed_cache_is_an_error(self, cache: TensorCache) -> None:
+        cache.close()
+
+        with pytest.raises(CacheError, match="is closed"):
+            cache[0]
