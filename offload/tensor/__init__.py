@@ -10,6 +10,10 @@ How an op is executed, in this order:
 2. an op whose schema says that it returns a view: recorded, nothing is read;
 3. all else: arguments are materialized, the op runs on them, and what the schema says was mutated is written back.
 
+Products and picks are executed in `rules.read_directly` (`F.linear`, `mm`, `addmm`, `matmul`, above autograd),
+`rules.read` (the same ops below autograd), `ops.embed` and `ops.pick_where_the_file_is` (`embedding`, `index_select`,
+indexing), and `ops.multiply_groups` (`_grouped_mm`).
+
 | module | what |
 | --- | --- |
 | `wrapper` | the class `OffloadedTensor`: what users call, where torch enters, pickles |
