@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -119,6 +120,7 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
 _BITS = {"bfloat16": 16.0, "fp8": 8.0, "mxfp4": 4.25}
 
 
+@cache
 def sizes_of(name: str) -> ModelSizes:
     """The sizes of a model in the format in which it is published."""
     form, config_of = MODELS[name]
