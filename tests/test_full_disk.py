@@ -137,4 +137,4 @@ def test_a_run_stops_on_a_full_disk_and_goes_on_with_room_and_a_read_only_one_is
     assert {"EROFS"} == {said["update"][0], said["run"][0]}
     assert "the file system is read-only: take another offload_dir" in said["update"][1]
     assert "tensor 'a'" in said["update"][1]
-    assert "the file system is read-only: take another folder" in said["run"][1]
+    assert "the file system is read-only: write to another folder" in said["run"][1]

@@ -94,7 +94,7 @@ def map_batches(
         [torch.Size([1, 1]), torch.Size([1, 1])]
     """
     if inspect.isgeneratorfunction(fn):
-        raise ArgumentTypeError("fn yields: it would run outside its batch. Have it return a list")
+        raise ArgumentTypeError("fn is a generator, which would run outside its batch: return a list")
     most = None if in_flight is None else checked_count(in_flight, "in_flight")
     models = models_of(model)
     stages = stages_of(models, blocks)

@@ -83,7 +83,7 @@ class Spilled:
                 spilled.bring_back()
                 raise
         except OSError as error:
-            message = f"what waits can't be put on disk ({error.strerror}): call map_batches with spill=False"
+            message = f"waiting states can't be written to disk ({error.strerror}): call map_batches with spill=False"
             raise WriteError(error.errno, message, str(folder)) from error
         return spilled
 
@@ -115,7 +115,7 @@ class Spilled:
                     bring_in(address, size)
                     swapped_in(address, size)
                 except OSError as error:
-                    message = f"what a batch has put on disk can't be read ({error.strerror})"
+                    message = f"the spilled states of a batch can't be read ({error.strerror})"
                     raise ReadError(error.errno, message) from error
                 self._storages.pop()
 

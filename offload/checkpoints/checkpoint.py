@@ -76,7 +76,7 @@ class StoredValue:
     def handle(self, _: str, offload_dir: PathLike | None = None) -> Handle:
         """The value, referenced in place."""
         if self.key in self.file.header.loose:
-            log.debug("%s is copied: no tensor can be over it where it lies in %s", self.key, self.file.path)
+            log.debug("%s is copied, since it can't be mapped as a tensor in %s", self.key, self.file.path)
         return referenced(self.file, self.key, offload_dir)
 
 
@@ -198,8 +198,8 @@ class Checkpoint(Mapping[str, Value]):
         """Raises `CheckpointError` if values would go to the checkpoint's own folder, except an offload folder."""
         if self.is_in(offload_dir) and not self.is_offload_folder:
             raise CheckpointError(
-                f"{self.path} is a checkpoint's own folder: values beside it would pass for the checkpoint when it is "
-                "opened again. Give another offload_dir."
+                f"{self.path} is a checkpoint's own folder: values in it would be taken for the checkpoint when it "
+                "is opened again. Give another offload_dir."
             )
 
 
@@ -303,7 +303,7 @@ def _values_by_name(files: Iterable[TensorFile]) -> dict[str, StoredValue]:
             first = values.setdefault(name, value)
             if first is not value:
                 raise CheckpointError(
-                    f"{file.path} holds {name!r}, as {first.file.path.name} does: remove the one that is not meant"
+                    f"{file.path} holds {name!r}, as {first.file.path.name} does: remove the wrong one"
                 )
     return values
 
@@ -328,7 +328,7 @@ def _the_only(folder: Path, names: list[str]) -> str:
     shard = next(filter(is_shard, names), None)
     if shard is not None:
         raise CheckpointError(
-            f"{folder} holds {shard}, a part of a checkpoint, and no index: get the *{INDEX} again, or name the file"
+            f"{folder} holds {shard}, a part of a checkpoint, but no index: get the *{INDEX} again, or name the file"
         )
     if len(names) > 1:
         raise CheckpointError(f"{folder} holds {len(names)} checkpoints ({some(names, 3)}): name the file")

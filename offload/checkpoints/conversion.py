@@ -44,7 +44,7 @@ _KIND = Kind(
     what="a run under way",
     stamp={"run": 1},
     foreign=ForeignFileError,
-    missing="the folder is there, and holds no run that could go on: it is left as it is. Name another target.",
+    missing="the folder exists, and holds no run that could be resumed: it is left as it is. Name another target.",
 )
 
 
@@ -140,8 +140,8 @@ def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[Json, d
     values = values_in(source, quantization[0])
     if values.form is not Form.DECODED:
         raise CheckpointError(
-            f"the weights of {source.path} are for kernels of their own ({quantization[0].get('quant_method')}), and "
-            "are not decoded: load the model, and save the result of its dequantize()"
+            f"the weights of {source.path} are packed for special kernels ({quantization[0].get('quant_method')}), "
+            "and are not decoded: load the model, and save the result of its dequantize()"
         )
     dtypes = [dtype_named(name) for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str)]
     wanted = dtype or next((one for one in dtypes if one is not None), None)
@@ -169,8 +169,8 @@ def _write_one_by_one(
     tensors = source.tensors() if isinstance(source, Checkpoint) else source
     if isinstance(source, Checkpoint) and PARTS_NOTE in source.metadata:
         raise CheckpointError(
-            f"{source.path} holds quantized weights in torchao's form, which takes notes that an offload folder has no "
-            "place for: convert it to safetensors, or load the model and call offload.disk_offload"
+            f"{source.path} holds quantized weights in torchao's form, whose metadata an offload folder can't hold: "
+            "convert it to safetensors, or load the model and call offload.disk_offload"
         )
     for name, tensor in progress(tensors.items(), "converting", total=len(tensors)):
         if dtype in (None, tensor.dtype) or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:

@@ -104,7 +104,9 @@ def read_metadata(folder: Path) -> dict[str, Sharded]:
         raise CheckpointError(f"{path} names no tensors")
     left = [*others, *(tensors.keys() - set(names.values()))]
     if left:
-        log.info("%s: left out, as no tensors of the model: %d, such as %s", folder, len(left), short(left[0]))
+        log.info(
+            "%s: left out %d entries that are not tensors of the model, such as %s", folder, len(left), short(left[0])
+        )
     return values
 
 

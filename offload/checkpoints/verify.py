@@ -140,7 +140,7 @@ def _claims(verdict: Verdict) -> Iterator[Finding]:
         if file is not None and "name" in file.notes:
             name = str(file.notes["name"])
             if name in holders:
-                yield Finding(path, f"holds {name!r}, as {holders[name].name} does: remove the one that is not meant")
+                yield Finding(path, f"holds {name!r}, as {holders[name].name} does: remove the wrong one")
             holders.setdefault(name, path)
 
 

@@ -52,8 +52,8 @@ def taken_up(handle: Handle, mark: str) -> bool:
         return True
     if has_stored(handle):
         raise CheckpointError(
-            f"{handle.folder} has a share of {handle.name!r} that was cut from another checkpoint, or from this one as "
-            "it was before: remove that folder, or give another offload_dir"
+            f"{handle.folder} has a share of {handle.name!r} that was cut from another checkpoint, or from an "
+            "earlier version of this one: remove that folder, or give another offload_dir"
         )
     return False
 

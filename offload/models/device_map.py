@@ -159,7 +159,7 @@ def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: It
     strangers = [f"{name!r}{_meant(name, known)}" for name in device_map if name and name not in known]
     if strangers:
         warnings.warn(
-            f"the device map names modules that this model does not have, and they are ignored: {', '.join(strangers)}",
+            f"the device map names modules that this model does not have; they are ignored: {', '.join(strangers)}",
             stacklevel=4,
         )
 
@@ -188,7 +188,7 @@ def _checked_shares(max_memory: Any, word: str) -> dict[int | str, int]:
 def _meant(word: object, known: Iterable[str] = _WORDS) -> str:
     """A suggestion for an unknown word, as text; empty if nothing is similar."""
     if word in AUTOMATIC:
-        return ": it is worked out for a whole model, by load_checkpoint_and_dispatch and from_pretrained"
+        return ": it applies to a whole model, in load_checkpoint_and_dispatch and from_pretrained"
     near = get_close_matches(word, known, n=1) if isinstance(word, str) and not _is_device(word) else []
     return f", did you mean {near[0]!r}?" if near else ""
 

@@ -90,8 +90,8 @@ class Journal:
             return cls(path)
         except (ValueError, KeyError, TypeError) as error:
             raise JournalError(
-                f"{path} can't be read as a journal ({type(error).__name__}: {short(error)}): "
-                "remove it to begin anew, or take another offload_dir"
+                f"{path} can't be read as a journal ({type(error).__name__}: {short(error)}): remove it to start "
+                "again, or take another offload_dir"
             ) from error
 
     def write(self) -> None:
@@ -147,9 +147,9 @@ class Journal:
         unfinished = next((run for run in self.runs if not run.finished), None)
         if unfinished is not None:
             raise JournalError(
-                f"{self.path} is the journal of another run, {unfinished}, and {name!r} can't begin before that one is "
-                f"finished: call it again with resume=True, take another offload_dir, or remove the journal to give "
-                "it up"
+                f"{self.path} is the journal of another run, {unfinished}, and {name!r} can't start before that one "
+                "is finished: call it again with resume=True, take another offload_dir, or remove the journal to "
+                "give it up"
             )
         self._add(name, sources)
 
@@ -199,7 +199,7 @@ class Journal:
             return
         raise JournalError(
             f"{self.path} is the journal of another run: {run} is {what}. Take another offload_dir, or another name "
-            "(resume='a name'), or remove the journal to begin anew"
+            "(resume='a name'), or remove the journal to start again"
         )
 
 

@@ -292,7 +292,7 @@ def disk_offload(
         'OffloadedTensor'
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
+        raise ArgumentTypeError(f"a {type(model).__name__} is not a module: offload its parts one by one")
     refuse_held(model)
     slots = tensor_slots(model)
     empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta]

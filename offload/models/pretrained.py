@@ -105,7 +105,8 @@ def filled(
             raise
         except RuntimeError as error:
             raise CheckpointError(
-                f"transformers does not make a {model_class.__name__} of this checkpoint: {error} (its log tells more)"
+                f"transformers can't make a {model_class.__name__} from this checkpoint: {error} (its log has the "
+                "details)"
             ) from error
     return model, report
 

@@ -162,7 +162,7 @@ def map_values(
             whole,
         )
         _for_each(todo, walk.see, workers)
-    log.info("%d values replaced, %d kept, %d done before", len(walk.replaced), len(walk.kept), len(before))
+    log.info("%d values replaced, %d unchanged, %d done before", len(walk.replaced), len(walk.kept), len(before))
     return MapReport(tuple(walk.replaced), tuple(walk.kept), tuple(before))
 
 
@@ -435,7 +435,7 @@ def _refuse_apart(values: Iterable[Slot], workers: int, *, resume: bool) -> None
     if resume:
         raise JournalError(
             f"whole=True can't be resumed where ranks share values, as {name!r}: after a kill some ranks may have "
-            "their share of a new value, and others that of the old one. Load the checkpoint again, and begin anew."
+            "the new value and others the old one. Load the checkpoint again, and start over."
         )
 
 
@@ -474,7 +474,7 @@ def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool
     journal.resume(name, sources)
     for slot in slots:
         _adopt(slot, *journal.key)
-    log.info("%s goes on, in %s", journal.run, folder)
+    log.info("resuming %s in %s", journal.run, folder)
     return journal
 
 
@@ -563,7 +563,7 @@ class _Walk:
                     )
             return new, is_new
 
-        new, is_new = ranks.all(made, f"{name!r} is as it was")
+        new, is_new = ranks.all(made, f"{name!r} is unchanged")
         if len({*ranks.gather((is_new, new.dtype))}) > 1:
             raise MapError(f"fn returned different values for {name!r} on different ranks: {self._so_far()}")
         if is_new:
@@ -593,7 +593,7 @@ class _Walk:
 
     def _so_far(self) -> str:
         done = self.done + len(self.replaced) + len(self.kept)
-        way_on = f"; resume={self.journal.name!r} goes on from there" if self.journal.name and not self.whole else ""
+        way_on = f"; resume={self.journal.name!r} continues from there" if self.journal.name and not self.whole else ""
         return f"{done} of {self.most} values were replaced and stay so{way_on}"
 
 

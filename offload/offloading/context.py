@@ -156,7 +156,7 @@ class _Results(TorchDispatchMode):
         if not self.place.takes(results, what):
             return results
         if _storage_of(results) in map(_storage_of, tensors_in(*args, *kwargs.values())):
-            log.debug("%s: a result stays in memory, as it is over that of an argument", what)
+            log.debug("%s: a result stays in memory, since it shares the memory of an argument", what)
             return results
         return self.place.put(results, what)
 

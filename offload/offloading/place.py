@@ -48,13 +48,13 @@ class Place:
         if type(tensor) is not torch.Tensor or tensor.is_meta:
             return False
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-            log.debug("%s: a result stays in memory, as it is sparse, quantized or nested", what)
+            log.debug("%s: a result stays in memory, since it is sparse, quantized or nested", what)
             return False
         if tensor.numel() * tensor.itemsize < max(self.min_bytes, 1):
             return False
         layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.is_conj() or tensor.is_neg() or not layout.is_dense:
-            log.debug("%s: %s stays in memory, as its elements are not in it once each, as they are", what, layout)
+            log.debug("%s: %s stays in memory, since its elements overlap or are lazily changed", what, layout)
             return False
         return True
 

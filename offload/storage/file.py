@@ -324,7 +324,7 @@ def _read_header(file: BinaryIO, size: int) -> Header:
     """The format is recognised by the first bytes, whatever the file's name."""
     start = file.read(_START)
     if start.startswith(_LFS):
-        raise CorruptFileError("it is a git-lfs pointer, a note in place of the file: run `git lfs pull`")
+        raise CorruptFileError("it is a git-lfs pointer instead of the file: run `git lfs pull`")
     file.seek(0)
     reader = next(reader for reader in _READERS if reader.recognizes(start))
     return reader.read_header(file, size)

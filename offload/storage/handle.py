@@ -324,10 +324,10 @@ class Handle:
                 try:
                     os.fsync(fd)
                 except OSError as error:
-                    reason = f"what was written may not be on the disk ({error.strerror}): write it again, elsewhere"
+                    reason = f"written data may not be on the disk ({error.strerror}): write it again, elsewhere"
                     raise WriteError(error.errno, reason, str(self.path)) from error
             if self.file.lost_writes:
-                reason = "something that was written did not reach the disk: write it again, elsewhere"
+                reason = "written data did not reach the disk: write it again, elsewhere"
                 raise WriteError(errno.EIO, reason, str(self.path))
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -205,7 +205,7 @@ def is_standard(layout: Layout) -> bool:
 def _refuse_unstorable(key: str, layout: Layout) -> None:
     if not is_storable(layout.dtype):
         raise UnsupportedOpError(
-            f"{key!r} is of {layout.dtype}, which means nothing without its scale: dequantize() it"
+            f"{key!r} is of {layout.dtype}, which is meaningless without its scale: dequantize() it"
         )
     if not layout.is_possible:
         raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: not the shape of a tensor")
@@ -215,7 +215,7 @@ def _json_object(text: bytes) -> dict[str, Json]:
     try:
         raw = parse_json(text)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5,000 digits, a name twice
-        raise CorruptFileError(f"its header is not JSON that can be used ({short(error)})") from error
+        raise CorruptFileError(f"its header is not valid JSON ({short(error)})") from error
     if not isinstance(raw, dict):
         raise CorruptFileError("its header is not a JSON object")
     if not is_unicode(json.dumps(raw, ensure_ascii=False) if b"\\u" in text else ""):

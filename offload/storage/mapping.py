@@ -76,7 +76,7 @@ def scratch_bytes(count: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        reason = f"there are no {count} bytes of memory for a value on its way ({error.strerror}): free some memory"
+        reason = f"there are no {count} bytes of memory for a value in transit ({error.strerror}): free some memory"
         raise ReadError(error.errno, reason) from error
 
 

@@ -241,7 +241,7 @@ def _make_own(handle: Handle) -> None:
             return
         before = handle.path
         _copy(handle, handle)
-        log.debug("%r is to be written: it is copied from %s to %s", handle.name, before, handle.path)
+        log.debug("%r is copied from %s to %s for its first write", handle.name, before, handle.path)
 
 
 def _fill_holes(handle: Handle) -> None:
@@ -306,8 +306,8 @@ def replace_whole(handle: Handle, tensor: torch.Tensor, notes: Notes = None) -> 
     source = getattr(handle, "source", None)
     if isinstance(source, Owned) and source.in_place:
         raise UnsupportedOpError(
-            f"{handle.name!r} is in a file that others write in place ({source.path}: a column of a cache, or a leaf "
-            "of a memmap folder): write rows of the cache, or copy_ to the tensor"
+            f"{handle.name!r} is in a file that is written in place by others ({source.path}: a column of a cache, "
+            "or a leaf of a memmap folder): write rows of the cache, or copy_ to the tensor"
         )
     with handle.lock, _claimed(handle) as path:
         _write(handle, path, tensor, notes)

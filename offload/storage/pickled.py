@@ -149,8 +149,8 @@ def _read(file: BinaryIO, size: int) -> Saved:
         return _read_legacy(file, size)
     if start[_TAR_AT:].startswith(_TAR):
         raise CheckpointError(
-            "is in the tar form of PyTorch before 0.2, which can't be read safely: "
-            f"open it with torch.load where you trust it, and {_SAVE_TENSORS}"
+            "is in the tar form of PyTorch before 0.2, which can't be read safely: open it with torch.load if you "
+            f"trust it, and {_SAVE_TENSORS}"
         )
     raise CheckpointError(f"is a pickle that torch.save did not write, and is not opened: {_SAVE_TENSORS}")
 
@@ -193,8 +193,8 @@ def _root(infos: Mapping[str, object]) -> str:
         raise CheckpointError(f"is a zip archive, but torch.save did not write it: {_SAVE_TENSORS}")
     if f"{roots[0]}constants.pkl" in infos:
         raise CheckpointError(
-            "is a TorchScript archive, a program with its weights: "
-            "torch.jit.load it where you trust it, and save its state_dict()"
+            "is a TorchScript archive, a program with its weights: load it with torch.jit.load if you trust it, and "
+            "save its state_dict()"
         )
     return roots[0]
 
@@ -209,8 +209,8 @@ def _is_swapped(archive: zipfile.ZipFile, info: zipfile.ZipInfo | None) -> bool:
 def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     if info.file_size > min(_LONGEST, _DENSEST * info.compress_size):
         raise CorruptFileError(
-            f"its {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}: "
-            "which no pickle of tensors is"
+            f"its {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}, more than any "
+            "pickle of tensors"
         )
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise _unknown_packing(info)
@@ -234,8 +234,8 @@ def _zip_record(file: BinaryIO, info: zipfile.ZipInfo, end: int, *, is_swapped: 
     if info.compress_type == zipfile.ZIP_DEFLATED:
         if info.file_size > _DEFLATED * info.compress_size:
             raise CorruptFileError(
-                f"its record {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}: "
-                "which no compression reaches"
+                f"its record {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}, more "
+                "than any compression reaches"
             )
         return Record(start, info.file_size, packed=info.compress_size, is_swapped=is_swapped)
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
@@ -377,7 +377,8 @@ def _explained() -> Iterator[None]:
     except pickle.UnpicklingError as error:
         reason = str(error).partition("\n")[0].partition(" Please use")[0]
         raise CheckpointError(
-            f"is a pickle of more than tensors, and is not opened, as it could run code ({reason}): {_SAVE_TENSORS}"
+            f"is a pickle with more than tensors, and is not opened, since it could run code ({reason}): "
+            f"{_SAVE_TENSORS}"
         ) from error
     except Exception as error:  # malformed bytes can make the unpickler, or torch, raise anything
         _leave_to_the_system(error)
@@ -435,7 +436,7 @@ def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
         found = (dtype_named(name) if module == "torch" else None) or known.get((module, name))
         if found is None:
             raise CheckpointError(
-                f"names {short(f'{module}.{name}')}, which has no place in it, and is not opened: it could run code"
+                f"names {short(f'{module}.{name}')}, which does not belong there, and is not opened: it could run code"
             )
         return found
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from offload.errors import CorruptFileError, MissingFileError, OffloadError, ReadError, WriteError
 
 _MANY = "close some files, or raise the limit (ulimit -n)"
-_NO_RIGHT = "this user may not: change the rights of the file, or of its folder"
+_NO_RIGHT = "no permission: change the permissions of the file, or of its folder"
 _NOT_WRITABLE = "the folder is not writable: take another {place}"
 _NO_FOLDER = "a file is where a folder should be: take another {place}"
 _TO_READ = {
@@ -26,11 +26,11 @@ _TO_READ = {
     errno.ENFILE: _MANY,
     errno.EACCES: _NO_RIGHT,
     errno.EPERM: _NO_RIGHT,
-    errno.EROFS: "the file system is read-only: take another folder for what is to be written",
+    errno.EROFS: "the file system is read-only: write to another folder",
     errno.ENOMEM: "free some memory, or raise the limits (ulimit -v, vm.max_map_count)",
-    errno.EIO: "try again, and look after the disk if that does not help",
-    errno.ENODEV: "this file system maps no files: copy it to another one",
-    errno.ELOOP: "its links lead in a circle: put the file itself there",
+    errno.EIO: "try again, and check the disk if that does not help",
+    errno.ENODEV: "this file system can't map files: copy it to another one",
+    errno.ELOOP: "its links form a loop: put the file itself there",
     errno.ENAMETOOLONG: "the path is too long here",
 }
 _TO_WRITE = {
@@ -38,7 +38,7 @@ _TO_WRITE = {
     errno.ENFILE: _MANY,
     errno.ENOSPC: "free some space, or take another {place}",
     errno.EDQUOT: "your quota is used up: take another {place}",
-    errno.EFBIG: "files may not be that large here (ulimit -f, or the file system)",
+    errno.EFBIG: "files can't be that large here (ulimit -f, or the file system)",
     errno.EACCES: _NOT_WRITABLE,
     errno.EPERM: _NOT_WRITABLE,
     errno.EROFS: "the file system is read-only: take another {place}",

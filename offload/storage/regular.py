@@ -40,7 +40,7 @@ def text_of(path: str | os.PathLike[str]) -> str:
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"{text!r} is not a path: it holds half a character ({error.reason})") from error
+        raise ArgumentError(f"{text!r} is not a path: it has an incomplete character ({error.reason})") from error
     return text
 
 
@@ -71,8 +71,8 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     except OSError as error:
         if flags & os.O_NOFOLLOW and error.errno in (errno.ELOOP, errno.EMLINK) and path.is_symlink():
             raise ForeignFileError(
-                f"{path} is a link, and is not followed: what it leads to may be somebody else's. "
-                "Put the file itself there, or take another folder."
+                f"{path} is a link, and is not followed: its target may belong to others. Put the file itself there, "
+                "or take another folder."
             ) from error
         raise explained(path, error) from error
     with closed_on_error(fd), reading(path):
@@ -144,7 +144,7 @@ def read_regular(path: Path, most: int) -> bytes:
         data = file.read(most + 1)
     if len(data) > most:
         raise CorruptFileError(
-            f"{path} is larger than {most} bytes: too large for such a file: download or copy it again"
+            f"{path} is larger than {most} bytes, too large for such a file: download or copy it again"
         )
     return data
 

@@ -118,7 +118,7 @@ def refuse_filled(path: Path) -> None:
     """
     with reading(path):
         if is_there(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
-            raise ForeignFileError(f"{path} is there, and is not an empty folder: take another one, or remove it first")
+            raise ForeignFileError(f"{path} exists, and is not an empty folder: take another one, or remove it first")
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def _refuse_unfit(cls: Any) -> None:
         if not (hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")):
             raise UnknownSubclassError(
                 f"{cls.__name__} (of {cls.__module__}) lacks __tensor_flatten__ and __tensor_unflatten__: without "
-                "them a file would hold its numbers alone. Give it both, or store its parts"
+                "them a file would hold only its numbers. Add both, or store its parts"
             )
     elif not (issubclass(cls, enum.Enum) or dataclasses.is_dataclass(cls) or _is_named_tuple(cls)):
         raise UnknownSubclassError(
@@ -129,15 +129,15 @@ def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
     with naming(name):
         if not is_subclass_value(tensor):
             raise UnknownSubclassError(
-                f"{kind.__name__} (of {kind.__module__}) has no __tensor_flatten__: nothing but its numbers would "
-                "be stored. Store its parts, or its as_subclass(torch.Tensor)"
+                f"{kind.__name__} (of {kind.__module__}) has no __tensor_flatten__: only its numbers would be "
+                "stored. Store its parts, or its as_subclass(torch.Tensor)"
             )
         _checked_word(kind)
         lost = sorted(extra for extra in extras_of(tensor) if not extra.startswith("_"))
         if lost:
             raise UnknownSubclassError(
-                f"this {kind.__name__} has {', '.join(lost)}, which its __tensor_flatten__ leaves out and which would "
-                "be lost: remove that, or have __tensor_flatten__ put it into the context"
+                f"this {kind.__name__} has {', '.join(lost)}, which its __tensor_flatten__ leaves out, so it would "
+                "be lost: remove it, or have __tensor_flatten__ put it into the context"
             )
 
 
@@ -286,7 +286,7 @@ def _known(word: str) -> type:
         with suppress(ImportError, AttributeError):
             cls: type = getattr(importlib.import_module(module), name)
             return cls
-    raise UnknownSubclassError(f"{name} is needed to rebuild this value: install a {package} that has it")
+    raise UnknownSubclassError(f"{name} is needed to rebuild this value: install a version of {package} that has it")
 
 
 def _checked_word(cls: type) -> str:

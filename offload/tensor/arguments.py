@@ -138,7 +138,7 @@ def computing_device(device: torch.device | str | int) -> torch.device:
     """
     found = checked_device(device)
     if found.type == "meta":
-        raise DeviceError(f"nothing is computed on 'meta': use one of {_devices()}")
+        raise DeviceError(f"ops can't run on 'meta': use one of {_devices()}")
     return found
 
 

@@ -115,8 +115,8 @@ class DeferredTensor(torch.Tensor):
         layouts = [(one.shape, one.dtype, one.stride()) for one in (self, value)]
         if layouts[0] != layouts[1]:
             raise UnsupportedOpError(
-                f"a tensor that is still to be put together is {layouts[0]}; its data can't become {layouts[1]}: "
-                "do it after the model is loaded"
+                f"a tensor that is not joined yet is {layouts[0]}; its data can't become {layouts[1]}: do it after "
+                "the model is loaded"
             )
         other = _deferred(value.detach())
         self._body, self._root, self._cuts, self._seen = other._body, other._root, other._cuts, other._seen
@@ -230,8 +230,8 @@ def refuse_to_share(tensor: torch.Tensor, name: str) -> None:
     )
     if any(is_offloaded(source) and handle_of(source).is_subclass for source in sources):
         raise UnsupportedOpError(
-            f"{name!r} is stored in a class of torchao's, of which ranks can't have shares: load them from a dense "
-            "checkpoint, or from one of FP8, compressed-tensors, GPTQ..., whose weights are decoded as they are read"
+            f"{name!r} is stored as a torchao tensor, which ranks can't share: load them from a dense checkpoint, or "
+            "from one in FP8, compressed-tensors, GPTQ..., whose weights are decoded as they are read"
         )
 
 
@@ -492,8 +492,7 @@ def _compute(func: Any, args: Args, kwargs: Kwargs) -> Any:
             continue
         if torch.Tag.inplace_view in func.tags:
             raise UnsupportedOpError(
-                f"{func} would change the shape of a tensor that is still to be put together: "
-                "do it after the model is loaded"
+                f"{func} would change the shape of a tensor that is not joined yet: do it after the model is loaded"
             )
         if not tensor._body.own:
             tensor._settle()

@@ -156,7 +156,7 @@ def store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
         handle.generation += 1
         tensor._generation = handle.generation
     else:
-        log.debug("%s: assigned anew, and others keep what is in %s", handle.name, handle.path)
+        log.debug("%s: assigned again; others keep the value in %s", handle.name, handle.path)
         folder = None if is_part(tensor) else handle.folder
         created = create_value(_plain(values, tensor), handle.name, folder)
         with no_functions(), no_modes():

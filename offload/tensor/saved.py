@@ -124,8 +124,8 @@ def refuse_referenced(replaced: Iterable[Path]) -> None:
     for path in replaced:
         if TensorFile.is_open(path) and gc.collect() >= 0 and TensorFile.is_open(path):
             raise ForeignFileError(
-                f"tensors of this process refer to {path}, which saving here would replace: save to another folder, or "
-                "let go of them first"
+                f"tensors of this process refer to {path}, which saving here would replace: save to another folder, "
+                "or delete them first"
             )
 
 

@@ -459,7 +459,7 @@ class OffloadedTensor(torch.Tensor):
         """
         if not issubclass(OffloadedTensor, cls):
             raise UnsupportedOpError(
-                f"{self.name!r} is a tensor on disk, and can't be a {cls.__name__} too: materialize() it first"
+                f"{self.name!r} is a tensor on disk, and can't also be a {cls.__name__}: materialize() it first"
             )
         return super().as_subclass(cls)
 

@@ -203,7 +203,7 @@ def test_a_column_is_an_offloaded_tensor_and_a_safetensors_file(filled):
 
 def test_a_column_is_not_replaced_under_the_cache(filled):
     with pytest.raises(
-        UnsupportedOpError, match=r"'x' is in a file that others write in place .*: a column of a cache"
+        UnsupportedOpError, match=r"'x' is in a file that is written in place by others .*: a column of a cache"
     ):
         filled[0]["x"].update_values(torch.zeros(SIZE, 3))
 

@@ -141,7 +141,7 @@ def test_shards_without_an_index_are_not_taken_for_a_checkpoint(tmp_path: Path, 
         path = tmp_path / f"{name}{suffix}"
         save_file({name: torch.ones(1)}, path) if suffix != ".bin" else torch.save({name: torch.ones(1)}, path)
 
-    with pytest.raises(CheckpointError, match=rf"{names[0]}{suffix}, a part of a checkpoint, and no index"):
+    with pytest.raises(CheckpointError, match=rf"{names[0]}{suffix}, a part of a checkpoint, but no index"):
         open_checkpoint(tmp_path)
     assert [names[0]] == list(open_checkpoint(tmp_path / f"{names[0]}{suffix}"))
 
@@ -264,7 +264,7 @@ def test_a_pickle_with_code_is_refused_and_not_run_wherever_it_stands(pickled: P
     torch.save({"a": torch.ones(3), "bomb": Bomb()}, pickled / "pytorch_model-00001-of-00002.bin")
 
     for path in (pickled, pickled / "pytorch_model-00001-of-00002.bin"):
-        with pytest.raises(CheckpointError, match=r"00001-of-00002\.bin is a pickle of more than tensors"):
+        with pytest.raises(CheckpointError, match=r"00001-of-00002\.bin is a pickle with more than tensors"):
             open_checkpoint(path)
     assert not (pickled / "exploded").exists()
 

@@ -160,7 +160,7 @@ def test_resume_needs_dequantize(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [(None, "is not quantized"), ("torchao-int8", "for kernels of their own .*torchao")]
+    ("name", "words"), [(None, "is not quantized"), ("torchao-int8", "packed for special kernels .*torchao")]
 )
 def test_checkpoints_that_are_dense_or_cannot_be_decoded_are_refused(
     name: str | None, words: str, tmp_path: Path

@@ -116,7 +116,7 @@ def test_a_pickle_with_code_and_a_tensor_that_cannot_be_read_are_found(tmp_path:
     (first, second) = found(tmp_path)
 
     assert first[0] == "code.bin"
-    assert "is a pickle of more than tensors" in first[1]
+    assert "is a pickle with more than tensors" in first[1]
     assert ("sparse.bin", "'s' is a sparse_coo tensor: save its to_dense(), or its parts", True) == second
 
 

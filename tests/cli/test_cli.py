@@ -293,7 +293,7 @@ def test_convert_does_not_touch_existing_files(tmp_path: Path, capsys: pytest.Ca
 
     assert before == contents(tmp_path)
     assert names == sorted(os.listdir(tmp_path))
-    assert f"{target} is there" in capsys.readouterr().err
+    assert f"{target} exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", ["safetensors", "offload"])
@@ -402,7 +402,7 @@ def test_generate_as_json_gives_text_and_tokens(
         (["--max-memory", "9" * 400], "is not a size"),
         (["--device", "toaster"], "finds no device 'toaster' here"),
         (["--device", ""], "finds no device"),
-        (["--device", "meta"], "nothing is computed on 'meta'"),
+        (["--device", "meta"], "ops can't run on 'meta'"),
         (["--dtype", "int8"], "'int8' is not a floating-point dtype"),
         (["--offload-dir", ""], "'' is not a path"),
         (["--report", "x\0y"], "is not a path"),

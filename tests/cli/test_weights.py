@@ -156,7 +156,7 @@ def test_a_foreign_folder_beside_the_target_is_left_alone(
 
     assert [1, 1] == [cli.main(words), cli.main([*words, "--resume"])]
 
-    assert 2 == capsys.readouterr().err.count("holds no run that could go on")
+    assert 2 == capsys.readouterr().err.count("holds no run that could be resumed")
     assert {"thesis": b"mine"} == data_of(tmp_path / "new.partial")
     assert ["new.partial"] == os.listdir(tmp_path)
 

@@ -214,7 +214,7 @@ def test_packed_weights_are_decoded_share_by_share_and_those_of_torchao_are_refu
     FORMS["torchao-int8"].write(tmp_path / "torchao")
 
     def act(_: int) -> list[str]:
-        with pytest.raises(UnsupportedOpError, match=r"'model.layers.0.*weight' is stored in a class of torchao's"):
+        with pytest.raises(UnsupportedOpError, match=r"'model.layers.0.*weight' is stored as a torchao tensor"):
             on_disk(tmp_path / "torchao")
         model = on_disk(tmp_path / "packed")
         assert all(offload.is_offloaded(one) for one in model.parameters())

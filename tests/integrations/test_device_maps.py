@@ -227,7 +227,7 @@ def test_a_map_that_cannot_be_followed_is_refused_before_anything_is_loaded(
 
 @pytest.mark.parametrize("load", LOADERS[1:])
 def test_an_automatic_word_is_for_the_function_that_knows_the_budget(load: Any, checkpoint: Path) -> None:
-    with pytest.raises(DeviceMapError, match="by load_checkpoint_and_dispatch and from_pretrained"):
+    with pytest.raises(DeviceMapError, match="in load_checkpoint_and_dispatch and from_pretrained"):
         load(empty_net(), checkpoint, "auto")
 
 

@@ -173,7 +173,7 @@ def test_what_is_written_through_is_never_replaced_or_taken_for_another(tmp_path
     td = load_memmap(tmp_path / "data", mode="r+")
     inode = (tmp_path / "data" / "a.memmap").stat().st_ino
 
-    with pytest.raises(UnsupportedOpError, match="others write in place"):
+    with pytest.raises(UnsupportedOpError, match="written in place by others"):
         td["a"].update_values(torch.zeros(4, 3))
     assert inode == (tmp_path / "data" / "a.memmap").stat().st_ino
     assert torch.equal(rows()["a"], td["a"].clone())

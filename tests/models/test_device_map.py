@@ -128,7 +128,7 @@ def test_unknown_words_are_refused_with_a_suggestion(word: str, near: str | None
 
 @pytest.mark.parametrize("word", AUTOMATIC)
 def test_an_automatic_map_for_one_module_is_refused(word: str) -> None:
-    with pytest.raises(DeviceMapError, match=f"'{word}' for 'layers' .* worked out for a whole model"):
+    with pytest.raises(DeviceMapError, match=f"'{word}' for 'layers' .* applies to a whole model"):
         places(["layers.w"], {"layers": word})
 
 

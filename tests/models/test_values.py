@@ -328,7 +328,7 @@ def test_a_failure_names_the_tensor_and_leaves_what_was_done(checkpoint, plain, 
 
     with pytest.raises(
         (MapError, KeyboardInterrupt),
-        match=r"at 'layer.bias'.*: 3 of 4 values were replaced and stay so; resume='double' goes on",
+        match=r"at 'layer.bias'.*: 3 of 4 values were replaced and stay so; resume='double' continues",
     ) as caught:
         map_values(call, model, resume="double")
 
@@ -429,7 +429,7 @@ def test_the_journal_of_another_run_is_refused_with_both_names(checkpoint, tmp_p
     with pytest.raises(MapError):
         map_values(StopAt("layer.bias"), model, resume="double")
 
-    with pytest.raises(JournalError, match=r"another run, 'double' \(3 of 4.*'halve' can't begin.*another offload_dir"):
+    with pytest.raises(JournalError, match=r"another run, 'double' \(3 of 4.*'halve' can't start.*another offload_dir"):
         map_values(double, model, resume="halve")
     with pytest.raises(JournalError, match=r"'double' .* is over 4 values, this one is over 1: 'layer.bias', 'scale'"):
         map_values(double, model, resume="double", select="layer.weight")
@@ -454,7 +454,7 @@ def test_a_file_that_is_not_a_journal_is_reported_and_not_changed(checkpoint, tm
 
     for resume in (True, False):
         with pytest.raises(
-            JournalError, match=r"offload-journal can't be read as a journal .*: remove it to begin anew"
+            JournalError, match=r"offload-journal can't be read as a journal .*: remove it to start again"
         ):
             map_values(double, loaded(checkpoint, tmp_path / "q"), resume=resume)
 

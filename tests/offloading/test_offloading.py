@@ -318,7 +318,7 @@ def test_the_log_says_how_each_large_result_was_made(tmp_path, caplog):
         x + 1, x.cumsum(0), torch.ones(8, 8).triu().to_sparse(), x.expand(2, 64) is x, torch.ones(2)
 
     said = [record.getMessage() for record in caplog.records]
-    for words in ("add: computed in ", "cumsum: written to ", "_to_sparse: a result stays in memory, as it is sparse"):
+    for words in ("add: computed in ", "cumsum: written to ", "_to_sparse: a result stays in memory, since it is"):
         assert any(line.startswith(words) for line in said), (words, said)
 
 

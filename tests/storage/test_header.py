@@ -225,14 +225,14 @@ def test_an_inconsistent_header_is_refused_with_the_reason(header, room, why):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b"", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b"{", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b'{"w": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b"", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"w": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b'{"w": {}, "w": {}}', "names 'w' twice"),
         (b'{"w": {"dtype": "F32", "dtype": "F32"}}', "names 'dtype' twice"),
-        (b"{} x", "not JSON"),
+        (b"{} x", "not valid JSON"),
     ],
     ids=["empty", "not-utf8", "unfinished", "deep", "long-number", "twice", "twice-inside", "more-after"],
 )

@@ -530,7 +530,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, form):
 
     for opened in (TensorFile.open, load_file, OffloadedTensor.from_file):
         with pytest.raises(
-            CheckpointError, match=r"x\.bin is a pickle of more than tensors.*run code.*mkdir"
+            CheckpointError, match=r"x\.bin is a pickle with more than tensors.*run code.*mkdir"
         ) as caught:
             opened(path)
         assert isinstance(caught.value.__cause__, pickle.UnpicklingError)
@@ -610,7 +610,9 @@ def test_a_pickle_with_an_absurd_ratio_is_not_unpacked(tmp_path, packing, claim)
     tracemalloc.start()
 
     try:
-        with pytest.raises(CorruptFileError, match=r"no pickle of tensors|does not read|data\.pkl can't be read"):
+        with pytest.raises(
+            CorruptFileError, match=r"more than any pickle of tensors|does not read|data\.pkl can't be read"
+        ):
             TensorFile.open(path)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
@@ -651,7 +653,7 @@ def test_the_old_tar_form_is_refused(tmp_path):
     with tarfile.open(tmp_path / "x.pt", "w:", format=tarfile.PAX_FORMAT) as archive:
         archive.addfile(tarfile.TarInfo("storages"), io.BytesIO(b""))
 
-    with pytest.raises(CheckpointError, match=r"tar form of PyTorch before 0\.2.*torch\.load where you trust it"):
+    with pytest.raises(CheckpointError, match=r"tar form of PyTorch before 0\.2.*torch\.load if you trust it"):
         TensorFile.open(tmp_path / "x.pt")
 
 

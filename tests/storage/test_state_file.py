@@ -64,5 +64,5 @@ def test_a_missing_state_file_raises_the_message_of_its_kind(tmp_path):
 def test_an_unreadable_state_file_is_not_called_foreign(tmp_path):
     (tmp_path / "a.json").symlink_to("a.json")
 
-    with pytest.raises(ReadError, match="lead in a circle"):
+    with pytest.raises(ReadError, match="form a loop"):
         state_if_ours(tmp_path / "a.json", KIND)

@@ -271,7 +271,7 @@ def test_a_stored_class_that_is_not_known_any_more_is_refused(tmp_path, monkeypa
 def test_a_class_of_a_package_that_lacks_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(subclasses._KNOWN, "gone", {"Gone": ("gone.away", "gone.further")})
 
-    with pytest.raises(UnknownSubclassError, match=r"Gone is needed.*install a gone that has it"):
+    with pytest.raises(UnknownSubclassError, match=r"Gone is needed.*install a version of gone that has it"):
         unflatten({}, {"class": "gone:Gone", "inner": {}}, "w")
 
 

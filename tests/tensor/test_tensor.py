@@ -1317,4 +1317,4 @@ def test_the_log_names_the_file_of_a_value(tmp_path, caplog):
         w.add_(1)
         w.add_(1)
 
-    assert [f"'w' is to be written: it is copied from {path} to {w.offload_path}"] == caplog.messages
+    assert [f"'w' is copied from {path} to {w.offload_path} for its first write"] == caplog.messages

@@ -98,14 +98,14 @@ class _Scheme:
         usual = "tensor" if size is None else "group" if size > 0 else "channel"
         strategy = str(weights.get("strategy") or usual)
         if strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
-            raise ValueError(f"no weights have the strategy {strategy!r}")
+            raise ValueError(f"weights can't have the strategy {strategy!r}")
         if strategy == "block":
             size = tuple(map(int, weights["block_structure"]))
         elif strategy in ("group", "tensor_group"):
             size = int(size)
         bits = int(weights.get("num_bits", 8))
         if not 1 <= bits <= 8:
-            raise ValueError(f"weights have 1 to 8 bits, and not {bits}")
+            raise ValueError(f"weights have 1 to 8 bits, not {bits}")
         found = group.get("format") or form
         return cls(
             tuple(map(str, group["targets"])),
@@ -159,8 +159,8 @@ class _Groups:
         found = next(iter([*exact, *by_expression, *by_class, *self.schemes]), None)
         if found is None:
             raise CheckpointError(
-                f"{name!r} in the checkpoint of {self.path} is packed, and no group of the quantization_config says "
-                "how. Download the checkpoint again, with its config.json."
+                f"{name!r} in the checkpoint of {self.path} is packed, but no group of the quantization_config "
+                "describes it. Download the checkpoint again, with its config.json."
             )
         return found
 
@@ -188,8 +188,8 @@ class _Packed:
         """
         if "weight_g_idx" in self.pieces:
             raise CheckpointError(
-                f"{self._of('weight_g_idx')} puts columns in another order (actorder), which compressed-tensors does "
-                "not decode any more. Get a checkpoint without it."
+                f"{self._of('weight_g_idx')} puts columns in another order (actorder), which compressed-tensors no "
+                "longer decodes. Get a checkpoint without it."
             )
         if "weight_scale" not in self.pieces:
             marker = "weight_packed" if "weight_packed" in self.pieces else "weight"

@@ -160,7 +160,7 @@ def unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointE
     """The error for pieces that don't match each other."""
     kinds = ", ".join(f"{handle_of(piece).name} {piece.dtype} {list(piece.shape)}" for piece in pieces)
     return CheckpointError(
-        f"{name!r} can't be made of its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Download it again."
+        f"{name!r} can't be made from its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Download it again."
     )
 
 

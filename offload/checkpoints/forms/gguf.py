@@ -215,7 +215,7 @@ def _unpaired_heads(tensor: OffloadedTensor, name: str, settings: Settings) -> O
     count = heads if ".attn_q." in name else groups
     height, left = divmod(len(tensor), count)
     if left or height % 2:
-        raise ValueError(f"{name!r} has {len(tensor)} rows, which are not those of {count} heads")
+        raise ValueError(f"{name!r} has {len(tensor)} rows, which do not fit {count} heads")
     return _by_rows(tensor, partial(_unpaired, rows=height), height)
 
 

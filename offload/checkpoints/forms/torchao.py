@@ -71,8 +71,8 @@ def _names(metadata: Mapping[str, str]) -> list[str]:
 
 def _malformed(error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint's metadata should list tensors under {PARTS_NOTE}, and does not ({error}): download "
-        "or copy it again"
+        f"the checkpoint's metadata should list tensors under {PARTS_NOTE}, but does not ({error}): download or copy "
+        "it again"
     )
 
 
@@ -81,7 +81,7 @@ def _try(value: torch.Tensor) -> None:
     with suppress(NotImplementedError):  # some classes lack it
         found = value.dequantize()
         if found.shape != value.shape:
-            raise ValueError(f"they make {list(found.shape)}, and not {list(value.shape)}")
+            raise ValueError(f"they make {list(found.shape)}, not {list(value.shape)}")
 
 
 def _weight(name: str, note: Mapping[str, Any], parts: Mapping[str, OffloadedTensor]) -> OffloadedTensor:
@@ -133,7 +133,7 @@ def in_torchaos_form(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, tor
 def _inner_tensors(name: str, value: torch.Tensor, keys: list[str]) -> dict[str, torch.Tensor]:
     """The plain tensors of a quantized weight, by the keys under which torchao looks for them."""
     if len(keys) == 0 or not all(key.startswith(_prefix(name)) for key in keys):
-        raise _no_form(name, value, "its form is not the known one")
+        raise _no_form(name, value, "its form is unknown")
     return {key: getattr(value, key.removeprefix(_prefix(name))) for key in keys}
 
 
