@@ -115,11 +115,11 @@ def test_a_ratio_is_the_median_of_pairs_and_more_is_better(figure):
     assert figure.ratio_to_limit == 0.5
 
 
-def test_a_ratio_with_zero_is_none():
+def test_a_ratio_with_zero_is_undefined():
     assert Figure("bytes", "B", {OURS: [0.0], "other": [5.0]}, [], "", {}).ratio_to_peer is None
 
 
-def test_the_table_says_all_and_the_reasons_name_who_is_missing(figure):
+def test_the_table_lists_all_arms_and_the_reasons_of_missing_ones(figure):
     assert ("a case", "4 s", "8 s (slow)", "2 s (the best)", "2.00", "0.50") == report.row(figure)
     assert ["absent: no figure in a case: absent is not installed"] == report.reasons([figure])
 
@@ -155,12 +155,12 @@ def test_an_arm_with_another_answer_has_no_figures():
     assert "tokens differ" in done.missing["wrong"]
 
 
-def test_a_package_that_is_not_there_is_told():
+def test_a_missing_package_is_reported():
     assert {"peer": "no_such_package is not installed"} == absent({"peer": "no_such_package", OURS: "offload"})
     assert {IN_MEMORY, OURS} <= WAYS.keys()
 
 
-def test_what_fails_in_a_process_of_its_own_is_raised_here():
+def test_a_failure_in_another_process_is_raised_here():
     with pytest.raises(ValueError, match="invalid literal"):
         run_apart(int, "x")
 

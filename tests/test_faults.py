@@ -18,7 +18,7 @@ def saved(folder):
     return OffloadedTensor.from_original_tensor(torch.ones(4), "w", folder)
 
 
-def test_what_the_package_calls_is_seen_and_what_others_call_is_not(tmp_path):
+def test_calls_of_the_package_are_seen_and_calls_of_others_are_not(tmp_path):
     open_before = open
     with faults.watched() as calls:
         saved(tmp_path)
@@ -44,7 +44,7 @@ def test_one_call_fails_and_the_next_does_not(tmp_path):
     assert [1.0] * 4 == saved(tmp_path).tolist()
 
 
-def test_a_fault_that_lasts_is_for_removals_none(tmp_path):
+def test_a_lasting_fault_does_not_affect_removals(tmp_path):
     with faults.failing(0, errno.ENOSPC, lasting=True, only=lambda call: call.changes), pytest.raises(WriteError):
         saved(tmp_path)
 

@@ -116,7 +116,7 @@ VALUES = """
 """
 
 
-def test_a_run_stops_on_a_full_disk_and_goes_on_with_room_and_a_read_only_one_is_told(tmp_path: Path) -> None:
+def test_a_run_stops_on_a_full_disk_and_resumes_with_space_and_a_read_only_disk_is_reported(tmp_path: Path) -> None:
     """Three values of 256 KiB on a disk of 1200 KiB; the second one becomes four times as large."""
     small = tmp_path / "small"
     small.mkdir()

@@ -77,7 +77,7 @@ MISBEHAVING = """
 """
 
 
-def test_what_a_reader_must_not_do_is_found(tmp_path):
+def test_forbidden_behaviour_of_a_reader_is_found(tmp_path):
     found = dict(line.split(maxsplit=1) for line in run_script(MISBEHAVING, tmp_path).splitlines())
 
     good = {"refuse": "refused", "read": "read", "read_as_they": "equal", "they_die": "read"}

@@ -364,6 +364,45 @@ def test_the_finder_finds_wide_lines():
     assert [5, 13] == list(wide_lines("\n".join(lines)))
 
 
+# Test names that are not English sentences: a free "what" or "who", "is no", "is told", "of ours".
+DIALECT = re.compile(
+    r"^test_(what|who|whom|whose|of|that)_"
+    r"|(?<!there)_(is|are|was|were|be)_no_(?!longer|more)"
+    r"|_(is|are|was|were)_told(?!_apart)"
+    r"|_(is|are)_none_|_(has|have)_not$|_who_|_anew(_|$)|_somebody|_nobody|_whoever|_of_ours(_|$)"
+)
+
+
+def tests_in(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node.name for node in functions if node.name.startswith("test_"))
+
+
+def test_names_of_tests_are_english_sentences():
+    found = [(path.name, name) for path in (ROOT / "tests").rglob("test_*.py") for name in tests_in(path)]
+
+    assert len(found) > 1500
+    assert [] == [f"{file}: {name}" for file, name in found if DIALECT.search(name)]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_found"),
+    [
+        ("test_what_is_none_is_refused", True),
+        ("test_a_model_that_is_no_module_is_refused", True),
+        ("test_a_missing_file_is_told", True),
+        ("test_a_file_of_ours_is_replaced", True),
+        ("test_writers_of_one_row_exclude_each_other", False),
+        ("test_a_value_is_no_longer_there", False),
+        ("test_files_are_read_if_there_are_no_others", False),
+        ("test_two_files_are_told_apart", False),
+    ],
+)
+def test_the_finder_finds_names_that_are_not_sentences(name, is_found):
+    assert is_found == bool(DIALECT.search(name))
+
+
 @pytest.mark.parametrize("path", [path for path in MODULES if room(dotted(path)) != "tensor"], ids=dotted)
 def test_only_the_tensor_wing_looks_into_a_tensor(path):
     """`is_offloaded(x)`, `handle_of(x)`, `target_of(x)`: only the class inlines them, where ops are waiting."""

@@ -273,7 +273,7 @@ def test_an_error_of_the_system_is_reported_and_leaves_the_rest_intact(name, pri
 
 
 @pytest.mark.parametrize("name", [*ACTS, *MODELS])
-def test_an_error_that_lasts_is_told_and_when_it_has_gone_all_is_well(name, private_place):
+def test_a_lasting_error_is_reported_and_once_it_is_gone_everything_works(name, private_place):
     """A full disk, or too many open files, can persist while the act is undone."""
     codes = faults.CODES if campaign("faults") else [errno.ENOSPC, errno.EMFILE]
 

@@ -118,7 +118,7 @@ def test_the_finder_finds_private_names(line):
     assert list(private_names(ast.parse(line), set(), of_objects()))
 
 
-def test_ops_dunders_and_names_of_ours_are_not_private():
+def test_ops_dunders_and_own_names_are_not_private():
     text = "torch.ops.aten._to_copy; aten._unsafe_view.default; tensor.__dict__; torch.__version__; self._handle; a._x"
 
     assert [] == list(private_names(ast.parse(text), {"_handle", "_x"}, of_objects() | {"_to_copy", "_handle"}))

@@ -173,7 +173,7 @@ def test_output_is_compared_to_the_letter(told, text):
     assert "line 1: the page says" in told(f"```python\nprint(2)\n```\n```text\n{text}\n```\n")
 
 
-def test_a_text_after_words_is_no_output(told):
+def test_a_text_fence_after_prose_is_not_output(told):
     assert not told("```python\nprint(2)\n```\n\nA file holds:\n\n```text\n3\n```\n")
 
 

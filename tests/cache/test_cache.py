@@ -84,7 +84,7 @@ def test_rows_are_those_of_the_plain_tensor(filled, form):
 @pytest.mark.parametrize(
     "index", [range(2, 9, 3), range(8, 1, -3), slice(None, None, -1), slice(8, 2, -2), np.array([1, -2])]
 )
-def test_what_torch_does_not_take_gives_the_rows_that_it_lists(filled, index):
+def test_indices_that_torch_rejects_select_the_rows_that_they_list(filled, index):
     cache, values = filled
     numbers = list(range(*index.indices(SIZE))) if isinstance(index, slice) else list(index)
 
@@ -116,7 +116,7 @@ def test_a_tensor_of_row_numbers_may_be_used_again_before_the_flush(tmp_path, ma
         assert list(range(6)) == cache[:6]["x"].tolist()
 
 
-def test_of_rows_that_are_written_twice_at_once_the_last_stays(filled):
+def test_the_last_of_several_values_for_one_row_stays(filled):
     cache, _ = filled
 
     cache[[4, 2, 4]] = {"x": torch.arange(9.0).reshape(3, 3)}
@@ -147,7 +147,7 @@ def test_of_rows_that_are_written_twice_at_once_the_last_stays(filled):
         (torch.tensor([1], dtype=torch.uint8), "uint8.* is not an index of rows"),
     ],
 )
-def test_what_names_no_rows_is_an_error_that_tells_index_and_size(filled, index, said):
+def test_an_invalid_index_is_an_error_with_index_and_size(filled, index, said):
     cache, _ = filled
 
     with pytest.raises(RowIndexError, match=said):
@@ -208,7 +208,7 @@ def test_a_column_is_not_replaced_under_the_cache(filled):
         filled[0]["x"].update_values(torch.zeros(SIZE, 3))
 
 
-def test_what_is_written_to_a_column_of_a_cache_that_is_read_only_does_not_reach_it(filled):
+def test_writes_to_a_column_of_a_read_only_cache_do_not_reach_it(filled):
     cache, values = filled
     cache.flush()
     column = TensorCache.open(cache.folder)["x"]
@@ -319,7 +319,7 @@ def test_rows_that_are_not_filled_are_named(tmp_path):
         ({"x": [torch.zeros(3), torch.zeros(2)]}, DtypeMismatchError, "and the list can't be converted to that"),
     ],
 )
-def test_what_does_not_fit_a_column_is_refused_and_nothing_is_written(filled, values, error, said):
+def test_values_that_do_not_fit_a_column_are_refused_and_nothing_is_written(filled, values, error, said):
     cache, before = filled
 
     with pytest.raises(error, match=said):
@@ -432,7 +432,7 @@ def test_text_json_and_bytes_come_back_as_they_were(tmp_path):
         (torch.ones(1), "Tensor"),
     ],
 )
-def test_what_json_can_not_say_is_refused(tmp_path, value, said):
+def test_values_that_json_cannot_express_are_refused(tmp_path, value, said):
     cache = cache_of(tmp_path, {"chat": "json"}, 1)
 
     with pytest.raises(DtypeMismatchError, match=f"column 'chat' .*{said}"):
@@ -440,7 +440,7 @@ def test_what_json_can_not_say_is_refused(tmp_path, value, said):
     assert [0] == cache.missing_rows().tolist()
 
 
-def test_a_column_of_different_lengths_is_no_tensor(tmp_path):
+def test_a_column_of_different_lengths_is_not_a_tensor(tmp_path):
     cache = cache_of(tmp_path, {"t": (torch.int32, (None,)), "x": (torch.int32, (2,))}, 1)
 
     with pytest.raises(
@@ -467,7 +467,7 @@ def test_a_column_of_different_lengths_is_no_tensor(tmp_path):
         ({"x": (torch.float32, (1 << 40, 1 << 40))}, "column 'x': a row of the shape .* is larger than any file"),
     ],
 )
-def test_what_is_no_column_is_refused_before_anything_is_made(tmp_path, columns, said):
+def test_invalid_columns_are_refused_before_anything_is_created(tmp_path, columns, said):
     with pytest.raises(CacheError, match=said):
         cache_of(tmp_path, columns, 3)
     assert not (tmp_path / "cache").exists()
@@ -499,7 +499,7 @@ def test_offloaded_tensors_and_other_modes_write_and_read_plain_values(filled):
     ],
     ids=["bfloat16", "sparse", "meta", "requires grad"],
 )
-def test_what_numpy_can_not_have_names_no_rows(tmp_path, index):
+def test_indices_that_numpy_cannot_represent_select_no_rows(tmp_path, index):
     cache = cache_of(tmp_path, {"x": (torch.int64, ()), "t": (torch.int64, (None,))}, 3)
     cache[:] = {"x": [0, 1, 2], "t": [torch.arange(2)] * 3}
 

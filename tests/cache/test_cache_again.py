@@ -12,7 +12,7 @@ from offload.errors import MissingFileError
 
 
 @pytest.mark.timeout(20)
-def test_a_closed_cache_can_be_opened_to_be_written_while_somebody_has_the_old_one(tmp_path: Path) -> None:
+def test_a_closed_cache_can_be_opened_for_writing_while_the_old_object_lives(tmp_path: Path) -> None:
     with TensorCache.create(tmp_path, {"x": (torch.float32, ())}, 2) as old:
         old[0] = {"x": torch.tensor(1.0)}
 
@@ -23,7 +23,7 @@ def test_a_closed_cache_can_be_opened_to_be_written_while_somebody_has_the_old_o
     assert [1.0, 2.0] == TensorCache.open(tmp_path)[:]["x"].tolist()
 
 
-def test_a_file_that_is_missing_is_told_by_its_name(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     TensorCache.create(tmp_path, {"x": (torch.float32, ()), "y": (torch.float32, ())}, 2).close()
     (tmp_path / "y.safetensors").unlink()
 

@@ -92,14 +92,14 @@ def test_a_sampler_may_use_what_it_gives_again(cache: TensorCache, rows: Any) ->
     assert [[0, 1], [2, 3], [4, 5], [6, 7]] == [batch["id"].tolist() for batch in cache.batches(sampler(), prefetch=3)]
 
 
-def test_a_batch_of_no_rows_and_an_unknown_column_are_told(cache: TensorCache) -> None:
+def test_a_batch_without_rows_and_an_unknown_column_are_refused(cache: TensorCache) -> None:
     with pytest.raises(CacheError, match="a batch can't have 0 rows"):
         cache.batches(0)
     with pytest.raises(KeyError, match="has no column 'y'"):
         next(cache.batches(2, columns="y"))
 
 
-def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
+def test_missing_rows_are_reported(tmp_path: Path) -> None:
     with TensorCache.create(tmp_path, {"x": (torch.float32, ())}, 4) as cache:
         cache[:2] = {"x": torch.ones(2)}
         batches = cache.batches(2)
@@ -143,7 +143,7 @@ def test_no_more_is_read_than_was_asked_to_be_read_ahead() -> None:
     assert not read.acquire(blocking=False)
 
 
-def test_who_leaves_early_leaves_no_thread_and_no_reads_behind() -> None:
+def test_an_iterator_that_is_left_early_leaves_no_thread_and_no_reads() -> None:
     may_go, began, done = threading.Event(), threading.Event(), []
 
     def slow(item: int) -> int:

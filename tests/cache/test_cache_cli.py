@@ -112,7 +112,7 @@ def test_verify_finds_the_rows_that_say_nothing(folder: Path, capsys: Capsys) ->
     assert "1 error (10 rows, 10 filled)" in capsys.readouterr().out
 
 
-def test_nothing_there_is_told(tmp_path: Path, capsys: Capsys) -> None:
+def test_a_missing_cache_is_reported(tmp_path: Path, capsys: Capsys) -> None:
     assert 1 == cli.main(["cache", "info", str(tmp_path / "nowhere")])
 
     assert "nowhere" in capsys.readouterr().err

@@ -160,7 +160,7 @@ def test_after_a_cut_each_row_is_what_was_written_or_an_error(folder, name, act)
 
 
 @pytest.mark.parametrize("size", [0, 40, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
-def test_states_that_are_cut_while_open_are_an_error_and_kill_nobody(folder, size):
+def test_states_that_are_cut_while_open_are_an_error_and_not_a_signal(folder, size):
     def look(act, mode):
         cache = TensorCache.open(folder, mode)
         os.truncate(folder / FILE, size)
@@ -199,7 +199,7 @@ def test_how_long_the_values_are_stands_in_the_states(folder):
     assert sizes == lengths_of(folder)
 
 
-def test_of_a_cache_that_does_not_say_how_long_its_values_are_the_rows_say_it(folder):
+def test_the_rows_give_the_length_of_values_when_the_states_do_not(folder):
     whole = lengths_of(folder, 0, 0, 0)
 
     TensorCache.open(folder, "r+").close()
@@ -233,7 +233,7 @@ def test_values_that_one_writes_and_another_finds_cut_are_not_written_over(folde
     refused(other.close)
 
 
-def test_rows_in_memory_that_are_cut_off_kill_nobody(tmp_path):
+def test_rows_in_memory_that_are_cut_off_are_an_error_and_not_a_signal(tmp_path):
     """They were mapped; touching the truncated part would be fatal."""
     with TensorCache.create(tmp_path / "cache", {"x": COLUMNS["x"]}, ROWS) as made:
         made[:] = {"x": values(range(ROWS))["x"]}

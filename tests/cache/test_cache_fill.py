@@ -83,7 +83,7 @@ def test_items_that_make_no_tensor_come_as_a_list(cache):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_what_was_computed_before_an_error_is_kept_and_the_rest_is_computed_then(cache, error):
+def test_rows_computed_before_an_error_are_kept_and_the_rest_is_computed_next(cache, error):
     def failing(batch):
         seen.append(batch.tolist())
         if len(seen) == 3:
@@ -125,7 +125,7 @@ def test_rows_that_are_there_are_left_and_so_are_other_columns(tmp_path):
         ({"columns": ["z"]}, ColumnError, "has no column 'z'"),
     ],
 )
-def test_what_can_not_be_filled_is_told_before_anything_is_computed(cache, options, kind, said):
+def test_invalid_inputs_of_fill_are_refused_before_anything_is_computed(cache, options, kind, said):
     def fn(batch):
         raise AssertionError
 

@@ -157,7 +157,7 @@ def test_rows_behind_each_other_bring_in_no_others(folder, path, parts):
     assert not parts
 
 
-def test_what_has_no_room_is_not_brought_in(folder, path, parts):
+def test_a_column_that_does_not_fit_is_not_read_whole(folder, path, parts):
     with offload.set_max_memory("15MiB"):
         cache = TensorCache.open(folder)
         cache[some(256)]
@@ -167,7 +167,7 @@ def test_what_has_no_room_is_not_brought_in(folder, path, parts):
     assert cached_fraction([path]) < 0.3
 
 
-def test_what_has_no_room_beside_values_is_not_brought_in(folder, path, parts, tmp_path):
+def test_a_column_that_does_not_fit_beside_values_is_not_read_whole(folder, path, parts, tmp_path):
     weight = OffloadedTensor.zeros((4, MIB), name="w", offload_dir=tmp_path / "values")
     with offload.set_max_memory("24MiB"):
         weight.sum()
@@ -178,7 +178,7 @@ def test_what_has_no_room_beside_values_is_not_brought_in(folder, path, parts, t
     assert not parts
 
 
-def test_of_two_columns_the_one_that_has_room_is_brought_in(tmp_path):
+def test_the_one_of_two_columns_that_fits_is_read_whole(tmp_path):
     schema = dict.fromkeys("xy", (torch.int32, (2048,)))
     with TensorCache.create(tmp_path / "two", schema, ROWS) as cache:
         cache[:] = {name: values(range(ROWS)) for name in "xy"}
@@ -220,7 +220,7 @@ def test_it_stops_when_no_more_rows_are_asked_for_and_goes_on_with_the_next(fold
     assert cached_fraction([path]) > 0.99
 
 
-def test_what_is_gone_again_is_brought_in_less_readily(folder, path, parts, monkeypatch):
+def test_a_column_that_was_evicted_is_read_whole_less_readily(folder, path, parts, monkeypatch):
     monkeypatch.setattr(filling, "_LEAST_ROWS", 1)
     cache = TensorCache.open(folder)
     needed = []

@@ -89,7 +89,7 @@ def test_a_cache_that_is_opened_again_is_the_same(folder):
     assert list(COLUMNS) == list(cache.schema)
 
 
-def test_metadata_that_do_not_match_are_told(folder):
+def test_metadata_that_do_not_match_are_reported(folder):
     with pytest.raises(
         CacheError,
         match="has other metadata than expected: 'model' is 'tiny', expected 'large'; 'seed' is missing, expected 1",
@@ -203,7 +203,7 @@ def test_states_of_another_cache_are_refused(folder):
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])
-def test_a_file_of_somebody_else_in_the_place_of_a_column_is_not_written(folder, mode):
+def test_a_foreign_file_at_the_path_of_a_column_is_not_written(folder, mode):
     save_file({"x": torch.ones(20000)}, folder / "x.safetensors")
     before = (folder / "x.safetensors").read_bytes()
 
@@ -285,7 +285,7 @@ def test_a_cache_that_is_there_and_agrees_is_opened_to_be_written(folder, num_ro
         (COLUMNS, 8, {"model": "large"}, "'model' is 'tiny', expected 'large'"),
     ],
 )
-def test_a_cache_that_is_there_and_differs_is_told_apart_and_left_alone(folder, schema, num_rows, metadata, said):
+def test_an_existing_cache_that_differs_is_refused_and_left_alone(folder, schema, num_rows, metadata, said):
     before = contents(folder)
 
     with pytest.raises(CacheError, match=f"the cache in {folder} is not as requested: .*{said}.*Open it as it is"):
@@ -296,12 +296,12 @@ def test_a_cache_that_is_there_and_differs_is_told_apart_and_left_alone(folder, 
     TensorCache.open(folder, "r+").close()  # nothing else has it open
 
 
-def test_a_cache_that_may_be_there_is_made_where_there_is_none(tmp_path):
+def test_a_cache_that_may_exist_is_created_if_it_does_not(tmp_path):
     with TensorCache.create(tmp_path / "new", {"x": (torch.int64, ())}, 2, exist_ok=True) as cache:
         assert [0, 1] == cache.missing_rows().tolist()
 
 
-def test_of_several_who_may_make_a_cache_one_does_and_the_others_open_it(tmp_path):
+def test_one_of_several_processes_creates_a_cache_and_the_others_open_it(tmp_path):
     def make(number):
         with TensorCache.create(tmp_path / "new", {"x": (torch.int64, ())}, 6, exist_ok=True) as cache:
             cache[number] = {"x": torch.tensor(number)}
@@ -312,7 +312,7 @@ def test_of_several_who_may_make_a_cache_one_does_and_the_others_open_it(tmp_pat
     assert list(range(6)) == TensorCache.open(tmp_path / "new")[:]["x"].tolist()
 
 
-def test_of_two_that_make_one_folder_one_does(tmp_path):
+def test_one_of_two_creators_of_a_folder_succeeds(tmp_path):
     def create(number):
         try:
             TensorCache.create(tmp_path / "cache", {"x": (torch.int64, (number,))}, 100).close()
@@ -333,7 +333,7 @@ def test_of_two_that_make_one_folder_one_does(tmp_path):
     assert (100, number) == tuple(TensorCache.open(tmp_path / "cache")["x"].shape)
 
 
-def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path):
+def test_a_foreign_file_is_left_as_it_is(tmp_path):
     save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
     before = (tmp_path / "x.safetensors").read_bytes()
 
@@ -371,7 +371,7 @@ def test_a_creator_that_is_killed_leaves_a_folder_that_can_be_made_again(tmp_pat
     assert not list(tmp_path.glob(".offload-tmp-*"))
 
 
-def test_room_that_a_power_cut_took_from_a_column_is_made_again(tmp_path):
+def test_capacity_that_a_power_cut_took_from_a_column_is_restored(tmp_path):
     with TensorCache.create(tmp_path, COLUMNS, 100) as cache:
         cache[:9] = values(0, 9)
     cut(tmp_path / "x.safetensors", 4096 + 9 * 2400)
@@ -407,7 +407,7 @@ def killed_at(step, cache):
 
 
 @pytest.mark.parametrize("step", GROWING)
-def test_a_writer_that_is_killed_while_it_makes_room_loses_nothing(folder, step):
+def test_a_writer_that_is_killed_while_it_extends_the_capacity_loses_nothing(folder, step):
     def append_and_die():
         cache = TensorCache.open(folder, "r+")
         killed_at(step, cache)
@@ -434,7 +434,7 @@ def test_a_writer_that_is_killed_while_it_makes_room_loses_nothing(folder, step)
 
 @pytest.mark.parametrize("others", [False, True], ids=["alone", "with another writer"])
 @pytest.mark.parametrize("step", SHRINKING)
-def test_a_writer_that_is_killed_while_it_gives_room_back_loses_nothing(folder, step, others):
+def test_a_writer_that_is_killed_while_it_shrinks_the_capacity_loses_nothing(folder, step, others):
     def append_and_die():
         cache = TensorCache.open(folder, "r+")
         cache.append(values(100, 20))
@@ -460,7 +460,7 @@ def test_a_writer_that_is_killed_while_it_gives_room_back_loses_nothing(folder, 
         assert values(100, 20)["note"] == cache[8:28]["note"]
 
 
-def test_a_column_that_a_power_cut_left_without_room_is_read_by_rows(folder):
+def test_a_column_that_a_power_cut_left_too_short_is_read_by_rows(folder):
     """The number of rows was on the disk before the new file length: no row there was filled."""
     with TensorCache.open(folder, "r+") as cache:
         with cache._store._lock.held():
@@ -526,7 +526,7 @@ def test_a_row_that_is_written_again_when_its_writer_is_killed_is_missing(folder
     assert [0, 2, 4, 5, 6] == TensorCache.open(folder).missing_rows().tolist()
 
 
-def test_what_a_disk_did_not_take_at_a_flush_is_missing(folder, monkeypatch):
+def test_rows_that_a_disk_rejected_at_a_flush_are_missing(folder, monkeypatch):
     def broken_disk(fd):
         raise OSError(5, "Input/output error")
 

@@ -82,7 +82,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_to_disk_wrote_before_is_replaced_and_who_reads_it_goes_on(tmp_path: Path, name: str) -> None:
+def test_to_disk_replaces_its_own_file_and_open_readers_continue(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     TensorCache(tensors={"x": torch.zeros(3), "y": torch.arange(3)}).to_disk(path)
     old, unread = TensorCache.from_disk(path), TensorCache.from_disk(path)
@@ -281,7 +281,7 @@ def test_to_disk_puts_the_data_on_the_disk_before_the_name_and_the_name_after(tm
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-def test_a_failure_of_to_disk_leaves_a_whole_file_or_none(tmp_path: Path, name: str) -> None:
+def test_a_failure_of_to_disk_leaves_a_complete_file_or_nothing(tmp_path: Path, name: str) -> None:
     cache, numbers, seen = TensorCache(tensors={"x": torch.arange(3)}), iter(range(1000)), 0
 
     for failure in faults.each_failure(
@@ -307,7 +307,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     assert [] == os.listdir(tmp_path)
 
 
-def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+def test_a_foreign_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "cache.pt"
     torch.save({"x": torch.zeros(3)}, path)
     before = path.read_bytes()
@@ -398,7 +398,7 @@ def test_a_pickle_that_holds_code_is_refused_and_not_run(tmp_path: Path, monkeyp
         ({"a": torch.tensor(1.0)}, "column 'a' is a scalar: a column needs a first dimension"),
     ],
 )
-def test_what_is_no_table_is_refused_in_memory_and_from_a_file(
+def test_tensors_that_form_no_table_are_refused_in_memory_and_from_a_file(
     tmp_path: Path, tensors: dict[str, torch.Tensor], words: str
 ) -> None:
     with pytest.raises(CacheError) as found:
@@ -505,7 +505,7 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", [torch.zeros(2, 5), torch.zeros(5, dtype=torch.float64)], ids=["shape", "dtype"])
-def test_what_is_read_into_has_to_fit(out):
+def test_an_out_tensor_has_to_fit(out):
     with pytest.raises(ShapeMismatchError, match=r"column 'x': `out` must be \(5,\) torch.float32, and is"):
         TensorCache(tensors={"x": torch.ones(5)}).get(slice(None), out={"x": out})
 

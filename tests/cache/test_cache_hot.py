@@ -99,7 +99,7 @@ def test_a_hot_row_has_no_leading_dimension_and_memory_of_its_own(folder, no_oth
 
 
 @pytest.mark.parametrize("index", [ROWS, -ROWS - 1, [0, ROWS], True, [True] * 3, [[1]], [0.5], ["x"], [1 << 70], None])
-def test_what_names_no_rows_is_told_as_else(folder, index):
+def test_an_invalid_index_is_the_same_error_on_the_hot_path(folder, index):
     with pytest.raises(RowIndexError):
         hot(folder)[index]
 
@@ -139,7 +139,7 @@ def test_arrays_that_torch_does_not_take_name_rows_too(folder, numbers):
         assert numbers.tolist() == cache[numbers]["y"].tolist()
 
 
-def test_what_is_wrong_is_told_as_else(folder):
+def test_errors_are_the_same_on_the_hot_path(folder):
     cache = hot(folder)
 
     for index, words in [
@@ -242,7 +242,7 @@ def test_a_writer_sees_what_it_has_written(folder):
             assert [2, number] == cache[torch.tensor([2, 3])]["y"].tolist()
 
 
-def test_what_is_not_in_memory_is_read_from_the_disk(folder, monkeypatch):
+def test_rows_not_in_memory_are_read_from_the_disk(folder, monkeypatch):
     cache, real, rows = hot(folder), os.preadv, torch.tensor([3, 30])
     cache._store._files["x"].rowfile.in_memory_until = 0.0
     announced = []
@@ -265,7 +265,7 @@ def test_what_is_not_in_memory_is_read_from_the_disk(folder, monkeypatch):
     assert torch.equal(values([3, 30])["x"], cache[rows]["x"])
 
 
-def test_a_file_that_is_cut_is_told(folder):
+def test_a_truncated_file_is_an_error(folder):
     cache = hot(folder)
     for file in cache._store._files.values():
         file.rowfile.in_memory_until = 0.0

@@ -95,7 +95,7 @@ def test_a_cache_is_not_made_through_links(tmp_path, name, leads):
     assert not mine.exists() or not mine.stat().st_size
 
 
-def test_states_of_somebody_else_stay_as_they_are(tmp_path):
+def test_foreign_states_stay_as_they_are(tmp_path):
     (tmp_path / FILE).write_text("mine")
 
     with pytest.raises(ForeignFileError, match=r"rows\.state exists, and is left as it is"):
@@ -121,7 +121,7 @@ def in_a_circle(path):
 )
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("mode", ["r", "r+"])
-def test_what_is_no_file_is_an_error_at_once_that_names_it(folder, name, stands, mode):
+def test_a_path_that_is_not_a_file_is_refused_at_once_by_name(folder, name, stands, mode):
     (folder / name).unlink()
     stands(folder / name)
 
@@ -132,7 +132,7 @@ def test_what_is_no_file_is_an_error_at_once_that_names_it(folder, name, stands,
 
 @pytest.mark.parametrize("stands", [pipe, Path.mkdir, zeros], ids=lambda act: act.__name__)
 @pytest.mark.parametrize("name", FILES[1:])
-def test_a_cache_is_not_made_over_what_is_no_file(tmp_path, name, stands):
+def test_a_cache_is_not_created_over_a_path_that_is_not_a_file(tmp_path, name, stands):
     stands(tmp_path / name)
 
     with pytest.raises(OffloadError) as caught:
@@ -176,7 +176,7 @@ def test_any_bytes_in_place_of_a_file_are_right_rows_or_an_error_that_names_it(f
     assert name == "note.jsonl" or values(8)["note"] == found["note"]
 
 
-def test_states_that_were_replaced_are_no_states_of_a_forked_writer(folder):
+def test_a_forked_writer_does_not_use_states_that_were_replaced(folder):
     cache = TensorCache.open(folder, "r+")
     shutil.copy(folder / FILE, folder / "new")
     (folder / "new").replace(folder / FILE)

@@ -54,7 +54,7 @@ def forked(*acts):
 
 
 @pytest.mark.campaign("rows")
-def test_what_four_processes_write_at_random_is_all_there_and_a_reader_sees_no_half_rows(tmp_path):
+def test_random_writes_of_four_processes_are_complete_and_no_row_is_seen_half_written(tmp_path):
     TensorCache.create(tmp_path, COLUMNS, ROWS).close()
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
 
@@ -127,7 +127,7 @@ def test_a_row_that_another_writes_again_is_filled_by_the_other_alone(tmp_path):
     assert [10, 21, 31] == reader[:]["b"][:, 0].tolist()
 
 
-def test_who_writes_a_row_waits_for_who_is_at_it(tmp_path):
+def test_writers_of_one_row_exclude_each_other(tmp_path):
     first, second = TensorCache.create(tmp_path, COLUMNS, 3), TensorCache.open(tmp_path, "r+")
     other = threading.Thread(target=lambda: second.__setitem__(slice(None), stamped([1, 2, 3], 100)))
     last = first._store._files["b"]
@@ -189,7 +189,7 @@ def appended_and_killed(folder):
     os.kill(os.getpid(), 9)
 
 
-def test_a_reader_that_looks_at_rows_that_are_none_any_more_lives(tmp_path):
+def test_a_reader_survives_rows_that_were_cut_off(tmp_path):
     """Touching a mapping past the end of a shrunken file kills a process."""
     TensorCache.create(tmp_path, {"x": (torch.int64, ())}).close()
     assert not in_fork(lambda: appended_and_killed(tmp_path))
@@ -248,7 +248,7 @@ def test_a_forked_child_writes_its_own_rows_and_leaves_the_others_to_its_parent(
     assert torch.equal(stamped(range(20))["a"], cache[:20]["a"])
 
 
-def test_a_forked_child_is_a_writer_when_its_parent_is_none_any_more(tmp_path):
+def test_a_forked_child_stays_a_writer_after_its_parent_has_closed(tmp_path):
     cache = TensorCache.create(tmp_path, COLUMNS)
 
     def append():
@@ -313,7 +313,7 @@ def test_workers_of_a_data_loader_read_and_write_it(tmp_path, way):
     assert torch.equal(stamped(range(20, 32))["a"], cache[20:]["a"])  # even of processes that have just ended
 
 
-def test_what_travels_is_the_path(tmp_path):
+def test_a_pickled_cache_holds_its_path(tmp_path):
     cache = TensorCache.create(tmp_path, COLUMNS, 10_000)
     cache[:] = stamped(range(10_000))
     cache.flush()

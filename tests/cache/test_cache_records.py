@@ -75,7 +75,7 @@ def test_a_row_a_record_with_every_field_as_it_was(tmp_path: Path) -> None:
     assert [record.span.start if record.span else 0 for record in records] == rows["span.start"].tolist()
 
 
-def test_a_field_that_is_none_is_missing_and_not_a_number(tmp_path: Path) -> None:
+def test_a_field_of_none_is_missing_and_not_nan(tmp_path: Path) -> None:
     records = samples(10)
 
     rows = TensorCache.from_records(records, tmp_path / "cache")[:]
@@ -159,7 +159,7 @@ def test_tensorclasses_and_tensordicts() -> None:
     assert torch.equal(nested["in", "b"], found["in.b"])
 
 
-def test_what_the_first_records_do_not_say_the_caller_says() -> None:
+def test_the_caller_specifies_fields_that_the_first_records_leave_open() -> None:
     first = [{"tokens": torch.arange(3), "score": 1, "late": 1.5}] * 64
     later = [{"tokens": torch.arange(5), "score": 2.5, "late": None}]
 
@@ -176,7 +176,7 @@ def test_what_the_first_records_do_not_say_the_caller_says() -> None:
     assert [None, None] == rows["extra"]
 
 
-def test_numbers_too_large_for_a_column_that_was_asked_for_are_told_and_those_for_any_are_json() -> None:
+def test_numbers_too_large_for_a_requested_column_are_refused_and_others_become_json() -> None:
     with pytest.raises(CacheError, match=r"'x' of record 0 is 300, too large for torch\.int8"):
         TensorCache.from_records([{"x": 300}], schema={"x": (torch.int8, ())})
 
@@ -225,7 +225,9 @@ SIXTY_FOUR = [{"x": 1, "t": torch.ones(2), "s": "a"}] * 64
         ([*SIXTY_FOUR, {"x": 1, "t": torch.ones(2), "s": "", "new": 1}], "record 64 has a field 'new' that the first"),
     ],
 )
-def test_a_record_that_does_not_fit_is_told_and_leaves_nothing(tmp_path: Path, records: list[Any], words: str) -> None:
+def test_a_record_that_does_not_fit_is_refused_and_leaves_nothing(
+    tmp_path: Path, records: list[Any], words: str
+) -> None:
     with pytest.raises(CacheError) as found:
         TensorCache.from_records(records, tmp_path / "cache")
 
@@ -233,7 +235,7 @@ def test_a_record_that_does_not_fit_is_told_and_leaves_nothing(tmp_path: Path, r
     assert [] == os.listdir(tmp_path)
 
 
-def test_a_name_in_optional_that_no_record_has_is_told() -> None:
+def test_an_unknown_name_in_optional_is_refused() -> None:
     with pytest.raises(CacheError, match="optional= has the unknown fields 'z': the records have 'x'"):
         TensorCache.from_records([{"x": 1}], optional=["z"])
 

@@ -149,7 +149,7 @@ def test_a_file_of_which_a_part_is_not_in_memory_is_not_mapped(tmp_path, monkeyp
 
 
 @needs_page_cache
-def test_what_is_not_in_memory_of_a_mapped_file_is_read_and_the_mapping_stays_while_it_is_little(tmp_path, monkeypatch):
+def test_missing_pages_of_a_mapped_file_are_read_and_the_mapping_stays_if_they_are_few(tmp_path, monkeypatch):
     monkeypatch.setattr(rowfile, "_STILL", 0.0)
     cache, rows = filled_cache(tmp_path, 512), torch.arange(0, 512, 2)
     file = cache._store._files["x"].rowfile

@@ -238,7 +238,7 @@ def test_a_configuration_of_the_same_model_stays_as_it_is(source: Path, tmp_path
     assert before == config.read_bytes()
 
 
-def test_somebody_elses_tokenizer_stays_with_a_warning(
+def test_a_foreign_tokenizer_stays_with_a_warning(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "saved").mkdir()

@@ -782,7 +782,7 @@ def test_a_function_of_whole_values_is_given_them_on_all_ranks(tmp_path: Path, s
     assert [[]] * math.prod(shape) == run_ranks(math.prod(shape), act)
 
 
-def test_a_function_of_whole_values_fails_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+def test_a_failing_function_of_whole_values_fails_on_all_ranks(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4, 4)}, tmp_path / "w.safetensors")
 
     def act(rank: int) -> list[str]:

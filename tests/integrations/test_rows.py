@@ -193,7 +193,7 @@ def test_nothing_in_a_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "cache").exists()
 
 
-def test_what_can_t_be_kept_is_told(tmp_path: Path) -> None:
+def test_values_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "x.safetensors")
 
     with pytest.raises(CacheError, match=r"differ in length \('a': 3, 'b': 2\): choose with columns="):
@@ -217,7 +217,7 @@ def test_what_can_t_be_kept_is_told(tmp_path: Path) -> None:
         cache_from(tmp_path / "cut.npy")
 
 
-def test_what_can_t_be_kept_of_hdf5_is_told(tmp_path: Path) -> None:
+def test_hdf5_data_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["a"], file["b"], file["c"] = np.zeros(3), np.zeros(2), 7
@@ -304,7 +304,7 @@ def test_a_shard_of_parquet_may_have_no_row_groups(tmp_path: Path) -> None:
     assert [1, 2] == cache_from(tmp_path)[:]["x"].tolist()
 
 
-def test_what_can_t_be_kept_of_arrow_is_told(tmp_path: Path) -> None:
+def test_arrow_data_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import datetime
 

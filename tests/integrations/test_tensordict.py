@@ -369,7 +369,7 @@ def test_a_lazy_view_and_an_archive_say_what_to_do(tmp_path):
 # Another process writes
 
 
-def test_what_another_process_wrote_is_an_error_until_the_folder_is_read_again(tmp_path):
+def test_leaves_changed_by_another_process_are_an_error_until_the_folder_is_read_again(tmp_path):
     TensorDict({"x": bits(4), "deep": TensorDict({"y": bits(2)})}).memmap(tmp_path)
     os.utime(tmp_path / "x.memmap", ns=(1, 1))
     found = load_memmap(tmp_path)
@@ -411,7 +411,7 @@ def test_values_of_a_folder_go_into_tensors_that_are_there(tmp_path):
 
 @pytest.mark.parametrize("threads", [0, 4])
 @pytest.mark.parametrize("where", ["plain", "offloaded"])
-def test_what_is_written_here_opens_there(tmp_path, where, threads):
+def test_a_folder_written_here_opens_in_tensordict(tmp_path, where, threads):
     td = rich()
     td.memmap(tmp_path / "theirs")
     source = td if where == "plain" else load_memmap(tmp_path / "theirs", types=[Sample])
@@ -482,7 +482,7 @@ def test_an_error_of_saving_early_comes_with_the_result(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_of_ours_is_replaced_whole(tmp_path):
+def test_an_own_folder_is_replaced_as_a_whole(tmp_path):
     save_memmap({"x": bits(4), "old": bits(2)}, tmp_path / "a")
 
     save_memmap({"x": bits(5)}, tmp_path / "a")
@@ -584,7 +584,7 @@ def test_a_folder_is_whole_after_each_kill(private_place):
     assert left > 0
 
 
-def test_what_stands_there_and_is_not_ours_is_left(tmp_path):
+def test_foreign_files_at_the_target_are_left_alone(tmp_path):
     TensorDict({"x": bits(4)}).memmap(tmp_path / "theirs")
     save_memmap({"x": bits(4)}, tmp_path / "ours")
     (tmp_path / "ours" / "notes.txt").write_text("mine")
@@ -625,7 +625,7 @@ def test_a_second_copy_of_what_is_on_disk_can_be_refused(tmp_path):
         (lambda: [torch.ones(2)], TypeError, "a TensorDict, a tensorclass or a dict can be saved, not a list"),
     ],
 )
-def test_what_has_no_form_is_refused_before_anything_is_written(tmp_path, make, kind, words):
+def test_unsupported_values_are_refused_before_anything_is_written(tmp_path, make, kind, words):
     with pytest.raises(kind, match=words):
         save_memmap(make(), tmp_path / "a")
 
@@ -755,7 +755,7 @@ COME = {  # plain leaves
 
 
 @pytest.mark.parametrize("act", STAY.values(), ids=STAY)
-def test_what_looks_at_or_changes_leaves_keeps_them_on_disk(act):
+def test_methods_that_inspect_or_change_leaves_keep_them_on_disk(act):
     td = offloaded(plain())
 
     found = act(td)
@@ -765,7 +765,7 @@ def test_what_looks_at_or_changes_leaves_keeps_them_on_disk(act):
 
 
 @pytest.mark.parametrize("act", COME.values(), ids=COME)
-def test_what_computes_gives_what_it_gives_on_plain_leaves(act):
+def test_methods_that_compute_give_the_results_of_plain_leaves(act):
     td = offloaded(plain())
 
     found = act(td)

@@ -93,7 +93,7 @@ def test_a_tensorclass_and_its_folder_become_rows(tmp_path: Path, caplog: pytest
     assert "fields of the class that are not tensors are left out" in caplog.text
 
 
-def test_what_has_no_rows_is_told() -> None:
+def test_data_without_rows_is_refused() -> None:
     with pytest.raises(CacheError, match="has no batch_size, which is the number of rows"):
         cache_from(TensorDict(a=torch.ones(3)))
     with pytest.raises(CacheError, match="has no column 'z'; it has 'a'"):
@@ -102,7 +102,7 @@ def test_what_has_no_rows_is_told() -> None:
         cache_from({"a": torch.ones(3), "b": {"c": torch.ones(3)}})
 
 
-def test_hdf5_entries_that_are_no_arrays_are_skipped_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hdf5_entries_that_are_not_arrays_are_skipped_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     h5py = pytest.importorskip("h5py")
     import numpy as np
 
@@ -168,7 +168,7 @@ def test_by_default_a_folder_is_protected_and_another_mode_is_refused(tmp_path: 
         load_memmap(tmp_path / "data", mode="w")
 
 
-def test_what_is_written_through_is_never_replaced_or_taken_for_another(tmp_path: Path) -> None:
+def test_files_written_through_are_never_replaced_or_confused(tmp_path: Path) -> None:
     rows().memmap(tmp_path / "data")
     td = load_memmap(tmp_path / "data", mode="r+")
     inode = (tmp_path / "data" / "a.memmap").stat().st_ino
@@ -226,7 +226,7 @@ def test_other_processes_write_through_too(tmp_path: Path) -> None:
     assert [[9.0] * 3, [8.0] * 3] == TensorDict.load_memmap(tmp_path / "data")["a"][:2].tolist()
 
 
-def test_what_a_folder_holds_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_the_contents_of_a_folder_come_back_unchanged(tmp_path: Path) -> None:
     """The batch sizes and names at each level, tensorclasses and non-tensor data."""
     td = TensorDict(
         {
@@ -260,7 +260,7 @@ NUMBERS = itertools.count()
 
 
 @pytest.mark.parametrize("act", ["save", "save over", "like", "load", "write through", "from folder"])
-def test_a_call_that_fails_is_told_and_nothing_is_half_done(quick_folder: str, act: str) -> None:
+def test_a_failing_call_is_reported_and_leaves_nothing_half_done(quick_folder: str, act: str) -> None:
     def begin() -> Path:
         folder = Path(quick_folder) / str(next(NUMBERS)) / "data"
         if act not in ("save", "like"):

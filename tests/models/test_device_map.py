@@ -312,7 +312,7 @@ def test_accelerate_balances_the_devices(word: str, asked: list[bool], monkeypat
     assert ("disk" in found.values()) == bool(asked)
 
 
-def test_buffers_on_disk_take_no_room_where_they_execute() -> None:
+def test_buffers_on_disk_take_no_memory_on_the_device_where_they_execute() -> None:
     model = small()
     model[2].register_buffer("large", torch.zeros(100))
     options = {"max_memory": {0: 250, "cpu": "1GB"}, "no_split_module_classes": None, "dtype": None}

@@ -499,7 +499,7 @@ def test_a_warning_names_the_parameters_that_torch_does_not_let_change(
     del holder
 
 
-def test_a_parameter_that_nobody_else_holds_stays_the_same_object() -> None:
+def test_a_parameter_without_other_holders_stays_the_same_object() -> None:
     layer = nn.Linear(2, 2)
     before = layer.weight
 

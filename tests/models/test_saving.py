@@ -396,7 +396,7 @@ def test_other_objects_than_models_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("theirs", ["single", "shards", "index", "link"])
-def test_a_checkpoint_of_somebody_elses_is_left_as_it_is(tmp_path: Path, theirs: str, sharded: bool) -> None:
+def test_a_foreign_checkpoint_is_left_as_it_is(tmp_path: Path, theirs: str, sharded: bool) -> None:
     """Even without any common name: readers would take one of the two."""
     if theirs == "index":
         (tmp_path / INDEX).write_text('{"metadata": {}, "weight_map": {}}')
@@ -482,7 +482,7 @@ PAIRS = [(1000, 1000), (1000, 16), (16, 1000), (32, 32)]  # before, and after
 
 @pytest.mark.parametrize("before", SIZES)
 @pytest.mark.parametrize("after", SIZES)
-def test_a_checkpoint_of_ours_is_replaced_whole(tmp_path: Path, before: int, after: int) -> None:
+def test_an_own_checkpoint_is_replaced_as_a_whole(tmp_path: Path, before: int, after: int) -> None:
     """Nothing is left of it; other files are kept."""
     (tmp_path / "config.json").write_text("{}")
     save_file({"x": torch.ones(1)}, tmp_path / "model-00009-of-00009.safetensors")

@@ -80,7 +80,7 @@ def test_stored_values_open_as_an_offload_folder(
     assert all(values[name].half().equal(load_file(tensor.offload_path)[name]) for name, tensor in found.items())
 
 
-def test_a_value_that_was_written_to_is_stored_anew(
+def test_a_value_that_was_written_to_is_stored_again(
     values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path
 ) -> None:
     model, _ = load(checkpoint, tmp_path / "stored")
@@ -93,7 +93,7 @@ def test_a_value_that_was_written_to_is_stored_anew(
     assert_equal(values, load(checkpoint, tmp_path / "stored")[0])
 
 
-def test_a_checkpoint_that_changed_is_stored_anew(
+def test_a_changed_checkpoint_is_stored_again(
     values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path
 ) -> None:
     load(checkpoint, tmp_path / "stored")

@@ -407,7 +407,7 @@ def test_a_value_that_was_kept_is_not_shown_again(checkpoint, tmp_path):
     assert NAMES[:3] == report.before
 
 
-def test_a_run_that_begins_anew_over_half_done_values_is_refused(checkpoint, plain, tmp_path):
+def test_a_new_run_over_half_done_values_is_refused(checkpoint, plain, tmp_path):
     model = loaded(checkpoint, tmp_path / "q")
     with pytest.raises(MapError):
         map_values(StopAt("layer.bias"), model, resume="double")
@@ -598,7 +598,7 @@ KILLED = """
 """
 
 
-def test_a_kill_between_a_value_and_the_journal_costs_no_value_and_doubles_none(tmp_path):
+def test_a_kill_between_a_value_and_the_journal_loses_and_repeats_nothing(tmp_path):
     said = json.loads(run_script(KILLED, tmp_path, "after a value", 0, 8).splitlines()[-1])
 
     assert said["right"]

@@ -34,7 +34,7 @@ def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
     assert [] == os.listdir(tmp_path)
 
 
-def test_a_disk_without_room_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = psutil.disk_usage(str(tmp_path))._replace(free=1 << 20)
     monkeypatch.setattr(psutil, "disk_usage", lambda _: usage)
 

@@ -251,7 +251,7 @@ def test_a_folder_that_is_not_a_model_is_an_error(tmp_path: Path, saved: Any) ->
         offload.plan(folder)
 
 
-def test_a_model_without_a_cache_of_keys_has_none(tmp_path: Path) -> None:
+def test_the_plan_of_a_model_without_a_kv_cache_has_no_context_bytes(tmp_path: Path) -> None:
     from transformers import BertModel
 
     small = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads", "dtype")}

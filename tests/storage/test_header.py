@@ -297,7 +297,7 @@ def test_complex128_in_the_middle_of_its_elements_is_loose():
     assert {"b": 409} == {key: loose.start for key, loose in header.loose.items()}
 
 
-def test_complex128_of_ours_is_not_in_the_middle_of_its_elements():
+def test_complex128_of_our_files_is_aligned_to_its_elements():
     with pytest.raises(CorruptFileError, match="'b' begins in the middle of an element"):
         parse(*with_complex_numbers_between(name="b"))
 

@@ -12,7 +12,7 @@ from offload.storage.modes import no_functions, no_modes
 
 
 @pytest.mark.parametrize("graph", [True, False])
-def test_there_are_no_gradients_and_what_was_before_comes_back(graph):
+def test_gradients_are_off_inside_and_the_earlier_mode_comes_back(graph):
     with torch.set_grad_enabled(graph):
         with no_functions(), no_modes():
             assert not torch.is_grad_enabled()

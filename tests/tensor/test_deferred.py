@@ -238,7 +238,7 @@ def test_an_unknown_dimension_is_an_error(waiting: Tensors, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cast_of_a_file_of_ours_replaces_it_in_its_own_folder(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_cast_of_an_own_file_replaces_it_in_its_folder(tmp_path: Path, dtype: torch.dtype) -> None:
     value = torch.randn(3, 4)
     offload.OffloadedTensor.from_original_tensor(value, "w", tmp_path)
     opened = offload.load_file(tmp_path, offload_dir=tmp_path)["w"]

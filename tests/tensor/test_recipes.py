@@ -262,7 +262,7 @@ def test_a_recipe_works_under_a_fake_mode_and_another_default_device(
     ],
     ids=["row", "all", "turned", "column", "out", "init"],
 )
-def test_a_write_goes_to_a_file_of_its_own_and_nobody_else_sees_it(
+def test_a_write_goes_to_a_new_file_and_is_invisible_to_others(
     recipe: OffloadedTensor, plain: torch.Tensor, folder: Path, write: Callable[[torch.Tensor], object]
 ) -> None:
     before, expected, old = contents(folder), plain.clone(), plain.clone()

@@ -1049,7 +1049,7 @@ def test_numpy_of_a_trainable_tensor_is_torchs_own_error(plain: torch.Tensor) ->
     assert (plain.numpy() == w.numpy(force=True)).all()
 
 
-def test_dlpack_shares_a_file_of_ours_and_copies_a_checkpoint(checkpoint: Path, plain: torch.Tensor) -> None:
+def test_dlpack_shares_an_own_file_and_copies_a_checkpoint(checkpoint: Path, plain: torch.Tensor) -> None:
     """`from_dlpack` of torch and numpy; a trainable tensor is refused as in torch."""
     w, referenced = offloaded(plain), OffloadedTensor.from_file(checkpoint, "w")
 

@@ -386,7 +386,7 @@ def test_a_write_to_a_loaded_tensor_leaves_the_saved_tree(tmp_path):
     assert tmp_path / "copies" / "0.safetensors" == tree[0].offload_path
 
 
-def test_a_view_of_a_loaded_tensor_is_written_anew(tmp_path):
+def test_a_view_of_a_loaded_tensor_is_written_again(tmp_path):
     save_tree(torch.arange(4.0).reshape(2, 2), tmp_path)
     old = load_tree(tmp_path)
 
@@ -710,7 +710,7 @@ def test_values_that_would_lose_something_are_refused(tmp_path, make, words):
     assert not (tmp_path / "tree").exists()
 
 
-def test_a_dataclass_of_items_that_holds_none_comes_back(tmp_path):
+def test_an_empty_dataclass_of_items_comes_back(tmp_path):
     save_tree(Items("m"), tmp_path)
 
     assert load_tree(tmp_path, types=[Items]).unit == "m"
