@@ -97,7 +97,7 @@ try:
     ):
         attrgetter(*_names.split())(_owner)
     if PARAMETER_MARK not in type(nn.Parameter).__instancecheck__.__code__.co_consts:
-        raise AttributeError(f"nn.Parameter is no longer told by {PARAMETER_MARK!r}")
+        raise AttributeError(f"nn.Parameter is no longer marked by {PARAMETER_MARK!r}")
 except (ImportError, AttributeError, TypeError, RuntimeError) as _error:  # RuntimeError: an unknown dispatch key
     raise _unsupported("offload", _error) from _error
 

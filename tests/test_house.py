@@ -373,14 +373,14 @@ DIALECT = re.compile(
 )
 
 
-def tests_in(path: Path) -> Iterator[str]:
+def names_of_tests(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     return (node.name for node in functions if node.name.startswith("test_"))
 
 
 def test_names_of_tests_are_english_sentences():
-    found = [(path.name, name) for path in (ROOT / "tests").rglob("test_*.py") for name in tests_in(path)]
+    found = [(path.name, name) for path in (ROOT / "tests").rglob("test_*.py") for name in names_of_tests(path)]
 
     assert len(found) > 1500
     assert [] == [f"{file}: {name}" for file, name in found if DIALECT.search(name)]

@@ -154,7 +154,7 @@ def opened(path: Path, flags: int, what: str = "a file of the cache") -> int:
     try:
         return open_regular(path, flags)
     except MissingFileError as error:
-        reason = f"{what} is missing: get the folder again, whole"
+        reason = f"{what} is missing: copy the complete folder again"
         raise MissingFileError(error.errno, reason, str(path)) from error
     except ForeignFileError as error:
         raise ForeignFileError(
