@@ -26,10 +26,9 @@ OF_OTHERS = {
     ("offload.storage.locks", "_at_fork_reinit"): "a lock's, for a child",
     ("offload.storage.locks", "_is_owned"): "a lock's, for an interrupt",
     ("offload.storage.pickled", "_Unpickler"): "pickle's in Python, which is given another find_class",
-    ("offload.storage.subclasses", "_asdict"): "a named tuple's",
     ("offload.tensor.replacing", "_getframe"): "sys has no other way",
     ("offload.tensor.wrapper", "_getframe"): "sys has no other way",
-    ("offload.tree.structure", "_fields"): "a named tuple's",
+    ("offload.storage.nodes", "_fields"): "a named tuple's",
 }
 
 # Calls that create immutable values.
@@ -249,16 +248,10 @@ ANYTHING = {
         "current",
         "self._module",
     },  # torch.cuda, torch.xpu... alike
-    "offload.storage.header": {"name", "shape", "spec", "stride"},  # JSON that has not been checked yet
-    "offload.storage.layout": {"numbers", "shape", "stride"},  # the same
-    "offload.storage.locks": {"lock"},
     "offload.storage.modes": {"_enter", "_exit"},  # C guards
-    "offload.storage.nodes": {"data", "value"},  # plain data, of any kind
-    "offload.storage.pickled": {  # the contents of a pickle
-        *("args", "arguments", "function", "saved", "saved_id", "state", "value"),
-    },
-    "offload.storage.state_file": {"found"},  # JSON
-    "offload.storage.subclasses": {"cls", "data", "other", "recipe", "value"},  # plain data, of any kind
+    "offload.storage.nodes": {"child", "cls", "value"},  # plain data, of any kind
+    "offload.storage.pickled": {"args", "function", "saved_id", "state"},
+    "offload.storage.subclasses": {"cls"},  # what is registered as a class may be anything
 }
 
 
