@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 # One test worker a core, eight at most: each of them imports torch.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
 
-.PHONY: run test campaign lint format bench docs clean
+.PHONY: run test campaign lint format bench docs kernels-asan clean
 
 # make run [MODEL=org/name] [PROMPT="..."]
 # The shell reads both from its environment, so a quote in a prompt is safe.
@@ -43,13 +43,21 @@ bench: $(VENV)/.installed
 docs: $(VENV)/.docs
 	$(PY) -m mkdocs build --strict
 
+# The tests of the kernels with the address and undefined-behaviour sanitizers of gcc.
+kernels-asan: $(VENV)/.installed
+	mkdir -p build/asan
+	gcc -shared -fPIC -g -O1 -std=gnu11 -ffp-contract=off -fvisibility=hidden -fsanitize=address,undefined \
+		-fno-sanitize-recover=all offload/kernels/*.c -lm -o build/asan/_native.so
+	OFFLOAD_KERNELS=$(CURDIR)/build/asan/_native.so LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \
+		ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(PY) -m pytest -n 0 tests/kernels $(ARGS)
+
 # Removes all that make has made, the environments too.
 clean:
-	rm -rf .venv .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf offload/kernels/_native* .venv .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find offload tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch first: what follows then finds it there and asks for no other. Another torch may want another setuptools.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard offload/kernels/*.c offload/kernels/*.h)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	sed $(if $(filter $(PINNED),$(TORCH)),,-e '/^setuptools==/d') -e 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(PY) -m pip install -q --disable-pip-version-check torch==$(TORCH) -c $(VENV)/constraints.txt

@@ -1,0 +1,22 @@
+"""Packed bytes: decoded and multiplied where they lie, in plain C behind ctypes.
+
+Always true:
+- decoding gives the bits of the torch chain that does the same; where no library was built, that chain runs
+- a product with packed rows is accumulated in float32 from unrounded numbers: a row of the result depends neither on
+  the number of threads nor on the rows beside it
+- sizes are checked in one place, before an address is passed on
+
+| module | what |
+| --- | --- |
+| `native` | the compiled library, its threads, and its two functions: decode rows, multiply by rows |
+| `packed` | how rows are packed, and the matrices that the library is given |
+
+| source | what |
+| --- | --- |
+| `kernels.c` `kernels.h` | the functions that are exported; how rows are divided among threads |
+| `rows.h` | decoding and multiplying rows; `rows_avx512.c` and others compile it for an instruction set each |
+| `gguf.h` | the kinds of blocks in GGUF files |
+| `numbers.h` | numbers whose factors are stored elsewhere |
+| `words.h` | integers in words, outputs innermost |
+| `simd.h` | vectors, under one set of names |
+"""

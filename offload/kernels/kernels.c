@@ -1,0 +1,273 @@
+/* Packed matrices: decoding their rows, and multiplying by them.
+ *
+ * Always true:
+ * - memory of the caller is read in the given rows only; sizes are checked in Python, in one place
+ * - each row of a result is computed by one thread, in one order: it depends neither on the number of threads nor on
+ *   the other rows
+ * - threads are those of the team that the caller hands over, or the caller's own alone
+ */
+
+#include "kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "simd.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define MOST_ROWS 64 /* of x, in one call */
+
+typedef void (*parallel_fn)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+typedef int (*number_fn)(void);
+
+/* The functions of GNU OpenMP's runtime that a team takes; all null for none. */
+typedef struct {
+  parallel_fn parallel;
+  number_fn number;
+  number_fn count;
+} team;
+
+typedef struct {
+  const matrix *packed;
+  const functions *functions;
+  const team *threads;
+  int64_t first, count; /* rows of the matrix */
+  const float *x;       /* null: decode */
+  int64_t x_rows;
+  const void *bias;
+  void *out;
+  int64_t out_step; /* elements from a row of the result to the next */
+  int32_t bias_dtype, out_dtype;
+  float *scratch; /* of each thread: a row of floats, and its factors; for words, all products */
+} task;
+
+extern const functions functions_plain;
+#if defined(__x86_64__)
+extern const functions functions_avx2, functions_avx512;
+#elif defined(__aarch64__)
+extern const functions functions_neon;
+#endif
+
+/* 0 for plain C; then, in ascending order, what this processor has. */
+static const functions *at_level(int level) {
+  if (level == 0) return &functions_plain;
+#if defined(__x86_64__)
+  if (level == 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    return &functions_avx2;
+  if (level == 2 && at_level(1) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return &functions_avx512;
+#elif defined(__aarch64__)
+  if (level == 1) return &functions_neon;
+#endif
+  return NULL;
+}
+
+EXPORT int offload_kernels_levels(void) {
+  int level = 0;
+  while (level < 2 && at_level(level + 1)) level++;
+  return level;
+}
+
+static int64_t stored_row_of(const matrix *packed, int64_t row) {
+  int64_t heads = packed->heads;
+  if (!heads) return row;
+  int64_t head = row / heads, inside = row % heads, half = heads / 2;
+  return head * heads + 2 * (inside % half) + inside / half;
+}
+
+static size_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+static float number_at(const void *from, int64_t place, int dtype) {
+  if (dtype == FLOAT32) return bits_to_float(u32_at((const float *)from + place));
+  uint16_t bits = u16_at((const uint16_t *)from + place);
+  return dtype == FLOAT16 ? half_to_float(bits) : bits_to_float((uint32_t)bits << 16);
+}
+
+static int64_t groups_of(const matrix *packed) {
+  return packed->scale_dtype < 0 ? 0 : (packed->columns + packed->group - 1) / packed->group;
+}
+
+/* The factors and zero points of two rows, with room for one more: the last vector may begin one. */
+static int64_t factors_of(const matrix *packed) { return 2 * (groups_of(packed) + 1); }
+static int64_t scratch_of(const matrix *packed) { return 2 * factors_of(packed); }
+
+static float factor_at(const matrix *packed, const uint8_t *from, int64_t place, int32_t dtype, int64_t row) {
+  switch (dtype) {
+    case E8M0:
+      return bits_to_float(from[place] ? (uint32_t)from[place] << 23 : 0x00400000);
+    case E4M3: {
+      uint32_t magnitude = from[place] & 0x7f;
+      float number = magnitude == 0x7f ? NAN : bits_to_float(magnitude << 20) * 0x1p120f;
+      return from[place] & 0x80 ? -number : number;
+    }
+    case INT8:
+      return (float)(int8_t)from[place];
+    case NIBBLES_OF_ROWS: /* in 32-bit words, each with those of eight rows */
+      return (float)(int)(u32_at(from + 4 * place) >> 4 * (row % 8) & 15) - 8;
+    case NESTED: {
+      int64_t number = row * groups_of(packed) + place;
+      float scale = bits_to_float(u32_at(packed->nested_scales + number / packed->nested_block));
+      return bits_to_float(u32_at(packed->nested_numbers + from[place])) * scale + packed->nested_offset;
+    }
+    default:
+      return number_at(from, place, dtype);
+  }
+}
+
+/* The factors and zero points of a stored row, in `room`. */
+static void resolve(const matrix *packed, int64_t row, float *room, stored_row *found) {
+  int64_t groups = groups_of(packed), of = row / packed->rows_per_scale;
+  for (int64_t group = 0; group < groups; group++) {
+    float factor = factor_at(packed, packed->scales + of * packed->scale_step, group, packed->scale_dtype, row);
+    room[group] = packed->divisor == 1 ? factor : factor / packed->divisor;
+  }
+  room[groups] = 0;
+  found->factors = groups ? room : NULL;
+  found->zeros = NULL;
+  if (packed->zero_dtype < 0) return;
+  int64_t from = packed->zero_dtype == NIBBLES_OF_ROWS ? row / 8 : of;
+  for (int64_t group = 0; group < groups; group++)
+    room[groups + 1 + group] =
+        factor_at(packed, packed->zeros + from * packed->zero_step, group, packed->zero_dtype, row);
+  room[2 * groups + 1] = 0;
+  found->zeros = room + groups + 1;
+}
+
+/* The stored row for row `n` of the task. `room` is for its factors; `resolved` is whose are there. */
+static void find(const task *what, int64_t n, float *room, stored_row *row, int64_t *resolved) {
+  const matrix *packed = what->packed;
+  int64_t stored = stored_row_of(packed, what->first + n);
+  row->bytes = packed->rows + stored * packed->step;
+  if (packed->scale_dtype < 0 || (packed->rows_per_scale > 1 && stored / packed->rows_per_scale == *resolved)) return;
+  *resolved = stored / packed->rows_per_scale;
+  resolve(packed, stored, room, row);
+}
+
+static void finish(const task *what, int64_t n, const float *found) {
+  float bias = what->bias ? number_at(what->bias, n, what->bias_dtype) : 0;
+  for (int64_t r = 0; r < what->x_rows; r++)
+    put_number(what->out, r * what->out_step + n, what->out_dtype, what->bias ? found[r] + bias : found[r]);
+}
+
+static void work_on_rows(void *data) {
+  const task *what = data;
+  const matrix *packed = what->packed;
+  const rows_of_kind *functions = what->functions->rows + packed->kind;
+  int64_t threads = what->threads ? what->threads->count() : 1, number = what->threads ? what->threads->number() : 0;
+  int64_t begin = what->count * number / threads, end = what->count * (number + 1) / threads;
+  int64_t columns = packed->columns, wide = padded(columns), together = what->functions->together;
+  int64_t resolved[2] = {-1, -1};
+  float found[2][MOST_ROWS], *scratch = what->scratch + number * scratch_of(packed);
+  float *room[2] = {scratch, scratch + factors_of(packed)};
+  stored_row rows[2] = {{.group = packed->group, .last = packed->last}};
+  memcpy(rows->table, packed->table, sizeof rows->table);
+  rows[1] = rows[0];
+  for (int64_t n = begin; n < end; n++) {
+    find(what, n, room[0], rows, resolved);
+    if (!what->x) {
+      char *place = (char *)what->out + n * what->out_step * (int64_t)size_of(what->out_dtype);
+      functions->decode(rows, columns, place, what->out_dtype);
+    } else if (what->x_rows == 1) {
+      found[0][0] = functions->dot(rows, columns, what->x);
+      finish(what, n, found[0]);
+    } else {
+      int64_t other = n + 1 < end ? n + 1 : n;
+      find(what, other, room[1], rows + 1, resolved + 1);
+      for (int64_t r = 0; r < what->x_rows; r += together)
+        functions->multiply(rows, columns, what->x + r * wide, wide, found[0] + r, MOST_ROWS);
+      finish(what, n, found[0]);
+      if (other != n) finish(what, other, found[1]);
+      n = other;
+    }
+  }
+}
+
+#define BLOCKS_AND_NUMBERS (0 BLOCK_KINDS(COUNT_BLOCKS) NUMBER_KINDS(COUNT_NUMBERS))
+#define COUNT_BLOCKS(kind, numbers, nbytes) +1
+#define COUNT_NUMBERS(kind, nbytes) +1
+#define AT_ONCE 32 /* outputs of words that one thread takes at the least */
+
+static void work_on_words(void *data) {
+  const task *what = data;
+  const matrix *packed = what->packed;
+  const words_of_kind *functions = what->functions->words + (packed->kind - BLOCKS_AND_NUMBERS);
+  int64_t threads = what->threads ? what->threads->count() : 1, number = what->threads ? what->threads->number() : 0;
+  int64_t parts = (what->count + AT_ONCE - 1) / AT_ONCE;
+  int64_t begin = parts * number / threads * AT_ONCE, end = parts * (number + 1) / threads * AT_ONCE;
+  if (end > what->count) end = what->count;
+  if (begin >= end) return;
+  if (!what->x) {
+    char *place = (char *)what->out + begin * what->out_step * (int64_t)size_of(what->out_dtype);
+    functions->decode(packed, what->first + begin, what->first + end, place, what->out_step, what->out_dtype);
+    return;
+  }
+  functions->multiply(packed, begin, end, what->x, padded(packed->columns), what->x_rows, what->scratch, what->count);
+  for (int64_t r = 0; r < what->x_rows; r++)
+    for (int64_t n = begin; n < end; n++) {
+      float found = what->scratch[r * what->count + n];
+      if (what->bias) found += number_at(what->bias, n, what->bias_dtype);
+      put_number(what->out, r * what->out_step + n, what->out_dtype, found);
+    }
+}
+
+static void run(task *what, unsigned threads) {
+  void (*work)(void *) = what->packed->kind < BLOCKS_AND_NUMBERS ? work_on_rows : work_on_words;
+  if (what->threads && what->threads->parallel && threads > 1)
+    what->threads->parallel(work, what, threads, 0);
+  else {
+    what->threads = NULL;
+    work(what);
+  }
+}
+
+/* Rows `first` to `first + count - 1`, each to `out_step` elements after the one before; 1 if there is no memory. */
+EXPORT int offload_decode(const matrix *packed, int64_t first, int64_t count, void *out, int64_t out_step,
+                          int out_dtype, int level, const team *threads, unsigned most_threads) {
+  float *scratch = malloc(sizeof(float) * (size_t)scratch_of(packed) * most_threads);
+  if (!scratch) return 1;
+  task what = {.packed = packed,
+               .functions = at_level(level),
+               .threads = threads,
+               .first = first,
+               .count = count,
+               .out = out,
+               .out_step = out_step,
+               .out_dtype = out_dtype,
+               .scratch = scratch};
+  run(&what, most_threads);
+  free(scratch);
+  return 0;
+}
+
+/* out[r, n] = x[r] . row n + bias[n]; 1 if there is no memory. */
+EXPORT int offload_multiply(const matrix *packed, int64_t count, const void *x, int64_t x_rows, int64_t x_step,
+                            int x_dtype, const void *bias, int bias_dtype, void *out, int64_t out_step, int out_dtype,
+                            int level, const team *threads, unsigned most_threads) {
+  int64_t columns = packed->columns, wide = padded(columns);
+  int64_t scratch = packed->kind < BLOCKS_AND_NUMBERS ? scratch_of(packed) * most_threads : count * x_rows;
+  int64_t together = at_level(level)->together, whole = (x_rows + together - 1) / together * together;
+  float *floats = malloc(sizeof(float) * (size_t)(wide * whole + scratch));
+  if (!floats) return 1;
+  memset(floats + x_rows * wide, 0, sizeof(float) * (size_t)((whole - x_rows) * wide));
+  for (int64_t r = 0; r < x_rows; r++) {
+    const char *row = (const char *)x + r * x_step * (int64_t)size_of(x_dtype);
+    for (int64_t c = 0; c < columns; c++) floats[r * wide + c] = number_at(row, c, x_dtype);
+    for (int64_t c = columns; c < wide; c++) floats[r * wide + c] = 0;
+  }
+  task what = {.packed = packed,
+               .functions = at_level(level),
+               .threads = threads,
+               .count = count,
+               .x = floats,
+               .x_rows = x_rows,
+               .bias = bias,
+               .bias_dtype = bias_dtype,
+               .out = out,
+               .out_step = out_step,
+               .out_dtype = out_dtype,
+               .scratch = floats + wide * whole};
+  run(&what, most_threads);
+  free(floats);
+  return 0;
+}

@@ -1,0 +1,104 @@
+/* What the sources share: the kinds of rows, and the functions that each instruction set has for them.
+ *
+ * Always true:
+ * - the order of the kinds is that of the numbers by which Python names them: those of blocks, then those of numbers
+ */
+
+#ifndef OFFLOAD_KERNELS_H
+#define OFFLOAD_KERNELS_H
+
+#include <stdint.h>
+
+enum { FLOAT32, FLOAT16, BFLOAT16, E8M0, E4M3, INT8, NIBBLES_OF_ROWS, NESTED };
+
+/* Blocks that hold their own factors: name, numbers and bytes of a block. */
+#define BLOCK_KINDS(DO) \
+  DO(q4_0, 32, 18)      \
+  DO(q4_1, 32, 20)      \
+  DO(q5_0, 32, 22)      \
+  DO(q5_1, 32, 24)      \
+  DO(q8_0, 32, 34)      \
+  DO(q2_k, 256, 84)     \
+  DO(q3_k, 256, 110)    \
+  DO(q4_k, 256, 144)    \
+  DO(q5_k, 256, 176)    \
+  DO(q6_k, 256, 210)    \
+  DO(iq4_nl, 32, 18)    \
+  DO(iq4_xs, 256, 136)  \
+  DO(tq2_0, 256, 66)    \
+  DO(mxfp4, 32, 17)
+
+/* Numbers whose factors are stored elsewhere: name, and bytes of 32 numbers. */
+#define NUMBER_KINDS(DO)  \
+  DO(halves_low, 16)      \
+  DO(halves_high, 16)     \
+  DO(signed_bytes, 32)    \
+  DO(centred_bytes, 32)   \
+  DO(e4m3, 32)            \
+  DO(e5m2, 32)            \
+  DO(bfloat16, 64)        \
+  DO(float16, 64)         \
+  DO(float32, 128)
+
+/* Words of integers, outputs innermost: a word holds some inputs of an output (GPTQ), or eight outputs of an input (AWQ). */
+#define WORD_KINDS(DO) DO(inputs_in_words) DO(outputs_in_words)
+
+typedef struct {
+  const uint8_t *rows;
+  int64_t step;    /* bytes from a row to the next */
+  int64_t columns; /* numbers of a row */
+  int32_t kind;    /* of blocks or numbers */
+  int32_t heads;   /* rows whose pairs are stored side by side and are wanted apart, first ones first; 0 for none */
+  /* For numbers; the dtypes say how factors are stored, and negative ones that there are none. */
+  int32_t scale_dtype, zero_dtype;
+  int64_t group;          /* numbers that share a factor: 16, or a multiple of 32, or all */
+  int64_t rows_per_scale; /* rows that share factors */
+  const uint8_t *scales, *zeros;
+  int64_t scale_step, zero_step; /* bytes from the factors of a row to those of the next; 0 if all rows have the same */
+  float divisor, last;           /* of factors; of products */
+  const float *nested_numbers, *nested_scales; /* of packed factors: their numbers, and a factor for each block */
+  int64_t nested_block;
+  float nested_offset;
+  float table[16]; /* the numbers that halves of bytes stand for */
+  /* For words of integers of several outputs or inputs: */
+  const uint8_t *order; /* the group of each input, 32 bits each; null if groups follow each other */
+  int32_t bits, less;   /* of an integer; what was subtracted from zero points */
+  int64_t outputs;
+} matrix;
+
+typedef struct {
+  const uint8_t *bytes;
+  const float *factors, *zeros; /* of the groups of the row; zeros may be null */
+  int64_t group;                /* numbers that share a factor: 16, or a multiple of 32 */
+  float last;                   /* by which products are multiplied at last */
+  float table[16];              /* the numbers that halves of bytes stand for */
+} stored_row;
+
+typedef struct {
+  /* All numbers of a row, in a dtype. */
+  void (*decode)(const stored_row *row, int64_t columns, void *out, int dtype);
+  /* The product with a row of floats, filled up with zeros to a multiple of 32. */
+  float (*dot)(const stored_row *row, int64_t columns, const float *x);
+  /* The products of two rows with `together` rows of floats, `step` apart, each as `dot` gives it. */
+  void (*multiply)(const stored_row rows[2], int64_t columns, const float *x, int64_t step, float *out,
+                   int64_t out_step);
+} rows_of_kind;
+
+typedef struct {
+  /* Outputs `begin` to `end - 1`, each a row of `columns` numbers, `out_step` elements after the one before. */
+  void (*decode)(const matrix *words, int64_t begin, int64_t end, void *out, int64_t out_step, int dtype);
+  /* `count` products with rows of floats, `step` apart: out[r * out_step + n], for outputs `begin` to `end - 1`. */
+  void (*multiply)(const matrix *words, int64_t begin, int64_t end, const float *x, int64_t step, int64_t count,
+                   float *out, int64_t out_step);
+} words_of_kind;
+
+typedef struct {
+  const rows_of_kind *rows;
+  const words_of_kind *words;
+  int together; /* rows of x that `multiply` takes */
+} functions;
+
+/* Rows of floats are filled up with zeros to whole vectors, and their number to `together`. */
+static inline int64_t padded(int64_t columns) { return (columns + 31) / 32 * 32; }
+
+#endif

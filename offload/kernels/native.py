@@ -1,0 +1,196 @@
+"""The compiled library: which instruction set, which threads, and its two functions.
+
+Always true:
+- it is loaded at the first use, and never built at run time
+- its threads are those of torch's own OpenMP team: a second team would compete with them for the processors
+- addresses of tensors are passed on while the tensors are referenced; nothing is kept
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from functools import lru_cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+SWITCH = "OFFLOAD_KERNELS"  # `off` takes the compiled code out; a path names another build of it
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+LEVELS = {"x86_64": ("plain C", "AVX2", "AVX-512"), "aarch64": ("plain C", "NEON"), "": ("plain C",)}
+MOST_ROWS = 64  # of activations, in one call
+
+_LEAST = 1 << 15  # numbers for which a second thread is worth waking
+_forked = False
+
+
+class Matrix(ctypes.Structure):
+    """Packed rows, as the library takes them: `matrix` in kernels.c. `packed` makes them."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("step", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("scale_dtype", ctypes.c_int32),
+        ("zero_dtype", ctypes.c_int32),
+        ("group", ctypes.c_int64),
+        ("rows_per_scale", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("scale_step", ctypes.c_int64),
+        ("zero_step", ctypes.c_int64),
+        ("divisor", ctypes.c_float),
+        ("last", ctypes.c_float),
+        ("nested_numbers", ctypes.c_void_p),
+        ("nested_scales", ctypes.c_void_p),
+        ("nested_block", ctypes.c_int64),
+        ("nested_offset", ctypes.c_float),
+        ("table", ctypes.c_float * 16),
+        ("order", ctypes.c_void_p),
+        ("bits", ctypes.c_int32),
+        ("less", ctypes.c_int32),
+        ("outputs", ctypes.c_int64),
+    )
+
+
+class Team(ctypes.Structure):
+    """Functions of the OpenMP runtime that torch uses."""
+
+    _fields_ = (("parallel", ctypes.c_void_p), ("number", ctypes.c_void_p), ("count", ctypes.c_void_p))
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled library; None if it was not built, can't be loaded, or is switched off."""
+    asked = os.environ.get(SWITCH, "")
+    if asked.lower() == "off":
+        return None
+    folder = Path(__file__).parent
+    for path in [Path(asked)] if asked else [folder / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES]:
+        if path.exists():
+            try:
+                return _with_signatures(ctypes.CDLL(str(path)))
+            except OSError:  # of another architecture, as in a folder that is shared between machines
+                return None
+    return None
+
+
+def _with_signatures(found: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    found.offload_kernels_levels.argtypes = ()
+    found.offload_kernels_levels.restype = whole
+    found.offload_decode.argtypes = (
+        *(pointer, number, number),
+        *(pointer, number, whole),
+        *(whole, pointer, ctypes.c_uint),
+    )
+    found.offload_decode.restype = whole
+    found.offload_multiply.argtypes = (
+        *(pointer, number),
+        *(pointer, number, number, whole),
+        *(pointer, whole),
+        *(pointer, number, whole),
+        *(whole, pointer, ctypes.c_uint),
+    )
+    found.offload_multiply.restype = whole
+    return found
+
+
+@lru_cache(maxsize=1)
+def best_level() -> int:
+    """The most capable instruction set of this processor, as an index in its `LEVELS`."""
+    found = library()
+    return 0 if found is None else int(found.offload_kernels_levels())
+
+
+def description() -> str:
+    """How packed weights are decoded here, in words."""
+    if os.environ.get(SWITCH, "").lower() == "off":
+        return f"switched off ({SWITCH}=off): torch decodes packed weights, many times as slowly"
+    if library() is None:
+        return "not built (install offload where there is a C compiler): torch decodes, many times as slowly"
+    return f"compiled, with {LEVELS.get(platform.machine(), LEVELS[''])[best_level()]}"
+
+
+@lru_cache(maxsize=1)
+def _team() -> Team | None:
+    """The functions of torch's OpenMP runtime; None where torch was built with another one."""
+    paths = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    try:
+        runtime = ctypes.CDLL(str(paths[0])) if paths else None
+        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+        return None if runtime is None else Team(*(ctypes.cast(runtime[name], ctypes.c_void_p) for name in names))
+    except (OSError, AttributeError):
+        return None
+
+
+def _after_fork() -> None:
+    """The team's threads are gone in a forked child, and the runtime would wait for them forever."""
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _threads(numbers: int) -> tuple[int, int | None]:
+    """How many threads go through this many numbers, and the address of their team."""
+    team = None if _forked else _team()
+    count = torch.get_num_threads() if team is not None and numbers >= _LEAST else 1
+    return count, None if team is None or count == 1 else ctypes.addressof(team)
+
+
+def decode(matrix: Matrix, first: int, place: torch.Tensor, *, level: int | None = None) -> None:
+    """Decode rows into a tensor of shape (rows, columns), in its dtype; its rows may be apart.
+
+    Args:
+        matrix: whose memory is alive, and has these rows.
+        first: the row for `place[0]`.
+        level: another instruction set than the best.
+
+    Raises:
+        MemoryError
+    """
+    found = library()
+    assert found is not None, "callers ask `library` first"
+    count, team = _threads(place.numel())
+    failed = found.offload_decode(
+        *(ctypes.addressof(matrix), first, len(place)),
+        *(place.data_ptr(), place.stride(0), DTYPES[place.dtype]),
+        *(best_level() if level is None else level, team, count),
+    )
+    if failed:
+        raise MemoryError(f"no memory for a row of {place.shape[1]} floats")
+
+
+def multiply(
+    matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor, *, level: int | None = None
+) -> None:
+    """The products of rows of activations with packed rows: `place = x @ rows.T + bias`.
+
+    Args:
+        matrix: whose memory is alive, and has `place.shape[1]` rows.
+        x: (at most `MOST_ROWS`, columns); its columns are contiguous.
+        bias: (rows,), contiguous.
+        place: (rows of x, rows); its columns are contiguous.
+        level: another instruction set than the best.
+
+    Raises:
+        MemoryError
+    """
+    found = library()
+    assert found is not None, "callers ask `library` first"
+    count, team = _threads(place.shape[1] * x.shape[1])
+    failed = found.offload_multiply(
+        *(ctypes.addressof(matrix), place.shape[1]),
+        *(x.data_ptr(), len(x), x.stride(0), DTYPES[x.dtype]),
+        *((None, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])),
+        *(place.data_ptr(), place.stride(0), DTYPES[place.dtype]),
+        *(best_level() if level is None else level, team, count),
+    )
+    if failed:
+        raise MemoryError(f"no memory for {len(x)} x {x.shape[1]} floats")

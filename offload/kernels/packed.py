@@ -1,0 +1,238 @@
+"""How rows are packed, and the matrices that the library is given.
+
+Always true:
+- a description is immutable and picklable; it names what is stored, and holds no data
+- `matrix` checks every size, and every index that is stored, before it gives an address away
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from offload.kernels.native import Matrix
+
+BLOCKS = {  # numbers and bytes of a block, by kind, in the order of `BLOCK_KINDS` in kernels.h
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "TQ2_0": (256, 66),
+    "MXFP4": (32, 17),
+}
+_BITS = {  # per number, for numbers whose factors are stored elsewhere, in the order of `NUMBER_KINDS` in kernels.h
+    "halves_low": 4,
+    "halves_high": 4,
+    "signed_bytes": 8,
+    "centred_bytes": 8,
+    "e4m3": 8,
+    "e5m2": 8,
+    "bfloat16": 16,
+    "float16": 16,
+    "float32": 32,
+}
+_WORDS = ("inputs_in_words", "outputs_in_words")  # in the order of `WORD_KINDS` in kernels.h
+_KINDS = {kind: number for number, kind in enumerate([*BLOCKS, *_BITS, *_WORDS])}
+FACTORS = {  # dtypes of factors, in the order of the enumeration in kernels.h
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.uint8: 3,  # a power of two
+    torch.float8_e4m3fn: 4,
+    torch.int8: 5,
+    torch.int32: 6,  # eight rows in a word
+}
+_NESTED = 7
+_NONE = -1
+_LANES = 16  # outputs that are computed together, of words
+
+
+class Packed(Protocol):
+    """How the rows of a matrix are packed.
+
+    Attributes:
+        is_turned: whether its rows are the columns of the dense value.
+        is_rounded: whether the dense value is computed in another dtype than float32, so that decoding it gives other
+            last bits.
+    """
+
+    @property
+    def is_turned(self) -> bool: ...
+
+    @property
+    def is_rounded(self) -> bool: ...
+
+    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
+        """The matrix over stored pieces: (rows, ...) each. It is valid while they are.
+
+        None if the kernels do not take pieces of these sizes or strides.
+        """
+
+
+@dataclass(frozen=True)
+class GgufRows:
+    """Rows of blocks of a GGUF file.
+
+    Attributes:
+        kind: of the blocks.
+        heads: rows per head whose pairs are stored side by side and wanted apart, as in llama.cpp's queries and keys;
+            0 for none.
+        is_rounded: see `Packed`.
+    """
+
+    kind: str
+    heads: int = 0
+    is_rounded: bool = False
+    is_turned: ClassVar[bool] = False
+
+    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
+        """See `Packed`."""
+        [rows] = pieces
+        numbers, nbytes = BLOCKS[self.kind]
+        wanted = (columns // numbers * nbytes,)
+        if rows.dtype != torch.uint8 or rows.shape[1:] != wanted or columns % numbers or rows.stride(-1) != 1:
+            return None
+        if self.heads and (len(rows) % self.heads or self.heads % 2):
+            return None
+        made = Matrix(rows.data_ptr(), rows.stride(0), columns, _KINDS[self.kind], self.heads, _NONE, _NONE)
+        made.group, made.rows_per_scale, made.divisor, made.last = columns, 1, 1, 1
+        return made
+
+
+@dataclass(frozen=True)
+class NumberRows:
+    """Rows of numbers whose factors are stored elsewhere: (number - zero point) / divisor * factor * last.
+
+    Attributes:
+        kind: of the numbers: a name in `NUMBER_KINDS` in kernels.h.
+        roles: of the pieces, in order: "numbers", "scales", "zeros", "divisor" (of the scales), "nested_scales" and
+            "nested_numbers" (of scales that are packed, too).
+        group: columns that share a factor: 16, or a multiple of 32; 0 for all.
+        rows_per_scale: rows that share factors; 0 for all.
+        table: the 16 numbers for which half a byte stands.
+        last: by which products are multiplied at last.
+        nested_block, nested_offset: how many packed scales share a factor, and what is added to them.
+    """
+
+    kind: str
+    roles: tuple[str, ...] = ("numbers", "scales")
+    group: int = 0
+    rows_per_scale: int = 1
+    table: tuple[float, ...] = (0.0,) * 16
+    last: float = 1.0
+    nested_block: int = 1
+    nested_offset: float = 0.0
+    is_turned: bool = False
+    is_rounded: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.group % 32 == 0 or self.group == 16, "groups are of whole vectors"
+
+    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
+        """See `Packed`."""
+        if self.is_turned:
+            pieces = [piece.transpose(0, 1) for piece in pieces]
+        named = dict(zip(self.roles, pieces, strict=True))
+        numbers = _as_rows(named["numbers"].view(torch.uint8), None, (columns * _BITS[self.kind] + 7) // 8)
+        if numbers is None:
+            return None
+        made = Matrix(numbers.data_ptr(), numbers.stride(0), columns, _KINDS[self.kind], 0, _NONE, _NONE)
+        made.group, made.rows_per_scale, made.divisor, made.last = columns, 1, 1, self.last
+        made.table = (ctypes.c_float * 16)(*self.table)
+        return made if "scales" not in named or self._scaled(made, named, len(numbers)) else None
+
+    def _scaled(self, made: Matrix, named: Mapping[str, torch.Tensor], rows: int) -> bool:
+        """Add the factors; whether they fit."""
+        scales, zeros = named["scales"], named.get("zeros")
+        made.group = self.group or -(-made.columns // 32) * 32
+        made.rows_per_scale = rows if scales.numel() == 1 or not self.rows_per_scale else self.rows_per_scale
+        groups, high = -(-made.columns // made.group), -(-rows // made.rows_per_scale)
+        found = _as_rows(scales, high, groups)
+        if found is None:
+            return False
+        made.scale_dtype, made.scales = FACTORS[scales.dtype], found.data_ptr()
+        made.scale_step = found.stride(0) * found.itemsize
+        if zeros is not None:
+            found = _as_rows(zeros, -(-rows // 8) if zeros.dtype == torch.int32 else high, groups)
+            if found is None:
+                return False
+            made.zero_dtype, made.zeros = FACTORS[zeros.dtype], found.data_ptr()
+            made.zero_step = found.stride(0) * found.itemsize
+        if "divisor" in named:
+            made.divisor = float(named["divisor"])
+        if "nested_scales" in named:
+            outer, inner = named["nested_scales"], named["nested_numbers"]
+            are_floats = all(one.dtype == torch.float32 and one.is_contiguous() for one in (outer, inner))
+            if not are_floats or outer.numel() * self.nested_block < rows * groups or inner.numel() < 256:
+                return False
+            made.scale_dtype, made.nested_block, made.nested_offset = _NESTED, self.nested_block, self.nested_offset
+            made.nested_scales, made.nested_numbers = outer.data_ptr(), inner.data_ptr()
+        return True
+
+
+@dataclass(frozen=True)
+class WordColumns:
+    """Integers in words, outputs innermost; the pieces are turned: (outputs, ...), as a recipe has them.
+
+    The pieces are the words, zero points, scales, and, for inputs in an order of their own, the group of each.
+
+    Attributes:
+        bits: of an integer.
+        less: what was subtracted from the zero points before they were stored.
+        is_awq: whether a word holds eight outputs of an input, and not some inputs of an output.
+    """
+
+    bits: int = 4
+    less: int = 0
+    is_awq: bool = False
+    is_turned: ClassVar[bool] = False
+    is_rounded: ClassVar[bool] = False
+
+    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
+        """See `Packed`."""
+        words, zeros, scales = (piece.t() for piece in pieces[:3])  # (inputs, outputs) and (groups, outputs)
+        order = pieces[3] if len(pieces) > 3 else None
+        groups, outputs = scales.shape
+        each = 32 // self.bits
+        shapes = (columns, -(-outputs // 8)) if self.is_awq else (-(-columns // each), outputs)
+        wanted = [(words, shapes), (zeros, (groups, -(-outputs // each))), (scales, (groups, outputs))]
+        if any(tuple(piece.shape) != shape or piece.stride(1) != 1 for piece, shape in wanted) or outputs < _LANES:
+            return None
+        kind = _KINDS[_WORDS[self.is_awq]]
+        made = Matrix(words.data_ptr(), words.stride(0) * 4, columns, kind, 0, FACTORS[scales.dtype], _NONE)
+        made.group, made.rows_per_scale, made.divisor, made.last = -(-columns // groups), 1, 1, 1
+        made.scales, made.scale_step = scales.data_ptr(), scales.stride(0) * scales.itemsize
+        made.zeros, made.zero_step = zeros.data_ptr(), zeros.stride(0) * 4
+        made.bits, made.less, made.outputs = self.bits, self.less, outputs
+        if order is not None:
+            least, most = order.aminmax()
+            if order.dtype != torch.int32 or not order.is_contiguous() or least < 0 or most >= groups:
+                return None
+            made.order = order.data_ptr()
+        return made
+
+
+def _as_rows(piece: torch.Tensor, high: int | None, wide: int) -> torch.Tensor | None:
+    """A piece as a matrix, each of whose rows is in one place; None if it is not of that size, or lies otherwise.
+
+    Args:
+        high: None for any number of rows.
+    """
+    if piece.dim() != 2 or piece.shape[1] != wide:
+        if not piece.is_contiguous() or wide == 0 or piece.numel() % wide:
+            return None
+        piece = piece.view(-1, wide)
+    is_so = (high is None or len(piece) == high) and (wide == 1 or piece.stride(1) == 1)
+    return piece if is_so else None

@@ -1,0 +1,182 @@
+"""Rows of GGUF blocks in C: decoded as the `gguf` package does, multiplied in one order."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from offload.kernels import native
+from offload.kernels.packed import BLOCKS, GgufRows
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
+
+LEVELS = range(native.best_level() + 1)
+DTYPES = list(native.DTYPES)
+
+
+def some_bytes(kind: str, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Random rows: factors are any bit patterns, among them NaN, infinities and subnormal numbers."""
+    numbers, nbytes = BLOCKS[kind]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (rows, columns // numbers * nbytes), dtype=torch.uint8, generator=generator)
+
+
+def dequantized(rows: torch.Tensor, kind: str) -> torch.Tensor:
+    with np.errstate(all="ignore"):
+        found = gguf.quants.dequantize(rows.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(found)
+
+
+def tame_bytes(kind: str, rows: int, columns: int) -> torch.Tensor:
+    """Random rows whose numbers are finite and about 1."""
+    many = some_bytes(kind, 64 * rows, columns, seed=1)
+    numbers, nbytes = BLOCKS[kind]
+    blocks = many.view(-1, nbytes)
+    largest = dequantized(blocks, kind).abs().amax(1)
+    kept = blocks[largest.isfinite() & (largest < 100) & (largest > 1e-3)]
+    return kept[: rows * columns // numbers].reshape(rows, -1)
+
+
+def decoded(rows: torch.Tensor, kind: str, columns: int, dtype: torch.dtype, level: int) -> torch.Tensor:
+    found = torch.empty(len(rows), columns, dtype=dtype)
+    native.decode(GgufRows(kind).matrix([rows], columns), 0, found, level=level)
+    return found
+
+
+def multiplied(x: torch.Tensor, rows: torch.Tensor, kind: str, level: int, bias: torch.Tensor | None = None):
+    found = torch.empty(len(x), len(rows), dtype=x.dtype)
+    native.multiply(GgufRows(kind).matrix([rows], x.shape[1]), x, bias, found, level=level)
+    return found
+
+
+def same_bits(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    """Of NaN only that it is one: torch's own casts give several."""
+    whole = {4: torch.int32, 2: torch.int16}[expected.itemsize]
+    return bool(((expected.view(whole) == found.view(whole)) | (expected.isnan() & found.isnan())).all())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_are_decoded_as_by_the_package_bit_for_bit(kind, level):
+    rows = some_bytes(kind, 200, 512)
+    expected = dequantized(rows, kind)
+
+    for dtype in DTYPES:
+        assert same_bits(expected.to(dtype), decoded(rows, kind, 512, dtype, level)), dtype
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_all_halves_are_decoded_as_factors(level):
+    """Q8_0 with each of the 65,536 factors; casts meet every rounding of their products."""
+    rows = some_bytes("Q8_0", 2048, 1024)
+    rows.view(-1, 34)[:, :2] = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(-1, 1).view(torch.uint8)
+    expected = dequantized(rows, "Q8_0")
+
+    for dtype in DTYPES:
+        assert same_bits(expected.to(dtype), decoded(rows, "Q8_0", 1024, dtype, level)), dtype
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_products_are_as_exact_as_those_of_the_decoded_rows(kind, level):
+    rows = tame_bytes(kind, 40, 512)
+    dense = dequantized(rows, kind)
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(2))
+    exact, size = x.double() @ dense.double().T, x.abs().double() @ dense.abs().double().T
+
+    error = (multiplied(x, rows, kind, level).double() - exact).abs() / size
+
+    assert 3e-7 > error.max()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_product_depends_neither_on_others_nor_on_threads(dtype, level, threads):
+    rows = tame_bytes("Q4_K", 333, 512)
+    x = torch.randn(17, 512, generator=torch.Generator().manual_seed(3)).to(dtype)
+    bias = torch.randn(333).to(dtype)
+    threads(1)
+    expected = torch.cat([multiplied(one[None], rows, "Q4_K", level, bias) for one in x])
+
+    for count in (1, 2, 3):
+        threads(count)
+        for step in (2, 3, 4, 5, 17):
+            found = torch.cat([multiplied(some, rows, "Q4_K", level, bias) for some in x.split(step)])
+            assert torch.equal(expected, found)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_pairs_of_heads_are_taken_apart(level):
+    rows, heads = tame_bytes("Q4_0", 48, 64), 8
+    dense = dequantized(rows, "Q4_0")
+    expected = dense.view(6, 4, 2, 64).transpose(1, 2).reshape(48, 64)
+    matrix = GgufRows("Q4_0", heads=heads).matrix([rows], 64)
+    x = torch.randn(3, 64)
+
+    whole, some = torch.empty(48, 64), torch.empty(13, 64)
+    native.decode(matrix, 0, whole, level=level)
+    native.decode(matrix, 21, some, level=level)
+    product = torch.empty(3, 48)
+    native.multiply(matrix, x, None, product, level=level)
+
+    assert torch.equal(expected, whole)
+    assert torch.equal(expected[21:34], some)
+    in_pairs = multiplied(x, rows, "Q4_0", level)
+    assert torch.equal(in_pairs.view(3, 6, 4, 2).transpose(2, 3).reshape(3, 48), product)
+
+
+def at_the_end_of_memory(rows: torch.Tensor, pages: mmap.mmap) -> torch.Tensor:
+    """The rows, read-only, before a page that can't be read, and wherever that leaves their start."""
+    room = len(pages) - mmap.PAGESIZE
+    pages[room - rows.numel() : room] = rows.numpy().tobytes()
+    stored = torch.frombuffer(pages, dtype=torch.uint8, count=rows.numel(), offset=room - rows.numel()).view(rows.shape)
+    start = stored.data_ptr() + rows.numel() - room
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert 0 == libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(room), mmap.PROT_READ)
+    assert 0 == libc.mprotect(ctypes.c_void_p(start + room), ctypes.c_size_t(mmap.PAGESIZE), 0)
+    return stored
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_nothing_beside_the_rows_is_read_or_written(kind, level):
+    rows = tame_bytes(kind, 3, 512)
+    pages = mmap.mmap(-1, 3 * mmap.PAGESIZE)
+    stored = at_the_end_of_memory(rows, pages)
+    around = torch.full((5, 520), 7.0)
+
+    native.decode(GgufRows(kind).matrix([stored], 512), 0, around[1:4, :512], level=level)
+    product = multiplied(torch.ones(1, 512), stored, kind, level)
+
+    assert torch.equal(dequantized(rows, kind), around[1:4, :512])
+    assert bool((around[[0, 4]] == 7).all() and (around[:, 512:] == 7).all())
+    assert same_bits(multiplied(torch.ones(1, 512), rows, kind, level), product)
+
+
+def test_rows_of_another_size_are_not_taken():
+    rows = some_bytes("Q4_K", 4, 512)
+
+    for wrong, columns in [(rows, 256), (rows[:, :-1], 512), (rows.to(torch.int32), 512), (rows.T, 4), (rows, 511)]:
+        assert GgufRows("Q4_K").matrix([wrong], columns) is None
+    assert GgufRows("Q4_K", heads=3).matrix([rows], 512) is None
+
+
+def test_the_switch_takes_the_library_out(monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "off")
+    native.library.cache_clear()
+    try:
+        assert native.library() is None
+    finally:
+        native.library.cache_clear()
