@@ -24,6 +24,7 @@
 | merge an adapter into its base, on disk | `merge_lora` |
 | keep nested data: dicts, lists, dataclasses | `save_tree`, `load_tree` |
 | store a tensor subclass of your own | `register_subclass` |
+| compute with packed weights bit for bit as with dense ones | `exact` |
 | catch what can go wrong | `OffloadError` |
 
 In modules, which `import offload` brings along:
@@ -77,6 +78,7 @@ from offload.tensor import ops as _ops  # noqa: F401  fills the tables of rules
 from offload.tensor.locals import is_offloaded
 from offload.tensor.materialize import materialize
 from offload.tensor.processes import by_reference
+from offload.tensor.products import exact
 from offload.tensor.wrapper import OffloadedTensor
 from offload.tree.saved import load_tree, save_tree
 
@@ -89,6 +91,7 @@ __all__ = [
     "TensorCache",
     "by_reference",
     "disk_offload",
+    "exact",
     "from_pretrained",
     "init_empty_weights",
     "is_offloaded",

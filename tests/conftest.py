@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
 import torch
 
 from offload.storage import clock, folders
+from offload.tensor import products
 from offload.testing import tiny_checkpoint
 from tests.campaigns import asked, left_out
 from tests.engines import Clock, be_alone, forget
@@ -40,6 +42,13 @@ def _seconds(item: pytest.Item) -> float:
 def fresh_prefetcher() -> None:
     """No order, plan, rate or budget that an earlier test has left."""
     forget()
+
+
+@pytest.fixture(autouse=True)
+def exact_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products with packed weights are those with dense ones, in all threads, unless a test is marked `fused`."""
+    if request.node.get_closest_marker("fused") is None:
+        monkeypatch.setattr(products, "_exact", ContextVar("exact", default=True))
 
 
 @pytest.fixture

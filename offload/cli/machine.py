@@ -52,6 +52,7 @@ def _lines(found: Diagnosis) -> dict[str, str]:
     written = {name: "not possible here" if rate is None else f"{decimal(int(rate))}/s" for name, rate in rates.items()}
     return {
         **found.versions,
+        "kernels for packed weights": found.kernels,
         **{device: decimal(size) for device, size in found.devices.items()},
         "memory": decimal(found.memory),
         "available now": decimal(found.available),

@@ -59,6 +59,7 @@ def from_pretrained(
     read_ahead: Amount | bool | None = None,
     output_loading_info: bool = False,
     store: bool = False,
+    exact: bool = False,
     **options: Any,
 ) -> Any:
     """A pretrained transformers model whose weights are on disk, or where the device map says.
@@ -76,6 +77,7 @@ def from_pretrained(
         max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
         output_loading_info: also return transformers' report, which has `LoadReport.forms` too.
         store: see `offload.load_checkpoint_and_dispatch`.
+        exact: whether products with packed weights are those with the dense weights, bit for bit: see `offload.exact`.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
             for the class's own `from_pretrained`: there `tp_plan="auto"`, or a `distributed_config`, has each rank of
             torch.distributed have its share, on disk as all else.
@@ -139,6 +141,7 @@ def from_pretrained(
         pool=pool,
         skip_keys=getattr(model, "_skip_keys_device_placement", None),
         store=store,
+        exact=exact,
     )
     note_form(model, values)
     return (model, {**info, "forms": report.forms}) if output_loading_info else model

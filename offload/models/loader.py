@@ -61,7 +61,7 @@ from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
 from offload.tensor.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
 from offload.tensor.locals import local_of
-from offload.tensor.recipes import Recipe, stored_in
+from offload.tensor.recipes import Recipe, compute_exactly, stored_in
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded
 from offload.torch_api import DisableTorchFunctionSubclass, blocks_of, buffers_of, parameters_of
@@ -482,6 +482,7 @@ def finish_loading(
     pool: Pool | None,
     skip_keys: str | list[str] | None,
     store: bool = False,
+    exact: bool = False,
 ) -> LoadReport:
     """Move what is not in its place, check that nothing is empty, and make the model ready to run.
 
@@ -491,6 +492,7 @@ def finish_loading(
         report: what did not match.
         pool: the budget for its values; None for the process's.
         skip_keys, offload_dir, offload_buffers, store: see `load_checkpoint_and_dispatch`.
+        exact: whether products with packed weights are computed with the dense ones: see `offload.exact`.
 
     Returns:
         The report, with the forms in which the values are held.
@@ -513,6 +515,9 @@ def finish_loading(
     _stored_once(slots, store=store)
     connect_devices(model, slots, placed, skip_keys)
     _settle(model, pool)
+    for slot in tensor_slots(model) if exact else ():
+        if is_offloaded(slot.tensor):
+            compute_exactly(handle_of(slot.tensor))
     return replace(report, forms=_forms(tensor_slots(model)))
 
 

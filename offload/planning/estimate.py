@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -22,18 +23,21 @@ from offload.planning.machine import Computing, computing_rates, diagnose, readi
 from offload.planning.sizes import DENSE, ModelSizes, sizes_of
 from offload.prefetch.plan import Pool
 from offload.tensor.arguments import checked_count, computing_device
+from offload.tensor.products import MOST_ROWS
 from offload.tensor.wrapper import PathLike
 
 IN_FLIGHT = 32  # batches that share each read, where that is an option
 _BITS = {"int8": 8.125, "fp8": 8.0, "int4": 4.125}  # bits per number, including its share of the scales
-# Decoding time of a number in a pass, relative to a cast: for FP8 and int4 measured by `bench --only plan`, for the
-# others estimated by comparing the decoders alone.
+_IN_8_BITS = ("fp8", "float-quantized", "int8")  # forms whose numbers take a byte
+# Decoding time of a number in a pass without the kernels, relative to a cast: for FP8 and int4 measured by
+# `bench --only plan`, for the others estimated by comparing the decoders alone.
 _DECODING = {
     **dict.fromkeys(("fp8", "float-quantized"), 3.3),
     **dict.fromkeys(("int8", "int4", "pack-quantized", "bitsandbytes", "gptq", "awq"), 3.5),
     "mxfp4": 7.0,
 }
 _OTHER = 5.0  # of other forms
+_ROWS_TOGETHER = 2  # of activations, in the time of one
 _ON_META = 2.0  # cost of calling a CPU kernel, relative to the same call on the meta device
 _SHOWN = 3
 
@@ -279,13 +283,24 @@ class Estimate:
 
         Kernel calls have a cost of their own, which dominates for small models.
         """
-        gone_through = in_flight * sizes.multiplied(self.batch)
+        packed = sizes.decoded(self.batch)
+        rate = self._unpacking(sizes)
+        is_fused = rate is not None and self.batch <= MOST_ROWS
+        gone_through = in_flight * (sizes.multiplied(self.batch) - (packed if is_fused else 0))
         multiplied = max(
             2 * gone_through / self.computing.streams, 2 * tokens * sizes.multiplied(1) / self.computing.multiplies
         )
-        decoded = in_flight * sizes.decoded(self.batch)
         called = in_flight * sizes.dispatch / _ON_META
-        return multiplied + called + decoded * _DECODING.get(sizes.form, _OTHER) / self.computing.casts
+        if rate is not None:  # a few rows of activations are multiplied together
+            unpacking = packed / rate * (math.ceil(self.batch / _ROWS_TOGETHER) if is_fused else 1)
+        else:
+            unpacking = packed * _DECODING.get(sizes.form, _OTHER) / self.computing.casts
+        return multiplied + called + in_flight * unpacking
+
+    def _unpacking(self, sizes: ModelSizes) -> float | None:
+        """Packed numbers per second that the kernels multiply by; None without them."""
+        rates = self.computing.unpacks
+        return None if rates is None else rates[0] if sizes.form in _IN_8_BITS else rates[1]
 
     def others(self) -> Iterator[Way]:
         """The best alternatives to running the model as it is."""

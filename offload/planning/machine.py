@@ -25,6 +25,8 @@ import psutil
 import torch
 
 from offload.errors import MissingFileError
+from offload.kernels.native import description, library, multiply
+from offload.kernels.packed import BLOCKS, GgufRows
 from offload.memory import available_bytes, cgroup_room
 from offload.prefetch.plan import Pool
 from offload.storage.reasons import reading, writing
@@ -61,6 +63,7 @@ class Diagnosis:
 
     Attributes:
         versions: of Python, and of the packages that are installed.
+        kernels: how packed weights are decoded here.
         devices: the accelerators, each with its memory.
         memory: of the machine.
         available: what this process can still take.
@@ -71,6 +74,7 @@ class Diagnosis:
     """
 
     versions: dict[str, str]
+    kernels: str
     devices: dict[str, int]
     memory: int
     available: int
@@ -104,6 +108,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
     pool.reconsider(anew=True)
     return Diagnosis(
         versions={"python": platform.python_version(), "torch": str(torch.__version__), **_installed()},
+        kernels=description(),
         devices=_devices(),
         memory=psutil.virtual_memory().total,
         available=available_bytes(),
@@ -121,12 +126,15 @@ class Computing:
     Attributes:
         streams: bytes of weights per second in a matrix-vector product, limited by memory bandwidth.
         multiplies: floating-point operations per second in a product with many rows.
-        casts: numbers per second that are cast to this dtype; the upper limit for decoders.
+        casts: numbers per second that are cast to this dtype; the upper limit for decoders of torch's ops.
+        unpacks: packed numbers per second that the kernels multiply by one row, of 8 bits and of 4; None where they
+            were not built, and on accelerators.
     """
 
     streams: float
     multiplies: float
     casts: float
+    unpacks: tuple[float, float] | None = None
 
 
 def computing_rates(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Computing:
@@ -145,11 +153,25 @@ def computing_rates(device: torch.device, dtype: torch.dtype = torch.bfloat16) -
         multiplying = _seconds(lambda: torch.nn.functional.linear(many, weight), device)
         out = torch.empty_like(packed, dtype=dtype)
         casting = _seconds(lambda: out.copy_(packed), device)
+    rates = None
+    if device.type == "cpu" and library() is not None:
+        rates = (_unpacking_rate("Q8_0", one), _unpacking_rate("Q4_K", one))
     return Computing(
         streams=weight.nbytes / streaming,
         multiplies=2 * len(many) * weight.numel() / multiplying,
         casts=packed.numel() / casting,
+        unpacks=rates,
     )
+
+
+def _unpacking_rate(kind: str, x: torch.Tensor) -> float:
+    """How many numbers per second the kernels multiply by one row of activations."""
+    numbers, nbytes = BLOCKS[kind]
+    rows = torch.zeros(4096, x.shape[1] // numbers * nbytes, dtype=torch.uint8, device="cpu")
+    matrix = GgufRows(kind).matrix([rows], x.shape[1])
+    assert matrix is not None
+    out = torch.empty(1, len(rows), dtype=x.dtype, device="cpu")
+    return len(rows) * x.shape[1] / _seconds(lambda: multiply(matrix, x, None, out), x.device)
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:

@@ -28,7 +28,9 @@ indexing), and `ops.multiply_groups` (`_grouped_mm`).
 | `arguments` | checks of user input |
 | `materialize` | offloaded tensors, modules and nested containers made plain again |
 | `recipes` | values computed from others when they are read: joined, cast, decoded |
+| `boxes` | contiguous parts of a value's memory |
 | `steps` | which rows of a decoded value are computed at a time |
+| `products` | products with packed weights, computed from the packed bytes; `exact` |
 | `deferred` `assembly` | tensors still to be put together from stored ones, and how that is done |
 | `rebuilt` | tensor subclasses whose inner tensors are in files |
 | `scratch` | reusable memory for computed values |

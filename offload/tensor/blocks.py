@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from offload.kernels.packed import BLOCKS, GgufRows
 from offload.storage.file import TensorFile
 from offload.storage.gguf_header import dense_shape
 from offload.storage.handle import Handle
@@ -49,7 +50,8 @@ def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] |
         view_spec = meta_of(packed)
         piece = Piece(packed, view_spec.view(-1, view_spec.shape[-1]))
     shape = dense_shape(kind, tuple(piece.view_spec.shape))
-    recipe = Decoded(contiguous(_F32, shape), partial(decode, kind=kind), [piece], per=(1,))
+    rows = GgufRows(kind) if kind in BLOCKS else None
+    recipe = Decoded(contiguous(_F32, shape), partial(decode, kind=kind), [piece], per=(1,), packed=rows)
     return Handle.compose(recipe, key, offload_dir)
 
 

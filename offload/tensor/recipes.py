@@ -16,13 +16,15 @@ import pickle
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from offload.kernels.native import DTYPES, library
+from offload.kernels.native import decode as decode_rows
+from offload.kernels.packed import Packed
 from offload.memory import count_freed
 from offload.prefetch.engine import brought_in, coming, computed_before, computed_once
 from offload.prefetch.tables import runs_of
@@ -30,9 +32,10 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
+from offload.tensor.boxes import Box, lies_as, recut, start_in
 from offload.tensor.scratch import LEAST, scratch_for
 from offload.tensor.steps import Unit, steps
-from offload.tensor.views import cut, meta_of, metadata_of, with_bits_of
+from offload.tensor.views import cut, meta_of, metadata_of
 
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
 _CAST = 1 << 20  # the same, if the only step is a cast
@@ -83,7 +86,7 @@ class Piece:
         What is not needed is then neither counted, nor read ahead, nor copied at a first write.
         """
         handle, view_spec, layout = self.handle, self.view_spec, self.handle.layout
-        start = None if handle.is_subclass or handle.owned else _start_in(layout, view_spec)
+        start = None if handle.is_subclass or handle.owned else start_in(layout, view_spec)
         if start is None:
             return self
         if isinstance(composed := handle.composed, Recipe):
@@ -207,7 +210,7 @@ class Plain(Recipe):
             if view_spec.numel() == 0:
                 return torch.empty_strided(view_spec.shape, view_spec.stride(), dtype=view_spec.dtype)
             box = Box.around(layout, view_spec)
-            return _recut(self._in_box(box), box.first * layout.dtype.itemsize, view_spec)
+            return recut(self._in_box(box), box.first * layout.dtype.itemsize, view_spec)
 
     def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
         """See `Composition`: only what `view_spec` needs."""
@@ -259,19 +262,6 @@ class Plain(Recipe):
             yield self.value(part).contiguous()
 
 
-def _start_in(layout: Layout, spec: torch.Tensor) -> tuple[int, ...] | None:
-    """Where in a dense value the box begins that a cut describes; None for other cuts."""
-    if spec.dtype != layout.dtype or spec.dim() != len(layout.shape) or spec.is_conj() or spec.is_neg():
-        return None
-    steps = zip(spec.stride(), layout.stride, spec.shape, strict=True)
-    if not layout.is_dense or not spec.numel() or any(has != step and size > 1 for has, step, size in steps):
-        return None
-    start, left = [0] * spec.dim(), int(spec.storage_offset())
-    for dim in layout.order:
-        start[dim], left = divmod(left, layout.stride[dim])
-    return tuple(start)
-
-
 def _cuts(spec: torch.Tensor) -> Iterator[torch.Tensor]:
     """A cut split into blocks of rows, recursively, until they are small."""
     nbytes = spec.numel() * spec.itemsize
@@ -282,50 +272,6 @@ def _cuts(spec: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _cuts(row)
     else:
         yield from spec.split(_WRITTEN * len(spec) // nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A contiguous part of a value's memory; dimensions are ordered from the outermost to the innermost there.
-
-    Attributes:
-        start, size: in each dimension.
-        first: its first element in the value, in memory order.
-    """
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    first: int
-
-    @classmethod
-    def around(cls, layout: Layout, view_spec: torch.Tensor) -> Box:
-        """The smallest box that contains the cut by `view_spec` of a dense value."""
-        shape = [layout.shape[dim] for dim in layout.order]
-        first = int(view_spec.storage_offset()) * view_spec.itemsize
-        steps = sum((size - 1) * step for size, step in zip(view_spec.shape, view_spec.stride(), strict=True))
-        last = (first + int(steps) * view_spec.itemsize + view_spec.itemsize - 1) // layout.dtype.itemsize
-        first //= layout.dtype.itemsize
-        start, size, begin = [0] * len(shape), list(shape), 0
-        for dim, step in enumerate(contiguous_stride(tuple(shape))):
-            low, high = first // step, last // step
-            start[dim], size[dim] = low, high - low + 1
-            begin += low * step
-            if low != high:
-                break
-            first, last = first - low * step, last - low * step
-        return cls(tuple(start), tuple(size), begin)
-
-
-def _recut(found: torch.Tensor, first: int, spec: torch.Tensor) -> torch.Tensor:
-    """The cut by `spec` from `found`, which is laid out like the part of the value from byte `first` on."""
-    if found.dtype == spec.dtype:
-        offset = found.storage_offset() + int(spec.storage_offset()) - first // spec.itemsize
-        value = found.as_strided(spec.shape, spec.stride(), offset)
-    else:
-        offset = (found.storage_offset() * found.itemsize - first) // spec.itemsize + int(spec.storage_offset())
-        value = torch.empty(0, dtype=spec.dtype)
-        value.set_(found.untyped_storage(), offset, spec.shape, spec.stride())
-    return with_bits_of(value, spec) if spec.is_conj() or spec.is_neg() else value
 
 
 class _Boxes(dict[Box, list[Inside]]):
@@ -392,7 +338,7 @@ class Joined(Plain):
         """The piece that contains the whole box, in the value's memory order; None if there is none."""
         if len(inside) == 1:
             [(piece, view_spec, _)] = inside
-            if view_spec.dtype == self.layout.dtype and _lies_as(view_spec, contiguous_stride(self._turned_shape())):
+            if view_spec.dtype == self.layout.dtype and lies_as(view_spec, contiguous_stride(self._turned_shape())):
                 return piece, view_spec
         return None
 
@@ -488,16 +434,9 @@ class Joined(Plain):
 def joined(layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]], name: str) -> Piece:
     """Pieces that cover a value, as one piece: the only one itself, if its layout is the value's."""
     [first, *others] = pieces
-    if not others and first.view_spec.dtype == layout.dtype and _lies_as(first.view_spec, layout.stride):
+    if not others and first.view_spec.dtype == layout.dtype and lies_as(first.view_spec, layout.stride):
         return first
     return Piece(Handle.compose(Joined(layout, pieces, places), name))
-
-
-def _lies_as(view_spec: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether its elements are laid out like those of a value with these strides."""
-    return not (view_spec.is_conj() or view_spec.is_neg()) and all(
-        has == step or size == 1 for has, step, size in zip(view_spec.stride(), strides, view_spec.shape, strict=True)
-    )
 
 
 class Decoded(Plain):
@@ -513,9 +452,13 @@ class Decoded(Plain):
         is_divisible: whether some rows of a granule can be computed alone: from a proportional number of rows of
             each piece, or from all that a granule takes if a piece has fewer rows per granule than it.
         stacked: whether value and pieces are stacks, as of experts: rows are counted within one element.
+        packed: how the kernels take the pieces, if they do; they give the same numbers as `decode`.
+
+    Attributes:
+        is_exact: whether products are always computed with the dense value.
     """
 
-    __slots__ = ("_order", "_row", "decode", "granule", "is_divisible", "per", "stacked")
+    __slots__ = ("_order", "_row", "decode", "granule", "is_divisible", "is_exact", "packed", "per", "stacked")
 
     def __init__(
         self,
@@ -527,6 +470,7 @@ class Decoded(Plain):
         per: Sequence[int | None],
         is_divisible: bool = False,
         stacked: bool = False,
+        packed: Packed | None = None,
     ) -> None:
         self.layout = layout
         self.decode = decode
@@ -535,6 +479,8 @@ class Decoded(Plain):
         self.is_divisible = is_divisible
         self.per = tuple(per)
         self.stacked = stacked
+        self.packed = packed
+        self.is_exact = False
         self._row = layout.shape[1 + stacked :]
         sizes = [piece.view_spec.numel() * piece.view_spec.itemsize for piece in self.pieces]
         self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # the last one read is used first
@@ -569,7 +515,9 @@ class Decoded(Plain):
             per=self.per,
             is_divisible=self.is_divisible,
             stacked=self.stacked,
+            packed=self.packed,
         )
+        recipe.is_exact = self.is_exact
         made = Piece(Handle.compose(recipe, self.pieces[0].handle.name))
         view_spec = made.view_spec.narrow(dim, start[dim] - begin, shape[dim])
         for column in range(dim + 1, len(shape)):
@@ -624,7 +572,7 @@ class Decoded(Plain):
         is_rows = (
             first >= 0 and view_spec.dim() > len(self._row) and view_spec.shape[1:] == self.layout.shape[first + 1 :]
         )
-        lies_so = is_rows and _lies_as(view_spec, self.layout.stride[first:])
+        lies_so = is_rows and lies_as(view_spec, self.layout.stride[first:])
         if lies_so and view_spec.dtype == self.layout.dtype and offset % step == 0:
             self._into(place, offset // step)
         else:
@@ -650,9 +598,10 @@ class Decoded(Plain):
 
     def _decode_into(self, place: torch.Tensor, start: int) -> None:
         """Compute rows within one element, block by block."""
-        parts = self._parts_of_pieces(start, len(place))
-        found = [value for _, value in sorted((number, self.pieces[number].value(part)) for number, part in parts)]
+        found = self.rows_of_pieces(start, len(place))
         first = start % self.layout.shape[1] if self.stacked else start
+        if self._decoded_by_kernel(found, first % self.granule, place):
+            return
         most = max(1, BLOCK // max(1, math.prod(self._row) * self.layout.dtype.itemsize))
         unit = Unit(self.granule, self.per, self.is_divisible)
         for low, high, taken, skipped in steps(first, len(place), most, unit):
@@ -660,11 +609,48 @@ class Decoded(Plain):
             _put_rows(place[low:high], self.decode(*given), skipped, self.layout.dtype)
         count_freed(place.nbytes // _TRIMMED)  # of the blocks, among which settles what stays, as of new experts
 
+    def rows_of_pieces(self, start: int, count: int) -> list[torch.Tensor]:
+        """The cuts of the pieces that give these rows, in whole granules; of a stack, within one element."""
+        parts = self._parts_of_pieces(start, count)
+        made = {number: self.pieces[number].value(part) for number, part in parts}
+        return [made[number] for number in range(len(self.pieces))]
+
+    def _decoded_by_kernel(self, pieces: Sequence[torch.Tensor], first: int, place: torch.Tensor) -> bool:
+        """Whether the kernels have decoded rows of the pieces, beginning with row `first`, into `place`."""
+        if self.packed is None or self.packed.is_turned or self.packed.is_rounded or library() is None:
+            return False
+        if place.dim() == 3 and place.is_contiguous():
+            place, first = place.flatten(0, 1), first * place.shape[1]
+        if place.dim() != 2 or place.stride(1) != 1 or place.dtype not in DTYPES or not place.is_cpu:
+            return False
+        matrix = self.packed.matrix(pieces, place.shape[1])
+        if matrix is None:
+            return False
+        if self.layout.dtype in (torch.float32, place.dtype):
+            decode_rows(matrix, first, place)
+            return True
+        step = max(1, BLOCK // (place.shape[1] * self.layout.dtype.itemsize))
+        for begin in range(0, len(place), step):  # rounded twice, as a copy of the whole would be
+            part = place[begin : begin + step]
+            rounded = torch.empty(part.shape, dtype=self.layout.dtype, device="cpu")
+            decode_rows(matrix, first + begin, rounded)
+            part.copy_(rounded)
+        return True
+
 
 def _put_rows(place: torch.Tensor, made: torch.Tensor, first: int, dtype: torch.dtype) -> None:
     """Copy rows to their place through a dtype: no block of them is alive while the next one is computed."""
     rows = made[first : first + len(place)]
     place.copy_(rows if place.dtype == dtype else rows.to(dtype))
+
+
+def compute_exactly(handle: Handle) -> None:
+    """From now on, products with a value are computed with the dense value: see `offload.exact`."""
+    composed = handle.composed
+    if isinstance(composed, Decoded):
+        composed.is_exact = True
+    for piece in composed.pieces if isinstance(composed, Recipe) else ():
+        compute_exactly(piece.handle)
 
 
 def files_in(handle: Handle) -> list[TensorFile]:

@@ -86,7 +86,7 @@ def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
 
 
 @overrides(
-    F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.bilinear,
+    F.layer_norm, F.rms_norm, F.group_norm, F.bilinear,
     F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
     torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.addmm, torch.baddbmm, torch.cat, torch.stack,
     torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.where,

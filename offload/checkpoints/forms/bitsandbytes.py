@@ -20,9 +20,10 @@ from functools import lru_cache, partial
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing
+from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows
 from offload.checkpoints.forms.numbers import of_halves, scaled
 from offload.errors import CheckpointError
+from offload.kernels.packed import NumberRows
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.recipes import Decode
 from offload.tensor.views import handle_of
@@ -155,7 +156,15 @@ def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -
     is_whole = granule == state.shape[0]
     per = [None if is_whole or each is None else granule * state.shape[1] // each for each in counts]
     decode = _decoder_of_4_bits(kind, state)
-    return decoded(name, decode, pieces, shape=state.shape, granule=granule, per=per, dtype=state.dtype)
+    packed = _packed(kind, state, pieces) if state.shape[1] % state.block == 0 else None
+    return decoded(name, decode, pieces, shape=state.shape, granule=granule, per=per, dtype=state.dtype, packed=packed)
+
+
+def _packed(kind: str, state: _State, pieces: list[OffloadedTensor]) -> NumberRows | None:
+    """How the kernels take weights whose rows are whole blocks."""
+    roles = ("numbers", "scales", "nested_scales", "nested_numbers")[: len(pieces)]
+    nested = {} if state.scales_block is None else {"nested_block": state.scales_block, "nested_offset": state.offset}
+    return number_rows("halves_high", pieces, roles, group=state.block, table=_NUMBERS[kind], **nested)
 
 
 @lru_cache(maxsize=1024)
@@ -212,7 +221,8 @@ def _of_8_bits(
                 f"{_described(order)}, and says that the weight is laid out in tiles, which is not decoded. Load the "
                 "model with transformers and save it again: versions of bitsandbytes since 0.45 write rows."
             )
-    return decoded(name, _decode_8_bits, [weight, scales], shape=tuple(weight.shape), per=(1, 1))
+    packed = number_rows("signed_bytes", [weight, scales], last=_ONE_OF_127)
+    return decoded(name, _decode_8_bits, [weight, scales], shape=tuple(weight.shape), per=(1, 1), packed=packed)
 
 
 def _decode_8_bits(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

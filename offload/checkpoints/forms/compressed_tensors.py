@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing
+from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows
 from offload.checkpoints.forms.numbers import (
     E2M1,
     lessened,
@@ -34,6 +34,7 @@ from offload.checkpoints.forms.numbers import (
     scaled,
 )
 from offload.errors import CheckpointError
+from offload.kernels.packed import NumberRows
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.recipes import Decode
 from offload.tensor.views import handle_of
@@ -47,6 +48,7 @@ _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
+_CENTRED = tuple(float(number - 8) for number in range(16))
 _UNNAMED = (None, "mixed-precision", "dense")  # determined by the pieces
 
 
@@ -285,9 +287,36 @@ class _Packed:
         dtype = torch.float32 if decode.keywords.get("is_wide") else dtype
         keywords = {**decode.keywords, "rows": rows, "block": columns}
         made = _decoder(decode.func, tuple(sorted(keywords.items())))
+        roles = {"numbers": self.pieces[packed], "scales": scales, "divisor": whole, "zeros": zeros}
+        by_kernel = self._by_kernel({role: one for role, one in roles.items() if one is not None}, shape[1], is_one)
         return decoded(
-            self.name, made, used, shape=shape, granule=granule, per=per, is_divisible=packed_zeros is None, dtype=dtype
+            self.name,
+            made,
+            used,
+            shape=shape,
+            granule=granule,
+            per=per,
+            is_divisible=packed_zeros is None,
+            dtype=dtype,
+            packed=by_kernel,
         )
+
+    def _by_kernel(self, named: dict[str, OffloadedTensor], width: int, is_one: bool) -> NumberRows | None:
+        """How the kernels take it, if they do."""
+        numbers, zeros, whole, bits = named["numbers"], named.get("zeros"), named.get("divisor"), self.scheme.bits
+        rows, columns, _ = self._blocks(len(numbers), width)
+        sizes = {"group": columns if columns < width else 0, "rows_per_scale": 0 if is_one else rows}
+        if numbers.dtype == torch.int32:  # words, each with whole numbers of one row
+            kind, table = {4: "halves_low", 8: "centred_bytes"}.get(bits), _CENTRED
+            fits = kind is not None and width % (32 // bits) == 0 and (bits == 4 or zeros is None)
+        elif numbers.dtype == torch.uint8:
+            kind, table = "halves_low", E2M1
+            is_float = whole is None or (whole.dtype == torch.float32 and whole.dim() > 0)  # torch divides in float32
+            fits = is_float and zeros is None
+        else:
+            kind = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "signed_bytes"}[numbers.dtype]
+            fits, table = zeros is None or {zeros.dtype, numbers.dtype} == {torch.int8}, E2M1
+        return number_rows(str(kind), list(named.values()), tuple(named), table=table, **sizes) if fits else None
 
     def _blocks(self, height: int, width: int) -> tuple[int, int, tuple[int, int]]:
         """The rows and columns that share a scale, and the numbers of such blocks in both directions."""

@@ -16,6 +16,7 @@ import torch
 
 from offload.annotations import Settings
 from offload.errors import CheckpointError
+from offload.kernels.packed import FACTORS, NumberRows, Packed
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.storage.modes import no_functions, no_modes
@@ -93,6 +94,7 @@ def decoded(
     is_divisible: bool = False,
     stacked: bool = False,
     dtype: torch.dtype | None = None,
+    packed: Packed | None = None,
 ) -> OffloadedTensor:
     """The dense value called `name`, computed from packed pieces when it is read. For other arguments see `Decoded`.
 
@@ -131,6 +133,7 @@ def decoded(
         per=per,
         is_divisible=is_divisible,
         stacked=stacked,
+        packed=packed,
     )
     return wrap_handle(Handle.compose(recipe, name, handle_of(pieces[0]).folder), CPU)
 
@@ -154,6 +157,22 @@ def _tried(
     with no_functions(), no_modes():
         made = decode(*(torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in given))
         return decode, tuple(made.shape), made.dtype
+
+
+def number_rows(
+    kind: str,
+    pieces: Sequence[OffloadedTensor],
+    roles: tuple[str, ...] = ("numbers", "scales"),
+    *,
+    group: int = 0,
+    **options: Any,
+) -> NumberRows | None:
+    """How the kernels take numbers whose factors are stored elsewhere: see `NumberRows`. None if they do not."""
+    if any(
+        piece.dtype not in FACTORS for piece, role in zip(pieces, roles, strict=True) if role in ("scales", "zeros")
+    ):
+        return None
+    return NumberRows(kind, roles, group=group, **options) if group % 32 == 0 or group == 16 else None
 
 
 def unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointError:

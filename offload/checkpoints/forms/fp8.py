@@ -17,9 +17,10 @@ from functools import partial
 import torch
 
 from offload.annotations import Json, Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing
+from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows
 from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, product, scaled
 from offload.errors import CheckpointError
+from offload.kernels.packed import NumberRows
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import DisableTorchFunctionSubclass
@@ -64,11 +65,21 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, block_s
     rows, columns = _block(weight, scales, shape, _FP4_BLOCK if is_fp4 else block_size)
     if scales.dim() < 2 or scales.numel() == 1:
         decode = partial(_decode, columns=shape[-1], rows=1, is_fp4=is_fp4)
-        return decoded(name, decode, [weight, scales], shape=shape, per=(1, None))
+        packed = _packed(weight, scales, 0, 0)
+        return decoded(name, decode, [weight, scales], shape=shape, per=(1, None), packed=packed)
     decode = partial(_decode, columns=columns, rows=rows, is_fp4=is_fp4)
+    packed = _packed(weight, scales, rows, columns if columns < shape[-1] else 0)
     if weight.dim() == 3:
-        return decoded(name, decode, [weight, scales], shape=shape, per=(1, 1))
-    return decoded(name, decode, [weight, scales], shape=shape, granule=rows, per=(rows, 1), is_divisible=True)
+        packed = packed if shape[1] % rows == 0 else None  # no block reaches into the next expert
+        return decoded(name, decode, [weight, scales], shape=shape, per=(1, 1), packed=packed)
+    pieces, per = [weight, scales], (rows, 1)
+    return decoded(name, decode, pieces, shape=shape, granule=rows, per=per, is_divisible=True, packed=packed)
+
+
+def _packed(weight: OffloadedTensor, scales: OffloadedTensor, rows: int, columns: int) -> NumberRows | None:
+    """How the kernels take it; for rows and columns of a block, 0 stands for all."""
+    kinds = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "halves_low"}
+    return number_rows(kinds[weight.dtype], [weight, scales], group=columns, rows_per_scale=rows, table=E2M1)
 
 
 def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], block_size: Json) -> tuple[int, int]:

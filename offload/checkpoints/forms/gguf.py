@@ -15,6 +15,7 @@ import copy
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,6 +26,7 @@ import torch
 from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
 from offload.errors import CheckpointError, OffloadError
+from offload.kernels.packed import GgufRows
 from offload.storage.file import TensorFile
 from offload.storage.gguf_header import ARCHITECTURE, PARTS, without_vocabulary
 from offload.storage.handle import Handle
@@ -222,13 +224,14 @@ def _unpaired_heads(tensor: OffloadedTensor, name: str, settings: Settings) -> O
 def _by_rows(tensor: OffloadedTensor, change: Decode, granule: int) -> OffloadedTensor:
     """A function applied to groups of rows; on packed rows, before decoding, if possible."""
     handle = handle_of(tensor)
-    made = handle.composed
+    made, packed = handle.composed, None
     if isinstance(made, Decoded) and isinstance(change, partial) and change.func is _unpaired:
         change, pieces = partial(change, decode=made.decode), made.pieces
+        packed = replace(made.packed, heads=granule) if isinstance(made.packed, GgufRows) else None
     else:
         pieces = (Piece(handle, view_spec_of(tensor)),)
     layout = contiguous(tensor.dtype, tuple(tensor.shape))
-    recipe = Decoded(layout, change, pieces, granule=granule, per=(granule,))
+    recipe = Decoded(layout, change, pieces, granule=granule, per=(granule,), packed=packed)
     return wrap_handle(Handle.compose(recipe, handle.name, handle.folder), CPU)
 
 
@@ -282,7 +285,8 @@ def _in_dtype(tensor: OffloadedTensor, kind: str | None, dtype: torch.dtype) -> 
     if number is None or dtype == torch.float32 or not isinstance(made, Decoded):
         return tensor
     layout = contiguous(dtype, made.layout.shape)
-    recipe = Decoded(layout, partial(_decode_in, number=number, dtype=dtype), made.pieces, per=(1,))
+    packed = replace(made.packed, is_rounded=True) if isinstance(made.packed, GgufRows) else None
+    recipe = Decoded(layout, partial(_decode_in, number=number, dtype=dtype), made.pieces, per=(1,), packed=packed)
     handle = Handle.compose(recipe, handle_of(tensor).name, handle_of(tensor).folder)
     dense: OffloadedTensor = wrap_handle(handle, CPU).view(tensor.shape)  # type: ignore[assignment]
     return dense

@@ -18,6 +18,7 @@ from offload.annotations import Settings
 from offload.checkpoints.forms.decoding import Tensors, decoded, missing, unfit
 from offload.checkpoints.forms.numbers import of_words
 from offload.errors import CheckpointError
+from offload.kernels.packed import FACTORS, WordColumns
 from offload.tensor.wrapper import OffloadedTensor
 
 _WORD = 32  # bits of a packed word
@@ -69,11 +70,15 @@ def _weight(name: str, pieces: list[OffloadedTensor], quantization: Settings, bi
         raise unfit(name, pieces, f"g_idx should name the group of each of {shape[1]} inputs")
     if not order:
         turned, made = _turned(pieces), scales.dtype
-        return decoded(name, _decode_awq, turned, shape=shape, granule=each, per=(1, 1, each), dtype=made)
+        packed = WordColumns(is_awq=True) if made in FACTORS else None
+        return decoded(
+            name, _decode_awq, turned, shape=shape, granule=each, per=(1, 1, each), dtype=made, packed=packed
+        )
     is_first = quantization.get("checkpoint_format") != "gptq_v2"
     decode = partial(_decode_gptq, bits=bits, less=int(is_first))
-    turned = [*_turned(pieces[:3]), *order]
-    return decoded(name, decode, turned, shape=shape, granule=each, per=(each, 1, each, None), dtype=scales.dtype)
+    turned, per, made = [*_turned(pieces[:3]), *order], (each, 1, each, None), scales.dtype
+    packed = WordColumns(bits, int(is_first)) if made in FACTORS else None
+    return decoded(name, decode, turned, shape=shape, granule=each, per=per, dtype=made, packed=packed)
 
 
 def _turned(pieces: list[OffloadedTensor]) -> list[OffloadedTensor]:

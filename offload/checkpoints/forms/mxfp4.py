@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing, unfit
-from offload.checkpoints.forms.numbers import of_exponents
+from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows, unfit
+from offload.checkpoints.forms.numbers import E2M1, of_exponents
 from offload.tensor.wrapper import OffloadedTensor
 
 _BLOCK = 32  # inputs that share an exponent
@@ -54,6 +54,7 @@ def _weight(name: str, blocks: OffloadedTensor, scales: OffloadedTensor) -> Offl
         granule=_BLOCK * _TOGETHER,
         per=(_TOGETHER, _TOGETHER),
         stacked=True,
+        packed=number_rows("halves_low", pieces, group=_BLOCK, table=E2M1, is_turned=True),
     )
 
 

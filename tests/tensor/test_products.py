@@ -1,0 +1,157 @@
+"""Products with packed weights, computed from the packed bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from offload.kernels import native
+from offload.tensor import products
+from offload.tensor.products import MOST_ROWS
+from offload.tensor.recipes import Piece
+from offload.tensor.views import handle_of, view_spec_of
+from tests.checkpoints.forms import FORMS, PROMPT, outcome
+
+pytestmark = [
+    pytest.mark.fused,
+    pytest.mark.skipif(native.library() is None, reason="the kernels were not built"),
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
+]
+
+TAKEN = [
+    *("fp8-llama", "bnb-nf4", "bnb-int8", "ct-w4a16", "ct-w4a16-asym", "ct-nvfp4a16", "gptq", "awq"),
+    *("gguf-q8_0", "gguf-q4_0", "gguf-q4_k_m", "gguf-q4_k_m-bfloat16"),
+]
+
+
+@pytest.fixture(params=[name for name in TAKEN if name in FORMS])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
+    """A model whose linear weights are packed in a form."""
+    form = FORMS[request.param]
+    form.write(tmp_path)
+    return offload.from_pretrained(tmp_path, **form.options)
+
+
+def packed_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
+    """Linear layers that the kernels take, with their weights in float32, as they were before they were rounded."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and offload.is_offloaded(module.weight):
+            parts = products._parts(Piece(handle_of(module.weight), view_spec_of(module.weight)))
+            if parts is not None:
+                yield module, torch.cat([_true(part) for part in parts])
+
+
+def _true(rows: Any) -> torch.Tensor:
+    return rows.recipe.decode(*rows.recipe.rows_of_pieces(rows.start, rows.read)).float()[: rows.count]
+
+
+def activations(layer: nn.Linear, rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, layer.in_features, generator=generator).to(layer.weight.dtype)
+
+
+def test_a_product_is_no_further_from_the_true_one_than_with_the_dense_weight(model):
+    layers = list(packed_layers(model))
+    assert layers
+    for layer, weight in layers:
+        for rows in (1, 3, MOST_ROWS):
+            x = activations(layer, rows)
+            true = F.linear(x.double(), weight.double(), None if layer.bias is None else layer.bias.double())
+            with torch.no_grad():
+                fused = (layer(x).double() - true).abs()
+                with offload.exact():
+                    exact = (layer(x).double() - true).abs()
+
+            unit = torch.finfo(x.dtype).eps * true.abs().max()  # of the last rounding, which both have
+            assert fused.max() <= exact.max() + unit / 2
+            assert fused.mean() <= exact.mean() + unit / 100
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(model):
+    for layer, _ in packed_layers(model):
+        x = activations(layer, MOST_ROWS)
+        with torch.no_grad():
+            expected = torch.cat([layer(row[None]) for row in x])
+
+            assert torch.equal(expected, layer(x))
+            assert torch.equal(expected[:3].view(1, 3, -1), layer(x[:3].view(1, 3, -1)))
+
+
+def test_exact_products_are_those_with_the_dense_weight_bit_for_bit(model, tmp_path):
+    for layer, _ in packed_layers(model):
+        dense = layer.weight.materialize()
+        for rows in (1, MOST_ROWS, MOST_ROWS + 1):
+            x = activations(layer, rows)
+            expected = F.linear(x, dense, layer.bias)
+
+            with torch.no_grad(), offload.exact():
+                assert torch.equal(expected, layer(x))
+    with torch.no_grad():
+        assert torch.equal(expected, layer(x))  # with more rows, the dense weight is used in any case
+
+
+@pytest.mark.parametrize("name", ["bnb-nf4", "gguf-q4_k_m"])
+def test_a_model_that_is_loaded_as_exact_is_so_in_every_thread(name, tmp_path):
+    form = FORMS[name]
+    form.write(tmp_path)
+    expected = outcome(form.plain(tmp_path))
+
+    model = offload.from_pretrained(tmp_path, exact=True, **form.options)
+    found = list(offload.map_batches(lambda batch: model(batch).logits, [PROMPT, PROMPT], model))
+
+    assert torch.equal(expected.logits, outcome(model).logits)
+    assert all(torch.equal(expected.logits, logits) for logits in found)
+
+
+def test_gradients_flow_through_fused_products(model):
+    layer, weight = next(packed_layers(model))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    x = activations(layer, 3).requires_grad_()
+
+    layer(x).sum().backward()
+
+    torch.testing.assert_close(
+        weight.sum(0).expand(3, -1), x.grad.float(), rtol=0.02, atol=0.02 * float(weight.sum(0).abs().max())
+    )
+
+
+def test_rows_of_a_weight_are_multiplied_as_rows(model):
+    for layer, weight in packed_layers(model):
+        x, half = activations(layer, 2), len(weight) // 2
+        with torch.no_grad():
+            whole = F.linear(x, layer.weight, layer.bias)
+            upper = F.linear(x, layer.weight[half:], None if layer.bias is None else layer.bias[half:])
+            turned = x @ layer.weight.t()
+
+        torch.testing.assert_close(whole[:, half:], upper, rtol=0.02, atol=0.02 * float(whole.abs().max()))
+        torch.testing.assert_close(F.linear(x, layer.weight), turned, rtol=0.02, atol=0.02 * float(whole.abs().max()))
+
+
+def test_a_weight_that_was_written_to_is_multiplied_as_it_is_now(model):
+    layer, weight = next(packed_layers(model))
+    x = activations(layer, 2)
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+        found = F.linear(x, layer.weight)
+
+    assert torch.equal(F.linear(x, torch.full_like(weight, 0.5, dtype=x.dtype)), found)
+
+
+def test_products_of_other_shapes_and_dtypes_raise_as_torch_does(model):
+    layer, _ = next(packed_layers(model))
+    wrong = torch.float64 if layer.weight.dtype != torch.float64 else torch.float32
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+        layer(activations(layer, 1).to(wrong))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes"):
+        layer(activations(layer, 1)[:, 1:])
+    with torch.no_grad():
+        assert (0, layer.out_features) == layer(activations(layer, 1)[:0]).shape
