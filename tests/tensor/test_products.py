@@ -57,7 +57,7 @@ def activations(layer: nn.Linear, rows: int) -> torch.Tensor:
     return torch.randn(rows, layer.in_features, generator=generator).to(layer.weight.dtype)
 
 
-def test_a_product_is_no_further_from_the_true_one_than_with_the_dense_weight(model):
+def test_the_error_of_a_product_is_at_most_that_with_the_dense_weight(model):
     layers = list(packed_layers(model))
     assert layers
     for layer, weight in layers:
