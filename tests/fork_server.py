@@ -134,6 +134,8 @@ def _next_job(connection: socket.socket) -> dict[str, Any]:
             for fd in files[1:]:
                 os.close(fd)
             return job
+        with suppress(OSError):  # the child does it, too: whoever is first
+            os.setpgid(pid, pid)
         for fd in files:
             os.close(fd)
         connection.sendall(_ended(pid, connection).to_bytes(4))
@@ -145,8 +147,8 @@ def _ended(pid: int, connection: socket.socket) -> int:
     try:
         ready, _, _ = select.select([watched, connection], [], [])
         if watched not in ready:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)  # it has not been waited for, so it is there
+            os.waitpid(pid, 0)
             os._exit(0)
         return os.waitpid(pid, 0)[1]
     finally:
