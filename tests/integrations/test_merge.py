@@ -81,7 +81,7 @@ def assert_same(expected: nn.Module, found: nn.Module) -> None:
     left, right = dict(expected.state_dict()), offload.materialize(dict(found.state_dict()))
     assert list(left) == list(right)
     torch.testing.assert_close(right, left, rtol=0, atol=0)
-    assert [type(module) for module in expected.modules()] == [type(module) for module in found.modules()]
+    assert [one.__class__ for one in expected.modules()] == [one.__class__ for one in found.modules()]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["float32", "tied"])

@@ -48,7 +48,7 @@ _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
-_CENTRED = tuple(float(number - 8) for number in range(16))
+_CENTRED = (-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
 _UNNAMED = (None, "mixed-precision", "dense")  # determined by the pieces
 
 
