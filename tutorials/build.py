@@ -41,7 +41,7 @@ GROUPS = {
         "from_pretrained init_empty_weights load_checkpoint_and_dispatch load_checkpoint_in_model LoadReport ON_DISK "
         "disk_offload load_file save_checkpoint"
     ),
-    "Running models": "plan map_batches set_max_memory memory_summary",
+    "Running models": "plan map_batches exact set_max_memory memory_summary",
     "Changing values": "map_values MapReport quantize_ merge_lora",
     "Rows and nested data": "TensorCache save_tree load_tree",
 }

@@ -43,6 +43,9 @@ def exact() -> Iterator[None]:
     Otherwise they are computed from the packed bytes, and the weights are not rounded to their dtype first. Other
     threads are not concerned: `from_pretrained(..., exact=True)` asks for it wherever the model is used.
 
+    Returns:
+        A context manager.
+
     Example:
         >>> with offload.exact():
         ...     logits = model(ids).logits

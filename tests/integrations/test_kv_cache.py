@@ -491,7 +491,16 @@ def test_a_token_leaves_nothing_behind(llama: Any) -> None:
     assert [[1, 1]] * len(found) == found
 
 
-@pytest.mark.parametrize(("max_length", "error"), [(0, ValueError), (-5, ValueError), ("9", TypeError)])
-def test_an_invalid_max_length_is_an_error(llama_folder: Path, max_length: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="max_length, a number of tokens, should be "):
+@pytest.mark.parametrize(
+    ("max_length", "error", "words"),
+    [
+        (0, ValueError, "max_length, a number of tokens, should be "),
+        (-5, ValueError, "not -5"),
+        ("9", TypeError, "'str'"),
+    ],
+)
+def test_an_invalid_max_length_is_an_error(
+    llama_folder: Path, max_length: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
         offload.integrations.kv_cache(offload.from_pretrained(llama_folder), max_length=max_length)
