@@ -8,12 +8,13 @@ Always true:
 
 | module | what |
 | --- | --- |
-| `native` | the compiled library, its threads, and its two functions: decode rows, multiply by rows |
+| `native` | the compiled library and its threads: decode rows, multiply by rows |
 | `packed` | how rows are packed, and the matrices that the library is given |
 
 | source | what |
 | --- | --- |
-| `kernels.c` `kernels.h` | the functions that are exported; how rows are divided among threads |
+| `kernels.c` | the functions that are exported; how rows are divided among threads |
+| `kernels.h` | the kinds of rows, and what the sources share |
 | `rows.h` | decoding and multiplying rows; `rows_avx512.c` and others compile it for an instruction set each |
 | `gguf.h` | the kinds of blocks in GGUF files |
 | `numbers.h` | numbers whose factors are stored elsewhere |

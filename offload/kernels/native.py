@@ -27,7 +27,7 @@ _forked = False
 
 
 class Matrix(ctypes.Structure):
-    """Packed rows, as the library takes them: `matrix` in kernels.c. `packed` makes them."""
+    """Packed rows, as the library takes them: `matrix` in kernels.h. `packed` makes them."""
 
     _fields_ = (
         ("rows", ctypes.c_void_p),

@@ -8,7 +8,6 @@ Always true:
 - of values that are picked from many, such as experts, the most used stay, in what is left beside what each
   pass reads
 - values of up to 64 KiB stay once they are read
-- a value is `AWAY` (nothing known), `QUEUED`, being `READ`, or `HERE`: read ahead, and not used yet
 - a budget never exceeds what the machine and its cgroups have
 
 Functions that change a plan return the values to evict; the caller drops them after releasing the lock.

@@ -10,9 +10,9 @@ How an op is executed, in this order:
 2. an op whose schema says that it returns a view: recorded, nothing is read;
 3. all else: arguments are materialized, the op runs on them, and what the schema says was mutated is written back.
 
-Products and picks are executed in `rules.read_directly` (`F.linear`, `mm`, `addmm`, `matmul`, above autograd),
-`rules.read` (the same ops below autograd), `ops.embed` and `ops.pick_where_the_file_is` (`embedding`, `index_select`,
-indexing), and `ops.multiply_groups` (`_grouped_mm`).
+Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by packed weights, and then to
+`rules.read_directly` above autograd, or `rules.read` below it. Picks are executed in `ops.embed` and
+`ops.pick_where_the_file_is` (`embedding`, `index_select`, indexing), and products of groups in `ops.multiply_groups`.
 
 | module | what |
 | --- | --- |
