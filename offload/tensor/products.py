@@ -47,8 +47,10 @@ def exact() -> Iterator[None]:
         A context manager.
 
     Example:
-        >>> with offload.exact():
-        ...     logits = model(ids).logits
+        >>> weight, x = torch.eye(2), torch.ones(1, 2)  # a weight that is packed, in practice
+        >>> with exact():
+        ...     F.linear(x, weight)
+        tensor([[1., 1.]])
     """
     before = _exact.set(True)
     try:

@@ -466,7 +466,7 @@ def test_a_flush_that_fails_names_tensor_and_path(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", refuse)
 
-    with pytest.raises(WriteError, match=r"tensor 'w': what was written may not be on the disk") as caught:
+    with pytest.raises(WriteError, match=r"tensor 'w': written data may not be on the disk") as caught:
         handle.flush()
     assert (errno.EIO, str(handle.path)) == (caught.value.errno, caught.value.filename)
     assert before == len(os.listdir("/proc/self/fd"))
@@ -578,7 +578,7 @@ def test_holes_of_a_file_that_others_write_are_filled_once(tmp_path, monkeypatch
     writable_base(handle)[1] = 2
 
     assert [path.stat().st_size] == filled
-    with pytest.raises(UnsupportedOpError, match="others write in place"):
+    with pytest.raises(UnsupportedOpError, match="written in place by others"):
         replace_whole(handle, torch.ones(1 << 16))
 
 
