@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,6 +20,8 @@ from tests.campaigns import asked, left_out
 from tests.engines import Clock, be_alone, forget
 
 pytest.register_assert_rewrite("tests.acts")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
 for library in ("HF_HUB", "TRANSFORMERS", "HF_DATASETS"):
     os.environ.setdefault(f"{library}_OFFLINE", "1")
 
