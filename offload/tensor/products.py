@@ -29,7 +29,7 @@ from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
 from offload.tensor.views import Traced, handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, guest_of
-from offload.torch_api import DisableTorchFunctionSubclass, modes_are_on
+from offload.torch_api import DisableTorchFunctionSubclass, modes_are_on, transform_on_top
 
 MOST_ROWS = 8  # of activations: with more, decoding once and torch's own product are faster
 
@@ -113,6 +113,8 @@ def _product(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tenso
     handle = weight._handle
     if type(handle) is Traced or handle.composed is None or weight._target != CPU or _exact.get():
         return None
+    if transform_on_top() is not None:  # of torch.func, whose tensors have no memory of their own
+        return None
     if library() is None or x.dtype != weight.dtype or x.dtype not in DTYPES or not x.is_cpu or weight.dim() != 2:
         return None
     if x.dim() == 0 or x.shape[-1] != weight.shape[1] or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
@@ -126,10 +128,10 @@ def _multiplied(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Te
     if parts is None:
         return None
     if bias is not None:
-        bias = guest_of(bias).contiguous()
+        bias = guest_of(bias).resolve_neg().contiguous()
         if bias.dtype != x.dtype or bias.shape != (len(weight),):
             return None
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.resolve_neg().reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     out = torch.empty(len(flat), len(weight), dtype=x.dtype)
     begin = 0

@@ -155,3 +155,18 @@ def test_products_of_other_shapes_and_dtypes_raise_as_torch_does(model):
         layer(activations(layer, 1)[:, 1:])
     with torch.no_grad():
         assert (0, layer.out_features) == layer(activations(layer, 1)[:0]).shape
+
+
+def test_products_under_transforms_and_of_negated_views_are_those_of_the_dense_weight(model):
+    layer, weight = next(packed_layers(model))
+    dense, x = layer.weight.materialize(), activations(layer, 2)
+
+    def product(one):
+        return F.linear(one, layer.weight)
+
+    size = 0.02 * float(weight.abs().sum(1).max())
+    with torch.no_grad():
+        negated = F.linear(torch._neg_view(x), layer.weight)
+    torch.testing.assert_close(-F.linear(x, dense), negated, rtol=0.02, atol=size)
+    torch.testing.assert_close(F.linear(x, dense), torch.vmap(product)(x), rtol=0.02, atol=size)
+    torch.testing.assert_close(F.linear(x, dense), torch.func.jvp(product, (x,), (x,))[1], rtol=0.02, atol=size)
