@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -82,8 +83,8 @@ def tokens() -> torch.Tensor:
     return torch.arange(14).reshape(2, 7)
 
 
-@pytest.fixture
-def quick_folder() -> Iterator[str]:
+@contextmanager
+def folder_in_memory() -> Iterator[str]:
     """A memory-backed folder if available: creating files on a disk is slow."""
     root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=root) as folder:
@@ -91,11 +92,29 @@ def quick_folder() -> Iterator[str]:
 
 
 @pytest.fixture
+def quick_folder() -> Iterator[str]:
+    with folder_in_memory() as folder:
+        yield folder
+
+
+def private_folders_in(folder: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tempfile, "tempdir", folder)
+    patch.setattr(folders, "_PRIVATE_FOLDERS", {})
+
+
+@pytest.fixture
 def private_place(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Such a folder, in which private folders are created, too."""
-    monkeypatch.setattr(tempfile, "tempdir", quick_folder)
-    monkeypatch.setattr(folders, "_PRIVATE_FOLDERS", {})
+    private_folders_in(quick_folder, monkeypatch)
     return Path(quick_folder)
+
+
+@pytest.fixture(scope="module")
+def quick_values() -> Iterator[None]:
+    """Private folders are in memory, for all tests of a module that makes thousands of values."""
+    with folder_in_memory() as folder, pytest.MonkeyPatch.context() as patch:
+        private_folders_in(folder, patch)
+        yield
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:

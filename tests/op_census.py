@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +19,14 @@ from offload.testing import assert_equal
 from offload.testing.ops import Kind, is_inexact, is_plain
 from tests.campaigns import amount
 
+_NUMBERS = itertools.count()  # each value has a name of its own: a second one of a name gets a folder of its own
 MOST = amount("ops", 3, 5)  # samples per op, dtype and check; the op database has up to a thousand
 
 
 def offloaded(x: Any) -> Any:
     if not is_plain(x):
         return x
-    return OffloadedTensor.from_original_tensor(x.detach(), "x").requires_grad_(x.requires_grad)
+    return OffloadedTensor.from_original_tensor(x.detach(), f"x{next(_NUMBERS)}").requires_grad_(x.requires_grad)
 
 
 def dense(x: Any) -> Any:

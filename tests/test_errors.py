@@ -139,11 +139,11 @@ def is_excused(raised: Raised) -> bool:
     return any(raised.module == module and ast.unparse(raised.node).startswith(text) for module, text in OTHERS)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_errors_raised_on_purpose_are_offload_errors(path):
-    bare = [str(raised) for raised in raised_in(path) if not is_ours(raised) and not is_excused(raised)]
+def test_errors_raised_on_purpose_are_offload_errors():
+    found = [raised for path in MODULES for raised in raised_in(path)]
 
-    assert [] == bare
+    assert len(found) > 300
+    assert [] == [str(raised) for raised in found if not is_ours(raised) and not is_excused(raised)]
 
 
 def test_every_exception_in_the_table_is_needed():

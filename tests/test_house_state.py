@@ -12,7 +12,14 @@ import pytest
 
 from tests.test_house import FLOORS, KNOWN, MODULES, PACKAGE, dotted, room
 
-TREES = {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+Trees = dict[str, ast.Module]
+
+
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    """The modules of the package, parsed."""
+    return {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+
 
 # Private names of others: module, name, and whose it is.
 OF_OTHERS = {
@@ -137,14 +144,14 @@ def reached_into(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names if re.match(r"_[^_]", alias.name))
 
 
-def test_names_with_an_underscore_are_used_in_their_wing_alone():
+def test_names_with_an_underscore_are_used_in_their_wing_alone(trees: Trees) -> None:
     own: dict[str, set[str]] = defaultdict(set)
-    for module, tree in TREES.items():
+    for module, tree in trees.items():
         own[wing_of(module)].update(defined_in(tree))
 
     found = {
         (module, name)
-        for module, tree in TREES.items()
+        for module, tree in trees.items()
         if module != "offload.torch_api"
         for name in reached_into(tree)
         if name not in own[wing_of(module)]
@@ -166,11 +173,11 @@ def named_in_strings(tree: ast.AST) -> set[str]:
     return {node.value for node in strings if isinstance(node.value, str)} & KNOWN
 
 
-def test_no_string_names_a_module_of_a_higher_floor():
+def test_no_string_names_a_module_of_a_higher_floor(trees: Trees) -> None:
     """For `importlib.import_module` or `sys.modules`: an import that goes up unnoticed."""
     found = {
         (module, name)
-        for module, tree in TREES.items()
+        for module, tree in trees.items()
         for name in named_in_strings(tree)
         if room(module) and room(name) and room(name) != room(module) and FLOORS[room(name)] >= FLOORS[room(module)]
     }
@@ -232,9 +239,9 @@ def may_change(value: ast.expr) -> bool:
     return (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
 
 
-def test_state_of_the_process_is_listed():
+def test_state_of_the_process_is_listed(trees: Trees) -> None:
     found = {
-        f"{module}.{name}" for module, tree in TREES.items() if module != "offload.torch_api" for name in state_in(tree)
+        f"{module}.{name}" for module, tree in trees.items() if module != "offload.torch_api" for name in state_in(tree)
     }
 
     assert set(STATE) == found
@@ -269,10 +276,10 @@ def of_any_type(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node.target)
 
 
-def test_names_of_type_any_on_lower_floors_are_listed():
+def test_names_of_type_any_on_lower_floors_are_listed(trees: Trees) -> None:
     """`Any` could hide a class of a higher floor."""
     found = {
-        module: set(of_any_type(tree)) for module, tree in TREES.items() if room(module) in ("storage", "prefetch")
+        module: set(of_any_type(tree)) for module, tree in trees.items() if room(module) in ("storage", "prefetch")
     }
 
     assert {module: names for module, names in found.items() if names} == ANYTHING

@@ -21,6 +21,8 @@ from offload.testing import assert_equal, ops
 from tests import op_census
 from tests.campaigns import amount, campaign
 
+pytestmark = pytest.mark.usefixtures("quick_values")
+
 SAMPLES = amount("ops", 3, 4)  # per module, dtype and mode; the database has up to a few hundred
 MODULES = {module.name: module for module in module_db}
 FIRST_DTYPE = torch.float32

@@ -1,6 +1,6 @@
 """Every op that succeeds on plain tensors gives the same bits on offloaded ones: over torch's own op database.
 
-The campaign `ops` tries more samples of each op, and its derivatives in a second dtype, too.
+The campaign `ops` tries more samples of each op, and its derivatives and inference mode in a second dtype, too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from offload.testing import ops
 from offload.testing.ops import Count, Sample
 from tests.campaigns import campaign
 from tests.op_census import CLOSE, MOST, OFFLOADED
+
+pytestmark = pytest.mark.usefixtures("quick_values")
 
 OPS = ops.op_database()
 FOREACH_OPS = {
@@ -99,12 +101,17 @@ def dtypes_of(op: Any) -> list[torch.dtype]:
 
 
 def trials(op: Any) -> Iterator[tuple[str, torch.dtype, list[Sample]]]:
-    """The checks of an op in each dtype, with all available samples."""
+    """The checks of an op in each dtype, with all available samples.
+
+    Autograd, and what inference mode leaves out of it, are the same in every dtype: they are tried in the first.
+    """
     first, *_ = dtypes = dtypes_of(op)
     for dtype in dtypes:
-        samples = ops.samples_of(op, dtype, requires_grad=False)
-        yield from ((check, dtype, samples) for check in ("inference", "inplace", "inference inplace", "out"))
-        if dtype in op.supported_backward_dtypes("cpu") and (dtype == first or campaign("ops")):
+        samples, is_whole = ops.samples_of(op, dtype, requires_grad=False), dtype == first or campaign("ops")
+        yield from ((check, dtype, samples) for check in ("inplace", "out"))
+        if is_whole:
+            yield from ((check, dtype, samples) for check in ("inference", "inference inplace"))
+        if is_whole and dtype in op.supported_backward_dtypes("cpu"):
             samples = ops.samples_of(op, dtype, requires_grad=True)
             yield from ((check, dtype, samples) for check in ops.DERIVATIVES)
         yield "forward", dtype, samples  # with tensors that require grad, if possible
