@@ -144,6 +144,11 @@ class FixedColumn:
                 "Copy the complete folder again."
             )
 
+    @property
+    def descriptors(self) -> dict[Path, int]:
+        """One of each open file."""
+        return {self.path: self.rowfile.fd}
+
     def refuse_cut(self, capacity: int) -> None:
         """Like `check`, which is reliable under the lock."""
         self.check(capacity)
@@ -351,6 +356,11 @@ class HeapColumn:
             if os.fstat(fd).st_size:
                 raise ForeignFileError(f"{path} exists, and is left as it is: choose another folder for the cache")
         FixedColumn.create(folder, _index_of(column), capacity)
+
+    @property
+    def descriptors(self) -> dict[Path, int]:
+        """One of each open file."""
+        return {self.path: self._fd, **self._index.descriptors}
 
     def check(self, capacity: int) -> None:
         self._index.check(capacity)

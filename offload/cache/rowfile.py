@@ -22,7 +22,7 @@ All rows of a cache (`WarmRows`, in `Store.warm`):
      └── replaced after the next `Store.read` ── the counter or the number of rows is another one: `take` gives None
 
 `take` checks before and after it copies: the counter and the number of rows in the mapped page of `rows.state`; at most
-every 10 ms, with system calls, that the files are not cut and that sampled rows are in memory.
+every 10 ms, with system calls, that the files are not cut or replaced and that sampled rows are in memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.parts import Descriptors, read_parts, read_run, size_of
+from offload.cache.parts import Descriptors, read_parts, read_run, refuse_replaced, size_of
 from offload.cache.states import States
 from offload.errors import CorruptFileError, OffloadError, ReadError
 from offload.memory import available_bytes
@@ -303,6 +303,43 @@ def _is_in_memory(mapped: torch.Tensor) -> bool:
     return True
 
 
+class Watch:
+    """The open files of a cache: whether they are still those at their paths, and the states not cut."""
+
+    def __init__(self, states: States, columns: Iterable[Mapping[Path, int]]) -> None:
+        """
+        Args:
+            columns: a descriptor of each file of each column.
+        """
+        self._states = states
+        self._opened = {states.path: os.fstat(states.fd)}
+        for column in columns:
+            self._opened |= {path: os.fstat(fd) for path, fd in column.items()}
+        self._until = 0.0
+
+    def look(self, now: float) -> None:
+        """Check now and then: system calls take as long as a small batch.
+
+        Args:
+            now: the time, in seconds.
+
+        Raises:
+            CorruptFileError, MissingFileError, ChangedFileError
+        """
+        if now > self._until:
+            self._states.refuse_cut()  # touching a truncated part would kill the process
+            self.refuse_replaced()
+            self._until = now + _STILL
+
+    def refuse_replaced(self) -> None:
+        """
+        Raises:
+            MissingFileError, ChangedFileError
+        """
+        for path, opened in self._opened.items():
+            refuse_replaced(path, opened)
+
+
 class WarmRows:
     """Rows that are all filled and all in memory, as in most reads of a warm cache: returned by a short path.
 
@@ -311,18 +348,22 @@ class WarmRows:
     """
 
     def __init__(
-        self, states: States, changes: int, num_rows: int, tables: Mapping[str, tuple[str, RowFile, torch.Tensor]]
+        self,
+        states: States,
+        changes: int,
+        num_rows: int,
+        tables: Mapping[str, tuple[str, RowFile, torch.Tensor]],
+        watch: Watch,
     ) -> None:
         self.changes = changes
         self._num_rows = num_rows
-        self._states = states
+        self._watch = watch
         self._counts = states.counts
-        self._whole_until = 0.0
         self._tables = tables
         self._all = list(tables.values())
 
     @classmethod
-    def of(cls, states: States, changes: int, files: Mapping[str, RowFile | None]) -> WarmRows | None:
+    def of(cls, states: States, changes: int, files: Mapping[str, RowFile | None], watch: Watch) -> WarmRows | None:
         """Those of a cache; None if some are not in memory, or not known to be filled.
 
         Args:
@@ -335,14 +376,12 @@ class WarmRows:
             if file is None or mapped is None or len(mapped) < count or not count:
                 return None
             tables[name] = (name, file, mapped[:count])
-        return cls(states, changes, count, tables)
+        return cls(states, changes, count, tables, watch)
 
     def take(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
         """Rows by number, contiguous slice, or list, array or tensor of numbers; None for other forms."""
         now = time.monotonic()
-        if now > self._whole_until:  # rarely, as it is a system call: touching a truncated part would kill the process
-            self._states.refuse_cut()
-            self._whole_until = now + _STILL
+        self._watch.look(now)
         if not self._is_still() or not is_plain_world():
             return None
         rows = self._plain(index)

@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -31,13 +31,15 @@ import torch
 from offload.cache.columns import FixedColumn, HeapColumn
 from offload.cache.indexing import Numbers, Rows, last_of_each, rows_of
 from offload.cache.parts import opened
-from offload.cache.rowfile import WarmRows
+from offload.cache.rowfile import WarmRows, Watch
 from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest
 from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
     CacheError,
+    ChangedFileError,
     ColumnError,
     CorruptFileError,
+    MissingFileError,
     MissingRowsError,
     ShapeMismatchError,
     UnsupportedOpError,
@@ -152,12 +154,32 @@ class Store:
                     self._opened.callback(self._files[name].close)
                     self._capacity_of(self._files[name])
                     self._files[name].refuse_blank(self._states.filled(self._places[name]))
+            self._watch = Watch(self._states, (file.descriptors for file in self._files.values()))
             self._rowfiles = {name: getattr(file, "rowfile", None) for name, file in self._files.items()}
             if writes:
                 self._settle()
         except BaseException:
             self._close_files()
             raise
+
+    @contextmanager
+    def _held(self, *, shared: bool = False) -> Iterator[None]:
+        """The lock of the folder, which is still the one that was opened.
+
+        Raises:
+            MissingFileError, ChangedFileError: it, or a file in it, was removed, moved or replaced.
+        """
+        with self._lock.held(shared=shared):
+            self._watch.refuse_replaced()
+            yield
+
+    def _look(self) -> None:
+        """Check now and then that the files are what they were: for reads, which take no lock.
+
+        Raises:
+            CorruptFileError, MissingFileError, ChangedFileError
+        """
+        self._watch.look(time.monotonic())
 
     def _settle(self) -> None:
         """Register this writer; if it is the only one, repair what killed writers left.
@@ -167,7 +189,7 @@ class Store:
         """
         is_only = flock(self._states.fd, self._states.path, wait=False)
         if is_only:
-            with self._lock.held():
+            with self._held():
                 self._forget_unfilled()
                 for name, file in self._files.items():
                     if isinstance(file, HeapColumn):
@@ -177,7 +199,7 @@ class Store:
         beside = "as the only writer" if is_only else "beside other writers"
         log.debug("%s: opened for writing, %s", self.folder, beside)
         if not is_only:
-            with self._lock.held():
+            with self._held():
                 self._refuse_cut(self._files)
 
     def _open_file(self, column: Column) -> FixedColumn | HeapColumn:
@@ -234,16 +256,19 @@ class Store:
         return [self._places[name] for name in names]
 
     def missing(self, columns: Iterable[str] | None) -> Numbers:
+        self._look()
         self.flush_own()
         return self._states.missing(self.places(columns))
 
     def are_missing(self, columns: Iterable[str] | None, rows: Numbers) -> npt.NDArray[np.bool_]:
         """Which of these rows are not filled; rows written here and not flushed count as missing."""
+        self._look()
         cells = self._states.of(rows_of(rows, self.num_rows), self.places(columns))
         filled: npt.NDArray[np.bool_] = np.logical_and.reduce(cells_filled(cells), axis=1)
         return ~filled
 
     def count(self, columns: Iterable[str] | None) -> int:
+        self._look()
         self.flush_own()
         return self._states.count(self.places(columns))
 
@@ -255,7 +280,7 @@ class Store:
         tensor = self._tensors.get(name)
         rows, capacity = self.num_rows, self._states.capacity
         if tensor is None or len(tensor) != capacity:
-            with self._lock.held():
+            with self._held():
                 column.fit(self._states.capacity, self._states.capacity)  # a previous writer may have been killed
                 handle = Handle.shared(TensorFile.open(column.path), name, self.folder, in_place=True)
             tensor = self._tensors[name] = wrap_handle(handle, CPU)
@@ -273,7 +298,7 @@ class Store:
         return column
 
     def _referenced(self, column: FixedColumn, device: torch.device) -> OffloadedTensor:
-        with self._lock.held(shared=True):
+        with self._held(shared=True):
             self._capacity_of(column)
             if not column.has_capacity(self.num_rows):
                 raise CorruptFileError(
@@ -290,6 +315,7 @@ class Store:
             raise UnsupportedOpError(
                 f"column {name!r} of {self.folder} has rows of one shape: {self.schema[name].shape_text}"
             )
+        self._look()
         self.flush_own()
         return file.lengths(rows, cells_filled(self._states.of(rows, [place]))[:, 0])
 
@@ -312,6 +338,7 @@ class Store:
         if missing not in ("error", "zeros"):
             raise CacheError(f"unknown missing={missing!r}: use 'error' or 'zeros'")
         places = self.places(columns)
+        self._look()
         for _ in range(_LOOKS):
             changes = self._states.changes
             before = None if rows.last < self._states.known_filled(changes) else self._states.of(rows, places)
@@ -333,7 +360,7 @@ class Store:
                 continue
             if self._are_still(rows, places, before, changes):
                 if self.warm is None or self.warm.changes != changes:
-                    self.warm = WarmRows.of(self._states, changes, self._rowfiles)
+                    self.warm = WarmRows.of(self._states, changes, self._rowfiles, self._watch)
                 return found
         raise CacheError(f"rows of {self.folder} are rewritten faster than they can be read: try again")
 
@@ -347,7 +374,7 @@ class Store:
         """
         places, rows = self.places(columns), Rows.run(0, self.num_rows)
         self.flush_own()
-        with self._lock.held(shared=True):
+        with self._held(shared=True):
             changes, before = self._states.changes, self._states.of(rows, places)
             tensors = {name: self._fixed(name).rowfile.whole(len(rows)) for name in columns}
         self._refuse_missing(rows.numbers[~cells_filled(before).all(axis=1)])
@@ -387,7 +414,7 @@ class Store:
         positions = last_of_each(numbers)
         prepared = {name: self._files[name].prepare(value, len(numbers), positions) for name, value in given.items()}
         if len(numbers):
-            with self._lock.held():
+            with self._held():
                 self._refuse_cut(prepared)
                 self._put(rows if positions is None else Rows(numbers[positions]), places, prepared)
             self._flush_if_due()
@@ -407,7 +434,7 @@ class Store:
             raise ShapeMismatchError(f"columns of different lengths were given to the cache in {self.folder}: {counts}")
         count = next(iter(counts.values()))
         prepared = {name: self._files[name].prepare(value, count, None) for name, value in values.items()}
-        with self._lock.held():
+        with self._held():
             self._refuse_cut(prepared)
             first = self.num_rows
             if first + count > self._states.capacity:
@@ -448,7 +475,7 @@ class Store:
         """Put everything written, also through tensors, on the disk, and mark the rows as filled.
 
         Raises:
-            WriteError: rows written since the last flush are missing.
+            WriteError, MissingFileError, ChangedFileError: rows written since the last flush are missing.
         """
         self._may_write()
         with self._flushing:
@@ -471,7 +498,7 @@ class Store:
         with writing(self.folder):
             for name in touched:
                 self._files[name].sync()
-        with self._lock.held():
+        with self._held():
             self._refuse_cut(touched)
             for part in written:
                 self._states.fill(part.rows, part.columns, part.begun)
@@ -480,7 +507,11 @@ class Store:
             log.debug("%s: %d rows are on the disk", self.folder, sum(len(part.rows) for part in written))
 
     def close(self) -> None:
-        """Flush, release the files and, if no other process writes, give back unused capacity."""
+        """Flush, release the files and, if no other process writes, give back unused capacity.
+
+        Raises:
+            WriteError, MissingFileError, ChangedFileError: rows written since the last flush are missing.
+        """
         if self.is_closed:
             return
         self.is_closed = True
@@ -488,7 +519,7 @@ class Store:
             if self.writes and self._pid == os.getpid():
                 self.flush_own()
                 if flock(self._states.fd, self._states.path, wait=False):
-                    with self._lock.held():
+                    with suppress(MissingFileError, ChangedFileError), self._held():  # nothing was lost
                         self._give_back_capacity()
         finally:
             self._close_files()

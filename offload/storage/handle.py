@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from offload.errors import ChangedFileError, WriteError
-from offload.storage.file import TensorFile
+from offload.storage.file import TensorFile, file_status
 from offload.storage.folders import discard
 from offload.storage.layout import Entry, Layout
 from offload.storage.locks import fork_safe_lock
@@ -241,8 +241,10 @@ class Handle:
         if file.is_raw:  # there is no header to say what another file would hold
             now, known = TensorFile.raw(file.path, source.entry).identity, file.identity
             if (now.inode, now.size) != (known.inode, known.size):
-                raise ChangedFileError(f"{file.path} is not the file that was opened: open it again")
+                raise _another(file)
             return
+        if source.in_place and file_status(file.path).st_ino != file.identity.inode:  # nobody replaces it
+            raise _another(file)
         if file.is_current():
             return
         found = TensorFile.open(file.path)
@@ -336,6 +338,10 @@ class Handle:
         _MAPPED.pop(id(self), None)
         if getattr(self, "_pid", 0) == os.getpid():
             discard(self.path)
+
+
+def _another(file: TensorFile) -> ChangedFileError:
+    return ChangedFileError(f"{file.path} is not the file that was opened: open it again")
 
 
 def _keep_mapped(handle: Handle) -> None:
