@@ -55,6 +55,21 @@ def quantization_of(config: Config) -> Any:
     return found.to_dict() if hasattr(found, "to_dict") else found
 
 
+def class_of(config: Config) -> Any:
+    """The class of transformers that a model was saved from, according to its configuration.
+
+    The `Auto` class of causal language models if it names none that transformers has for it.
+    """
+    import transformers
+
+    name = next(iter(config.architectures or ()), None)
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if is_model and isinstance(config, getattr(found, "config_class", ())):
+        return found
+    return transformers.AutoModelForCausalLM
+
+
 def companions_of(
     model: nn.Module, dtype: torch.dtype | None = None, quantization: Settings | None = None
 ) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from offload.annotations import Json, Kwargs
 from offload.cli import arguments
-from offload.cli.models import ONLY_TOKENS, add_model_options, folder_of_model, loaded_model, tokenizer_of
+from offload.cli.models import ONLY_TOKENS, add_model_options, first_new, folder_of_model, loaded_model, tokenizer_of
 from offload.cli.output import allow_json, counted, print_json, print_pairs
 from offload.cli.requests import Answer, Answers, BadRequest, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
@@ -181,9 +181,10 @@ class _Answering:
                     f"the prompt has {length} tokens, and the model takes fewer than {self._longest}",
                 )
             most = min(most, self._longest - length)
-        options = self._options(request.options, most, length)
+        first = first_new(self.model, length)
+        options = self._options(request.options, most, first)
         try:
-            tokens = self.model.generate(**inputs.to(self.model.device), **options)[0, length:]
+            tokens = self.model.generate(**inputs.to(self.model.device), **options)[0, first:]
         except OffloadError:
             raise
         except (ValueError, IndexError, RuntimeError) as error:  # a temperature close to 0, an unknown token
@@ -205,7 +206,7 @@ class _Answering:
             tokenizer_kwargs=ONLY_TOKENS,
         )
 
-    def _options(self, asked: Json, most: int, length: int) -> Kwargs:
+    def _options(self, asked: Json, most: int, first: int) -> Kwargs:
         """Options for `generate`; greedy unless a temperature is given."""
         import torch
 
@@ -213,7 +214,7 @@ class _Answering:
         if chosen["do_sample"]:
             chosen |= {name: float(asked[name]) for name in ("temperature", "top_p") if name in asked}
         if "stop" in asked:
-            chosen["stopping_criteria"] = [self._stopping(asked, length)]
+            chosen["stopping_criteria"] = [self._stopping(asked, first)]
         if "seed" in asked:
             torch.manual_seed(asked["seed"])  # for this request only, inside `map_batches`
         if self.model.generation_config.pad_token_id is None:
@@ -221,12 +222,12 @@ class _Answering:
             chosen["pad_token_id"] = ends[0] if isinstance(ends, list) else ends or 0
         return chosen
 
-    def _stopping(self, asked: Json, length: int) -> Callable[..., torch.Tensor]:
+    def _stopping(self, asked: Json, first: int) -> Callable[..., torch.Tensor]:
         """A criterion for stop strings; transformers' own does not work with every tokenizer (5.23)."""
         import torch
 
         def stops(tokens: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
-            text = self._tokenizer.decode(tokens[0, length:], skip_special_tokens=True)
+            text = self._tokenizer.decode(tokens[0, first:], skip_special_tokens=True)
             return torch.tensor([_up_to(text, asked)[1]], device=tokens.device)
 
         return stops

@@ -122,7 +122,7 @@ def generate(options: argparse.Namespace) -> None:
         )
     figures = {**_figures(recording), "anonymous_bytes": recording.peak - before}
     if options.json:
-        new = tokens[0, inputs["input_ids"].shape[1] :]
+        new = tokens[0, first_new(model, inputs["input_ids"].shape[1]) :]
         print_json({"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new.tolist(), **figures})
     else:
         print(_in_words(len(recording.marks), figures), file=sys.stderr)
@@ -160,17 +160,32 @@ def folder_of_model(options: argparse.Namespace) -> Path:
 
 
 def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
-    """The model, on disk."""
+    """The model, on disk.
+
+    Raises:
+        CheckpointError: it does not continue text, and as `offload.from_pretrained`.
+    """
     with doing("opening the model"):
         from transformers.utils.logging import disable_progress_bar
 
-        from offload.integrations.transformers import from_pretrained
+        from offload.integrations.transformers import from_pretrained, writes_text
         from offload.models.device_map import ON_DISK
 
         disable_progress_bar()  # for loading weights: it would overwrite the line above, and no weight is loaded
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
         chosen = {"dtype": options.dtype, "max_memory": options.max_memory}
-        return from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
+        model = from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
+        if not writes_text(model):
+            raise CheckpointError(
+                f"{folder} is a {type(model).__name__}, which does not continue text: run it in Python, with "
+                f"offload.from_pretrained({str(folder)!r})"
+            )
+        return model
+
+
+def first_new(model: Any, length: int) -> int:
+    """Where what a model generates begins in its output, for a prompt of this length: a decoder of its own has none."""
+    return 1 if model.config.is_encoder_decoder else length
 
 
 def _watched(options: argparse.Namespace, model: Any) -> Any:

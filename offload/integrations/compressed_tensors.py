@@ -21,7 +21,7 @@ from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.conversion import copy_companions, identities_of, work_beside
 from offload.errors import CheckpointError
 from offload.integrations.log import log
-from offload.integrations.transformers import class_of, model_on_meta
+from offload.integrations.transformers import model_on_meta
 from offload.memory import count_freed
 from offload.models.saving import save_checkpoint
 from offload.progress import progress_in_bytes
@@ -113,7 +113,7 @@ def _scheme(form: str, group_size: int) -> Any:
 
 def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict[str, bool]]:
     """The weights to quantize, and the layers to leave, each with whether it is the output layer."""
-    model, config, _ = model_on_meta(source.path, class_of(source.path))
+    model, config, _ = model_on_meta(source.path)
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{source.path} is quantized already: quantize the model that it was made from")
     head = model.get_output_embeddings()

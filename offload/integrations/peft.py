@@ -25,7 +25,7 @@ from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.conversion import copy_companions, identities_of, work_beside
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
-from offload.integrations.transformers import class_of, from_pretrained
+from offload.integrations.transformers import from_pretrained
 from offload.memory import return_freed
 from offload.models.journal import Journal
 from offload.models.slots import Slot
@@ -132,7 +132,7 @@ def merge_checkpoint(
     refuse_filled(target)
     run = {"adapter": _name_of(text_of(adapter)), "source": identities_of(open_checkpoint(folder))}
     work = work_beside(target, run, resume=resume)
-    model = from_pretrained(folder, class_of(folder), offload_dir=work)
+    model = from_pretrained(folder, offload_dir=work)
     report = merge_lora(model, adapter, resume=True, progress=progress)
     with replacing_folder(target) as made:
         copy_companions(folder, made)

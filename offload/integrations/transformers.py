@@ -17,7 +17,7 @@ import torch
 from offload.annotations import Config, Kwargs, Pretrained
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from offload.checkpoints.companions import quantization_of
+from offload.checkpoints.companions import class_of, quantization_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
@@ -29,8 +29,7 @@ from offload.models.loader import finish_loading, refuse_other_names, refuse_to_
 from offload.models.pretrained import filled, note_form, waiting, without_quantization
 from offload.models.slots import tensor_slots
 from offload.storage.reasons import first_line, reading
-from offload.storage.regular import is_folder, is_there
-from offload.storage.state_file import read_json
+from offload.storage.regular import is_folder
 from offload.tensor.arguments import floating_dtype
 
 _NOT_HERE = {
@@ -66,7 +65,9 @@ def from_pretrained(
 
     Args:
         name_or_path: a folder with a checkpoint (see `open_checkpoint`), a GGUF file, or a model on the hub.
-        model_class: a model class of transformers, or one of its `Auto` classes; `AutoModelForCausalLM` if None.
+        model_class: a model class of transformers, or one of its `Auto` classes. None for the class that the
+            configuration names first in its `architectures`, which the weights were saved from, or
+            `AutoModelForCausalLM` if it names none.
         device_map: see `offload.load_checkpoint_and_dispatch`.
         gguf_file: the name of the GGUF file in that folder, or in that model's on the hub, whose weights are taken.
         offload_dir: where weights go that are stored or later written to; None for a private folder.
@@ -129,7 +130,10 @@ def from_pretrained(
     report = report_of(info)
     names = {name for slot in tensor_slots(model) for name in slot.keys}
     if names and names <= set(report.missing_keys):
-        raise CheckpointError(f"{source.path} belongs to another model than {type(model).__name__}: {report}")
+        raise CheckpointError(
+            f"{source.path} belongs to another model than {type(model).__name__}, so give its class as model_class=: "
+            f"{report}"
+        )
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     model.loaded_from = folder
     report = finish_loading(
@@ -172,28 +176,20 @@ def model_on_meta(
             config, options = transformers.AutoConfig.from_pretrained(
                 config or folder, return_unused_kwargs=True, **options
             )
-        empty = _empty_model(model_class or transformers.AutoModelForCausalLM, config)
+        empty = _empty_model(model_class or class_of(config), config)
         return empty, config, {**_generation_config(type(empty), folder), **options}
     except OffloadError:
         raise
     except Exception as error:  # transformers can raise anything for a damaged configuration or another kind of model
-        raise CheckpointError(f"transformers can't make a model from {folder}: {first_line(error)}") from error
+        raise CheckpointError(
+            f"transformers can't make a model from {folder}: {first_line(error)}. If it needs another class, give it "
+            "as model_class=, such as transformers.AutoModel"
+        ) from error
 
 
-def class_of(folder: Path) -> Any:
-    """The class named in a model's configuration, from which it was saved; None if there is none in transformers.
-
-    Raises:
-        CorruptFileError: the configuration can't be read.
-    """
-    import transformers
-
-    if not is_there(folder / "config.json"):
-        return None
-    config = read_json(folder / "config.json", "a model's configuration")
-    names = config.get("architectures") if isinstance(config, dict) else None
-    name = names[0] if isinstance(names, list) and names else None
-    return getattr(transformers, name, None) if isinstance(name, str) else None
+def writes_text(model: Any) -> bool:
+    """Whether a model of transformers, or a class, continues text by generating text."""
+    return bool(model.can_generate()) and model.main_input_name == "input_ids" and "text" in model.output_modalities
 
 
 def _refuse_options(options: Kwargs) -> None:

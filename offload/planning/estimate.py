@@ -256,7 +256,9 @@ class Estimate:
     options: str = ""
 
     def generating(self, name: str) -> str:
-        """The command for one request."""
+        """The command for one request, or for a model that does not continue text, how to load it in Python."""
+        if not self.sizes.generates:
+            return f"model = offload.from_pretrained({name!r}), in Python"
         return f'offload generate {shlex.quote(name)}{self.options} --prompt "..."'
 
     def of(self, what: str, sizes: ModelSizes, in_flight: int, commands: tuple[str, ...]) -> Way:
@@ -317,6 +319,8 @@ class Estimate:
     def _together(self, what: str, sizes: ModelSizes, name: str, *before: str) -> Way:
         command = (
             f"offload batch {shlex.quote(name)} requests.jsonl answers.jsonl{self.options} --in-flight {IN_FLIGHT}"
+            if sizes.generates
+            else f"offload.map_batches(fn, batches, model, in_flight={IN_FLIGHT}), in Python"
         )
         return self.of(what, sizes, IN_FLIGHT, (*before, command))
 

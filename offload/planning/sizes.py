@@ -19,8 +19,8 @@ from torch import nn
 from offload.checkpoints.checkpoint import Value, open_checkpoint
 from offload.checkpoints.companions import quantization_of
 from offload.integrations.hub import headers_of
-from offload.integrations.transformers import class_of, model_on_meta
-from offload.storage.regular import is_folder, is_there, text_of
+from offload.integrations.transformers import model_on_meta, writes_text
+from offload.storage.regular import is_there, text_of
 from offload.tensor.wrapper import PathLike
 from offload.torch_api import parameters_of
 
@@ -56,6 +56,7 @@ class ModelSizes:
         kv_per_token: keys and values per token of context; None if unknown.
         dispatch: time in seconds of a one-token pass on the meta device; 0 if unknown.
         file: the largest of its files, if local.
+        generates: whether it continues text, as `offload generate` needs.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ModelSizes:
     kv_per_token: int | None
     dispatch: float
     file: Path | None
+    generates: bool = True
 
     def needed(self, tokens: int) -> int:
         """Bytes needed for a pass over this many tokens, if they are routed at random."""
@@ -130,7 +132,7 @@ def sizes_from(
         largest: the largest file, if local.
         form: None to derive it from the configuration and the entries.
     """
-    model, config, _ = model_on_meta(folder, class_of(folder) if is_folder(folder) else None)
+    model, config, _ = model_on_meta(folder)
     text = config.get_text_config(decoder=True)
     tables = _tables(model)
     kv_per_token, dispatch = _empty_passes(model)
@@ -149,6 +151,7 @@ def sizes_from(
         kv_per_token=kv_per_token,
         dispatch=dispatch,
         file=largest,
+        generates=writes_text(model),
     )
 
 

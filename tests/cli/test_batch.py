@@ -86,6 +86,28 @@ def test_each_request_gets_the_answer_of_the_model_in_memory(folder, tmp_path, c
     assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
 
 
+def test_a_model_with_a_decoder_of_its_own_answers_without_repeating_its_start(folder, tmp_path):
+    import torch
+    from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    plain, tokenizer = (
+        T5ForConditionalGeneration(T5Config(vocab_size=96, **sizes)),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    plain.eval().save_pretrained(tmp_path / "t5")
+    tokenizer.save_pretrained(tmp_path / "t5")
+    tokens = plain.generate(**tokenizer("w3 w5 w7 w9", return_tensors="pt"), max_new_tokens=6, do_sample=False)[0, 1:]
+    source = written(tmp_path / "in.jsonl", [{"prompt": "w3 w5 w7 w9", "max_tokens": 6}])
+
+    assert 0 == run(tmp_path / "t5", source, tmp_path / "out.jsonl")
+
+    [said] = read(tmp_path / "out.jsonl")
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == said["response"]["body"]["choices"][0]["text"]
+    assert (4, len(tokens)) == tuple(said["response"]["body"]["usage"].values())[:2]
+
+
 def test_answers_have_the_form_of_inference_servers(folder, tmp_path):
     source = written(tmp_path / "in.jsonl", [request(1, max_tokens=3), {"prompt": "w1 w2", "custom_id": "p"}])
 

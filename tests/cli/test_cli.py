@@ -96,6 +96,39 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, t
     assert re.fullmatch(r"5 tokens: [\d.e+]+ tokens/s, 0 bytes read per token, .+ of memory at the peak\n", done.stderr)
 
 
+def test_generate_answers_with_a_decoder_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output of an encoder-decoder model does not begin with the prompt."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    plain = T5ForConditionalGeneration(T5Config(vocab_size=96, **sizes)).eval()
+    plain.save_pretrained(tmp_path)
+    inputs = _tokenizer(tmp_path)("w3 w5 w7", return_tensors="pt")
+    expected = plain.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False)[0, 1:].tolist()
+
+    assert 0 == cli.main(["generate", str(tmp_path), "--prompt", "w3 w5 w7", "--max-new-tokens", "5", "--json"])
+
+    assert expected == json.loads(capsys.readouterr().out)["tokens"]
+
+
+@pytest.mark.parametrize("command", ["generate", "batch"])
+def test_a_model_that_does_not_continue_text_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=96, **sizes)).save_pretrained(tmp_path)
+    _tokenizer(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w1"}\n')
+    options = ["--prompt", "w1"] if command == "generate" else [f"{tmp_path}/in.jsonl", f"{tmp_path}/out.jsonl"]
+
+    assert 1 == cli.main([command, str(tmp_path), *options])
+
+    assert "is a BertModel, which does not continue text" in capsys.readouterr().err
+
+
 def test_without_a_command_help_and_three_examples_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 == cli.main([])
 

@@ -145,6 +145,19 @@ def both(kind: str, folder: Path) -> tuple[Any, Any]:
     return model_class.from_pretrained(folder).eval(), offload.from_pretrained(folder, model_class=model_class)
 
 
+def test_the_class_is_the_one_that_the_configuration_names(kind: str, tmp_path: Path) -> None:
+    """A whole Whisper, not its decoder; an encoder without a language model's head, whose values nobody trained."""
+    config, model_class, _ = MODELS[kind]
+    model = model_class.from_config(config())
+    model.save_pretrained(tmp_path)
+
+    on_disk, info = offload.from_pretrained(tmp_path, output_loading_info=True)
+
+    assert type(model) is on_disk.__class__
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         yield output

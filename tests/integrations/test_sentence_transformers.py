@@ -43,7 +43,7 @@ def test_the_encoder_on_disk_gives_the_embeddings_of_the_one_in_memory(folder: P
     batch = AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
     plain = AutoModel.from_pretrained(folder)
 
-    model = offload.from_pretrained(folder, model_class=AutoModel)
+    model = offload.from_pretrained(folder)
 
     with torch.no_grad():
         assert torch.equal(plain(**batch).last_hidden_state, model(**batch).last_hidden_state)
@@ -68,7 +68,7 @@ def test_an_encoder_on_disk_takes_the_place_of_the_one_in_memory(plain: Any, fol
     """Inside the library's own object, which keeps its tokenizer, pooling and normalization."""
     expected = embeddings(plain)
 
-    plain[0].model = offload.from_pretrained(folder, model_class=AutoModel)
+    plain[0].model = offload.from_pretrained(folder)
 
     assert torch.equal(expected, embeddings(plain))
     assert all_on_disk(plain)

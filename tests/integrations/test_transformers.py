@@ -342,6 +342,32 @@ def test_an_invalid_model_class_is_refused(llama_folder: Path, model_class: Any)
         offload.from_pretrained(llama_folder, model_class=model_class)
 
 
+@pytest.mark.parametrize("names", [None, [], ["NoSuchModel"], ["AutoModel"], ["pipeline"], ["BertModel"]])
+def test_a_configuration_that_names_no_class_of_its_own_means_a_causal_language_model(
+    llama_folder: Path, tmp_path: Path, names: list[str] | None
+) -> None:
+    shutil.copytree(llama_folder, tmp_path / "llama")
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, "architectures": names}))
+
+    assert LlamaForCausalLM is offload.from_pretrained(tmp_path / "llama").__class__
+
+
+def test_an_error_about_the_class_names_the_argument_that_gives_another(tmp_path: Path) -> None:
+    """There is no causal language model of that kind, and the configuration names no class."""
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ViTModel(ViTConfig(**sizes)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": None}))
+
+    with pytest.raises(CheckpointError, match="give it as model_class="):
+        offload.from_pretrained(tmp_path)
+
+    assert ViTModel is offload.from_pretrained(tmp_path, model_class=AutoModel).__class__
+
+
 @pytest.mark.parametrize("name", ["torch_dtype", "subfolder", "variant", "state_dict", "offload_folder"])
 def test_an_option_that_would_be_ignored_is_refused(llama_folder: Path, name: str) -> None:
     with pytest.raises(TypeError, match=f"does not take '{name}': "):

@@ -260,6 +260,22 @@ def test_the_plan_of_a_model_without_a_kv_cache_has_no_context_bytes(tmp_path: P
     assert sizes_of(tmp_path).kv_per_token is None
 
 
+def test_a_plan_for_an_encoder_recommends_no_command_that_generates(tmp_path: Path, saved: Any) -> None:
+    from transformers import BertModel
+
+    small = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads", "dtype")}
+    BertModel(BertConfig(**small)).save_pretrained(tmp_path)
+
+    said, of_llama = (
+        str(offload.plan(folder, max_memory=0, disk_rate=1000)) for folder in (tmp_path, saved(LlamaConfig(**SIZES)))
+    )
+
+    assert ("offload generate" in of_llama, "offload batch" in of_llama) == (True, True)
+    assert ("offload generate" in said, "offload batch" in said) == (False, False)
+    assert f"offload.from_pretrained('{tmp_path}'), in Python" in said
+    assert "offload.map_batches(fn, batches, model, in_flight=32), in Python" in said
+
+
 def test_the_error_asks_for_the_disk_rate_if_it_can_not_be_measured(
     saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
+from offload.checkpoints.companions import class_of
 from offload.errors import CheckpointError, OffloadError
 from offload.kernels.packed import GgufRows
 from offload.storage.file import TensorFile
@@ -87,15 +88,15 @@ def config_of(path: Path, **options: Any) -> tuple[Config, Kwargs]:
 
 
 def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Pretrained:
-    """The causal language model in a file, on the meta device.
+    """The model in a file, on the meta device.
 
     Raises: as `config_of`.
     """
-    from transformers import AutoModelForCausalLM
-
     config, _ = config_of(source.path)
     with torch.device("meta"):
-        empty: Pretrained = AutoModelForCausalLM.from_config(config, dtype=dtype or usual_dtype(source))
+        kind = class_of(config)
+        make = getattr(kind, "from_config", None) or kind._from_config  # of an Auto class, or a model's
+        empty: Pretrained = make(config, dtype=dtype or usual_dtype(source))
     return empty
 
 
