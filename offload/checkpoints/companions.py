@@ -25,9 +25,9 @@ from torch import nn
 
 from offload.annotations import Config, Pretrained, Settings
 from offload.checkpoints import log
-from offload.errors import CorruptFileError, ForeignFileError
+from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.storage.layout import dtype_name
-from offload.storage.reasons import reading
+from offload.storage.reasons import first_line, reading
 from offload.storage.regular import is_folder, is_there, read_regular
 from offload.storage.replacing import put_file
 from offload.storage.state_file import MOST_JSON, parse_json
@@ -38,6 +38,7 @@ _OF_TOKENIZERS = (
     *("*token*.json", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
     *("*processor_config.json", "normalizer.json"),
 )
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 _SET_BY_SAVING = {"architectures", "transformers_version", "_name_or_path"}
 
 
@@ -112,8 +113,11 @@ def _code_of(model: Pretrained, config: Config) -> dict[str, bytes]:
 
 
 def _tokenizer_of(model: Pretrained) -> dict[str, bytes]:
-    """The tokenizer and processor files in the folder that a model was loaded from, if it is known and exists."""
-    folder = getattr(model, "loaded_from", None) or Path(model.name_or_path or "")
+    """The tokenizer and processor files of the folder, or GGUF file, that a model was loaded from, if it is known."""
+    loaded_from: Path | None = getattr(model, "loaded_from", None)
+    folder = loaded_from or Path(model.name_or_path or "")
+    if loaded_from is not None and is_there(loaded_from) and not is_folder(loaded_from):
+        return _written_tokenizer(loaded_from)
     if folder == Path() or not is_folder(folder):
         return {}
     with reading(folder):
@@ -122,6 +126,41 @@ def _tokenizer_of(model: Pretrained) -> dict[str, bytes]:
             for path in sorted(folder.iterdir())
             if any(fnmatch.fnmatch(path.name, pattern) for pattern in _OF_TOKENIZERS) and path.is_file()
         }
+
+
+def _written_tokenizer(path: Path) -> dict[str, bytes]:
+    """The tokenizer in a GGUF file, as files. None, with a warning, if transformers can't load it."""
+    try:
+        tokenizer = tokenizer_in(path)
+    except CheckpointError as error:
+        log.warning("%s: no tokenizer is written", error)
+        return {}
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        return {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir())}
+
+
+def tokenizer_in(place: Path) -> Any:
+    """The tokenizer in a model's folder, or in its GGUF file.
+
+    Raises:
+        CheckpointError: there is none that can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    file: dict[str, str] = {} if is_folder(place) else {"gguf_file": place.name}
+    folder = place.parent if file else place
+    try:
+        return AutoTokenizer.from_pretrained(folder, **file)
+    except Exception as error:  # it can raise anything for damaged files
+        unread = f" that transformers can load ({first_line(error)})"
+        if file:
+            raise CheckpointError(f"{place} has no tokenizer{unread}") from error
+        is_one = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
+        raise CheckpointError(
+            f"{folder} has no tokenizer{unread if is_one else ''}: put the tokenizer of the model there "
+            "(tokenizer.json and tokenizer_config.json)"
+        ) from error
 
 
 @dataclass(frozen=True)

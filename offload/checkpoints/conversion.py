@@ -19,6 +19,7 @@ import torch
 
 from offload.annotations import Json, Settings
 from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
+from offload.checkpoints.companions import companions_of
 from offload.checkpoints.forms.gguf import empty_model
 from offload.checkpoints.forms.torchao import PARTS_NOTE
 from offload.checkpoints.forms.values import Form, values_in
@@ -66,7 +67,8 @@ def convert_checkpoint(
         dtype, max_shard_size: see `save_checkpoint`.
         to_offload_folder: one file per name, which can be written to in place, instead of a checkpoint.
         dequantize: for a quantized checkpoint, or a GGUF file, write the dense one that transformers would have in
-            memory. What is packed is in `dtype` then, or, if that is None, in the dtype of the configuration.
+            memory. What is packed is in `dtype` then, or, if that is None, in the dtype of the configuration; a GGUF
+            file has none, and is computed in float32. Its tokenizer is written, too.
         resume: go on with a run of `dequantize` that was killed, from the folder `target` + ".partial".
 
     Returns:
@@ -78,7 +80,7 @@ def convert_checkpoint(
             arguments.
         ArgumentError: `resume` without `dequantize`.
         CheckpointError: a quantized checkpoint, in a form that would not outlive this, or is not decoded; one that is
-            to be dequantized, and is dense; no JSON in its `config.json`.
+            to be dequantized, and is dense; a GGUF file without `dequantize`; no JSON in its `config.json`.
         MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened, target = open_checkpoint(source), absolute(target)
@@ -87,6 +89,12 @@ def convert_checkpoint(
         run = {**options, "max_shard_size": max_shard_size, "source": identities_of(opened)}
         _convert_dense(opened, target, dtype, run, resume=resume)
         return target
+    if opened.is_gguf:
+        raise CheckpointError(
+            f"{opened.path} is a GGUF file, and its tensors would keep llama.cpp's names, which no model has: "
+            "dequantize=True (--dequantize) writes the checkpoint of its model. For the tensors alone, save what "
+            "offload.load_file gives with offload.save_checkpoint"
+        )
     if resume:
         raise ArgumentError("resume=True needs dequantize=True: other runs leave nothing behind, so run it again")
     with replacing_folder(target) as folder:
@@ -103,7 +111,7 @@ def convert_checkpoint(
 def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, run: Settings, *, resume: bool) -> None:
     """Write the dense checkpoint to the folder beside the target, file by file, and then give that its name."""
     refuse_filled(target)
-    config, values = _dequantized(source, dtype)
+    config, values, companions = _dequantized(source, dtype)
     made_folder(target.parent)
     work = work_beside(target, run, resume=resume)
     made_folder(work)
@@ -116,22 +124,23 @@ def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, 
     if is_folder(source.path):
         with reading(source.path):
             copy_companions(source.path, work, dtype, config)
-    else:
-        put_file(work / _CONFIG, _text_of(config))
+    for name, data in companions.items():
+        put_file(work / name, data)
     with writing(target):
         os.rename(work, target)
         (target / _RUN).unlink()
     sync_folder(target.parent)
 
 
-def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[Json, dict[str, OffloadedTensor]]:
-    """The configuration of the dense model, and its tensors, which are decoded when they are read."""
+def _dequantized(
+    source: Checkpoint, dtype: torch.dtype | None
+) -> tuple[Json, dict[str, OffloadedTensor], dict[str, bytes]]:
+    """The dense model: its configuration, its tensors, which are decoded when they are read, and new files beside."""
     if source.is_gguf:
         model = empty_model(source, dtype)
         values = values_in(source, None, model=model)
-        return json.loads(model.config.to_json_string()), {
-            name: _stored(tensor, name) for name, tensor in values.tensors.items()
-        }
+        tensors = {name: _stored(tensor, name) for name, tensor in values.tensors.items()}
+        return None, tensors, companions_of(model)
     path = source.path / _CONFIG
     config = _read_config(path) if is_folder(source.path) and path.is_file() else {}
     quantization = _parts_of(config, "quantization_config")
@@ -145,9 +154,8 @@ def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[Json, d
         )
     dtypes = [dtype_named(name) for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str)]
     wanted = dtype or next((one for one in dtypes if one is not None), None)
-    return _without(config, "quantization_config"), {
-        name: _stored(_in_dtype(tensor, wanted), name) for name, tensor in values.tensors.items()
-    }
+    dense = {name: _stored(_in_dtype(tensor, wanted), name) for name, tensor in values.tensors.items()}
+    return _without(config, "quantization_config"), dense, {}
 
 
 def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from offload.annotations import Json, Kwargs
 from offload.cli import arguments
-from offload.cli.models import ONLY_TOKENS, add_model_options, first_new, folder_of_model, loaded_model, tokenizer_of
+from offload.cli.models import ONLY_TOKENS, add_model_options, first_new, folder_of_model, in_chat, loaded_model
 from offload.cli.output import allow_json, counted, print_json, print_pairs
 from offload.cli.requests import Answer, Answers, BadRequest, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
@@ -112,12 +112,13 @@ def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]
     import torch
 
     from offload.batches.mapping import map_batches
+    from offload.checkpoints.companions import tokenizer_in
 
     first = next(requests, None)
     if first is None:
         return
     folder = folder_of_model(options)
-    answer = _Answering(loaded_model(folder, options), tokenizer_of(folder), options.max_new_tokens)
+    answer = _Answering(loaded_model(folder, options), tokenizer_in(folder), options.max_new_tokens)
     with torch.inference_mode():
         yield from map_batches(
             answer,
@@ -198,13 +199,7 @@ class _Answering:
     def _inputs(self, request: Request) -> Any:
         if request.messages is None:
             return self._tokenizer(request.prompt, return_tensors="pt", **ONLY_TOKENS)
-        return self._tokenizer.apply_chat_template(
-            request.messages,
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-            tokenizer_kwargs=ONLY_TOKENS,
-        )
+        return in_chat(self._tokenizer, request.messages)
 
     def _options(self, asked: Json, most: int, first: int) -> Kwargs:
         """Options for `generate`; greedy unless a temperature is given."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from offload.annotations import Json
 from offload.cli import arguments
 from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError
 from offload.storage.reasons import first_line
-from offload.storage.regular import is_folder
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +28,22 @@ if TYPE_CHECKING:
 ONLY_TOKENS = {"return_token_type_ids": False}
 """For a tokenizer: language models take no segment ids, which some tokenizers return by default."""
 
-_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
-
 
 def add_to(commands: arguments.Commands) -> None:
     """Add this command to a parser."""
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
     add_model_options(command)
-    command.add_argument("--prompt", type=arguments.prompt, required=True, help="the text that the model continues")
+    command.add_argument(
+        "--prompt", type=arguments.prompt, required=True, help="a message to the model, or text that it continues"
+    )
+    command.add_argument(
+        "--system", type=arguments.prompt, metavar="TEXT", help="instructions before the message (default: none)"
+    )
+    command.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue the prompt as it is (default: a model with a chat template answers it as a message)",
+    )
     command.add_argument(
         "--max-new-tokens", type=arguments.count, default=64, metavar="N", help="at most (default: %(default)s)"
     )
@@ -95,15 +103,19 @@ def add_revision(command: argparse.ArgumentParser) -> None:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Print how a language model on disk continues a prompt, token by token; then, on standard error, its speed."""
+    """Print what a language model on disk answers, token by token; then, on standard error, its speed.
+
+    A model with a chat template answers the prompt as a message of a chat. Others, and all with --raw, continue it.
+    """
     folder = folder_of_model(options)
     with doing("importing transformers"):
         import torch
 
+        from offload.checkpoints.companions import tokenizer_in
         from offload.memory import anonymous_bytes
 
-        tokenizer = tokenizer_of(folder)
-    inputs = tokenizer(options.prompt, return_tensors="pt", **ONLY_TOKENS)
+        tokenizer = tokenizer_in(folder)
+    inputs = _inputs(tokenizer, options)
     if inputs["input_ids"].numel() == 0:
         raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: give some text")
     before = anonymous_bytes()
@@ -126,6 +138,28 @@ def generate(options: argparse.Namespace) -> None:
         print_json({"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new.tolist(), **figures})
     else:
         print(_in_words(len(recording.marks), figures), file=sys.stderr)
+
+
+def _inputs(tokenizer: Any, options: argparse.Namespace) -> Any:
+    """The prompt in tokens: as a message, if there is a chat template for it."""
+    if options.raw or not tokenizer.chat_template:
+        if options.system is not None:
+            raise ArgumentError("--system is for a model with a chat template, without --raw: put it into the prompt")
+        return tokenizer(options.prompt, return_tensors="pt", **ONLY_TOKENS)
+    said = {"system": options.system, "user": options.prompt}
+    try:
+        return in_chat(tokenizer, [{"role": role, "content": text} for role, text in said.items() if text is not None])
+    except Exception as error:  # chat templates can raise anything
+        raise ArgumentError(
+            f"the model's chat template rejects the prompt ({first_line(error)}): --raw continues it as it is"
+        ) from error
+
+
+def in_chat(tokenizer: Any, messages: list[Json]) -> Any:
+    """Messages in tokens, in the form of the model's chat template, up to where the model answers."""
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, tokenizer_kwargs=ONLY_TOKENS
+    )
 
 
 def _figures(recording: Recording) -> dict[str, float | None]:
@@ -209,7 +243,7 @@ def _printing(tokenizer: Any, mark: Callable[[], None], begun: Callable[[], None
                 mark()
             super().put(value)
 
-    return Printing(tokenizer, skip_prompt=True)
+    return Printing(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def _marking(mark: Callable[[], None]) -> Any:
@@ -228,26 +262,3 @@ def _marking(mark: Callable[[], None]) -> Any:
             pass
 
     return Marking()
-
-
-def tokenizer_of(model: Path) -> Any:
-    """The model's tokenizer, from its folder or its GGUF file.
-
-    Raises:
-        CheckpointError: there is none that can be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    file: dict[str, str] = {} if is_folder(model) else {"gguf_file": model.name}
-    folder = model.parent if file else model
-    try:
-        return AutoTokenizer.from_pretrained(folder, **file)
-    except Exception as error:  # it can raise anything for damaged files
-        unread = f" that transformers can load ({first_line(error)})"
-        if file:
-            raise CheckpointError(f"{model} has no tokenizer{unread}") from error
-        is_there = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
-        raise CheckpointError(
-            f"{folder} has no tokenizer{unread if is_there else ''}: put the tokenizer of the model there "
-            "(tokenizer.json and tokenizer_config.json)"
-        ) from error

@@ -35,13 +35,14 @@ KINDS = (*QUANTIZABLE, *_FACTORS)
 _ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 
 
-def write_gguf(model: Any, path: Path, kind: str | Callable[[str], str]) -> Path:
+def write_gguf(model: Any, path: Path, kind: str | Callable[[str], str], *, chat_template: str | None = None) -> Path:
     """A GGUF file of a model.
 
     Args:
         model: a causal language model from transformers.
         path: the file.
         kind: of matrices, or a function of the name; other tensors are F32.
+        chat_template: of the tokenizer.
     """
     import gguf
 
@@ -51,6 +52,8 @@ def write_gguf(model: Any, path: Path, kind: str | Callable[[str], str]) -> Path
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, architecture, config)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     generator = np.random.default_rng(0)
     for name, value in _as_llama_cpp(architecture, model):
         stem, _, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")

@@ -15,6 +15,7 @@ from offload import cli
 from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from tests.checkpoints.forms import FORMS, loaded, outcome, written
+from tests.checkpoints.gguf_files import write_gguf
 from tests.conftest import contents
 from tests.processes import run_script
 
@@ -53,6 +54,60 @@ def test_plain_transformers_loads_what_was_dequantized(name: str, tmp_path: Path
     assert "quantization_config" not in json.loads((target / "config.json").read_text())
     assert before == contents(source)
     assert {} == contents(private_place)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_dequantized_gguf_file_is_all_of_a_model(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Its class, the dtype of its weights, its settings for generation, and its tokenizer with the chat template."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    file = chat_gguf(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    chat = [{"role": "user", "content": "!! #"}]
+
+    convert_checkpoint(file, tmp_path / "target", dtype=dtype, dequantize=True)
+
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert (["LlamaForCausalLM"], str(dtype or torch.float32)) == (config["architectures"], f"torch.{config['dtype']}")
+    assert {dtype or torch.float32} == {
+        value.dtype for value in LlamaForCausalLM.from_pretrained(tmp_path / "target").parameters()
+    }
+    assert (tmp_path / "target" / "generation_config.json").is_file()
+    again = AutoTokenizer.from_pretrained(tmp_path / "target")
+    assert CHAT == again.chat_template
+    assert tokenizer.apply_chat_template(chat) == again.apply_chat_template(chat)
+
+
+def test_a_model_of_a_gguf_file_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    offload.save_checkpoint(offload.from_pretrained(chat_gguf(tmp_path)), tmp_path / "saved")
+
+    assert CHAT == AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template
+
+
+def test_a_gguf_file_is_not_written_under_names_that_no_model_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = chat_gguf(tmp_path)
+
+    assert 1 == cli.main(["convert", str(file), str(tmp_path / "target")])
+
+    assert "(--dequantize) writes the checkpoint of its model" in capsys.readouterr().err
+    assert [file] == list(tmp_path.iterdir())
+
+
+CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
+
+
+def chat_gguf(folder: Path) -> Path:
+    """The GGUF file of a tiny Llama with a tokenizer and a chat template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=96))
+    return write_gguf(model, folder / "model.gguf", "Q8_0", chat_template=CHAT)
 
 
 def test_decoded_values_have_the_requested_dtype(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, t
     tokenizer = _tokenizer(folder)
     inputs = tokenizer("w3 w5 w7", return_tensors="pt")
     plain = AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, max_new_tokens=5, do_sample=False)
-    expected = tokenizer.decode(plain[0, 3:], skip_special_tokens=False)
+    expected = tokenizer.decode(plain[0, 3:], skip_special_tokens=True)
 
     done = run_module("offload.cli", "generate", folder, "--prompt", "w3 w5 w7", "--max-new-tokens", "5")
 
@@ -94,6 +94,64 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, t
     assert expected == done.stdout.strip()
     assert "Loading" not in done.stderr
     assert re.fullmatch(r"5 tokens: [\d.e+]+ tokens/s, 0 bytes read per token, .+ of memory at the peak\n", done.stderr)
+
+
+TEMPLATE = (
+    "{% for one in messages %}{{ 'w1' if one['role'] == 'system' else 'w2' }} {{ one['content'] }} w3 {% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ([], "w2 w5 w7 w3"),
+        (["--system", "w9"], "w1 w9 w3 w2 w5 w7 w3"),
+        (["--raw"], "w5 w7"),
+    ],
+)
+def test_generate_answers_a_prompt_as_a_message_where_there_is_a_chat_template(
+    options: list[str], seen: str, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The special token at the end of an answer is not printed."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    tokenizer = _tokenizer(folder)
+    tokenizer.chat_template = TEMPLATE
+    inputs = tokenizer(seen, return_tensors="pt")
+    plain = AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, max_new_tokens=5, do_sample=False)
+    new = plain[0, inputs["input_ids"].shape[1] :]
+    tokenizer.add_special_tokens({"eos_token": tokenizer.decode(new[-1:])})
+    tokenizer.save_pretrained(folder)
+    words = ["generate", str(folder), "--prompt", "w5 w7", "--max-new-tokens", "5", *options]
+
+    assert [0, 0] == [cli.main(words), cli.main([*words, "--json"])]
+
+    said, figures = capsys.readouterr().out.split("\n", 1)
+    assert new.tolist() == json.loads(figures)["tokens"]
+    assert tokenizer.decode(new, skip_special_tokens=True) == said.strip() == json.loads(figures)["text"].strip()
+    assert tokenizer.eos_token not in said.split()
+
+
+def test_a_prompt_that_a_chat_template_can_not_take_is_refused_with_the_way_out(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A system message without a template, or with one that raises."""
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    tokenizer = _tokenizer(folder)
+    words = ["generate", str(folder), "--prompt", "w5", "--system", "w9"]
+
+    assert 1 == cli.main(words)
+    assert 1 == cli.main([*words, "--raw"])
+    tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
+    tokenizer.save_pretrained(folder)
+    assert 1 == cli.main(words)
+
+    said = capsys.readouterr().err
+    assert 2 == said.count("--system is for a model with a chat template, without --raw")
+    assert "rejects the prompt (no system messages): --raw continues it as it is" in said
 
 
 def test_generate_answers_with_a_decoder_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,7 @@ def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Pretrained:
         kind = class_of(config)
         make = getattr(kind, "from_config", None) or kind._from_config  # of an Auto class, or a model's
         empty: Pretrained = make(config, dtype=dtype or usual_dtype(source))
+    empty.loaded_from = source.path
     return empty
 
 
