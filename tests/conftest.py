@@ -1,7 +1,11 @@
-"""Fixtures for many tests."""
+"""Fixtures for many tests.
+
+They import what they need: the process that starts xdist's workers runs no test, and imports no torch.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -10,15 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from offload.storage import clock, folders
-from offload.tensor import products
-from offload.testing import tiny_checkpoint
 from tests.campaigns import asked, left_out
-from tests.engines import Clock, be_alone, forget
+
+if TYPE_CHECKING:
+    import torch
+
+    from tests.engines import Clock
 
 pytest.register_assert_rewrite("tests.acts")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
@@ -38,6 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted((item for item in items if not left_out(item)), key=_seconds, reverse=True)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays: garbage collections, for which many tests ask, need not look at it each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def _seconds(item: pytest.Item) -> float:
     marker = item.get_closest_marker("slow")
     return marker.args[0] if marker else 0.0
@@ -46,12 +57,16 @@ def _seconds(item: pytest.Item) -> float:
 @pytest.fixture(autouse=True)
 def fresh_prefetcher() -> None:
     """No order, plan, rate or budget that an earlier test has left."""
+    from tests.engines import forget
+
     forget()
 
 
 @pytest.fixture(autouse=True)
 def exact_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products with packed weights are those with dense ones, in all threads, unless a test is marked `fused`."""
+    from offload.tensor import products
+
     if request.node.get_closest_marker("fused") is None:
         monkeypatch.setattr(products, "_exact", ContextVar("exact", default=True))
 
@@ -59,12 +74,17 @@ def exact_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def only_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of values that earlier tests have left does not count."""
+    from tests.engines import be_alone
+
     be_alone(monkeypatch)
 
 
 @pytest.fixture
 def still_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of rules that depend on time, which stands still until the test moves it."""
+    from offload.storage import clock
+    from tests.engines import Clock
+
     still = Clock()
     monkeypatch.setattr(clock, "now", still)
     return still
@@ -73,6 +93,8 @@ def still_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in bfloat16 with tied embeddings, in several safetensors shards."""
+    from offload.testing import tiny_checkpoint
+
     folder = tmp_path_factory.mktemp("llama")
     return tiny_checkpoint(folder, num_hidden_layers=3, tie_word_embeddings=True, dtype="bfloat16")
 
@@ -80,6 +102,8 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tokens() -> torch.Tensor:
     """Token ids for the tiny Llama: (2, 7)."""
+    import torch
+
     return torch.arange(14).reshape(2, 7)
 
 
@@ -98,6 +122,8 @@ def quick_folder() -> Iterator[str]:
 
 
 def private_folders_in(folder: str, patch: pytest.MonkeyPatch) -> None:
+    from offload.storage import folders
+
     patch.setattr(tempfile, "tempdir", folder)
     patch.setattr(folders, "_PRIVATE_FOLDERS", {})
 

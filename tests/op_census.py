@@ -20,7 +20,8 @@ from offload.testing.ops import Kind, is_inexact, is_plain
 from tests.campaigns import amount
 
 _NUMBERS = itertools.count()  # each value has a name of its own: a second one of a name gets a folder of its own
-MOST = amount("ops", 3, 5)  # samples per op, dtype and check; the op database has up to a thousand
+MOST = amount("ops", 3, 5)  # samples per op and check; the op database has up to a thousand
+FEWER = amount("ops", 2, 5)  # of derivatives, and in a second dtype
 
 
 def offloaded(x: Any) -> Any:

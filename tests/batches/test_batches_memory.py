@@ -83,11 +83,11 @@ def test_values_that_a_block_read_are_held_for_the_next_batch(tmp_path):
 @pytest.mark.parametrize("spill", [True, False])
 def test_spilled_tensors_take_no_memory(tmp_path, spill):
     """64 batches, each with 4 MiB while it waits."""
-    model = nn.Sequential(nn.Linear(1, 256), *on_disk(tmp_path, 256))
+    model = nn.Sequential(nn.Linear(1, 32), *on_disk(tmp_path, 32)[:4])
     flight = 64
 
     def fn(at: int) -> torch.Tensor:
-        return model(torch.linspace(at, at + 1, 4096)[:, None]).sum()
+        return model(torch.linspace(at, at + 1, 32768)[:, None]).sum()
 
     expected = fn(3)
     return_freed()
@@ -102,11 +102,11 @@ def test_spilled_tensors_take_no_memory(tmp_path, spill):
 
 
 class Wide(nn.Module):
-    """Creates 8 MiB on the way, of 1024 rows, and returns half a MiB."""
+    """Creates 8 MiB on the way, of 8192 rows, and returns half a MiB."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(128, 2048, bias=False), nn.Linear(2048, 128, bias=False)
+        self.up, self.down = nn.Linear(16, 256, bias=False), nn.Linear(256, 16, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).relu_())
@@ -116,7 +116,7 @@ class Wide(nn.Module):
 def test_freed_memory_is_not_kept_by_each_thread():
     """Each thread has its own memory pools, which glibc does not share with other threads."""
     model, flight = nn.Sequential(*(Wide() for _ in range(4))), 16
-    fn = lambda at: model(torch.full((1024, 128), float(at))).sum()  # noqa: E731
+    fn = lambda at: model(torch.full((8192, 16), float(at))).sum()  # noqa: E731
     fn(0)
     return_freed()
 
@@ -129,7 +129,7 @@ def test_freed_memory_is_not_kept_by_each_thread():
 @pytest.mark.parametrize("grad", [True, False])
 def test_graphs_limit_the_batches_in_flight(monkeypatch, grad):
     """Each layer leaves 4 MiB in a graph; 4 MiB wait."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(12)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(12)))
     monkeypatch.setattr(mapping, "available_bytes", lambda: 4 * 256 * MIB)
     most, running = 0, 0
 
@@ -137,7 +137,7 @@ def test_graphs_limit_the_batches_in_flight(monkeypatch, grad):
         nonlocal most, running
         running += 1
         most = max(most, running)
-        found = model(torch.full((4096, 256), float(at))).sum()
+        found = model(torch.full((32768, 32), float(at))).sum()
         running -= 1
         return float(found.detach())
 

@@ -285,23 +285,23 @@ def test_streaming_values_stay_within_the_window(engine, memory, window):
 def test_the_disk_does_not_wait_for_what_is_dropped(engine, memory, monkeypatch):
     """Dropping takes the kernel a while."""
     values = seed(made(memory, "abcdefghijklmnop", window=8 * MIB))
-    drop, may_go, read_before = memory.drop, threading.Event(), []
+    drop, may_go, read_before, droppers = memory.drop, threading.Event(), [], set()
 
     def slowly(value: Made) -> None:
         read_before.append(len(memory.log))
+        droppers.add(threading.current_thread())
         may_go.wait(10)
         drop(value)
 
     monkeypatch.setattr(memory, "drop", slowly)
     for value in values:
-        for _ in range(1000):
-            if value.stage not in (QUEUED, READING):
-                break
+        while value.stage in (QUEUED, READING):
             time.sleep(0.0005)
         engine.arrive(value)
     may_go.set()
     rest(engine)
 
+    assert engine.reader.thread not in droppers
     assert any(by_reader for _, by_reader in memory.log[read_before[0] :])
 
 

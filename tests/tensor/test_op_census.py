@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from offload.testing import ops
 from offload.testing.ops import Count, Sample
 from tests.campaigns import campaign
-from tests.op_census import CLOSE, MOST, OFFLOADED
+from tests.op_census import CLOSE, FEWER, MOST, OFFLOADED
 
 pytestmark = pytest.mark.usefixtures("quick_values")
 
@@ -125,7 +125,8 @@ def compare(op: Any, check: str, dtype: torch.dtype, samples: list[Sample]) -> C
     """
     if (op.full_name, check) in VALUES_CLOSE:
         return ops.DERIVATIVES[check](CLOSE, op, samples)
-    most = SAMPLES.get(op.full_name, MOST)
+    usual = MOST if dtype == dtypes_of(op)[0] and check not in ops.DERIVATIVES else FEWER
+    most = SAMPLES.get(op.full_name, usual)
     with ops.memory_filled(op):
         return ops.CHECKS[check](OFFLOADED, op, ops.spread(samples, f"{op.full_name} {dtype} {check}", most=most))
 
