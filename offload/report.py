@@ -11,14 +11,14 @@ from __future__ import annotations
 import base64
 import io
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -30,6 +30,7 @@ from offload.prefetch.value import page_state_of
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import put_file
+from offload.storage.threads import Worker
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
@@ -76,8 +77,8 @@ class Recording:
         self._started = time.perf_counter()
         self._before = counts()
         self._every = _EVERY
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="offload-report", daemon=True)
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._thread = Worker(self._watch, "offload-report")
 
     @property
     def peak(self) -> int:
@@ -99,21 +100,27 @@ class Recording:
         )
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._every):
+        while not self._has_ended():
             self.samples.append(self._sample())
             if len(self.samples) > _MOST:
                 del self.samples[1::2]
                 self._every *= 2
 
+    def _has_ended(self) -> bool:
+        with suppress(Empty):
+            self._ended.get(timeout=self._every)
+            return True
+        return False
+
     @contextmanager
     def running(self) -> Iterator[Recording]:
         """Watch while the block runs."""
         self.samples.append(self._sample())
-        self._thread.start()
         try:
+            self._thread.begin()
             yield self
         finally:
-            self._ended.set()
+            self._ended.put(None)
             self._thread.join()
             self.samples.append(self._sample())
 

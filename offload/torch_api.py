@@ -91,7 +91,8 @@ try:
     for _names, _owner in (
         ("_version _backward_hooks _post_accumulate_grad_hooks", torch.Tensor),  # the hooks: `share_hooks`
         ("_schema _op_dk", torch.ops.aten.add.Tensor),
-        ("_modules _parameters _buffers _non_persistent_buffers_set _forward_pre_hooks", nn.Module()),
+        ("_modules _parameters _buffers _non_persistent_buffers_set", nn.Module()),
+        ("_forward_pre_hooks _forward_pre_hooks_with_kwargs _forward_hooks", nn.Module()),  # with `remove_hook`
         ("_current_level", forward_ad),
         ("_cdata", torch.UntypedStorage(0)),
     ):
@@ -111,6 +112,14 @@ def share_hooks(new: torch.Tensor, old: torch.Tensor) -> None:
     """Make `new` share the hook dictionaries of `old`, so that their handles work for both."""
     new._backward_hooks = old._backward_hooks
     new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+
+
+def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Take off a forward hook or pre-hook, if it is there; an interrupted registration has returned no handle."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, one in hooks.items() if one is hook]:
+            module._forward_pre_hooks_with_kwargs.pop(number, None)
+            hooks.pop(number, None)
 
 
 def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:

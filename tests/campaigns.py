@@ -25,6 +25,7 @@ CAMPAIGNS = {
     "kills": "writers are killed at every line, and at hundreds of random moments",
     "ops": "torch's whole databases of ops and modules: more samples and dtypes, traces",
     "rows": "a cache of a million rows",
+    "storms": "100,000 real signals at random moments of every public call",
 }
 
 

@@ -42,7 +42,7 @@ def rest(engine: Engine | None = None) -> None:
             reader = engine.reader.thread
             ahead = [value for stream in engine.streams.live for value in stream.ahead]
             is_busy = bool(engine.reader._queue) or any(value.stage in (QUEUED, READING) for value in ahead)
-            has_ended = reader is not None and not reader.is_alive()
+            has_ended = reader is not None and not reader.is_running
             if not engine.reader.leaving_bytes and (has_ended or not is_busy):
                 return
         assert time.monotonic() < given_up, "the reader does not come to rest"

@@ -38,6 +38,7 @@ from unittest import mock
 import offload
 from offload.storage.folders import _PRIVATE
 from offload.storage.mapping import libc
+from offload.storage.regular import owned
 from offload.storage.replacing import sweep
 from tests.campaigns import campaign
 from tests.processes import ended, forked
@@ -385,9 +386,9 @@ def _place(frame: FrameType | None) -> str | None:
     """The line of `offload` that makes a call, directly or through the standard library; None for other calls."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_OURS):
+        if file.startswith(_OURS) and frame.f_code is not owned.__code__:  # that opens for all: what counts is for whom
             return f"{file.removeprefix(_OURS)}:{frame.f_lineno} {frame.f_code.co_name}"
-        is_between = file == __file__ or file.startswith(("<frozen ", _STDLIB))
+        is_between = file.startswith((__file__, _OURS, "<frozen ", _STDLIB))
         if not is_between or "site-packages" in file:
             return None
         frame = frame.f_back

@@ -24,6 +24,7 @@ from torch import nn
 
 import offload
 from offload import OffloadedTensor, TensorCache
+from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CacheError, MissingRowsError
 
 OLD, NEW = torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4) * 2 + 1
@@ -201,6 +202,16 @@ def _was_saved(given: tuple[nn.Module, Path]) -> None:
     assert torch.equal(NEW, offload.load_file(folder / "saved" / "model.safetensors")["0.weight"])
 
 
+def _convert(folder: Path) -> None:
+    convert_checkpoint(folder, folder / "converted", dtype=torch.float64)
+
+
+def _was_converted(folder: Path) -> None:
+    if not (folder / "converted").exists():
+        _convert(folder)
+    assert torch.equal(OLD.double(), offload.load_file(folder / "converted")["0.weight"])
+
+
 def _to_map(folder: Path) -> nn.Module:
     return offload.disk_offload(_filled(), folder)
 
@@ -366,6 +377,7 @@ CALLS: dict[str, Call] = {
     "disk_offload": Call(lambda _: _filled(), offload.disk_offload, _has_old_values),
     "map_batches": Call(lambda folder: offload.disk_offload(_filled(), folder), _map_batches, _map_batches),
     "save_checkpoint": Call(_to_save, _save, _was_saved),
+    "convert_checkpoint": Call(_checkpoint, _convert, _was_converted),
     "map_values, resumed": Call(_to_map, _double, _is_doubled_once),
     **{f"cache: {what}": Call(_cache, act, _rows) for what, act in _CACHE.items()},
     "cache: open": Call(_cache, lambda cache: TensorCache.open(cache.folder, mode="r+").close(), _rows),

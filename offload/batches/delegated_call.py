@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -89,15 +88,14 @@ class Forward:
         delegated = self._delegate(None if is_compiled() else forward, (args, kwargs))
         return forward() if delegated is None else delegated.result()
 
-    @contextmanager
-    def instead(self) -> Iterator[None]:
-        """In this context, the module has it instead of its class's."""
+    def put_on(self) -> None:
+        """Give it to the module, instead of its class's."""
         vars(self._module)["forward"] = self
-        try:
-            yield
-        finally:
-            if vars(self._module).get("forward") is self:
-                del vars(self._module)["forward"]
+
+    def take_off(self) -> None:
+        """Leave the module its class's, unless somebody has given it another."""
+        if vars(self._module).get("forward") is self:
+            del vars(self._module)["forward"]
 
     def __reduce__(self) -> tuple[Callable[..., Any], Args]:
         return getattr, (self._module, "forward")  # which has none of its own yet

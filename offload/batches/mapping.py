@@ -79,7 +79,9 @@ def map_batches(
         progress: show a bar, on a terminal.
 
     Returns:
-        An iterator over the results. When it is closed, every batch is stopped.
+        An iterator over the results. When it is closed, every batch is stopped: its `fn` meets an exception that
+        `except Exception` lets pass. If it catches that, too, and goes on, it is left to itself after ten seconds, or
+        at a second interrupt.
 
     Raises:
         TypeError, ValueError: not a function, not a model, not a count.

@@ -9,16 +9,20 @@ Blocks compute in the iterating thread, for the call whose turn it is, so that t
 Always true:
 - a call runs only while the iterating thread waits or computes for it
 - at each stage calls run in the order of their numbers: sums over batches are the same as with one batch at a time
-- a call that is stopped leaves its function at the next stage, with an exception that `except Exception` does not catch
+- a call that is stopped leaves its function at the next stage, with an exception that `except Exception` lets pass;
+  a function that catches it nevertheless and goes on is not waited for, beyond a while
+- threads are listed before they begin, calls before their threads run them, and hooks before they are put on: an
+  interrupt leaves none of them
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 
@@ -34,9 +38,12 @@ from offload.prefetch.engine import lease
 from offload.prefetch.lease import Lease
 from offload.storage.handle import Handle
 from offload.tensor.scratch import release_scratch
-from offload.torch_api import not_compiled, pre_hooks_of
+from offload.torch_api import not_compiled, pre_hooks_of, remove_hook
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
+_PATIENCE = 10.0  # seconds that a function has to end after it was told to
+_LOOK = 0.1  # seconds between looks, as an interrupt just before a wait would not end it
+_log = logging.getLogger("offload.batches")
 
 
 class Stopped(BaseException):
@@ -60,8 +67,6 @@ class Call:
         self,
         scheduler: Scheduler,
         number: int,
-        fn: Callable[[], object],
-        state: ThreadState,
         settings: Settings,
         thread: Thread,
     ) -> None:
@@ -78,11 +83,14 @@ class Call:
         self._first, self._settings = settings, settings
         self._spilled: Spilled | None = None
         self._delegated: DelegatedCall | None = None
-        self._is_stopped = False
+        self._is_stopped = self._was_told = False
         # One C call each, which an interrupt can't split.
         self._turn: SimpleQueue[None] = SimpleQueue()
         self._back: SimpleQueue[bool] = SimpleQueue()  # whether it is still its turn, and it delegates a call
-        thread.begin(partial(self._run, fn, state), f"offload-batch-{number}")
+
+    def begin(self, fn: Callable[[], object], state: ThreadState) -> None:
+        """Have its thread wait for the first turn of `fn`."""
+        self.thread.begin(partial(self._run, fn, state), f"offload-batch-{self.number}")
 
     @property
     def has_drawn(self) -> bool:
@@ -107,12 +115,25 @@ class Call:
             callers.apply()
 
     def stop(self) -> None:
-        """End it, and wait for that."""
-        self.leave()
-        self.thread.join()
+        """End it, and wait for that; but only for a while once its function was told, and not after an interrupt."""
+        self._end()
+        waited = 0.0
+        try:
+            while not (self.thread.is_left or self.thread.join(_LOOK)):
+                waited += _LOOK if self._was_told else 0.0
+                self.thread.is_left = waited >= _PATIENCE
+                if self.thread.is_left:
+                    _log.warning("the function of batch %d does not end: it is left to itself", self.number)
+        except BaseException:
+            self.thread.is_left = True
+            raise
 
     def leave(self) -> None:
         """End it and its thread, without waiting."""
+        self.thread.is_left = True
+        self._end()
+
+    def _end(self) -> None:
         self._is_stopped = True
         self._turn.put(None)
         self.thread.end()
@@ -166,6 +187,7 @@ class Call:
 
     def _refuse_stopped(self) -> None:
         if self._is_stopped:
+            self._was_told = True
             raise Stopped
 
     def _run(self, fn: Callable[[], object], state: ThreadState) -> None:
@@ -202,6 +224,7 @@ class Scheduler:
         self._places = 2 * max(len(stages), 1)
         self._at = 0
         self._calls: list[Call] = []
+        self._threads: list[Thread] = []  # all that were begun
         self._idle: list[Thread] = []  # of calls that have ended
         self._least = anonymous_bytes()  # since freed memory was last returned
         self.lease: Lease
@@ -221,8 +244,9 @@ class Scheduler:
     ) -> Call:
         """A new call, run up to its first stage or its end; `alone` unless others will be in progress beside it."""
         self.lease.keeps_results = not alone
-        call = Call(self, number, fn, state, settings, self._thread())
+        call = Call(self, number, settings, self._thread())
         self._calls.append(call)
+        call.begin(fn, state)
         self._carry(call)
         return call
 
@@ -271,13 +295,18 @@ class Scheduler:
             if thread.is_as_new:
                 return thread
             thread.end()
-        return Thread()
+        thread = Thread()
+        self._threads.append(thread)
+        thread.start()
+        return thread
 
-    def _end_idle(self) -> None:
-        for thread in self._idle:
+    def _end_threads(self) -> None:
+        """End all threads, and wait for them."""
+        for thread in self._threads:
             thread.end()
-        for thread in self._idle:
-            thread.join()
+        for thread in self._threads:
+            if not thread.is_left:
+                thread.join()
 
     def _give_back(self) -> None:
         """Return freed memory: glibc keeps it per thread, while other threads allocate more."""
@@ -295,22 +324,29 @@ class Scheduler:
         """In this context, calls wait before each stage."""
         self.lease = lease()
         kind = _uncompiled_hook() if "torch._dynamo" in sys.modules else _Hook
-        with ExitStack() as stack:
-            stack.callback(release_scratch)
-            stack.callback(self.lease.end)
+        undo: list[Callable[[], object]] = [release_scratch, self.lease.end]
+        try:
             self.lease.expect(self._blocks)
             for stage, module in enumerate(self._stages):
                 if self._is_plain(module):
-                    stack.enter_context(Forward(module, partial(self._delegate, stage)).instead())
+                    forward = Forward(module, partial(self._delegate, stage))
+                    undo.append(forward.take_off)
+                    forward.put_on()
                 else:
                     before = kind(partial(self._arrive, stage))
-                    handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-                    stack.callback(handle.remove)
+                    undo.append(partial(remove_hook, module, before))
+                    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 after = kind(partial(self._leave, self._places - 1 - stage))
-                stack.callback(module.register_forward_hook(after).remove)
-            stack.callback(self._end_idle)
-            stack.callback(self.stop)  # first: what calls do as they end still happens inside
+                undo.append(partial(remove_hook, module, after))
+                module.register_forward_hook(after)
             yield
+        finally:
+            undo += [self._end_threads, self.stop]  # last: what calls do as they end still happens inside
+            try:
+                _carry_out(undo)
+            except BaseException:  # an interrupt: what it met is carried out again, and then the rest
+                _carry_out(undo)
+                raise
 
     def _is_plain(self, module: nn.Module) -> bool:
         """Whether a stage has its class's forward, no hook before it, and no other stage inside.
@@ -382,6 +418,13 @@ class _Hook:
 
 def _uncompiled_hook() -> type[_Hook]:
     return type("_UncompiledHook", (_Hook,), {"__call__": not_compiled(_Hook.__call__)})
+
+
+def _carry_out(undo: list[Callable[[], object]]) -> None:
+    """Carry out these acts from the last to the first, and forget each that is done."""
+    while undo:
+        undo[-1]()
+        undo.pop()
 
 
 def _made_by(module: nn.Module, tensors: list[torch.Tensor], taken: dict[int, bool]) -> list[torch.Tensor]:

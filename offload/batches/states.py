@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextvars
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ import torch
 from offload.annotations import Args
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.threads import Worker
 from offload.torch_api import (
     dispatch_modes,
     function_modes,
@@ -92,14 +92,27 @@ class ThreadState:
 
 
 class Thread:
-    """A thread that runs one task after another, so that the per-thread memory of kernels and glibc is reused."""
+    """A thread that runs one task after another, so that the per-thread memory of kernels and glibc is reused.
+
+    List it before it is started: then an interrupt can't lose it.
+
+    Attributes:
+        is_left: its task does not end, and nobody waits for it any more.
+    """
 
     def __init__(self) -> None:
+        self.is_left = False
         self._is_bare = True
         self._kernels = kernels()
         self._acts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = Worker(self._run, "offload-batch")
+
+    def start(self) -> None:
+        """
+        Raises:
+            RuntimeError: the system has no more threads.
+        """
+        self._thread.begin()
 
     @property
     def is_as_new(self) -> bool:
@@ -115,9 +128,10 @@ class Thread:
         """End it after the current task, without waiting."""
         self._acts.put(None)
 
-    def join(self) -> None:
-        """Wait for its end."""
-        self._thread.join()
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for its end, at most `timeout` seconds; returns whether it has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_running
 
     def check(self) -> None:
         """Check what was left in it; called in this thread."""

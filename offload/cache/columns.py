@@ -54,7 +54,7 @@ from offload.storage.layout import Entry, contiguous
 from offload.storage.mapping import mapped
 from offload.storage.pages import PAGE
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import closed_after, closed_on_error, open_regular
+from offload.storage.regular import closed_on_error, open_regular
 from offload.storage.replacing import put_file, write_all
 from offload.storage.write import bytes_of, refuse_foreign
 from offload.tensor.arguments import checked_dense, refuse_unstorable
@@ -339,8 +339,9 @@ class HeapColumn:
         self._length = length
         self._each = column.row_bytes  # bytes per counted element
         self._filling = Filling()
-        self._fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
-        with closed_on_error(self._fd):
+        self._file = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
+        with closed_on_error(self._file):
+            self._fd = self._file.fileno()
             self._index = FixedColumn(folder, _index_of(column), writes=writes)
 
     @staticmethod
@@ -352,8 +353,8 @@ class HeapColumn:
             OSError
         """
         path = _path(folder, column)
-        with closed_after(open_regular(path, os.O_RDWR | os.O_CREAT)) as fd:
-            if os.fstat(fd).st_size:
+        with open_regular(path, os.O_RDWR | os.O_CREAT) as new:
+            if os.fstat(new.fileno()).st_size:
                 raise ForeignFileError(f"{path} exists, and is left as it is: choose another folder for the cache")
         FixedColumn.create(folder, _index_of(column), capacity)
 
@@ -523,7 +524,7 @@ class HeapColumn:
 
     def close(self) -> None:
         self._filling.end()
-        os.close(self._fd)
+        self._file.close()
         self._index.close()
 
     def _prepared_tensors(self, rows: list[Any]) -> Batch:

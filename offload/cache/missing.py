@@ -89,7 +89,8 @@ class Claims:
         """
         self._store, self._columns, self._count = store, columns, count
         self._path = store.folder / LOCK
-        self._fd = opened(self._path, os.O_RDWR)
+        self._file = opened(self._path, os.O_RDWR)
+        self._fd = self._file.fileno()
         self._seen: list[Numbers] = []  # rows that were claimed
 
     def parts(self, size: int) -> Iterator[torch.Tensor]:
@@ -122,4 +123,4 @@ class Claims:
 
     def close(self) -> None:
         """Release everything for good."""
-        os.close(self._fd)
+        self._file.close()

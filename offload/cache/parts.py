@@ -18,7 +18,7 @@ import numpy as np
 from offload.cache.indexing import Numbers
 from offload.errors import ChangedFileError, CorruptFileError, ForeignFileError, MissingFileError
 from offload.storage.reasons import explained, reading
-from offload.storage.regular import closed_on_error, open_regular
+from offload.storage.regular import Descriptor, closed_on_error, open_regular, owned
 
 _MOST_PARTS = 512  # parts per call, with the gaps between them: the system allows 1024
 _CLOSE = 4096  # gap in bytes that is read along: another call would take longer
@@ -27,10 +27,10 @@ _CLOSE = 4096  # gap in bytes that is read along: another call would take longer
 class Descriptors:
     """Two descriptors of one file: for consecutive rows, and for random access. Closed with the last reference."""
 
-    def __init__(self, fd: int, random: int) -> None:
-        self.fd = fd
-        self.random = random
-        advise(random, 0, 0, os.POSIX_FADV_RANDOM)  # otherwise the system reads ahead after each row
+    def __init__(self, *files: Descriptor) -> None:
+        self._files = files
+        self.fd, self.random = (file.fileno() for file in files)
+        advise(self.random, 0, 0, os.POSIX_FADV_RANDOM)  # otherwise the system reads ahead after each row
 
     @classmethod
     def opened(cls, path: Path, *, writes: bool) -> Descriptors:
@@ -38,29 +38,24 @@ class Descriptors:
         Raises:
             MissingFileError, CorruptFileError, ForeignFileError, ReadError
         """
-        fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
-        with closed_on_error(fd):
-            return cls(fd, opened(path, os.O_RDONLY))
+        file = opened(path, os.O_RDWR if writes else os.O_RDONLY)
+        with closed_on_error(file):
+            return cls(file, opened(path, os.O_RDONLY))
 
     @classmethod
-    def reopened(cls, fd: int, path: Path) -> Descriptors:
+    def reopened(cls, file: Descriptor, path: Path) -> Descriptors:
         """For a file that is open already, whatever is at its path by now.
 
         Raises:
             ReadError
         """
-        with closed_on_error(fd), reading(path):
-            return cls(fd, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+        with closed_on_error(file), reading(path):
+            return cls(file, owned(os.open, f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
 
     def close(self) -> None:
-        left = {self.fd, self.random} - {-1}
-        self.fd = self.random = -1  # first: after an interrupt, nothing is closed twice
-        for fd in left:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if getattr(self, "random", -1) != -1:
-            self.close()
+        self.fd = self.random = -1  # first: the numbers may soon be other files'
+        for file in self._files:
+            file.close()
 
 
 def read_parts(
@@ -165,8 +160,8 @@ def refuse_replaced(path: Path, opened: os.stat_result) -> None:
         raise ChangedFileError(f"{path} was replaced while the cache was open; {lost}")
 
 
-def opened(path: Path, flags: int, what: str = "a file of the cache") -> int:
-    """A descriptor of a regular file of a cache; a symlink is followed to read, never to write.
+def opened(path: Path, flags: int, what: str = "a file of the cache") -> Descriptor:
+    """A regular file of a cache, opened; a symlink is followed to read, never to write.
 
     Raises:
         MissingFileError, CorruptFileError, ForeignFileError, ReadError

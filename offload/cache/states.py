@@ -81,8 +81,9 @@ class States:
         self._known_filled = (-1, 0)  # at this change count, this many rows from the start
         self._looked_at = 0  # random rows checked since all were
         what = "the file that says which rows are filled"
-        self.fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY, what)
-        with closed_on_error(self.fd):
+        self._file = opened(self.path, os.O_RDWR if writes else os.O_RDONLY, what)
+        with closed_on_error(self._file):
+            self.fd = self._file.fileno()
             self._map()
 
     @staticmethod
@@ -276,17 +277,18 @@ class States:
         """Register as a separate writer in a forked child, which shares the parent's lock and may outlive it."""
         own = opened(self.path, os.O_RDWR)
         with closed_on_error(own):
-            if not os.path.sameopenfile(own, self.fd):
+            fd = own.fileno()
+            if not os.path.sameopenfile(fd, self.fd):
                 raise ChangedFileError(f"{self.path} was replaced since the cache was opened: open it again")
-        inherited, self.fd = self.fd, own
-        os.close(inherited)
+        inherited, self._file, self.fd = self._file, own, fd
+        inherited.close()
         self._pid = os.getpid()
         flock(self.fd, self.path, shared=True)
 
     def close(self) -> None:
         if self._pid == os.getpid():
             unlock(self.fd)
-        os.close(self.fd)
+        self._file.close()
         del self.counts, self._lengths, self._bytes  # the mapping has its own descriptor
 
     def refuse_cut(self) -> None:
@@ -392,8 +394,8 @@ class Length:
 def _is_ours(path: Path) -> bool:
     """Whether an unfinished cache may have left it."""
     with suppress(CorruptFileError, ForeignFileError):
-        fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with as_file(fd) as file, reading(path):
+        opened = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with as_file(opened) as file, reading(path):
             return file.read(len(MAGIC)) == MAGIC
     return False
 

@@ -50,7 +50,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import FolderLock, flock, fork_safe_lock
 from offload.storage.reasons import some, writing
-from offload.storage.regular import closed_after, is_there, open_regular
+from offload.storage.regular import is_there, open_regular
 from offload.storage.replacing import sweep
 from offload.tensor.arguments import as_names
 from offload.tensor.guests import CPU
@@ -92,8 +92,8 @@ class Store:
         """
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            with closed_after(open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)) as fd:
-                is_new = flock(fd, folder / LOCK, wait=exist_ok) and not is_there(folder / MANIFEST)
+            with open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
+                is_new = flock(file.fileno(), folder / LOCK, wait=exist_ok) and not is_there(folder / MANIFEST)
                 if is_new:
                     sweep(folder)
                     for column in manifest.columns.values():

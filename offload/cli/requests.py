@@ -23,7 +23,7 @@ from pathlib import Path
 from offload.annotations import Json
 from offload.errors import ArgumentError, ForeignFileError, OffloadError, ReadError, WriteError
 from offload.storage.locks import flock
-from offload.storage.regular import closed_on_error
+from offload.storage.regular import closed_on_error, owned
 
 _OPTIONS = {"temperature", "top_p", "seed", "stop"}
 _KNOWN = {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", *_OPTIONS}
@@ -222,10 +222,12 @@ class Answers:
         self.done: set[str] = set()
         self._refused = refused
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+            self._file = owned(os.open, path, flags, 0o666)
         except OSError as error:
             raise WriteError(error.errno, f"answers can't be written ({error.strerror})", str(path)) from error
-        with closed_on_error(self._fd):
+        with closed_on_error(self._file):
+            self._fd = self._file.fileno()
             if not flock(self._fd, path, wait=False):
                 raise ArgumentError(f"another process is writing answers to {path}")
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
@@ -235,7 +237,7 @@ class Answers:
     def _read(self) -> None:
         """Collect what is answered already."""
         end = 0
-        with open(os.dup(self._fd), "rb") as file:
+        with open(self._fd, "rb", closefd=False) as file:
             file.seek(0)
             for line in file:
                 if line.endswith(b"\n"):
@@ -281,7 +283,7 @@ class Answers:
 
     def close(self) -> None:
         """Let other processes open it."""
-        os.close(self._fd)
+        self._file.close()
 
 
 def _encoded(answer: Json) -> bytes:

@@ -22,7 +22,7 @@ from offload.storage.handle import Handle
 from offload.storage.locks import flock
 from offload.storage.owning import has_stored, open_stored, store_recipe
 from offload.storage.reasons import writing
-from offload.storage.regular import absolute, closed_after, is_folder, is_there
+from offload.storage.regular import absolute, is_folder, is_there, owned
 from offload.tensor.wrapper import PathLike
 
 _RANK = re.compile(r"rank-[\d.]+-of-([\d.]+)")
@@ -86,9 +86,9 @@ def cut_once(handle: Handle, mark: str, outer: Any) -> None:
 def _alone_in(folder: Path) -> Iterator[None]:
     """Only one process at a time cuts into a folder, where folders can be locked."""
     with writing(folder):
-        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    with closed_after(fd):
-        flock(fd, folder)
+        opened = owned(os.open, folder, os.O_RDONLY | os.O_CLOEXEC)
+    with opened:
+        flock(opened.fileno(), folder)
         yield
 
 

@@ -41,7 +41,7 @@ from offload.progress import progress_in_bytes
 from offload.storage.header import build
 from offload.storage.layout import Layout, contiguous
 from offload.storage.reasons import writing
-from offload.storage.regular import closed_after
+from offload.storage.regular import owned
 from offload.storage.replacing import made_folder, replacing_all
 
 
@@ -160,9 +160,9 @@ def _fill_all(
             if mine.keys().isdisjoint(keys):
                 continue
             head = build({key: contents.parts[key].layout for key in keys}, {}, metadata_of_files(contents, files))
-            with writing(target, head.size), closed_after(os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)) as fd:
+            with writing(target, head.size), owned(os.open, temporary, os.O_WRONLY | os.O_CLOEXEC) as opened:
                 for key in keys:
                     if key in mine:
-                        write_part(fd, head.start(key), mine[key])
+                        write_part(opened.fileno(), head.start(key), mine[key])
                     advance(contents.parts[key].layout.nbytes)
-                os.fsync(fd)
+                os.fsync(opened)

@@ -30,7 +30,7 @@ from offload.kernels.packed import BLOCKS, GgufRows
 from offload.memory import available_bytes, cgroup_room
 from offload.prefetch.plan import Pool
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import absolute, closed_after
+from offload.storage.regular import absolute, owned
 from offload.storage.replacing import remove, temporary_for
 
 _PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
@@ -252,13 +252,13 @@ def _write(path: Path, size: int) -> None:
 
 def _read(path: Path, flags: int, size: int = sys.maxsize) -> None:
     buffer = mmap.mmap(-1, _BLOCK)
-    with closed_after(os.open(path, os.O_RDONLY | flags)) as fd:
+    with owned(os.open, path, os.O_RDONLY | flags) as opened:
         at = 0
-        while at < size and (done := os.preadv(fd, [buffer], at)):
+        while at < size and (done := os.preadv(opened.fileno(), [buffer], at)):
             at += done
 
 
 def _forget(path: Path) -> None:
     """Drop a file from the page cache."""
-    with closed_after(os.open(path, os.O_RDONLY)) as fd:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    with owned(os.open, path, os.O_RDONLY) as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

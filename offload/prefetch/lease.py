@@ -91,10 +91,11 @@ class Lease:
         self.move_on()
         with dropping_after(self._streams.reader.lock) as leaving:
             self._stream.give_up()
-            for pool, users in self._users.items():
-                pool.users.remove(users)
+            while self._users:
+                pool, users = next(iter(self._users.items()))
+                pool.users = [one for one in pool.users if one is not users]
                 leaving.extend(pool.reconsider(anew=True))
-            self._users = {}
+                del self._users[pool]
 
     def result(self, key: Hashable) -> torch.Tensor | None:
         """A result that is kept."""

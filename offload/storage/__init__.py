@@ -21,7 +21,7 @@
 | `pickled` | files that torch.save wrote |
 | `gguf_header` | files from llama.cpp |
 | `locks` `modes` | locking, and leaving torch's modes |
-| `background` | a thread that runs while there is work |
+| `threads` `background` | a thread that an interrupt can't lose; one that runs while there is work |
 | `clock` | the clock of rules that depend on time |
 """
 

@@ -11,6 +11,8 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
+from offload.storage.threads import Worker
+
 IDLE = 2.0  # seconds without work until the thread ends
 
 Work = TypeVar("Work")
@@ -26,7 +28,7 @@ class Background(ABC, Generic[Work]):
 
     def __init__(self, name: str, lock: threading.RLock | None = None) -> None:
         self.lock = lock or threading.RLock()
-        self.thread: threading.Thread | None = None
+        self.thread: Worker | None = None
         self._name = name
         self._something = threading.Condition(self.lock)
 
@@ -44,9 +46,9 @@ class Background(ABC, Generic[Work]):
         Raises:
             RuntimeError: the interpreter is shutting down and starts no more threads.
         """
-        if self.thread is None or not self.thread.is_alive():
-            self.thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self.thread.start()
+        if self.thread is None or not self.thread.is_running:
+            self.thread = Worker(self._run, self._name)
+            self.thread.begin()
         self._something.notify()
 
     def _run(self) -> None:

@@ -11,7 +11,6 @@ Always true:
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from statistics import median
 
 from offload.storage import clock
 from offload.storage.locks import fork_safe_lock
+from offload.storage.threads import Worker
 
 _USUAL = 2  # threads
 _MOST = 8
@@ -135,17 +135,16 @@ def _read_by(count: int, parts: deque[tuple[int, int]], read: Read) -> None:
             errors.append(error)
 
     helpers = min(count, len(parts)) - 1
-    others = [threading.Thread(target=help_out, name="offload-part", daemon=True) for _ in range(helpers)]
+    others = [Worker(help_out, "offload-part") for _ in range(helpers)]
     try:
         with suppress(RuntimeError):  # the system has no more threads, or the interpreter is shutting down
             for other in others:
-                other.start()
+                other.begin()
         work()
     finally:
         parts.clear()
         for other in others:
-            if other.ident is not None:
-                other.join()
+            other.join()
     try:
         if errors:
             raise errors[0]

@@ -41,7 +41,7 @@ from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import mapped as map_bytes
 from offload.storage.mapping import scratch, scratch_bytes
 from offload.storage.reasons import explained, not_regular, reading, some
-from offload.storage.regular import absolute, as_file, closed_after, closed_on_error, open_regular
+from offload.storage.regular import Descriptor, absolute, as_file, closed_on_error, open_regular
 from offload.torch_api import as_negated
 
 _STEP = 1 << 20  # bytes per read
@@ -209,8 +209,8 @@ class TensorFile:
             self.path = path
             _OPENED[path] = self
 
-    def descriptor(self, flags: int = os.O_RDONLY, *, settled: bool = True) -> int:
-        """A file descriptor of the very file whose header was read. The caller closes it.
+    def descriptor(self, flags: int = os.O_RDONLY, *, settled: bool = True) -> Descriptor:
+        """The very file whose header was read, opened.
 
         Args:
             flags: for `os.open`; must not create or truncate.
@@ -220,12 +220,12 @@ class TensorFile:
             MissingFileError, CorruptFileError, ReadError: the file can't be opened.
             ChangedFileError: there is another file now.
         """
-        fd = open_regular(self.path, flags)
-        with closed_on_error(fd), reading(self.path):
-            now = Identity.of(os.fstat(fd))
+        opened = open_regular(self.path, flags)
+        with closed_on_error(opened), reading(self.path):
+            now = Identity.of(os.fstat(opened.fileno()))
             if (now if settled else replace(now, modified=self.identity.modified)) != self.identity:
                 raise self._changed()
-        return fd
+        return opened
 
     def storage(self, entry: Entry, *, shared: bool) -> torch.UntypedStorage:
         """The bytes of one entry, mapped without a copy; each call returns a new storage object.
@@ -264,8 +264,8 @@ class TensorFile:
         return self._shared if shared else self._private
 
     def _make_mapping(self, *, shared: bool) -> torch.UntypedStorage:
-        with closed_after(self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared)) as fd:
-            mapped = map_bytes(fd, self.path, 0, self.identity.size, shared=shared)
+        with self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared) as opened:
+            mapped = map_bytes(opened.fileno(), self.path, 0, self.identity.size, shared=shared)
         if shared:
             self._shared = mapped
         else:
@@ -374,11 +374,11 @@ def _in_memory(data: memoryview) -> torch.UntypedStorage:
 
 
 def _range_of(file: TensorFile, start: int, count: int) -> memoryview:
-    with closed_after(file.descriptor()) as fd:
+    with file.descriptor() as opened:
         data, done = memoryview(scratch_bytes(count))[:count], 0
         while done < count:
             with reading(file.path):
-                block = os.pread(fd, min(count - done, _STEP), start + done)
+                block = os.pread(opened.fileno(), min(count - done, _STEP), start + done)
             if not block:
                 raise CorruptFileError(f"{file.path} ended early: download or copy the file again")
             data[done : done + len(block)] = block

@@ -27,7 +27,7 @@ from offload.errors import ArgumentError, ArgumentTypeError, NameInUseError, Wri
 from offload.storage import log
 from offload.storage.locks import fork_safe_lock, lock_range, unlock_range
 from offload.storage.reasons import naming, writing
-from offload.storage.regular import absolute, is_folder
+from offload.storage.regular import Descriptor, absolute, is_folder, owned
 from offload.storage.replacing import sweep, temporary_name
 
 SUFFIX = ".safetensors"
@@ -43,7 +43,7 @@ _RANKS = ".offload-ranks"  # in a named folder: one lockable byte per name in us
 _LOCK = fork_safe_lock()
 _CLAIMS: weakref.WeakValueDictionary[Path, object] = weakref.WeakValueDictionary()
 _PREPARED: set[tuple[int, Path]] = set()
-_RANK_CLAIMS: dict[tuple[int, Path], int] = {}
+_RANK_CLAIMS: dict[tuple[int, Path], Descriptor] = {}
 _PRIVATE_FOLDERS: dict[tuple[int, Path | None], Path] = {}
 _NUMBERS = itertools.count(1)
 
@@ -129,11 +129,12 @@ def claim_among_ranks(path: Path, owner: object) -> None:
         return
     claims, place = path.parent / _RANKS, int.from_bytes(hashlib.sha256(path.name.encode()).digest()[:7])
     with _LOCK:
-        fd = _RANK_CLAIMS.get((os.getpid(), claims))
-        if fd is None:
+        opened = _RANK_CLAIMS.get((os.getpid(), claims))
+        if opened is None:
             with writing(claims, place="offload_dir"):
-                fd = os.open(claims, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            _RANK_CLAIMS[os.getpid(), claims] = fd
+                opened = owned(os.open, claims, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _RANK_CLAIMS[os.getpid(), claims] = opened
+        fd = opened.fileno()
     if not lock_range(fd, claims, place, 1):
         raise NameInUseError(
             f"{path} is written by another rank: give each rank an offload_dir of its own, or pass it the tensor "

@@ -31,7 +31,7 @@ from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import addresses
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming
-from offload.storage.regular import absolute, closed_after
+from offload.storage.regular import absolute
 from offload.storage.source import MADE_OF, Composed, Composition, Owned, Referenced, Source
 from offload.storage.subclasses import Recipe, with_inner
 
@@ -322,9 +322,9 @@ class Handle:
             return
         self.base()
         with naming(self.name):
-            with closed_after(self.file.descriptor(settled=False)) as fd:
+            with self.file.descriptor(settled=False) as opened:
                 try:
-                    os.fsync(fd)
+                    os.fsync(opened)
                 except OSError as error:
                     reason = f"written data may not be on the disk ({error.strerror}): write it again, elsewhere"
                     raise WriteError(error.errno, reason, str(self.path)) from error

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offload.storage.reasons import explained
+from offload.storage.regular import Descriptor
 
 _UNKNOWN = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -56,12 +57,12 @@ class Waiters:
 class FolderLock:
     """A lock on an existing file."""
 
-    def __init__(self, path: Path, opened: Callable[[Path, int], int]) -> None:
+    def __init__(self, path: Path, opened: Callable[[Path, int], Descriptor]) -> None:
         """`opened` opens the file, and its errors say what the file belongs to."""
         self._path = path
         self._opened = opened
         self._threads = fork_safe_lock()
-        self._fd = -1
+        self._file: Descriptor | None = None
         self._pid = 0
         self._depth = 0
 
@@ -70,18 +71,19 @@ class FolderLock:
         """Exclusive, or shared with others. May be nested in a thread; the outermost call decides which."""
         with self._threads:
             if self._pid != os.getpid():  # a descriptor inherited from the parent would share its lock
-                self._fd, self._pid, self._depth = self._opened(self._path, os.O_RDONLY), os.getpid(), 0
-            depth = self._depth
+                self._file, self._pid, self._depth = self._opened(self._path, os.O_RDONLY), os.getpid(), 0
+            assert self._file is not None
+            fd, depth = self._file.fileno(), self._depth
             try:
                 if not depth:
-                    flock(self._fd, self._path, shared=shared)
+                    flock(fd, self._path, shared=shared)
                 self._depth = depth + 1
                 yield
             finally:
                 self._depth = depth
                 if not depth:
                     try:  # inline, not in a function: an interrupt at the start of a call would keep the lock
-                        fcntl.flock(self._fd, fcntl.LOCK_UN)
+                        fcntl.flock(fd, fcntl.LOCK_UN)
                     except OSError as error:
                         if error.errno not in _UNKNOWN:
                             self.close()
@@ -89,9 +91,9 @@ class FolderLock:
     def close(self) -> None:
         """Close the file, which releases the lock; the next use opens it again."""
         with self._threads:
-            is_ours, self._pid = self._pid == os.getpid(), 0  # first: after an interrupt it must not be closed twice
-            if is_ours:
-                os.close(self._fd)
+            self._pid = 0
+            if self._file is not None:
+                self._file.close()
 
 
 def flock(fd: int, path: Path, *, shared: bool = False, wait: bool = True) -> bool:

@@ -34,7 +34,6 @@ from offload.storage.header import Head
 from offload.storage.layout import Layout, Loose
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming, writing
-from offload.storage.regular import closed_after
 from offload.storage.source import MADE_OF, Composed, InBlocks, Owned, Referenced
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import (
@@ -252,9 +251,9 @@ def _fill_holes(handle: Handle) -> None:
         file = source.file
         with (
             writing(file.path, file.identity.size, "offload_dir"),
-            closed_after(file.descriptor(os.O_RDWR, settled=False)) as fd,
+            file.descriptor(os.O_RDWR, settled=False) as opened,
         ):
-            fill_holes(fd, file.identity.size)
+            fill_holes(opened.fileno(), file.identity.size)
         handle.source = dataclasses.replace(source, has_holes=False)
 
 

@@ -31,7 +31,6 @@ from offload.storage.disks import read_shared
 from offload.storage.file import TensorFile
 from offload.storage.mapping import libc, view_memory
 from offload.storage.reasons import explained
-from offload.storage.regular import closed_after
 
 PAGE = mmap.PAGESIZE
 _SAMPLES = 8  # pages to check in a large range
@@ -188,7 +187,8 @@ class Range:
         mapped = None if file is None else file.mapping(shared=self._shared)
         if file is None or mapped is None:
             return
-        with suppress(OffloadError, OSError), closed_after(file.descriptor(settled=False)) as fd:
+        with suppress(OffloadError, OSError), file.descriptor(settled=False) as opened:
+            fd = opened.fileno()
             if self._shared and not write_out(fd, self._start, self.nbytes):
                 file.lost_writes = True  # memory holds the only copy
                 return

@@ -5,6 +5,8 @@ Always true:
   path
 - a symlink is followed to read, never to write: its target is somebody else's
 - a path is absolute: it means the same after the working directory has changed
+- a descriptor has one owner, from the call that opens it to the one that closes it: after an interrupt it is closed
+  once, never again when its number may be another file's
 """
 
 from __future__ import annotations
@@ -12,16 +14,27 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import starmap
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from offload.errors import ArgumentError, ArgumentTypeError, CorruptFileError, ForeignFileError
 from offload.storage.reasons import explained, not_regular, reading
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+# Owns a descriptor of any kind, folders too, and closes it once: by `close`, after a `with` block, or with its last
+# reference. It is Python's only such object in C: a class with `__del__` could be interrupted there.
+Descriptor: TypeAlias = select.epoll
+
+
+def owned(opens: Callable[..., int], *args: object) -> Descriptor:
+    """What `opens(*args)` opens, with its owner. An interrupt comes before or after this, as it is one call of C."""
+    return next(map(select.epoll.fromfd, starmap(opens, [args])))
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
@@ -52,8 +65,8 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(text_of(path)))
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of the regular file at `path`; the caller closes it.
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> Descriptor:
+    """The regular file at `path`, opened.
 
     Args:
         flags: for `os.open`; with flags that write, or with `O_NOFOLLOW`, `path` itself must not be a link.
@@ -67,7 +80,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     if flags & _WRITES:
         flags |= os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        opened = owned(os.open, path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if flags & os.O_NOFOLLOW and error.errno in (errno.ELOOP, errno.EMLINK) and path.is_symlink():
             raise ForeignFileError(
@@ -75,36 +88,28 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
                 "or take another folder."
             ) from error
         raise explained(path, error) from error
-    with closed_on_error(fd), reading(path):
-        kind = os.fstat(fd).st_mode
+    with closed_on_error(opened), reading(path):
+        kind = os.fstat(opened.fileno()).st_mode
         if not stat.S_ISREG(kind):
             raise not_regular(path, kind)
-    return fd
+    return opened
 
 
 @contextmanager
-def closed_after(fd: int) -> Iterator[int]:
-    """A descriptor that is closed after the block."""
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def closed_on_error(fd: int) -> Iterator[None]:
+def closed_on_error(opened: Descriptor) -> Iterator[None]:
     """Close a descriptor if the block fails; otherwise it stays open."""
     try:
         yield
     except BaseException:
-        os.close(fd)
+        opened.close()
         raise
 
 
-def as_file(fd: int) -> BinaryIO:
-    """A descriptor as a file object, which owns it; if that fails, the descriptor is closed, too."""
-    with closed_on_error(fd):
-        return open(fd, "rb")
+@contextmanager
+def as_file(opened: Descriptor) -> Iterator[BinaryIO]:
+    """A descriptor as a file object, to read in the block; afterwards both are closed."""
+    with opened, open(opened.fileno(), "rb", closefd=False) as file:
+        yield file
 
 
 class Section(io.RawIOBase):

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from offload.errors import ForeignFileError, WriteError
 from offload.storage import log
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import closed_after, is_there
+from offload.storage.regular import is_there, owned
 
 TEMPORARY = ".offload-tmp-"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
@@ -190,16 +190,14 @@ def new_file(path: Path, size: int, *, like: Path | None = None, durable: bool =
     Raises:
         OSError: from the system; see `writing`.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    with owned(os.open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666) as file:
+        fd = file.fileno()
         if like is not None:
             _take_access(fd, like)
         _reserve(fd, size)
         yield fd
         if durable:
             os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _take_access(fd: int, path: Path) -> None:
@@ -317,8 +315,8 @@ def sync_folder(folder: Path) -> None:
         WriteError: the disk failed. The replacement is in place, but may not survive a power cut.
     """
     try:
-        with closed_after(os.open(folder, os.O_RDONLY | os.O_CLOEXEC)) as fd:
-            os.fsync(fd)
+        with owned(os.open, folder, os.O_RDONLY | os.O_CLOEXEC) as opened:
+            os.fsync(opened)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
             reason = (

@@ -28,7 +28,6 @@ from offload.storage.header import Head, build
 from offload.storage.layout import Entry, Layout, contiguous
 from offload.storage.mapping import scratch
 from offload.storage.reasons import naming, reading, writing
-from offload.storage.regular import closed_after
 from offload.storage.replacing import new_file, replacing, write_all
 
 Take: TypeAlias = Callable[[TensorFile], object]
@@ -107,9 +106,9 @@ def copy_entries(source: TensorFile, entries: Iterable[Entry], fd: int, head: He
 
     Raises: as `TensorFile.descriptor`.
     """
-    with closed_after(source.descriptor(settled=settled)) as fd_from:
+    with source.descriptor(settled=settled) as opened:
         for entry in entries:
-            copy_range(fd_from, entry.start, fd, head.start(entry.key), entry.layout.nbytes, source.path)
+            copy_range(opened.fileno(), entry.start, fd, head.start(entry.key), entry.layout.nbytes, source.path)
 
 
 def write_beside(

@@ -23,7 +23,6 @@ from offload.errors import ForeignFileError
 from offload.storage.file import TensorFile
 from offload.storage.layout import contiguous_stride
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.regular import closed_after
 from offload.storage.source import InBlocks
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_runs, write_tensor
@@ -151,6 +150,6 @@ def _copied(fd: int, at: int, tensor: OffloadedTensor) -> bool:
     start = start_of_run(handle, view_spec)
     if start is None:
         return False
-    with closed_after(handle.file.descriptor(settled=not handle.owned)) as source:
-        copy_range(source, start, fd, at, view_spec.numel() * view_spec.itemsize, handle.file.path)
+    with handle.file.descriptor(settled=not handle.owned) as source:
+        copy_range(source.fileno(), start, fd, at, view_spec.numel() * view_spec.itemsize, handle.file.path)
     return True

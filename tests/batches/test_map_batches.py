@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.batches import scheduler
 from offload.batches.mapping import map_batches
 
 ROWS, WIDTH, DEPTH = 2, 16, 4
@@ -485,6 +486,78 @@ def test_another_interrupt_leaves_no_thread_behind(model):
         thread.join(10)
 
     assert len(running) >= 3
+    assert not [thread for thread in running if thread.is_alive()]
+
+
+def catching_all(model: nn.Module, *, first: Callable[[], object], again: Callable[[], object]) -> Callable[[int], int]:
+    """A function that tries again whatever happens; it begins with `first`, and calls `again` after each failure."""
+
+    def fn(at: int) -> int:
+        if at:
+            first()
+        while at:
+            try:
+                model(tokens(1)[0])
+                break
+            except BaseException:
+                again()
+        return at
+
+    return fn
+
+
+def hooked(model: nn.Module) -> list[nn.Module]:
+    return [layer for layer in model.modules() if layer._forward_hooks or "forward" in vars(layer)]
+
+
+@torch.no_grad()
+def test_a_function_that_catches_everything_is_left_to_itself_after_a_while(model, monkeypatch, caplog):
+    monkeypatch.setattr(scheduler, "_PATIENCE", 0.1)
+    running: list[threading.Thread] = []
+    fn = catching_all(model, first=lambda: running.append(threading.current_thread()), again=lambda: None)
+    results = map_batches(fn, range(3), model, in_flight=3)
+    assert [0, 1] == [next(results), next(results)]
+
+    results.close()
+    for thread in running:
+        thread.join(10)
+
+    assert len(running) == 2
+    assert "the function of batch 2 does not end" in caplog.text
+    assert not hooked(model)
+    assert not [thread for thread in running if thread.is_alive()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["close", "next"])
+def test_a_second_interrupt_ends_the_wait_for_a_function_that_catches_everything(model, monkeypatch, where):
+    monkeypatch.setattr(scheduler, "_PATIENCE", 1e6)
+    has_left, main = threading.Event(), threading.main_thread().ident or 0
+    running: list[threading.Thread] = []
+    failures = iter(range(1_000_000))
+
+    def first() -> None:
+        running.append(threading.current_thread())
+        if where == "next":
+            signal.pthread_kill(main, signal.SIGINT)
+
+    def again() -> None:
+        if next(failures) == 3:
+            signal.pthread_kill(main, signal.SIGINT)
+            has_left.wait(10)
+
+    results = map_batches(catching_all(model, first=first, again=again), range(3), model, in_flight=3)
+    assert 0 == next(results)
+    if where == "close":
+        assert 1 == next(results)
+    with pytest.raises(KeyboardInterrupt):
+        results.close() if where == "close" else next(results)
+    has_left.set()
+    for thread in running:
+        thread.join(10)
+
+    assert running
+    assert not hooked(model)
     assert not [thread for thread in running if thread.is_alive()]
 
 

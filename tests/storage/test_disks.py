@@ -20,6 +20,7 @@ import offload
 from bench.page_cache import make_cold
 from offload.storage import disks
 from offload.storage.disks import Disk, read_shared
+from offload.storage.threads import Worker
 from tests.page_cache import needs_page_cache
 from tests.processes import in_fork
 
@@ -239,17 +240,17 @@ def test_one_thread_reads_if_no_more_can_start(monkeypatch):
     assert {threading.get_ident()} == {thread for thread, _ in seen}
 
 
-@pytest.mark.parametrize("where", ["start", "join"])
+@pytest.mark.parametrize("where", ["begin", "join"])
 def test_an_interrupt_stops_all_reads(monkeypatch, parts, where):
     """An interrupt may come while threads are started, or waited for."""
-    act = getattr(threading.Thread, where)
+    act = getattr(Worker, where)
 
-    def interrupted(thread: threading.Thread) -> None:
-        if where == "start":
+    def interrupted(thread: Worker) -> None:
+        if where == "begin":
             act(thread)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, where, interrupted)
+    monkeypatch.setattr(Worker, where, interrupted)
     begun: list[int] = []
 
     def read(start: int, _nbytes: int) -> None:

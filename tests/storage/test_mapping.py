@@ -10,7 +10,7 @@ import torch
 
 from offload.errors import ReadError
 from offload.storage.mapping import mapped
-from offload.storage.regular import closed_after
+from offload.storage.regular import owned
 
 DATA = bytes(range(256)) * 64
 
@@ -23,8 +23,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def private(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
-    with closed_after(os.open(path, os.O_RDONLY)) as fd:
-        return mapped(fd, path, start, nbytes, shared=False)
+    with owned(os.open, path, os.O_RDONLY) as opened:
+        return mapped(opened.fileno(), path, start, nbytes, shared=False)
 
 
 @pytest.mark.parametrize(("start", "nbytes"), [(0, len(DATA)), (4096, 1), (5, 300), (4097, 8192)], ids=str)

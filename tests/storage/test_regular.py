@@ -17,11 +17,13 @@ FLAGS = [os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT]
 def test_a_regular_file_is_opened(tmp_path, flags):
     (tmp_path / "file").write_bytes(b"bytes")
 
-    fd = open_regular(tmp_path / "file", flags)
+    with open_regular(tmp_path / "file", flags) as file:
+        fd = file.fileno()
 
-    assert b"bytes" == os.read(fd, 10)
-    assert not os.get_inheritable(fd)
-    os.close(fd)
+        assert b"bytes" == os.read(fd, 10)
+        assert not os.get_inheritable(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -39,7 +41,7 @@ def test_a_link_is_followed_to_read_and_never_to_write(tmp_path):
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "dangling").symlink_to("nowhere")
 
-    os.close(open_regular(tmp_path / "link"))
+    open_regular(tmp_path / "link").close()
 
     for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_CREAT, os.O_RDONLY | os.O_NOFOLLOW):
         with pytest.raises(ForeignFileError, match="link is a link"):

@@ -33,7 +33,7 @@ from offload.storage.gguf_header import ARCHITECTURE, PARTS, without_vocabulary
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.storage.reasons import first_line, reading
-from offload.storage.regular import as_file, open_regular
+from offload.storage.regular import as_file, open_regular, owned
 from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decode, Decoded, Piece
@@ -64,7 +64,7 @@ def settings_in(path: Path) -> Settings:
             return dict(get_gguf_config(*read_gguf_metadata(str(path))))
         with reading(path), as_file(open_regular(path)) as file:
             head, tokens = without_vocabulary(file)
-        with as_file(os.memfd_create("header")) as copy_of_it:  # with a whole vocabulary, its reader takes 10 s
+        with owned(os.memfd_create, "header") as copy_of_it:  # with a whole vocabulary, its reader takes 10 s
             os.write(copy_of_it.fileno(), head)
             settings = load_gguf_checkpoint(f"/proc/self/fd/{copy_of_it.fileno()}")["config"]
         return {"vocab_size": tokens, **settings} if tokens is not None else dict(settings)

@@ -242,7 +242,7 @@ class _Reading:
     ) -> OffloadedTensor:
         file = TensorFile.raw(path, Entry(name, contiguous(dtype, shape), 0))
         if self.writes:
-            os.close(open_regular(path, os.O_RDWR))  # symlinks are not written through
+            open_regular(path, os.O_RDWR).close()  # symlinks are not written through
             return wrap_handle(Handle.shared(file, name, path.parent), device)
         return wrap_handle(open_value(file, name, self.offload_dir), device)
 
