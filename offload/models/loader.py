@@ -21,6 +21,7 @@ from torch import nn
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
+from offload.checkpoints.forms.values import refuse_scaled
 from offload.distributed.cuts import cut_once, refuse_other_meshes, taken_up
 from offload.distributed.placing import share_of
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, MetaTensorError
@@ -368,6 +369,8 @@ def _fill(
         refuse_other_names(source, ((slot.keys, named[key]) for slot, key in keyed if key is not None), offload_dir)
         missing = [slot.keys[0] for slot, key in keyed if key is None]
         report = replace(report_of(fitted.report), missing_keys=missing)
+    if fitted is None:
+        refuse_scaled(source, _cast_in(keyed, source), set(report.unexpected_keys))
     if strict and report.differs:
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
     if keyed and all(key is None for _, key in keyed):
@@ -397,6 +400,12 @@ def _fill(
     if report.differs:
         log.warning("%s: %s", source.path, report)
     return report
+
+
+def _cast_in(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> dict[str, torch.dtype]:
+    """The stored dtypes of values that floating-point tensors are filled with, by their names in the checkpoint."""
+    layouts = {key: source[key].layout for slot, key in keyed if key is not None and slot.held.is_floating_point()}
+    return {key: layout.dtype for key, layout in layouts.items() if layout is not None}
 
 
 def _is_packed(model: Any, source: Checkpoint) -> bool:

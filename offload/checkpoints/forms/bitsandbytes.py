@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows
+from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows, unfit
 from offload.checkpoints.forms.numbers import of_halves, scaled
 from offload.errors import CheckpointError
 from offload.kernels.packed import NumberRows
@@ -60,6 +60,8 @@ def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTenso
         elif tensor.dtype == torch.uint8 or f"{name}.absmax" in tensors:
             raise missing(name, name + _STATE + str(quantization.get("bnb_4bit_quant_type", "nf4")), tensors)
         elif tensor.dtype != torch.int8:
+            if name.endswith("weight") and f"{layer}SCB" in tensors:
+                raise unfit(name, [tensor, tensors[f"{layer}SCB"]], "there are scales, and the weight is not int8")
             dense[name] = tensor
         elif f"{layer}SCB" not in tensors:
             raise missing(name, f"{layer}SCB", tensors)

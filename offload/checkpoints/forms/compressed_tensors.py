@@ -69,6 +69,8 @@ def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTenso
         elif "weight" not in pieces and "weight_scale" in pieces:
             raise _missing(pieces, "weight_scale", f"{layer}weight_packed")
         elif "weight" in pieces:
+            if "weight_scale" in pieces:
+                groups.refuse_packed(layer, pieces["weight"])
             dense[f"{layer}weight"] = pieces["weight"]
     return dense
 
@@ -151,6 +153,20 @@ class _Groups:
                 "compressed-tensors that is not decoded here. Decompress it with the package, and save that."
             )
         return cls(schemes, path)
+
+    def refuse_packed(self, layer: str, weight: OffloadedTensor) -> None:
+        """
+        Raises:
+            CheckpointError: a weight that is not packed, beside a scale, is in a group of packed ones.
+        """
+        form = self.of_layer(layer).form
+        if form is not None or not weight.dtype.is_floating_point:
+            handle = handle_of(weight)
+            raise CheckpointError(
+                f"{handle.name!r} in {handle.path} is {weight.dtype}, beside a scale, and the quantization_config says "
+                f"{form}: whether it is to be multiplied by the scale is not known. Get a checkpoint whose weights are "
+                "packed, or one of the dense weights."
+            )
 
     def of_layer(self, layer: str) -> _Scheme:
         """The scheme of a layer: that of the most specific matching group."""

@@ -1,7 +1,8 @@
 """Weights of 8-bit floats with a scale per block, as published by DeepSeek, Qwen and Mistral.
 
 Always true:
-- a weight is its numbers times the scales of their blocks, in float32, as in transformers' `Fp8Dequantize`
+- a weight is its numbers times the scales of their blocks, in float32, as in transformers' `Fp8Dequantize`; that holds
+  for wider floats, too, so that no weight that has scales is taken for a dense one
 - experts of 4-bit floats (e2m1), two per byte, are recognised by their dtype, int8
 - scales of activations are ignored: weights are dense here, and activations are not quantized
 
@@ -11,13 +12,13 @@ Source: transformers, `integrations/finegrained_fp8.py`; `fbgemm_fp8` has a scal
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Collection
 from functools import partial
 
 import torch
 
 from offload.annotations import Json, Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows
+from offload.checkpoints.forms.decoding import Tensors, decoded, method_of, missing, number_rows, unfit
 from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, product, scaled
 from offload.errors import CheckpointError
 from offload.kernels.packed import NumberRows
@@ -25,7 +26,9 @@ from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import DisableTorchFunctionSubclass
 
-_PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "halves_low"}  # that the kernels take
+_PACKED = (*_KINDS, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _FP4_BLOCK = [1, 32]  # whatever the configuration says of other weights: transformers' `FP8Experts`
 
 
@@ -36,25 +39,29 @@ def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTenso
 
 
 def _unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
-    renamed = {_usual(name): tensor for name, tensor in tensors.items()}
+    renamed = {_usual(name, tensors): tensor for name, tensor in tensors.items()}
+    is_of_rows = method_of(quantization) == "fbgemm_fp8"
     dense: dict[str, OffloadedTensor] = {}
     for name, tensor in renamed.items():
         scales = renamed.get(f"{name}_scale_inv")
         if name.endswith(("_scale_inv", "activation_scale")):
             continue
-        if tensor.dtype not in _PACKED:
+        if scales is None and tensor.dtype not in _PACKED:
             dense[name] = tensor
         elif scales is None:
             raise missing(handle_of(tensor).name, f"{name}_scale_inv", {handle_of(tensor).name: tensor})
+        elif tensor.dtype not in (_PACKED if is_of_rows else (*_PACKED, *_WIDE)):
+            raise unfit(name, [tensor, scales], "there are scales, and the numbers are not 8-bit floats")
         else:
             dense[name] = _weight(name, tensor, scales, quantization.get("weight_block_size"))
     return dense
 
 
-def _usual(name: str) -> str:
-    """A name as most checkpoints spell it."""
-    name = re.sub(r"\.(weight_)?scale$", ".weight_scale_inv", name)
-    return name.replace(".qscale_weight", ".weight_scale_inv")
+def _usual(name: str, names: Collection[str]) -> str:
+    """The name of the scales of a weight as most checkpoints spell it; others, such as the scale of a norm, stay."""
+    layer, _, piece = name.rpartition(".")
+    is_scale = piece in ("scale", "weight_scale", "qscale_weight") and f"{layer}.weight" in names
+    return f"{layer}.weight_scale_inv" if is_scale else name
 
 
 def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, block_size: Json) -> OffloadedTensor:
@@ -78,8 +85,8 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, block_s
 
 def _packed(weight: OffloadedTensor, scales: OffloadedTensor, rows: int, columns: int) -> NumberRows | None:
     """How the kernels take it; for rows and columns of a block, 0 stands for all."""
-    kinds = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "halves_low"}
-    return number_rows(kinds[weight.dtype], [weight, scales], group=columns, rows_per_scale=rows, table=E2M1)
+    kind = _KINDS.get(weight.dtype)
+    return kind and number_rows(kind, [weight, scales], group=columns, rows_per_scale=rows, table=E2M1)
 
 
 def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], block_size: Json) -> tuple[int, int]:

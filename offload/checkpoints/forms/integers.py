@@ -31,15 +31,19 @@ def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTenso
     is_awq = quantization.get("quant_method") == "awq"
     bits = _bits(quantization, is_awq=is_awq)
     dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in _PIECES}
+    done: set[str] = set()
     for name in tensors:
         layer, _, piece = name.rpartition(".")
-        if piece not in _PIECES or f"{layer}.weight" in dense:
+        if piece not in _PIECES or layer in done:
             continue
+        done.add(layer)
         wanted = _PIECES[:3] if is_awq else _PIECES
         lacking = next((f"{layer}.{one}" for one in wanted if f"{layer}.{one}" not in tensors), None)
         if lacking is not None:
             raise missing(name, lacking, tensors)
         pieces = [tensors[f"{layer}.{one}"] for one in wanted]
+        if f"{layer}.weight" in tensors:
+            raise unfit(f"{layer}.weight", [tensors[f"{layer}.weight"], *pieces], "it is there packed and dense")
         dense[f"{layer}.weight"] = _weight(f"{layer}.weight", pieces, quantization, bits)
     return dense
 

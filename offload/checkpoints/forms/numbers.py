@@ -48,19 +48,19 @@ def _pairs_of_halves(numbers: tuple[float, ...], high_first: bool) -> torch.Tens
 
 
 def product(packed: torch.Tensor, factors: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """8-bit numbers, in float32, times the factors of their blocks; for these see `scaled`."""
+    """Numbers, in float32, times the factors of their blocks; for these see `scaled`."""
     if packed.dtype == torch.float8_e4m3fn and _has_numbers_alone(packed) and bool(factors.abs().max() < _LARGE):
         return scaled(_of_e4m3(packed), factors * _LESS, rows, columns)
     return scaled(numbers_of(packed), factors, rows, columns)
 
 
 def numbers_of(packed: torch.Tensor) -> torch.Tensor:
-    """8-bit numbers in float32. torch casts 8-bit floats one by one (2.13)."""
+    """Numbers in float32. torch casts 8-bit floats one by one (2.13)."""
     if packed.dtype == torch.float8_e4m3fn and _has_numbers_alone(packed):
         return _of_e4m3(packed).mul_(_LESS)
     if packed.dtype == torch.float8_e5m2:  # the upper half of a float16
         return packed.view(torch.int8).to(torch.int16).mul_(256).view(torch.float16).to(torch.float32)
-    return packed.to(torch.float32)
+    return packed.to(torch.float32, copy=True)
 
 
 def _has_numbers_alone(packed: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -20,9 +20,17 @@ from offload.checkpoints.forms.decoding import keeps_dtypes, method_of, unpacked
 from offload.checkpoints.forms.gguf import as_saved
 from offload.checkpoints.forms.packing import left_beside
 from offload.checkpoints.forms.torchao import PARTS_NOTE, rebuilt
+from offload.errors import CheckpointError
 from offload.memory import uncollected
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import PathLike, is_offloaded
+
+_BYTES = (
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(torch.int8, torch.uint8),
+)
+_ENDS = ("_scale_inv", "_scale", ".absmax")  # of the names of scales, after the name of a weight
+_SCALES = ("scale", "scales", "qscale_weight", "SCB")  # beside a weight
 
 
 class Form(Enum):
@@ -90,12 +98,50 @@ def values_in(
         assert model is not None
         return Values(Form.MAPPED, as_saved(source, tensors, model, dtype or model.dtype))
     if quantization is None:
+        _refuse_scaled(source, tensors, model)
         return Values(Form.PLAIN, tensors)
     dense = unpacked(tensors, quantization)
     if dense is not None:
+        _refuse_scaled(source, dense, model, method_of(quantization))
         return Values(Form.DECODED, dense, quantization, left_beside(tensors, dense))
     if method_of(quantization) == "bitnet" and model is not None:
         return Values(Form.FOR_MODULES, for_modules(tensors, quantization, dtype or model.dtype), quantization)
     if PARTS_NOTE in (metadata := source.metadata):
         return Values(Form.REBUILT, rebuilt(tensors, metadata), quantization)
     return Values(Form.LEFT, tensors, quantization)
+
+
+def _refuse_scaled(
+    source: Checkpoint, values: Mapping[str, torch.Tensor], model: Pretrained | None, method: str | None = None
+) -> None:
+    """As `refuse_scaled`, for what a model is to be filled with."""
+    is_stored = {name: is_offloaded(value) and handle_of(value).composed is None for name, value in values.items()}
+    dtypes = {name: value.dtype for name, value in values.items() if is_stored[name] and value.dtype in _BYTES}
+    if dtypes:
+        refuse_scaled(source, dtypes, set(source) - set(model.state_dict() if model is not None else ()), method)
+
+
+def refuse_scaled(
+    source: Checkpoint, dtypes: Mapping[str, torch.dtype], unused: Collection[str], method: str | None = None
+) -> None:
+    """Refuse packed numbers whose scales are not used: by themselves they are no weight.
+
+    Args:
+        dtypes: of values that a model is to be filled with as they are stored.
+        unused: names in the checkpoint of which the model has no value.
+        method: what the configuration says that the weights are packed by; None if nothing.
+
+    Raises:
+        CheckpointError
+    """
+    for name, dtype in dtypes.items():
+        layer = name.removesuffix("weight")
+        names = [*(name + end for end in _ENDS), *(layer + end for end in _SCALES)]
+        scale = next((one for one in names if one in unused), None)
+        if dtype in _BYTES and scale is not None:
+            what = "does not say how they are packed" if method is None else f"says {method!r}, which they are not"
+            raise CheckpointError(
+                f"{name!r} in {source[name].file.path} is {dtype}, and {scale!r} is there, too, which the model does "
+                f"not use: the weights are packed, and the quantization_config of the model {what}. Download the "
+                "checkpoint again, with its config.json."
+            )
