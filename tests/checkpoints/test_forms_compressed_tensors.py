@@ -192,7 +192,7 @@ def test_a_decoded_weight_goes_through_pickle(tmp_path: Path) -> None:
 def test_a_layer_is_of_the_group_that_names_it_most_closely(
     layer: str, targets: list[list[str]], bits: int, tmp_path: Path
 ) -> None:
-    """A name takes precedence over an expression, and that over a class; for unmatched layers, the first group."""
+    """A name takes precedence over an expression, and that over a class; the model's prefix may be left out."""
     pieces, config = words(bits, "group", torch.bfloat16, symmetric=True)
     expected = by_package(pieces, config)
     groups = [

@@ -157,7 +157,7 @@ def test_a_dense_weight_of_compressed_tensors_that_has_a_scale_for_training_is_d
     assert torch.equal(load_file(tmp_path / "model.safetensors")[LAYER], found.materialize())
 
 
-def test_the_scale_of_a_norm_is_no_scale_of_a_weight(tmp_path: Path) -> None:
+def test_the_scale_of_a_norm_is_kept_as_it_is(tmp_path: Path) -> None:
     from offload.checkpoints.checkpoint import open_checkpoint
     from offload.checkpoints.forms.values import values_in
 

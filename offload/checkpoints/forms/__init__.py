@@ -12,6 +12,7 @@
 | `fp8` | 8-bit floats with a scale per block (DeepSeek, Qwen, Mistral), and 4-bit experts beside them |
 | `integers` | GPTQ and AWQ: integers with a scale and a zero point per group |
 | `mxfp4` | the experts of gpt-oss: 4-bit floats with an exponent per block |
+| `settings` | which keys of a `quantization_config` are followed, which change no weight, and which are refused |
 | `packing` | the packed pieces of a model's values, for saving |
 | `torchao` | torchao's classes over their inner tensors |
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -169,18 +169,28 @@ class _Groups:
             )
 
     def of_layer(self, layer: str) -> _Scheme:
-        """The scheme of a layer: that of the most specific matching group."""
+        """The scheme of a layer: that of the most specific matching group. Classes of layers are not known here.
+
+        Raises:
+            CheckpointError: groups that differ may be meant.
+        """
         name = layer.removesuffix(".")
-        exact = [scheme for scheme in self.schemes if name in scheme.targets]
-        by_expression = [scheme for scheme in self.schemes if any(_matches(name, one) for one in scheme.targets)]
-        by_class = [s for s in self.schemes if any(not target.startswith("re:") for target in s.targets)]
-        found = next(iter([*exact, *by_expression, *by_class, *self.schemes]), None)
-        if found is None:
+        names = (name, f"model.{name}", name.removeprefix("model."))  # targets may be those of the model with a head
+        exact = [scheme for scheme in self.schemes if any(one in scheme.targets for one in names)]
+        by_expression = [
+            scheme for scheme in self.schemes if any(_matches(one, to) for one in names for to in scheme.targets)
+        ]
+        named = [*exact, *by_expression]
+        if named:
+            return named[0]
+        by_class = [scheme for scheme in self.schemes if any(map(str.isidentifier, scheme.targets))]
+        found = by_class or self.schemes
+        if len({replace(scheme, targets=()) for scheme in found}) != 1:
             raise CheckpointError(
                 f"{name!r} in the checkpoint of {self.path} is packed, but no group of the quantization_config "
-                "describes it. Download the checkpoint again, with its config.json."
+                "describes it, or several do that differ. Download the checkpoint again, with its config.json."
             )
-        return found
+        return found[0]
 
 
 def _matches(name: str, target: str) -> bool:

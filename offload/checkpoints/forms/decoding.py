@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from offload.annotations import Settings
+from offload.checkpoints.forms.settings import refuse_other_settings
 from offload.errors import CheckpointError
 from offload.kernels.packed import FACTORS, NumberRows, Packed
 from offload.storage.handle import Handle
@@ -60,15 +62,21 @@ def unpacked(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTen
     if module is None and method in _LEFT_TO_TRANSFORMERS:
         return None
     if module is None:
-        first = next(iter(tensors.values()), None)
-        where = "" if first is None else f" in {handle_of(first).path}"
+        path = _path_of(tensors)
+        where = "" if path is None else f" in {path}"
         raise CheckpointError(
             f"the weights{where} are packed by {method!r}, which is not decoded here: dequantize the model with the "
             f"package that packed it and save that, or get a checkpoint in one of the forms "
             f"{', '.join(sorted([*_MODULES, *_LEFT_TO_TRANSFORMERS]))}"
         )
     unpack: Unpack = import_module(f"offload.checkpoints.forms.{module}").unpack
+    refuse_other_settings(quantization, str(method), _path_of(tensors))
     return unpack(tensors, quantization)
+
+
+def _path_of(tensors: Tensors) -> Path | None:
+    """The file of the first one, if there is one."""
+    return next((handle_of(tensor).path for tensor in tensors.values()), None)
 
 
 def keeps_dtypes(quantization: Settings) -> bool:

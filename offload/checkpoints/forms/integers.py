@@ -15,9 +15,8 @@ from functools import partial
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing, unfit
+from offload.checkpoints.forms.decoding import Tensors, decoded, method_of, missing, unfit
 from offload.checkpoints.forms.numbers import of_words
-from offload.errors import CheckpointError
 from offload.kernels.packed import FACTORS, WordColumns
 from offload.tensor.wrapper import OffloadedTensor
 
@@ -28,8 +27,7 @@ _PIECES = ("qweight", "qzeros", "scales", "g_idx")
 
 def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
-    is_awq = quantization.get("quant_method") == "awq"
-    bits = _bits(quantization, is_awq=is_awq)
+    is_awq, bits = method_of(quantization) == "awq", int(quantization.get("bits") or 4)
     dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in _PIECES}
     done: set[str] = set()
     for name in tensors:
@@ -46,19 +44,6 @@ def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTenso
             raise unfit(f"{layer}.weight", [tensors[f"{layer}.weight"], *pieces], "it is there packed and dense")
         dense[f"{layer}.weight"] = _weight(f"{layer}.weight", pieces, quantization, bits)
     return dense
-
-
-def _bits(quantization: Settings, *, is_awq: bool) -> int:
-    """Bits per integer."""
-    bits, form = quantization.get("bits", 4), quantization.get("version" if is_awq else "checkpoint_format")
-    if bits not in ((4,) if is_awq else (2, 4, 8)):
-        raise CheckpointError(f"weights of {bits!r} bits ({quantization['quant_method']}) are not decoded")
-    if str(form or "gptq").lower() not in ("gemm", "gptq", "gptq_v2"):
-        raise CheckpointError(
-            f"weights of {quantization['quant_method']} as {form!r} stores them are not decoded: get the checkpoint as "
-            "it was before it was packed for a kernel"
-        )
-    return int(bits)
 
 
 def _weight(name: str, pieces: list[OffloadedTensor], quantization: Settings, bits: int) -> OffloadedTensor:
@@ -78,7 +63,8 @@ def _weight(name: str, pieces: list[OffloadedTensor], quantization: Settings, bi
         return decoded(
             name, _decode_awq, turned, shape=shape, granule=each, per=(1, 1, each), dtype=made, packed=packed
         )
-    is_first = quantization.get("checkpoint_format") != "gptq_v2"
+    form = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
+    is_first = str(form).lower() != "gptq_v2"
     decode = partial(_decode_gptq, bits=bits, less=int(is_first))
     turned, per, made = [*_turned(pieces[:3]), *order], (each, 1, each, None), scales.dtype
     packed = WordColumns(bits, int(is_first)) if made in FACTORS else None
