@@ -13,7 +13,7 @@ import torch
 from conftest import aligned
 
 import offload
-from offload.checkpoints.forms.gguf import _KNOWN, _processed
+from offload.checkpoints.forms.gguf import _KNOWN, _Outline, _processed
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.tensor.deferred import DeferredTensor
 from tests.checkpoints.forms import FORMS, model_of, outcome
@@ -107,6 +107,42 @@ def test_every_processor_of_transformers_is_known() -> None:
     used = {kind.__name__ for name, kind in TENSOR_PROCESSORS.items() if name != "gpt_oss"}  # files say gpt-oss
 
     assert used <= _KNOWN
+
+
+OLDER = [
+    "bloom",
+    "falcon",
+    "gemma2",
+    "gpt2",
+    "lfm2",
+    "llama",
+    "mamba",
+    "nemotron",
+    "phi3",
+    "qwen2_moe",
+    "starcoder2",
+    "t5",
+]
+
+
+@pytest.mark.parametrize("architecture", OLDER)
+def test_names_in_blocks_are_found_from_above(architecture: str) -> None:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    config = AutoConfig.for_model(architecture)
+    config.num_hidden_layers = 2
+    if architecture == "lfm2":
+        config.layer_types = ["conv", "full_attention"]
+    elif architecture == "nemotron":
+        config.num_key_value_heads = config.num_attention_heads
+    with torch.device("meta"):
+        model = (AutoModel if architecture == "t5" else AutoModelForCausalLM).from_config(config)
+    processor = TENSOR_PROCESSORS.get(architecture.replace("_", ""), TensorProcessor)(config=config.to_dict())
+
+    found = get_gguf_hf_weights_map(_Outline(model), processor)
+
+    assert found and found == get_gguf_hf_weights_map(model, processor)
 
 
 def test_a_large_vocabulary_does_not_slow_a_configuration_down(tmp_path: Path) -> None:
