@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -20,6 +20,7 @@ import torch
 from offload.annotations import Json
 from offload.checkpoints import log
 from offload.checkpoints.dcp import METADATA, SUFFIX, Sharded, archives_of, check_shard, read_metadata
+from offload.checkpoints.gguf_parts import with_other_parts
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
@@ -136,8 +137,10 @@ class Checkpoint(Mapping[str, Value]):
         metadata: Mapping[str, Json] | None = None,
         *,
         is_offload_folder: bool = False,
+        files: Sequence[TensorFile] = (),
     ) -> None:
         self.path = path
+        self._files = files  # one may have metadata, and no values
         self.ties = _ties(values, metadata or {})
         self.is_offload_folder = is_offload_folder
         self._values = values
@@ -159,12 +162,12 @@ class Checkpoint(Mapping[str, Value]):
     @property
     def is_gguf(self) -> bool:
         """Whether it is a GGUF file, whose tensor names differ from those of transformers models."""
-        return any(ARCHITECTURE in file.header.metadata for value in self.values() for file in value.files)
+        return ARCHITECTURE in self.metadata
 
     @property
     def metadata(self) -> dict[str, str]:
         """The metadata in the headers of its files."""
-        files = {file.path: file for value in self.values() for file in value.files}
+        files = {file.path: file for file in self._files or (file for value in self.values() for file in value.files)}
         return {key: said for file in files.values() for key, said in file.header.metadata.items()}
 
     @uncollected()
@@ -208,7 +211,7 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
     """A file of tensors, an index of several, a folder with either, or an offload folder.
 
     Files are `.safetensors`, GGUF, or from torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`), recognised by their content.
-    A GGUF file is given by its own path, as a folder may hold several of one model.
+    A GGUF file is given by its own path, as a folder may hold several of one model; one in several parts by any part.
     An index is a `*.index.json`, or any `.json` that is named itself. In a folder with both forms, safetensors is
     taken. A folder may also be one of torch.distributed.checkpoint (`.metadata`, `*.distcp`).
 
@@ -234,6 +237,9 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
 
 def _open_file(path: Path, file: Path) -> Checkpoint:
     opened = TensorFile.open(file)
+    parts = with_other_parts(opened)
+    if len(parts) > 1:
+        return Checkpoint(parts[0].path, _values_by_name(parts), files=parts)
     return Checkpoint(path, _values_of(opened), opened.header.metadata)
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from offload.checkpoints.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
 from offload.checkpoints.dcp import METADATA, archives_of, check_shard, read_metadata
-from offload.errors import CheckpointError, OffloadError, ReadError
+from offload.checkpoints.gguf_parts import check_part, paths_of_parts
+from offload.errors import CheckpointError, MissingFileError, OffloadError, ReadError
 from offload.storage.file import TensorFile
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute, is_folder
@@ -94,8 +95,20 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
     elif path.suffix == ".json":
         _verify_index(path, verdict)
     else:
-        verdict.open(path)
+        _verify_file(path, verdict)
     return verdict
+
+
+def _verify_file(path: Path, verdict: Verdict) -> None:
+    """A file, and the other parts if it is one of several."""
+    file = verdict.open(path)
+    try:
+        paths = [] if file is None else paths_of_parts(file)
+        for number, part in enumerate(map(verdict.open, paths)):
+            if part is not None:
+                check_part(part, number, len(paths))
+    except (MissingFileError, CheckpointError) as error:
+        verdict.findings.append(Finding(path, _without(str(error), path)))
 
 
 def _verify_folder(folder: Path, verdict: Verdict) -> None:
@@ -108,12 +121,12 @@ def _verify_folder(folder: Path, verdict: Verdict) -> None:
         _verify_distributed(folder, verdict)
     for name in names:
         if name.endswith((".safetensors", ".gguf", *PICKLES)) and not is_beside(name):
-            verdict.open(folder / name)
+            _verify_file(folder / name, verdict)
     if not verdict.files and not verdict.findings:
         raise CheckpointError(f"{folder} holds no tensors: name a checkpoint, or an offload folder")
     verdict.findings.extend(_claims(verdict))
     if not any(name.endswith(INDEX) for name in names):
-        parts = [path for path in verdict.files if is_shard(path.name)]
+        parts = [path for path in verdict.files if is_shard(path.name) and path.suffix != ".gguf"]
         verdict.findings.extend(Finding(path, "is one shard of a checkpoint, and there is no index") for path in parts)
 
 

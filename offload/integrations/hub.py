@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoints.checkpoint import COMPANIONS
+from offload.checkpoints.gguf_parts import first_part, pattern_of
 from offload.errors import CheckpointError
 from offload.storage.gguf_header import MAGIC
 from offload.storage.reasons import first_line, reading
@@ -29,9 +30,11 @@ _NOT_PICKLED = ["*/*", "training_args.bin", "optimizer.bin", "scheduler.bin"]  #
 def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None, **hub_options: Any) -> Path:
     """The folder of a model: a local one, or the hub's in the local cache, downloaded with a progress bar.
 
+    For a GGUF file it is the path of the file; of its first part, if it has several.
+
     Args:
-        name_or_path: a folder, or "organization/name"; a GGUF file is returned as it is.
-        gguf_file: the name of a GGUF file in there, whose path is returned then.
+        name_or_path: a folder, or "organization/name", or a GGUF file.
+        gguf_file: the name of a GGUF file in there.
         hub_options: for `huggingface_hub.snapshot_download`: revision, token, cache_dir, local_files_only...
 
     Raises:
@@ -44,14 +47,15 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
         return folder.absolute() if gguf_file is None else _gguf(folder.absolute() / gguf_file)
     if is_there(folder):
         if gguf_file is None and is_gguf(folder):
-            return folder.absolute()
+            return first_part(folder.absolute())
         raise CheckpointError(f"{name_or_path} is a file: give the folder of the model, {folder.absolute().parent}")
     from huggingface_hub import snapshot_download
 
     with _asking(name_or_path):
         if gguf_file is not None:
             return _gguf(
-                Path(snapshot_download(str(name_or_path), allow_patterns=[gguf_file], **hub_options)) / gguf_file
+                Path(snapshot_download(str(name_or_path), allow_patterns=[pattern_of(gguf_file)], **hub_options))
+                / gguf_file
             )
         folder = Path(snapshot_download(str(name_or_path), allow_patterns=_WANTED, **hub_options))
         if not any(folder.glob("*.safetensors")):
@@ -115,4 +119,4 @@ def is_gguf(path: Path) -> bool:
 def _gguf(path: Path) -> Path:
     if not is_gguf(path):
         raise CheckpointError(f"{path} is not a GGUF file: leave gguf_file out for a checkpoint of another form")
-    return path
+    return first_part(path)

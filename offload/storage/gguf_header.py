@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import struct
+from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 import torch
@@ -23,8 +24,8 @@ from offload.storage.layout import Entry, Layout, can_be_over, contiguous, is_co
 from offload.storage.reasons import short
 
 MAGIC = b"GGUF"
-ARCHITECTURE, PARTS = "general.architecture", "split.count"
-_METADATA = (ARCHITECTURE, "general.name", PARTS)  # metadata that is kept
+ARCHITECTURE, PARTS, PART = "general.architecture", "split.count", "split.no"
+_METADATA = (ARCHITECTURE, "general.name", PARTS, PART)  # metadata that is kept
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -72,15 +73,18 @@ def read_header(file: BinaryIO, size: int) -> Header:
     return Header(metadata, entries, {}, kinds=kinds)
 
 
-def without_vocabulary(file: BinaryIO) -> tuple[bytes, int | None]:
+def without_vocabulary(file: BinaryIO, names: Iterable[str]) -> tuple[bytes, int | None]:
     """The bare header without long arrays, for slow readers, and the number of tokens.
+
+    Args:
+        names: of the tensors that it says are there: of all parts, if it is one of several.
 
     Raises: as `read_header`.
     """
     reader, _ = _opened(file)
-    data, tensors = reader.data, reader.tensors
+    data = reader.data
     fields = [(name, field.offset) for name, field in reader.fields.items() if not name.startswith("GGUF.")]
-    ends = [offset for _, offset in fields[1:]] + [tensors[0].field.offset if tensors else len(data)]
+    ends = [*(offset for _, offset in fields[1:]), reader.fields_end]
     kept, tokens = [], None
     for (name, start), end in zip(fields, ends, strict=True):
         at = start + _LENGTH.size + len(name.encode())
@@ -93,7 +97,7 @@ def without_vocabulary(file: BinaryIO) -> tuple[bytes, int | None]:
     named = f"{architecture.contents()}.vocab_size" if architecture is not None else ""
     if tokens is not None and reader.get_field(named) is None:
         kept.append(_text(named) + _TYPE.pack(_UINT32) + _TYPE.pack(tokens))
-    infos = [_text(tensor.name) + struct.pack("<IQIQ", 1, 0, 0, 0) for tensor in tensors]
+    infos = [_text(name) + struct.pack("<IQIQ", 1, 0, 0, 0) for name in names]
     head = MAGIC + struct.pack("<IQQ", _VERSION, len(infos), len(kept))
     return b"".join((head, *kept, *infos)), tokens
 
@@ -155,6 +159,10 @@ def _sparing() -> Any:
             if end > len(self.data):
                 raise ValueError("an array of its metadata is longer than the file")
             return end - orig_offs, [], [], [GGUFValueType.ARRAY]
+
+        def _build_fields(self, offs: int, count: int) -> Any:
+            self.fields_end = super()._build_fields(offs, count)
+            return self.fields_end
 
         def _build_tensor_info(self, offs: int, count: int) -> Any:
             if count > _MOST_TENSORS:

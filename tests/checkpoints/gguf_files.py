@@ -35,7 +35,14 @@ KINDS = (*QUANTIZABLE, *_FACTORS)
 _ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 
 
-def write_gguf(model: Any, path: Path, kind: str | Callable[[str], str], *, chat_template: str | None = None) -> Path:
+def write_gguf(
+    model: Any,
+    path: Path,
+    kind: str | Callable[[str], str],
+    *,
+    chat_template: str | None = None,
+    **options: Any,
+) -> Path:
     """A GGUF file of a model.
 
     Args:
@@ -43,6 +50,7 @@ def write_gguf(model: Any, path: Path, kind: str | Callable[[str], str], *, chat
         path: the file.
         kind: of matrices, or a function of the name; other tensors are F32.
         chat_template: of the tokenizer.
+        options: for `gguf.GGUFWriter`, such as `split_max_tensors`.
     """
     import gguf
 
@@ -50,7 +58,7 @@ def write_gguf(model: Any, path: Path, kind: str | Callable[[str], str], *, chat
     architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, **options)
     _describe(writer, architecture, config)
     if chat_template is not None:
         writer.add_chat_template(chat_template)

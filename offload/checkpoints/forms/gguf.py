@@ -26,10 +26,11 @@ import torch
 from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
 from offload.checkpoints.companions import class_of
+from offload.checkpoints.gguf_parts import with_other_parts
 from offload.errors import CheckpointError, OffloadError
 from offload.kernels.packed import GgufRows
 from offload.storage.file import TensorFile
-from offload.storage.gguf_header import ARCHITECTURE, PARTS, without_vocabulary
+from offload.storage.gguf_header import ARCHITECTURE, without_vocabulary
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.storage.reasons import first_line, reading
@@ -49,21 +50,19 @@ def settings_in(path: Path) -> Settings:
     Raises:
         CheckpointError: transformers does not support the architecture, or something is missing.
         CorruptFileError: the file is damaged.
+        MissingFileError: a part is missing.
     """
-    metadata = TensorFile.open(path).header.metadata
-    if metadata.get(PARTS, "1") != "1":
-        raise CheckpointError(
-            f"{path} is one of {metadata[PARTS]} parts, which transformers does not read: join them with "
-            "llama.cpp's llama-gguf-split --merge"
-        )
+    parts = with_other_parts(TensorFile.open(path))
+    path, metadata = parts[0].path, parts[0].header.metadata
+    names = [name for part in parts for name in part.entries]
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config, read_gguf_metadata
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:
         if metadata.get(ARCHITECTURE) in GGUF_CONFIG_ARCHS:
-            return dict(get_gguf_config(*read_gguf_metadata(str(path))))
+            return dict(get_gguf_config(read_gguf_metadata(str(path))[0], tuple(names)))
         with reading(path), as_file(open_regular(path)) as file:
-            head, tokens = without_vocabulary(file)
+            head, tokens = without_vocabulary(file, names)
         with owned(os.memfd_create, "header") as copy_of_it:  # with a whole vocabulary, its reader takes 10 s
             os.write(copy_of_it.fileno(), head)
             settings = load_gguf_checkpoint(f"/proc/self/fd/{copy_of_it.fileno()}")["config"]
@@ -110,8 +109,7 @@ def is_new(source: Checkpoint) -> bool:
 
 def architecture_of(source: Checkpoint) -> str:
     """The file's name for its architecture."""
-    [file] = {value.file for value in source.values()}
-    return str(file.header.metadata.get(ARCHITECTURE))
+    return str(source.metadata.get(ARCHITECTURE))
 
 
 def usual_dtype(source: Checkpoint) -> torch.dtype:
