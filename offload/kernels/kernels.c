@@ -15,7 +15,6 @@
 #include "simd.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define MOST_ROWS 64 /* of x, in one call */
 
 typedef void (*parallel_fn)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 typedef int (*number_fn)(void);
@@ -32,7 +31,9 @@ typedef struct {
   const functions *functions;
   const team *threads;
   int64_t first, count; /* rows of the matrix */
-  const float *x;       /* null: decode */
+  const void *x;        /* rows of floats, or of bfloat16 numbers if there are `pairs`; null: decode */
+  int64_t x_step;
+  const pairs_of_kind *pairs;
   int64_t x_rows;
   const void *bias;
   void *out;
@@ -43,7 +44,7 @@ typedef struct {
 
 extern const functions functions_plain;
 #if defined(__x86_64__)
-extern const functions functions_avx2, functions_avx512;
+extern const functions functions_avx2, functions_avx512, functions_of_pairs_avx512;
 #elif defined(__aarch64__)
 extern const functions functions_neon;
 #endif
@@ -57,6 +58,7 @@ static const functions *at_level(int level) {
   if (level == 2 && at_level(1) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     return &functions_avx512;
+  if (level == 3 && at_level(2) && __builtin_cpu_supports("avx512bf16")) return &functions_of_pairs_avx512;
 #elif defined(__aarch64__)
   if (level == 1) return &functions_neon;
 #endif
@@ -65,7 +67,7 @@ static const functions *at_level(int level) {
 
 EXPORT int offload_kernels_levels(void) {
   int level = 0;
-  while (level < 2 && at_level(level + 1)) level++;
+  while (level < 3 && at_level(level + 1)) level++;
   return level;
 }
 
@@ -88,9 +90,9 @@ static int64_t groups_of(const matrix *packed) {
   return packed->scale_dtype < 0 ? 0 : (packed->columns + packed->group - 1) / packed->group;
 }
 
-/* The factors and zero points of two rows, with room for one more: the last vector may begin one. */
+/* The factors and zero points of a row, with room for one more: the last vector may begin one. */
 static int64_t factors_of(const matrix *packed) { return 2 * (groups_of(packed) + 1); }
-static int64_t scratch_of(const matrix *packed) { return 2 * factors_of(packed); }
+static int64_t scratch_of(const matrix *packed) { return AT_ONCE * factors_of(packed); }
 
 static float factor_at(const matrix *packed, const uint8_t *from, int64_t place, int32_t dtype, int64_t row) {
   switch (dtype) {
@@ -150,35 +152,44 @@ static void finish(const task *what, int64_t n, const float *found) {
     put_number(what->out, r * what->out_step + n, what->out_dtype, what->bias ? found[r] + bias : found[r]);
 }
 
+/* The products of one row, or of some rows, with all rows of x. */
+static void multiply_rows(const task *what, const stored_row *rows, int64_t count, float (*found)[MOST_ROWS]) {
+  int64_t columns = what->packed->columns;
+  const rows_of_kind *kind = what->functions->rows + what->packed->kind;
+  if (what->pairs && what->x_rows == 1)
+    found[0][0] = what->pairs->dot(rows, columns, what->x);
+  else if (what->pairs)
+    what->functions->multiply_pairs(what->pairs, rows, count, columns, what->x, what->x_step, what->x_rows, found);
+  else if (what->x_rows == 1)
+    found[0][0] = kind->dot(rows, columns, what->x);
+  else
+    for (int64_t r = 0; r < what->x_rows; r += what->functions->together)
+      kind->multiply(rows, columns, (const float *)what->x + r * what->x_step, what->x_step, found[0] + r, MOST_ROWS);
+}
+
 static void work_on_rows(void *data) {
   const task *what = data;
   const matrix *packed = what->packed;
-  const rows_of_kind *functions = what->functions->rows + packed->kind;
   int64_t threads = what->threads ? what->threads->count() : 1, number = what->threads ? what->threads->number() : 0;
   int64_t begin = what->count * number / threads, end = what->count * (number + 1) / threads;
-  int64_t columns = packed->columns, wide = padded(columns), together = what->functions->together;
-  int64_t resolved[2] = {-1, -1};
-  float found[2][MOST_ROWS], *scratch = what->scratch + number * scratch_of(packed);
-  float *room[2] = {scratch, scratch + factors_of(packed)};
-  stored_row rows[2] = {{.group = packed->group, .last = packed->last}};
-  memcpy(rows->table, packed->table, sizeof rows->table);
-  rows[1] = rows[0];
-  for (int64_t n = begin; n < end; n++) {
-    find(what, n, room[0], rows, resolved);
-    if (!what->x) {
-      char *place = (char *)what->out + n * what->out_step * (int64_t)size_of(what->out_dtype);
-      functions->decode(rows, columns, place, what->out_dtype);
-    } else if (what->x_rows == 1) {
-      found[0][0] = functions->dot(rows, columns, what->x);
-      finish(what, n, found[0]);
+  int64_t most = !what->x || what->x_rows == 1 ? 1 : what->pairs ? AT_ONCE : 2, resolved[AT_ONCE];
+  float found[AT_ONCE][MOST_ROWS], *scratch = what->scratch + number * scratch_of(packed);
+  stored_row rows[AT_ONCE];
+  for (int64_t p = 0; p < most; p++) {
+    rows[p] = (stored_row){.group = packed->group, .last = packed->last};
+    memcpy(rows[p].table, packed->table, sizeof rows->table);
+    resolved[p] = -1;
+  }
+  for (int64_t n = begin, count; n < end; n += count) {
+    count = n + most <= end ? most : end - n;
+    for (int64_t p = 0; p < most; p++) /* the last one more than once, where rows are multiplied two at a time */
+      find(what, p < count ? n + p : end - 1, scratch + p * factors_of(packed), rows + p, resolved + p);
+    if (what->x) {
+      multiply_rows(what, rows, count, found);
+      for (int64_t p = 0; p < count; p++) finish(what, n + p, found[p]);
     } else {
-      int64_t other = n + 1 < end ? n + 1 : n;
-      find(what, other, room[1], rows + 1, resolved + 1);
-      for (int64_t r = 0; r < what->x_rows; r += together)
-        functions->multiply(rows, columns, what->x + r * wide, wide, found[0] + r, MOST_ROWS);
-      finish(what, n, found[0]);
-      if (other != n) finish(what, other, found[1]);
-      n = other;
+      char *place = (char *)what->out + n * what->out_step * (int64_t)size_of(what->out_dtype);
+      what->functions->rows[packed->kind].decode(rows, packed->columns, place, what->out_dtype);
     }
   }
 }
@@ -186,15 +197,15 @@ static void work_on_rows(void *data) {
 #define BLOCKS_AND_NUMBERS (0 BLOCK_KINDS(COUNT_BLOCKS) NUMBER_KINDS(COUNT_NUMBERS))
 #define COUNT_BLOCKS(kind, numbers, nbytes) +1
 #define COUNT_NUMBERS(kind, nbytes) +1
-#define AT_ONCE 32 /* outputs of words that one thread takes at the least */
+#define OUTPUTS 32 /* of words, that one thread takes at the least */
 
 static void work_on_words(void *data) {
   const task *what = data;
   const matrix *packed = what->packed;
   const words_of_kind *functions = what->functions->words + (packed->kind - BLOCKS_AND_NUMBERS);
   int64_t threads = what->threads ? what->threads->count() : 1, number = what->threads ? what->threads->number() : 0;
-  int64_t parts = (what->count + AT_ONCE - 1) / AT_ONCE;
-  int64_t begin = parts * number / threads * AT_ONCE, end = parts * (number + 1) / threads * AT_ONCE;
+  int64_t parts = (what->count + OUTPUTS - 1) / OUTPUTS;
+  int64_t begin = parts * number / threads * OUTPUTS, end = parts * (number + 1) / threads * OUTPUTS;
   if (end > what->count) end = what->count;
   if (begin >= end) return;
   if (!what->x) {
@@ -202,7 +213,7 @@ static void work_on_words(void *data) {
     functions->decode(packed, what->first + begin, what->first + end, place, what->out_step, what->out_dtype);
     return;
   }
-  functions->multiply(packed, begin, end, what->x, padded(packed->columns), what->x_rows, what->scratch, what->count);
+  functions->multiply(packed, begin, end, what->x, what->x_step, what->x_rows, what->scratch, what->count);
   for (int64_t r = 0; r < what->x_rows; r++)
     for (int64_t n = begin; n < end; n++) {
       float found = what->scratch[r * what->count + n];
@@ -244,23 +255,29 @@ EXPORT int offload_decode(const matrix *packed, int64_t first, int64_t count, vo
 EXPORT int offload_multiply(const matrix *packed, int64_t count, const void *x, int64_t x_rows, int64_t x_step,
                             int x_dtype, const void *bias, int bias_dtype, void *out, int64_t out_step, int out_dtype,
                             int level, const team *threads, unsigned most_threads) {
-  int64_t columns = packed->columns, wide = padded(columns);
-  int64_t scratch = packed->kind < BLOCKS_AND_NUMBERS ? scratch_of(packed) * most_threads : count * x_rows;
-  int64_t together = at_level(level)->together, whole = (x_rows + together - 1) / together * together;
+  const functions *functions = at_level(level);
+  int is_words = packed->kind >= BLOCKS_AND_NUMBERS, is_pairs = functions->pairs && x_dtype == BFLOAT16 && !is_words;
+  int64_t columns = packed->columns, wide = padded(columns) + ASIDE;
+  int64_t together = is_pairs ? 1 : functions->together, whole = (x_rows + together - 1) / together * together;
+  int64_t scratch = is_words ? count * x_rows : scratch_of(packed) * most_threads;
   float *floats = malloc(sizeof(float) * (size_t)(wide * whole + scratch));
   if (!floats) return 1;
-  memset(floats + x_rows * wide, 0, sizeof(float) * (size_t)((whole - x_rows) * wide));
+  memset(floats, 0, sizeof(float) * (size_t)(wide * whole));
   for (int64_t r = 0; r < x_rows; r++) {
     const char *row = (const char *)x + r * x_step * (int64_t)size_of(x_dtype);
-    for (int64_t c = 0; c < columns; c++) floats[r * wide + c] = number_at(row, c, x_dtype);
-    for (int64_t c = columns; c < wide; c++) floats[r * wide + c] = 0;
+    if (is_pairs)
+      memcpy((uint16_t *)floats + r * wide, row, (size_t)columns * 2);
+    else
+      for (int64_t c = 0; c < columns; c++) floats[r * wide + c] = number_at(row, c, x_dtype);
   }
   task what = {.packed = packed,
-               .functions = at_level(level),
+               .functions = functions,
                .threads = threads,
                .count = count,
                .x = floats,
+               .x_step = wide,
                .x_rows = x_rows,
+               .pairs = is_pairs ? functions->pairs + packed->kind : NULL,
                .bias = bias,
                .bias_dtype = bias_dtype,
                .out = out,

@@ -84,6 +84,16 @@ typedef struct {
                    int64_t out_step);
 } rows_of_kind;
 
+#define MOST_ROWS 64 /* of x, in one call */
+#define AT_ONCE 8    /* rows that are decoded together */
+
+/* The same with a row of bfloat16 numbers. */
+typedef struct {
+  /* Numbers `begin` to `end - 1`, filled up with zeros; `begin` is a multiple of 256. */
+  void (*round)(const stored_row *row, int64_t begin, int64_t end, uint16_t *out);
+  float (*dot)(const stored_row *row, int64_t columns, const uint16_t *x);
+} pairs_of_kind;
+
 typedef struct {
   /* Outputs `begin` to `end - 1`, each a row of `columns` numbers, `out_step` elements after the one before. */
   void (*decode)(const matrix *words, int64_t begin, int64_t end, void *out, int64_t out_step, int dtype);
@@ -94,9 +104,15 @@ typedef struct {
 
 typedef struct {
   const rows_of_kind *rows;
+  const pairs_of_kind *pairs; /* null if the processor has no products of bfloat16 numbers */
+  /* The products of at most AT_ONCE rows with rows of x, `step` apart, each as `dot` gives it. */
+  void (*multiply_pairs)(const pairs_of_kind *kind, const stored_row *rows, int64_t count, int64_t columns,
+                         const uint16_t *x, int64_t step, int64_t x_rows, float (*out)[MOST_ROWS]);
   const words_of_kind *words;
   int together; /* rows of x that `multiply` takes */
 } functions;
+
+#define ASIDE 32 /* numbers between rows, so that they do not begin in the same sets of the cache */
 
 /* Rows of floats are filled up with zeros to whole vectors, and their number to `together`. */
 static inline int64_t padded(int64_t columns) { return (columns + 31) / 32 * 32; }

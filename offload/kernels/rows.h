@@ -42,6 +42,7 @@ INLINE void add_all_products(vf sums[2][TOGETHER][SUMS], const vf w[2][NV], cons
   for (int r = 0; r < TOGETHER; r++)
     for (int n = 0; n < NV; n++) {
       vf some = f_load(x + r * step + n * W);
+      KEEP(some);
       for (int p = 0; p < 2; p++) sums[p][r][n % SUMS] = f_fma(w[p][n], some, sums[p][r][n % SUMS]);
     }
 }
@@ -56,7 +57,7 @@ INLINE void all_totals(vf sums[2][TOGETHER][SUMS], float *out, int64_t out_step)
     vf w[NV];                                                                                                          \
     const uint8_t *bytes = row->bytes;                                                                                 \
     for (int64_t at = 0; at < columns; at += numbers, bytes += nbytes)                                                 \
-      for (int group = 0; group < numbers / 32; group++) {                                                             \
+      _Pragma("GCC unroll 8") for (int group = 0; group < numbers / 32; group++) {                                     \
         unpack_##kind(bytes, group, w);                                                                                \
         for (int n = 0; n < NV; n++) store(out, at + 32 * group + n * W, dtype, w[n]);                                 \
       }                                                                                                                \
@@ -163,6 +164,10 @@ NUMBER_KINDS(DEFINE_NUMBERS)
 #define BLOCK_ENTRY(kind, numbers, nbytes) {decode_##kind, dot_##kind, multiply_##kind},
 #define NUMBER_ENTRY(kind, nbytes) {decode_##kind, dot_##kind, multiply_##kind},
 #define WORD_ENTRY(kind) {decode_##kind, multiply_##kind},
-static const rows_of_kind ROWS[] = {BLOCK_KINDS(BLOCK_ENTRY) NUMBER_KINDS(NUMBER_ENTRY)};
+static const rows_of_kind ROWS_OF_KINDS[] = {BLOCK_KINDS(BLOCK_ENTRY) NUMBER_KINDS(NUMBER_ENTRY)};
 static const words_of_kind WORDS[] = {WORD_KINDS(WORD_ENTRY)};
-const functions NAME(functions) = {ROWS, WORDS, TOGETHER};
+const functions NAME(functions) = {ROWS_OF_KINDS, NULL, NULL, WORDS, TOGETHER};
+
+#ifdef WITH_AVX512
+#include "pairs.h"
+#endif

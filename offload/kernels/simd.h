@@ -19,6 +19,13 @@
 #include <arm_neon.h>
 #endif
 
+/* A vector that is used several times is read once, and not as an operand of each instruction. */
+#if defined(__x86_64__)
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#else
+#define KEEP(vector) (void)(vector)
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct {

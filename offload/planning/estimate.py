@@ -7,7 +7,6 @@ Always true:
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from offload.planning.machine import Computing, computing_rates, diagnose, readi
 from offload.planning.sizes import DENSE, ModelSizes, sizes_of
 from offload.prefetch.plan import Pool
 from offload.tensor.arguments import checked_count, computing_device
-from offload.tensor.products import MOST_ROWS
 from offload.tensor.wrapper import PathLike
 
 IN_FLIGHT = 32  # batches that share each read, where that is an option
@@ -37,7 +35,6 @@ _DECODING = {
     "mxfp4": 7.0,
 }
 _OTHER = 5.0  # of other forms
-_ROWS_TOGETHER = 2  # of activations, in the time of one
 _ON_META = 2.0  # cost of calling a CPU kernel, relative to the same call on the meta device
 _SHOWN = 3
 
@@ -287,14 +284,14 @@ class Estimate:
         """
         packed = sizes.decoded(self.batch)
         rate = self._unpacking(sizes)
-        is_fused = rate is not None and self.batch <= MOST_ROWS
+        is_fused = rate is not None and self.batch <= self.computing.fused_rows
         gone_through = in_flight * (sizes.multiplied(self.batch) - (packed if is_fused else 0))
         multiplied = max(
             2 * gone_through / self.computing.streams, 2 * tokens * sizes.multiplied(1) / self.computing.multiplies
         )
         called = in_flight * sizes.dispatch / _ON_META
-        if rate is not None:  # a few rows of activations are multiplied together
-            unpacking = packed / rate * (math.ceil(self.batch / _ROWS_TOGETHER) if is_fused else 1)
+        if rate is not None:
+            unpacking = self.computing.unpacking(packed, rate, self.batch)
         else:
             unpacking = packed * _DECODING.get(sizes.form, _OTHER) / self.computing.casts
         return multiplied + called + in_flight * unpacking

@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from offload.errors import MissingFileError
-from offload.kernels.native import description, library, multiply
+from offload.kernels.native import description, library, most_rows, multiply
 from offload.kernels.packed import BLOCKS, GgufRows
 from offload.memory import available_bytes, cgroup_room
 from offload.prefetch.plan import Pool
@@ -129,12 +129,24 @@ class Computing:
         casts: numbers per second that are cast to this dtype; the upper limit for decoders of torch's ops.
         unpacks: packed numbers per second that the kernels multiply by one row, of 8 bits and of 4; None where they
             were not built, and on accelerators.
+        slows: how many times as long the kernels take with `_MANY` rows.
+        fused_rows: up to how many rows they multiply; with more, weights are decoded first.
     """
 
     streams: float
     multiplies: float
     casts: float
     unpacks: tuple[float, float] | None = None
+    slows: float = 1.0
+    fused_rows: int = 0
+
+    def unpacking(self, numbers: float, rate: float, rows: int) -> float:
+        """Seconds that packed numbers take that go through the processor at `rate` with one row of activations."""
+        slower = (self.slows - 1) * (rows - 1) / (_MANY - 1) if rows <= self.fused_rows else 0
+        return numbers / rate * (1 + slower)
+
+
+_MANY = 8  # rows of activations
 
 
 def computing_rates(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Computing:
@@ -153,24 +165,27 @@ def computing_rates(device: torch.device, dtype: torch.dtype = torch.bfloat16) -
         multiplying = _seconds(lambda: torch.nn.functional.linear(many, weight), device)
         out = torch.empty_like(packed, dtype=dtype)
         casting = _seconds(lambda: out.copy_(packed), device)
-    rates = None
+    rates, slows, fused_rows = None, 1.0, 0
     if device.type == "cpu" and library() is not None:
         rates = (_unpacking_rate("Q8_0", one), _unpacking_rate("Q4_K", one))
+        slows, fused_rows = rates[1] / _unpacking_rate("Q4_K", many[:_MANY]), most_rows(dtype)
     return Computing(
         streams=weight.nbytes / streaming,
         multiplies=2 * len(many) * weight.numel() / multiplying,
         casts=packed.numel() / casting,
         unpacks=rates,
+        slows=slows,
+        fused_rows=fused_rows,
     )
 
 
 def _unpacking_rate(kind: str, x: torch.Tensor) -> float:
-    """How many numbers per second the kernels multiply by one row of activations."""
+    """How many numbers per second the kernels multiply by some rows of activations."""
     numbers, nbytes = BLOCKS[kind]
     rows = torch.zeros(4096, x.shape[1] // numbers * nbytes, dtype=torch.uint8, device="cpu")
     matrix = GgufRows(kind).matrix([rows], x.shape[1])
     assert matrix is not None
-    out = torch.empty(1, len(rows), dtype=x.dtype, device="cpu")
+    out = torch.empty(len(x), len(rows), dtype=x.dtype, device="cpu")
     return len(rows) * x.shape[1] / _seconds(lambda: multiply(matrix, x, None, out), x.device)
 
 

@@ -1,8 +1,8 @@
 """Products with packed weights, computed from the packed bytes.
 
 Always true:
-- a product is accumulated in float32 from the unrounded numbers of the weight: never further from the true result than
-  with the dense weight, which is rounded first
+- a product is accumulated in float32, and the numbers of the weight are rounded to its dtype at the most, as in the
+  dense weight: it is never further from the true result
 - a row of the result depends neither on the number of threads nor on the rows beside it
 - what the kernels do not take, and everything within `exact()`, is computed with the dense weight
 """
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from offload.annotations import Args, Kwargs
-from offload.kernels.native import DTYPES, library
+from offload.kernels.native import DTYPES, library, most_rows
 from offload.kernels.native import multiply as multiply_rows
 from offload.kernels.packed import Packed
 from offload.storage.modes import no_functions, no_modes
@@ -31,8 +31,6 @@ from offload.tensor.views import Traced, handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, guest_of
 from offload.torch_api import DisableTorchFunctionSubclass, modes_are_on, transform_on_top
 
-MOST_ROWS = 8  # of activations: with more, decoding once and torch's own product are faster
-
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 
@@ -40,8 +38,9 @@ _exact: ContextVar[bool] = ContextVar("exact", default=False)
 def exact() -> Iterator[None]:
     """Within it, products with packed weights are those with the dense weights, bit for bit.
 
-    Otherwise they are computed from the packed bytes, and the weights are not rounded to their dtype first. Other
-    threads are not concerned: `from_pretrained(..., exact=True)` asks for it wherever the model is used.
+    Otherwise, products with few rows of activations are computed from the packed bytes and accumulated in an order of
+    their own; weights are rounded to their dtype only if the processor multiplies in it. Other threads are not
+    concerned: `from_pretrained(..., exact=True)` asks for it wherever the model is used.
 
     Returns:
         A context manager.
@@ -117,7 +116,7 @@ def _product(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tenso
         return None
     if library() is None or x.dtype != weight.dtype or x.dtype not in DTYPES or not x.is_cpu or weight.dim() != 2:
         return None
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1] or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1] or not 0 < x.numel() <= most_rows(x.dtype) * x.shape[-1]:
         return None
     with no_functions(), no_modes():
         return _multiplied(x, weight, bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
 
 LEVELS = range(native.best_level() + 1)
+BFLOAT16 = 3  # the level whose products of bfloat16 are of numbers that are rounded to it
 DTYPES = list(native.DTYPES)
 
 
@@ -48,8 +50,10 @@ def decoded(rows: torch.Tensor, kind: str, columns: int, dtype: torch.dtype, lev
     return found
 
 
-def multiplied(x: torch.Tensor, rows: torch.Tensor, kind: str, level: int, bias: torch.Tensor | None = None):
-    found = torch.empty(len(x), len(rows), dtype=x.dtype)
+def multiplied(
+    x: torch.Tensor, rows: torch.Tensor, kind: str, level: int, bias: torch.Tensor | None = None, dtype: Any = None
+) -> torch.Tensor:
+    found = torch.empty(len(x), len(rows), dtype=dtype or x.dtype)
     native.multiply(GgufRows(kind).matrix([rows], x.shape[1]), x, bias, found, level=level)
     return found
 
@@ -92,6 +96,24 @@ def test_products_are_as_exact_as_those_of_the_decoded_rows(kind, level):
     error = (multiplied(x, rows, kind, level).double() - exact).abs() / size
 
     assert 3e-7 > error.max()
+
+
+def as_multiplied(dense: torch.Tensor, level: int) -> torch.Tensor:
+    """The numbers of decoded rows by which bfloat16 numbers are multiplied."""
+    return dense.bfloat16().double() if level == BFLOAT16 else dense.double()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_products_of_bfloat16_numbers_are_accumulated_in_float32(kind, level):
+    rows = tame_bytes(kind, 43, 1536)
+    dense = as_multiplied(dequantized(rows, kind), level)
+    x = torch.randn(7, 1536, generator=torch.Generator().manual_seed(2)).bfloat16()
+    exact, size = x.double() @ dense.T, x.abs().double() @ dense.abs().T
+
+    error = (multiplied(x, rows, kind, level, dtype=torch.float32).double() - exact).abs() / size
+
+    assert 1e-6 > error.max()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -158,11 +180,12 @@ def test_nothing_beside_the_rows_is_read_or_written(kind, level):
     around = torch.full((5, 520), 7.0)
 
     native.decode(GgufRows(kind).matrix([stored], 512), 0, around[1:4, :512], level=level)
-    product = multiplied(torch.ones(1, 512), stored, kind, level)
-
     assert torch.equal(dequantized(rows, kind), around[1:4, :512])
     assert bool((around[[0, 4]] == 7).all() and (around[:, 512:] == 7).all())
-    assert same_bits(multiplied(torch.ones(1, 512), rows, kind, level), product)
+    for dtype in DTYPES:
+        for count in (1, 2):
+            x = torch.ones(count, 512, dtype=dtype)
+            assert same_bits(multiplied(x, rows, kind, level), multiplied(x, stored, kind, level))
 
 
 def test_rows_of_another_size_are_not_taken():

@@ -21,7 +21,7 @@ from offload.checkpoints.forms.numbers import (
 )
 from offload.kernels import native
 from offload.kernels.packed import NumberRows, Packed, WordColumns
-from tests.kernels.test_gguf_rows import LEVELS, same_bits
+from tests.kernels.test_gguf_rows import LEVELS, as_multiplied, same_bits
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
 
@@ -164,6 +164,24 @@ def test_products_with_numbers_are_accurate_and_do_not_depend_on_other_rows(case
 
         error = (found[:, tame].double() - x.double() @ dense.T).abs()
         assert bool((error <= 1e-6 * (x.double().abs() @ dense.abs().T) + 1e-37).all()), name
+        assert same_bits(found[3:4], one), name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("width", [*WIDTHS, 4128])
+@pytest.mark.parametrize("cases", [small_floats, whole_numbers, halves, floats])
+def test_products_of_bfloat16_numbers_do_not_depend_on_other_rows(cases, width, level):
+    torch.manual_seed(width)
+    for name, described, pieces, expected in cases(width):
+        matrix, x = described.matrix(pieces, width), torch.randn(6, width).bfloat16()
+        dense = as_multiplied(expected, level)
+        tame = ((expected.abs() < 1e30) & ((expected.abs() > 1e-37) | (expected == 0))).all(1)
+        found, one = torch.empty(6, len(expected)), torch.empty(1, len(expected))
+        native.multiply(matrix, x, None, found, level=level)
+        native.multiply(matrix, x[3:4], None, one, level=level)
+
+        error = (found.double() - x.double() @ dense.T).abs()[:, tame]
+        assert bool((error <= 1e-6 * (x.double().abs() @ dense.abs().T)[:, tame]).all()), name
         assert same_bits(found[3:4], one), name
 
 

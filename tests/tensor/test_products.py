@@ -14,7 +14,6 @@ from torch import nn
 import offload
 from offload.kernels import native
 from offload.tensor import products
-from offload.tensor.products import MOST_ROWS
 from offload.tensor.recipes import Piece
 from offload.tensor.views import handle_of, view_spec_of
 from tests.checkpoints.forms import FORMS, PROMPT, outcome
@@ -61,7 +60,7 @@ def test_the_error_of_a_product_is_at_most_that_with_the_dense_weight(model):
     layers = list(packed_layers(model))
     assert layers
     for layer, weight in layers:
-        for rows in (1, 3, MOST_ROWS):
+        for rows in (1, 3, native.most_rows(layer.weight.dtype)):
             x = activations(layer, rows)
             true = F.linear(x.double(), weight.double(), None if layer.bias is None else layer.bias.double())
             with torch.no_grad():
@@ -76,7 +75,7 @@ def test_the_error_of_a_product_is_at_most_that_with_the_dense_weight(model):
 
 def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(model):
     for layer, _ in packed_layers(model):
-        x = activations(layer, MOST_ROWS)
+        x = activations(layer, native.most_rows(layer.weight.dtype))
         with torch.no_grad():
             expected = torch.cat([layer(row[None]) for row in x])
 
@@ -87,7 +86,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(model):
 def test_exact_products_are_those_with_the_dense_weight_bit_for_bit(model, tmp_path):
     for layer, _ in packed_layers(model):
         dense = layer.weight.materialize()
-        for rows in (1, MOST_ROWS, MOST_ROWS + 1):
+        for rows in (1, native.most_rows(dense.dtype), native.most_rows(dense.dtype) + 1):
             x = activations(layer, rows)
             expected = F.linear(x, dense, layer.bias)
 

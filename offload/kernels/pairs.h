@@ -1,0 +1,135 @@
+/* Products of bfloat16 numbers, two and two, as processors with AVX512_BF16 have them.
+ *
+ * Always true:
+ * - a weight is rounded to bfloat16 as the dense weight is, but that a subnormal one becomes zero
+ * - a product is summed in one order, whatever the number of rows that are multiplied together or of threads
+ */
+
+#define ROWS 4     /* decoded rows that are multiplied at a time */
+#define TILE 4096  /* numbers of each row that are decoded before */
+
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+
+typedef __m512bh vp;
+
+INLINE vp p_load(const void *from) { return (vp)_mm512_loadu_si512(from); }
+INLINE vp p_of(const vf w[NV]) { return _mm512_cvtne2ps_pbh(w[1], w[0]); }
+
+#define PAIRS_OF(kind, by)                                    \
+  INLINE vp pair_##kind(const uint8_t *bytes, by) {           \
+    vf w[NV];                                                 \
+    unpack_##kind(bytes, which, w);                           \
+    return p_of(w);                                           \
+  }
+#define PAIRS_OF_BLOCKS(kind, numbers, nbytes) PAIRS_OF(kind, int which)
+#define PAIRS_OF_NUMBERS(kind, nbytes) PAIRS_OF(kind, const scale *which)
+BLOCK_KINDS(PAIRS_OF_BLOCKS)
+NUMBER_KINDS(PAIRS_OF_NUMBERS)
+
+#define ROUND_BLOCKS(kind, numbers, nbytes)                                                                            \
+  static void round_##kind(const stored_row *row, int64_t begin, int64_t end, uint16_t *out) {                         \
+    const uint8_t *bytes = row->bytes + begin / numbers * nbytes;                                                      \
+    for (int64_t at = 0; at < end - begin; at += numbers, bytes += nbytes)                                             \
+      _Pragma("GCC unroll 8") for (int group = 0; group < numbers / 32; group++)                                       \
+        _mm512_storeu_si512(out + at + 32 * group, (__m512i)pair_##kind(bytes, group));                                \
+  }                                                                                                                    \
+  static float dot_pairs_##kind(const stored_row *row, int64_t columns, const uint16_t *x) {                           \
+    const uint8_t *bytes = row->bytes;                                                                                 \
+    vf sum = f_zero();                                                                                                 \
+    for (int64_t at = 0; at < columns; at += numbers, bytes += nbytes)                                                 \
+      _Pragma("GCC unroll 8") for (int group = 0; group < numbers / 32; group++)                                       \
+          sum = _mm512_dpbf16_ps(sum, pair_##kind(bytes, group), p_load(x + at + 32 * group));                         \
+    return f_sum(sum);                                                                                                 \
+  }
+
+#define ROUND_NUMBERS(kind, nbytes)                                                                                    \
+  INLINE vp last_pair_##kind(const stored_row *row, int64_t columns) {                                                 \
+    float numbers[32];                                                                                                 \
+    last_##kind(row, columns, numbers);                                                                                \
+    return _mm512_cvtne2ps_pbh(f_load(numbers + 16), f_load(numbers));                                                 \
+  }                                                                                                                    \
+  static void round_##kind(const stored_row *row, int64_t begin, int64_t end, uint16_t *out) {                         \
+    int64_t span = row->group < 32 ? 32 : row->group, at = begin, whole = end / 32 * 32;                               \
+    while (at < whole) {                                                                                               \
+      scale by = scale_of(row, group_at(row, at));                                                                     \
+      for (int64_t next = (at / span + 1) * span; at < next && at < whole; at += 32)                                   \
+        _mm512_storeu_si512(out + at - begin, (__m512i)pair_##kind(row->bytes + at / 32 * nbytes, &by));               \
+    }                                                                                                                  \
+    if (whole < end) _mm512_storeu_si512(out + whole - begin, (__m512i)last_pair_##kind(row, end));                    \
+  }                                                                                                                    \
+  static float dot_pairs_##kind(const stored_row *row, int64_t columns, const uint16_t *x) {                           \
+    int64_t span = row->group < 32 ? 32 : row->group, at = 0, whole = columns / 32 * 32;                               \
+    vf sum = f_zero();                                                                                                 \
+    while (at < whole) {                                                                                               \
+      scale by = scale_of(row, group_at(row, at));                                                                     \
+      for (int64_t end = at + span < whole ? at + span : whole; at < end; at += 32)                                    \
+        sum = _mm512_dpbf16_ps(sum, pair_##kind(row->bytes + at / 32 * nbytes, &by), p_load(x + at));                  \
+    }                                                                                                                  \
+    if (whole < columns) sum = _mm512_dpbf16_ps(sum, last_pair_##kind(row, columns), p_load(x + whole));               \
+    return f_sum(sum);                                                                                                 \
+  }
+
+BLOCK_KINDS(ROUND_BLOCKS)
+NUMBER_KINDS(ROUND_NUMBERS)
+
+/* Adds the products of ROWS decoded rows with some rows of x. */
+INLINE void add_pairs(vf (*sums)[MOST_ROWS], const uint16_t (*tile)[TILE + ASIDE], int64_t numbers, const uint16_t *x,
+                      int64_t step, const int x_rows) {
+  vf kept[ROWS][4];
+  for (int p = 0; p < ROWS; p++)
+    for (int r = 0; r < x_rows; r++) kept[p][r] = sums[p][r];
+  for (int64_t at = 0; at < numbers; at += 32) {
+    __m512i some[4];
+    for (int r = 0; r < x_rows; r++) {
+      some[r] = _mm512_loadu_si512(x + r * step + at);
+      KEEP(some[r]);
+    }
+    for (int p = 0; p < ROWS; p++) {
+      vp w = p_load(tile[p] + at);
+      for (int r = 0; r < x_rows; r++) kept[p][r] = _mm512_dpbf16_ps(kept[p][r], w, (vp)some[r]);
+    }
+  }
+  for (int p = 0; p < ROWS; p++)
+    for (int r = 0; r < x_rows; r++) sums[p][r] = kept[p][r];
+}
+
+static void multiply_pairs(const pairs_of_kind *kind, const stored_row *rows, int64_t count, int64_t columns,
+                           const uint16_t *x, int64_t step, int64_t x_rows, float (*out)[MOST_ROWS]) {
+  uint16_t tile[AT_ONCE][TILE + ASIDE];
+  vf sums[AT_ONCE][MOST_ROWS];
+  for (int64_t p = 0; p < AT_ONCE; p++)
+    for (int64_t r = 0; r < x_rows; r++) sums[p][r] = f_zero();
+  for (int64_t begin = 0; begin < columns; begin += TILE) {
+    int64_t end = begin + TILE < columns ? begin + TILE : columns, numbers = padded(end - begin);
+    for (int64_t p = 0; p < count; p++) kind->round(rows + p, begin, end, tile[p]);
+    for (int64_t r = 0; r < x_rows; r += 4)
+      for (int64_t p = 0; p < count; p += ROWS) {
+        vf(*to)[MOST_ROWS] = (vf(*)[MOST_ROWS]) & sums[p][r];
+        const uint16_t(*from)[TILE + ASIDE] = (const uint16_t(*)[TILE + ASIDE])tile + p;
+        const uint16_t *some = x + r * step + begin;
+        switch (x_rows - r) {
+          case 1:
+            add_pairs(to, from, numbers, some, step, 1);
+            break;
+          case 2:
+            add_pairs(to, from, numbers, some, step, 2);
+            break;
+          case 3:
+            add_pairs(to, from, numbers, some, step, 3);
+            break;
+          default:
+            add_pairs(to, from, numbers, some, step, 4);
+        }
+      }
+  }
+  for (int64_t p = 0; p < count; p++)
+    for (int64_t r = 0; r < x_rows; r++) out[p][r] = f_sum(sums[p][r]);
+}
+
+#pragma GCC pop_options
+
+#define BLOCK_PAIRS(kind, numbers, nbytes) {round_##kind, dot_pairs_##kind},
+#define NUMBER_PAIRS(kind, nbytes) {round_##kind, dot_pairs_##kind},
+static const pairs_of_kind PAIRS[] = {BLOCK_KINDS(BLOCK_PAIRS) NUMBER_KINDS(NUMBER_PAIRS)};
+const functions NAME(functions_of_pairs) = {ROWS_OF_KINDS, PAIRS, multiply_pairs, WORDS, TOGETHER};
