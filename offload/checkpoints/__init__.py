@@ -8,6 +8,7 @@ Always true:
 | module | what |
 | --- | --- |
 | `checkpoint` | a checkpoint as a mapping from names to stored values |
+| `gguf_parts` | the parts of a GGUF file in several |
 | `dcp` | checkpoints written by many processes with torch.distributed.checkpoint |
 | `forms` | packed weight formats, as recipes of dense weights |
 | `writing` | named tensors as a new checkpoint |

@@ -19,5 +19,6 @@ Always true:
 | `gguf.h` | the kinds of blocks in GGUF files |
 | `numbers.h` | numbers whose factors are stored elsewhere |
 | `words.h` | integers in words, outputs innermost |
+| `pairs.h` | products of bfloat16 numbers, two at a time |
 | `simd.h` | vectors, under one set of names |
 """
