@@ -54,6 +54,7 @@ STATE = {
     "offload.kernels.native._forked": "the team of threads is gone in a forked child",
     "offload.kernels.native._team": "does not change",
     "offload.kernels.native.best_level": "does not change",
+    "offload.kernels.native.most_rows": "does not change",
     "offload.kernels.native.library": "loaded once",
     "offload.memory._freed": "when memory was last given back to the system",
     "offload.tensor.deferred._meta_of_many": "a pure function, remembered",
