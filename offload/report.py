@@ -29,7 +29,7 @@ from offload.prefetch.engine import counts
 from offload.prefetch.value import page_state_of
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute, is_there
-from offload.storage.replacing import put_file
+from offload.storage.replacing import create_folder, put_file
 from offload.storage.threads import Worker
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
@@ -255,7 +255,7 @@ def _refuse_other(path: Path) -> None:
     with writing(path, 0, "name"):
         if is_there(path) and not (path.is_file() and _begins_as_ours(path)):
             raise ForeignFileError(f"{path} exists and is not a report of offload: take another name")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        create_folder(path.parent)
 
 
 def _begins_as_ours(path: Path) -> bool:

@@ -51,7 +51,7 @@ from offload.storage.handle import Handle
 from offload.storage.locks import FolderLock, flock, fork_safe_lock
 from offload.storage.reasons import some, writing
 from offload.storage.regular import is_there, open_regular
-from offload.storage.replacing import sweep
+from offload.storage.replacing import create_folder, sweep
 from offload.tensor.arguments import as_names
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
@@ -91,7 +91,7 @@ class Store:
             WriteError, ReadError
         """
         with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            create_folder(folder)
             with open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
                 is_new = flock(file.fileno(), folder / LOCK, wait=exist_ok) and not is_there(folder / MANIFEST)
                 if is_new:

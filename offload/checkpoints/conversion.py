@@ -12,7 +12,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -29,8 +30,16 @@ from offload.progress import progress
 from offload.storage.folders import file_name
 from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import absolute, is_folder, is_there
-from offload.storage.replacing import made_folder, put_file, refuse_filled, replacing_folder, sync_folder
+from offload.storage.regular import absolute, is_folder
+from offload.storage.replacing import (
+    is_filled,
+    made_folder,
+    put_file,
+    refuse_filled,
+    remove_folder,
+    replacing_folder,
+    sync_folder,
+)
 from offload.storage.state_file import Kind, read_json, read_state, write_state
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.guests import CPU
@@ -109,27 +118,25 @@ def convert_checkpoint(
 
 
 def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, run: Settings, *, resume: bool) -> None:
-    """Write the dense checkpoint to the folder beside the target, file by file, and then give that its name."""
-    refuse_filled(target)
+    """Write the dense checkpoint, file by file, in the folder of the run, and then put it at the target."""
     config, values, companions = _dequantized(source, dtype)
-    made_folder(target.parent)
-    work = work_beside(target, run, resume=resume)
-    made_folder(work)
-    if run["to_offload_folder"]:
-        done = {path.name for path in work.iterdir()}
-        left = {name: tensor for name, tensor in values.items() if file_name(name) not in done}
-        _write_one_by_one(left, work, dtype)
-    else:
-        write_file_by_file(contents_of(values, dtype), work, largest_shard(run["max_shard_size"]))
-    if is_folder(source.path):
-        with reading(source.path):
-            copy_companions(source.path, work, dtype, config)
-    for name, data in companions.items():
-        put_file(work / name, data)
-    with writing(target):
-        os.rename(work, target)
-        (target / _RUN).unlink()
-    sync_folder(target.parent)
+    with resumable_folder(target, run, resume=resume) as work:
+        new = work / "new"
+        made_folder(new)
+        if run["to_offload_folder"]:
+            done = {path.name for path in new.iterdir()}
+            left = {name: tensor for name, tensor in values.items() if file_name(name) not in done}
+            _write_one_by_one(left, new, dtype)
+        else:
+            write_file_by_file(contents_of(values, dtype), new, largest_shard(run["max_shard_size"]))
+        if is_folder(source.path):
+            with reading(source.path):
+                copy_companions(source.path, new, dtype, config)
+        for name, data in companions.items():
+            put_file(new / name, data)
+        with writing(target):
+            os.rename(new, target)
+        sync_folder(target.parent)
 
 
 def _dequantized(
@@ -189,8 +196,11 @@ def _write_one_by_one(
             deferred(tensor).to(dtype).assembly.in_file(name, folder, CPU)  # type: ignore[attr-defined]
 
 
-def work_beside(target: Path, run: Settings, *, resume: bool) -> Path:
-    """The folder beside a target that keeps the progress of a run until the target is complete: `target` + ".partial".
+@contextmanager
+def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[Path]:
+    """The folder `target` + ".partial", which keeps the progress of a run while the block, or the next run, goes on.
+
+    When the block succeeds, which puts the new folder at `target`, it is removed.
 
     Args:
         target: the new folder.
@@ -199,21 +209,29 @@ def work_beside(target: Path, run: Settings, *, resume: bool) -> Path:
 
     Raises:
         JournalError: there is a run that should not be resumed, or another one.
-        MissingFileError, ForeignFileError: the folder is not of such a run. It is left as it is.
+        MissingFileError, ForeignFileError: the folder belongs to something else, and is left as it is; or `target` is
+            there and not empty.
         WriteError
     """
+    refuse_filled(target)
     work = target.with_name(f"{target.name}.partial")
-    if not is_there(work):
-        made_folder(work, 0)
-        write_state(work / _RUN, _KIND, run)
-        return work
-    before = read_state(work / _RUN, _KIND)
-    if not resume:
-        raise JournalError(f"{work} has an unfinished run: continue it with resume, or remove the folder")
-    other = next((key for key, value in run.items() if before.get(key) != value), None)
-    if other is not None:
-        raise JournalError(f"{work} has an unfinished run with another {other}: finish that run, or remove the folder")
-    return work
+    if is_folder(work):
+        made_folder(work)
+    if is_filled(work):
+        before = read_state(work / _RUN, _KIND)
+        if not resume:
+            raise JournalError(f"{work} has an unfinished run: continue it with resume, or remove the folder")
+        other = next((key for key, value in run.items() if before.get(key) != value), None)
+        if other is not None:
+            raise JournalError(
+                f"{work} has an unfinished run with another {other}: finish that run, or remove the folder"
+            )
+    else:
+        with replacing_folder(work) as begun:
+            write_state(begun / _RUN, _KIND, run)
+    yield work
+    with suppress(OSError):  # the new folder is complete
+        remove_folder(work)
 
 
 def identities_of(source: Checkpoint) -> dict[str, list[int]]:

@@ -24,6 +24,7 @@ from offload.annotations import Json
 from offload.errors import ArgumentError, ForeignFileError, OffloadError, ReadError, WriteError
 from offload.storage.locks import flock
 from offload.storage.regular import closed_on_error, owned
+from offload.storage.replacing import sync_folder
 
 _OPTIONS = {"temperature", "top_p", "seed", "stop"}
 _KNOWN = {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", *_OPTIONS}
@@ -233,6 +234,7 @@ class Answers:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
                 raise ForeignFileError(errno.EINVAL, "answers go to a regular file, which is read again", str(path))
             self._read()
+            sync_folder(path.parent)
 
     def _read(self) -> None:
         """Collect what is answered already."""

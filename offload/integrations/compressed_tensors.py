@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from offload.checkpoints.conversion import copy_companions, identities_of, work_beside
+from offload.checkpoints.conversion import copy_companions, identities_of, resumable_folder
 from offload.errors import CheckpointError
 from offload.integrations.log import log
 from offload.integrations.transformers import model_on_meta
@@ -26,7 +26,7 @@ from offload.memory import count_freed
 from offload.models.saving import save_checkpoint
 from offload.progress import progress_in_bytes
 from offload.storage.regular import absolute
-from offload.storage.replacing import put_file, refuse_filled, remove_folder, replacing_folder
+from offload.storage.replacing import put_file, replacing_folder
 from offload.storage.state_file import read_json
 from offload.tensor.wrapper import OffloadedTensor, PathLike
 
@@ -84,18 +84,16 @@ def quantize_checkpoint(
         []
     """
     opened, target = open_checkpoint(source), absolute(target)
-    refuse_filled(target)
     scheme = _scheme(form, group_size)
     chosen, left = _layers(opened, None if scheme.weights.group_size is None else group_size)
     run = {"form": form, "group_size": group_size, "source": identities_of(opened)}
-    work = work_beside(target, run, resume=resume)
-    quantized = _quantized(opened, chosen, scheme, work, _done_in(work), progress=progress)
-    others = {name: tensor for name, tensor in opened.tensors().items() if name not in chosen}
-    with replacing_folder(target) as folder:
-        copy_companions(opened.path, folder)
-        _note(folder, scheme, FORMS[form][1], left)
-        save_checkpoint(quantized | others, folder, max_shard_size)
-    remove_folder(work)
+    with resumable_folder(target, run, resume=resume) as work:
+        quantized = _quantized(opened, chosen, scheme, work, _done_in(work), progress=progress)
+        others = {name: tensor for name, tensor in opened.tensors().items() if name not in chosen}
+        with replacing_folder(target) as folder:
+            copy_companions(opened.path, folder)
+            _note(folder, scheme, FORMS[form][1], left)
+            save_checkpoint(quantized | others, folder, max_shard_size)
     log.info("quantized %d layers of %s, and left %d as they are", len(chosen), source, len(left))
     return [name for name, is_output in left.items() if not is_output]
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from offload.checkpoints.checkpoint import open_checkpoint
-from offload.checkpoints.conversion import copy_companions, identities_of, work_beside
+from offload.checkpoints.conversion import copy_companions, identities_of, resumable_folder
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
 from offload.integrations.transformers import from_pretrained
@@ -33,7 +33,7 @@ from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journ
 from offload.progress import progress_in_bytes
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute, as_file, is_folder, open_regular, text_of
-from offload.storage.replacing import refuse_filled, remove_folder, replacing_folder
+from offload.storage.replacing import replacing_folder, sync_whole
 from offload.tensor.saved import subclass_value
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import PathLike, is_offloaded
@@ -129,16 +129,15 @@ def merge_checkpoint(
         CheckpointError, UnsupportedOpError, MapError, WriteError: as `merge_lora`.
     """
     folder, target = absolute(source), absolute(target)
-    refuse_filled(target)
     run = {"adapter": _name_of(text_of(adapter)), "source": identities_of(open_checkpoint(folder))}
-    work = work_beside(target, run, resume=resume)
-    model = from_pretrained(folder, offload_dir=work)
-    report = merge_lora(model, adapter, resume=True, progress=progress)
-    with replacing_folder(target) as made:
-        copy_companions(folder, made)
-        model.save_pretrained(made, max_shard_size=max_shard_size)
-    del model
-    remove_folder(work)
+    with resumable_folder(target, run, resume=resume) as work:
+        model = from_pretrained(folder, offload_dir=work)
+        report = merge_lora(model, adapter, resume=True, progress=progress)
+        with replacing_folder(target) as made:
+            copy_companions(folder, made)
+            model.save_pretrained(made, max_shard_size=max_shard_size)
+            sync_whole(made)
+        del model
     return report
 
 

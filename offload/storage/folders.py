@@ -28,7 +28,7 @@ from offload.storage import log
 from offload.storage.locks import fork_safe_lock, lock_range, unlock_range
 from offload.storage.reasons import naming, writing
 from offload.storage.regular import Descriptor, absolute, is_folder, owned
-from offload.storage.replacing import sweep, temporary_name
+from offload.storage.replacing import create_folder, sweep, temporary_name
 
 SUFFIX = ".safetensors"
 _PLAIN = frozenset(string.ascii_lowercase + string.digits + "._-")
@@ -58,7 +58,7 @@ def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
     with _LOCK:
         try:
             if (os.getpid(), folder) not in _PREPARED or not is_folder(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+                create_folder(folder)
                 sweep(folder)
         except OSError as error:
             message = f"offload_dir can't be used ({error.strerror}): take another one"

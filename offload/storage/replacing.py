@@ -24,6 +24,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,15 +111,24 @@ def replacing_all(paths: Sequence[Path], size: int) -> Iterator[dict[Path, Path]
     sync_folder(last.parent)
 
 
+def is_filled(path: Path) -> bool:
+    """Whether something other than an empty folder is there.
+
+    Raises:
+        ReadError
+    """
+    with reading(path):
+        return is_there(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir()))
+
+
 def refuse_filled(path: Path) -> None:
     """
     Raises:
         ForeignFileError: something other than an empty folder is there.
         ReadError
     """
-    with reading(path):
-        if is_there(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
-            raise ForeignFileError(f"{path} exists, and is not an empty folder: take another one, or remove it first")
+    if is_filled(path):
+        raise ForeignFileError(f"{path} exists, and is not an empty folder: take another one, or remove it first")
 
 
 @contextmanager
@@ -241,8 +251,20 @@ def made_folder(folder: Path, size: int = 0) -> None:
         WriteError
     """
     with writing(folder, size):
-        folder.mkdir(parents=True, exist_ok=True)
+        create_folder(folder)
         sweep(folder)
+
+
+def create_folder(folder: Path) -> None:
+    """Create a folder, with those around it, unless it is there; it survives a power cut.
+
+    Raises:
+        OSError: from the system; see `writing`.
+    """
+    missing = [*takewhile(lambda path: not os.path.isdir(path), (folder, *folder.parents))]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
 
 
 # Temporary names
@@ -308,20 +330,32 @@ def _remove_whole(temporary: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a replacement survive a power cut, on file systems that can sync folders.
+def sync_whole(folder: Path) -> None:
+    """Make a folder with all that is in it survive a power cut, whoever wrote it: other packages do not sync files.
 
     Raises:
-        WriteError: the disk failed. The replacement is in place, but may not survive a power cut.
+        WriteError: the disk failed.
+    """
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            path = Path(place, name)
+            with writing(path), owned(os.open, path, os.O_RDONLY | os.O_CLOEXEC) as opened:
+                os.fsync(opened)
+        sync_folder(Path(place))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was put in a folder survive a power cut, on file systems that can sync folders.
+
+    Raises:
+        WriteError: the disk failed. What was put there is in place, but may not survive a power cut.
     """
     try:
         with owned(os.open, folder, os.O_RDONLY | os.O_CLOEXEC) as opened:
             os.fsync(opened)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
-            reason = (
-                f"a value was replaced, but may be lost in a power cut ({error.strerror}): write it again, elsewhere"
-            )
+            reason = f"what was written may be lost in a power cut ({error.strerror}): write it again, elsewhere"
             raise WriteError(error.errno, reason, str(folder)) from error
 
 

@@ -170,7 +170,7 @@ def test_after_a_kill_the_rest_is_dequantized(
     words = ["convert", taken, str(target), "--dequantize", "--max-shard-size", "60KB", "--to", to]
 
     run_script(KILLED, *words, 3, expected=-signal.SIGKILL)
-    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "target.partial").glob("*.safetensors")}
+    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "target.partial" / "new").glob("*.safetensors")}
     others = [cli.main(words), cli.main([*words, "--resume", "--dtype", "float16"])]
     said = capsys.readouterr().err
     assert 0 == cli.main([*words, "--resume"])

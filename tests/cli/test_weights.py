@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import offload
 from offload import cli
+from tests.checkpoints.forms import FORMS
+from tests.processes import ended, forked
 
 SIZES = {
     "vocab_size": 96,
@@ -260,3 +264,41 @@ def test_a_stopped_merge_can_be_resumed(
     assert 4 - 2 == len(count)
     assert data_of(tmp_path / "expected") == data_of(tmp_path / "new")
     assert ["expected", "new"] == sorted(os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["again", "resumed"])
+@pytest.mark.parametrize("is_killed", [False, True], ids=["error", "kill"])
+@pytest.mark.parametrize("command", ["quantize", "merge-lora", "convert"])
+def test_a_command_stopped_at_its_first_write_succeeds_when_it_is_called_again(
+    command: str,
+    is_killed: bool,
+    resume: list[str],
+    models: dict[str, Path],
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "packed").mkdir()
+    FORMS["fp8-llama"].write(tmp_path / "packed")
+    before, target = os.listdir(tmp_path), str(tmp_path / "new")
+    words = {
+        "quantize": [command, str(models["dense"]), target, "--int8", "--group-size", "32"],
+        "merge-lora": [command, str(models["dense"]), str(adapter), target],
+        "convert": [command, str(tmp_path / "packed"), target, "--dequantize"],
+    }[command]
+
+    def stopped(*_: object) -> int:
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", stopped)
+        if is_killed:
+            assert -signal.SIGKILL == ended(forked(lambda: cli.main(words)))
+        else:
+            assert 1 == cli.main(words)
+            assert before == os.listdir(tmp_path)
+
+    assert 0 == cli.main([*words, *resume])
+    assert sorted([*before, "new"]) == sorted(os.listdir(tmp_path))

@@ -29,8 +29,8 @@ from offload.integrations.tensordict.reading import INNER, META, Way, escaped, l
 from offload.progress import progress_in_bytes
 from offload.storage.header import MARK, is_unicode
 from offload.storage.reasons import reading
-from offload.storage.regular import absolute, is_there
-from offload.storage.replacing import new_file, replacing_folder, sync_folder, write_all
+from offload.storage.regular import absolute
+from offload.storage.replacing import is_filled, new_file, replacing_folder, sync_folder, write_all
 from offload.storage.state_file import Kind, state_if_ours
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
@@ -317,11 +317,11 @@ def _written(folder: Path, plan: _Plan, threads: int) -> Iterator[int]:
 
 def _refuse_replacing(folder: Path, existsok: bool) -> None:
     """Refuse to replace what `save_memmap` did not write; an empty folder may be filled."""
+    if not is_filled(folder):
+        return
+    if not existsok:
+        raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
     with reading(folder):
-        if not is_there(folder) or (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
-            return
-        if not existsok:
-            raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
         known = _files_of(folder)
         found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
     if not known:

@@ -1,0 +1,138 @@
+"""`resumable_folder`: what a run has done is kept until the new folder is complete, and nothing stands in its way."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from offload.checkpoints.conversion import resumable_folder
+from offload.errors import ForeignFileError, JournalError, MissingFileError, WriteError
+from offload.storage.replacing import put_file, replacing_folder
+from tests import faults
+from tests.acts import Act, dies_at_each_call, meets_each_fault
+from tests.processes import ended, forked
+
+RUN = {"source": "a", "size": 3}
+
+
+def written(folder: Path, *, resume: bool = True) -> list[str]:
+    """What is in the new folder, which is written after a value in that of the run."""
+    if not (folder / "new").exists():
+        with resumable_folder(folder / "new", RUN, resume=resume) as work:
+            if not (work / "value").exists():
+                put_file(work / "value", b"1")
+            with replacing_folder(folder / "new") as made:
+                put_file(made / "value", (work / "value").read_bytes())
+    return os.listdir(folder / "new")
+
+
+def is_whole_or_not_there(folder: Path) -> None:
+    assert not (folder / "new").exists() or (folder / "new" / "value").read_bytes() == b"1"
+
+
+ACT = Act(lambda folder: folder, written, is_whole_or_not_there)
+
+
+@pytest.mark.campaign("faults")
+def test_after_an_error_the_run_is_resumed(private_place: Path) -> None:
+    assert meets_each_fault(ACT, private_place) > 10
+
+
+@pytest.mark.campaign("faults")
+def test_after_a_kill_the_run_is_resumed(private_place: Path) -> None:
+    assert dies_at_each_call(ACT, private_place) > 10
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["error", "kill"])
+def test_until_a_run_is_noted_the_same_call_succeeds_without_resume(is_killed: bool, private_place: Path) -> None:
+    def killed() -> None:
+        with faults.killed(index):
+            written(folder, resume=False)
+
+    for index in itertools.count():
+        folder = private_place / str(index)
+        if is_killed:
+            assert -signal.SIGKILL == ended(forked(killed))
+        else:
+            with faults.failing(index, errno.ENOSPC, only=lambda call: call.changes), pytest.raises(WriteError):
+                written(folder, resume=False)
+        if (folder / "new.partial").exists():
+            break
+        assert ["value"] == written(folder, resume=False)
+        assert ["new"] == os.listdir(folder)
+
+    assert index > 3
+    with pytest.raises(JournalError, match="has an unfinished run: continue it with resume"):
+        written(folder, resume=False)
+    assert ["value"] == written(folder)
+    assert ["new"] == os.listdir(folder)
+
+
+def left_by_a_dead_process(folder: Path) -> None:
+    """A file that a process was killed in."""
+
+    def killed() -> None:
+        with faults.killed(1):
+            put_file(folder / "value", b"2")
+
+    assert -signal.SIGKILL == ended(forked(killed))
+    assert 1 == len(os.listdir(folder))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("left", [lambda folder: None, left_by_a_dead_process], ids=["empty", "temporary"])
+def test_a_folder_without_files_of_a_run_counts_as_not_there(left, resume, tmp_path):  # type: ignore[no-untyped-def]
+    (tmp_path / "new.partial").mkdir()
+    left(tmp_path / "new.partial")
+
+    assert ["value"] == written(tmp_path, resume=resume)
+
+    assert ["new"] == os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_of_others_is_left_as_it_is(resume: bool, tmp_path: Path) -> None:
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "thesis").write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.partial").symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(MissingFileError, match="holds no run that could be resumed"):
+        written(tmp_path, resume=resume)
+    with (
+        pytest.raises(MissingFileError, match="holds no run that could be resumed"),
+        resumable_folder(tmp_path / "link", RUN, resume=resume),
+    ):
+        pass
+
+    assert ["thesis"] == os.listdir(tmp_path / "new.partial")
+    assert [] == os.listdir(tmp_path / "elsewhere")
+
+
+def test_another_run_does_not_go_on_with_it(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), resumable_folder(tmp_path / "new", RUN, resume=False):
+        raise ZeroDivisionError
+
+    with (
+        pytest.raises(JournalError, match="has an unfinished run with another size"),
+        resumable_folder(tmp_path / "new", {**RUN, "size": 4}, resume=True),
+    ):
+        pass
+
+
+def test_a_target_that_is_filled_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "thesis").write_text("mine")
+
+    with (
+        pytest.raises(ForeignFileError, match="is not an empty folder"),
+        resumable_folder(tmp_path / "new", RUN, resume=True),
+    ):
+        pass
+
+    assert ["new"] == os.listdir(tmp_path)
