@@ -29,7 +29,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.mark.slow(30)
 @pytest.mark.parametrize("name", WRITERS)
-def test_what_is_put_in_place_is_synced_and_so_is_its_name(name: str, log: tuple[Path, list[str]]) -> None:
+def test_files_are_synced_before_they_are_put_in_place(name: str, log: tuple[Path, list[str]]) -> None:
     """No file is renamed before its data are on the disk, no folder before all in it; new folders around them stay."""
     root, lines = log
 
