@@ -235,13 +235,13 @@ def _seen(folder: Path, *, dark: bool) -> list[tuple[int, ...]]:
 def test_a_page_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     script = """
         import sys, offload
-        with offload.report.memory_report(sys.argv[1], title="\\u010desk\\u00fd \\u00b5s"):
-            pass
+        for _ in range(2):  # it recognises its own page
+            with offload.report.memory_report(sys.argv[1], title="\\u010desk\\u00fd \\u00b5s"):
+                pass
     """
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
     run_script(script, tmp_path / "report.html", env=ascii_alone)
-    run_script(script, tmp_path / "report.html", env=ascii_alone)  # it recognises its own page
 
     assert "\u010desk\u00fd \u00b5s" in (tmp_path / "report.html").read_text(encoding="utf-8")
 

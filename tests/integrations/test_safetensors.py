@@ -153,7 +153,7 @@ MEASURED = """
         return load_model(model, path)
 
     act(network(sys.argv[1] + ".small", 1, 8), sys.argv[1] + ".small")  # imports, first calls
-    model = network(source, 8, 2800)
+    model = network(source, 4, 2400)
     with Peak() as peak:
         act(model, source)
     print(json.dumps(dict(grown=peak.nbytes, looks=peak.calls)))
@@ -162,8 +162,8 @@ MEASURED = """
 
 @pytest.mark.parametrize("what", ["save_model", "save_torch_model", "load_model"])
 def test_saving_and_loading_take_little_memory(tmp_path: Path, what: str) -> None:
-    """A model of 250 MB, with 8 values."""
-    values = {f"{layer}.weight": torch.full((2800, 2800), layer + 0.5) for layer in range(8)}
+    """A model of 92 MB, with 4 values."""
+    values = {f"{layer}.weight": torch.full((2400, 2400), layer + 0.5) for layer in range(4)}
     save_file(values, tmp_path / "source")
     save_file({"0.weight": torch.ones(8, 8)}, tmp_path / "source.small")
     (tmp_path / "saved").mkdir()

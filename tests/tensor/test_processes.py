@@ -25,7 +25,7 @@ from offload.tensor import processes
 from offload.testing import assert_equal
 from tests.processes import in_fork, run_script
 
-WAYS = ["fork", "spawn"]
+WAYS = ["fork", "forkserver"]  # a spawned process imports all of torch: one test has some
 
 
 def offloaded(tensor: torch.Tensor, name: str = "w", offload_dir: Path | None = None) -> OffloadedTensor:
@@ -44,9 +44,15 @@ def dumps(request: pytest.FixtureRequest) -> Callable[[Any], bytes]:
     return CARRIERS[request.param]
 
 
+def context_of(way: str | None) -> Any:
+    """A context of `multiprocessing`; the processes of a fork server inherit nothing but imports."""
+    torch.multiprocessing.set_forkserver_preload([__name__])
+    return way and torch.multiprocessing.get_context(way)
+
+
 def run_in_process(way: str, target: Callable[..., None], *args: Any) -> None:
     """Run in a process that gets `args` through a pickle (even if it is forked)."""
-    context = torch.multiprocessing.get_context(way)
+    context = context_of(way)
     queue = context.Queue()
     process = context.Process(target=_take_and_run, args=(queue,))
     process.start()
@@ -273,7 +279,7 @@ def _check_values(w: OffloadedTensor, expected: torch.Tensor) -> None:
     assert_equal(expected[3:5], w[3:5])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "spawn"])
 def test_a_process_reads_what_it_gets(way: str, plain: torch.Tensor) -> None:
     """Through a queue; from a private folder."""
     run_in_process(way, _check_values, offloaded(plain), plain)
@@ -386,7 +392,10 @@ class Rows(Dataset):  # type: ignore[type-arg]
 def test_a_data_loader_reads_rows(way: str | None, plain: torch.Tensor) -> None:
     """With both kinds of workers and without; batches are plain."""
     loader = DataLoader(
-        Rows(offloaded(plain)), batch_size=16, num_workers=0 if way is None else 2, multiprocessing_context=way
+        Rows(offloaded(plain)),
+        batch_size=16,
+        num_workers=0 if way is None else 2,
+        multiprocessing_context=context_of(way),
     )
     batches = list(loader)
 
