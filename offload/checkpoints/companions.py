@@ -39,6 +39,11 @@ _OF_TOKENIZERS = (
     *("*processor_config.json", "normalizer.json"),
 )
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
+_MOST_LAYERS = 512  # that may be made, however few values there are
+_COUNTS_OF_LAYERS = {
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers", "num_nextn_predict_layers"),
+}
 _SET_BY_SAVING = {"architectures", "transformers_version", "_name_or_path"}
 
 
@@ -54,6 +59,29 @@ def quantization_of(config: Config) -> Any:
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     return found.to_dict() if hasattr(found, "to_dict") else found
+
+
+def refuse_more_layers(settings: Settings, stored: int) -> None:
+    """Refuse a configuration that asks for many more layers than a checkpoint can fill: they would be made for hours.
+
+    Args:
+        settings: a configuration of transformers, as a dictionary.
+        stored: how many values there are.
+
+    Raises:
+        CheckpointError
+    """
+    most = max(stored, _MOST_LAYERS)
+    left: list[tuple[str, Any]] = [("", settings)]
+    while left:
+        name, found = left.pop()
+        if isinstance(found, Mapping):
+            left.extend((str(key), value) for key, value in found.items())
+        elif name in _COUNTS_OF_LAYERS and isinstance(found, int) and found > most:
+            raise CheckpointError(
+                f"the configuration asks for {found} layers ({name}), and the checkpoint holds {stored} values: one of "
+                "them is damaged, or belongs to another model"
+            )
 
 
 def class_of(config: Config) -> Any:

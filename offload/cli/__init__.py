@@ -9,6 +9,7 @@
 | `files` | `inspect` `convert` `verify` |
 | `rows` | `cache info` `cache verify` `cache export` |
 | `machine` | `doctor` |
+| `limited` | computing what a file of others says, such as a chat template, within limits |
 | `arguments` | parsing arguments |
 | `main` `output` | the command line as a whole, and its output |
 """

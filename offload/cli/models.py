@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.annotations import Json
 from offload.cli import arguments
+from offload.cli.limited import within_limits
 from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError
 from offload.storage.reasons import first_line
@@ -156,10 +157,15 @@ def _inputs(tokenizer: Any, options: argparse.Namespace) -> Any:
 
 
 def in_chat(tokenizer: Any, messages: list[Json]) -> Any:
-    """Messages in tokens, in the form of the model's chat template, up to where the model answers."""
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, tokenizer_kwargs=ONLY_TOKENS
+    """Messages in tokens, in the form of the model's chat template, up to where the model answers.
+
+    Raises:
+        ArgumentError: the template refuses them, or takes too long.
+    """
+    text = within_limits(
+        lambda: tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), "the chat template"
     )
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt", **ONLY_TOKENS)
 
 
 def _figures(recording: Recording) -> dict[str, float | None]:

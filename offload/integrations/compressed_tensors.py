@@ -111,7 +111,7 @@ def _scheme(form: str, group_size: int) -> Any:
 
 def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict[str, bool]]:
     """The weights to quantize, and the layers to leave, each with whether it is the output layer."""
-    model, config, _ = model_on_meta(source.path)
+    model, config, _ = model_on_meta(source.path, stored=len(source.keys()))
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{source.path} is quantized already: quantize the model that it was made from")
     head = model.get_output_embeddings()

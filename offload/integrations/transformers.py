@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import copy
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload.annotations import Config, Kwargs, Pretrained
+from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from offload.checkpoints.companions import class_of, quantization_of
+from offload.checkpoints.companions import class_of, quantization_of, refuse_more_layers
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
@@ -29,7 +30,8 @@ from offload.models.loader import finish_loading, refuse_other_names, refuse_to_
 from offload.models.pretrained import filled, note_form, waiting, without_quantization
 from offload.models.slots import tensor_slots
 from offload.storage.reasons import first_line, reading
-from offload.storage.regular import is_folder
+from offload.storage.regular import is_folder, read_regular
+from offload.storage.state_file import MOST_JSON, parse_json
 from offload.tensor.arguments import floating_dtype
 
 _NOT_HERE = {
@@ -105,9 +107,10 @@ def from_pretrained(
     hub_options = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     folder = folder_of(name_or_path, gguf_file, **hub_options)
     of_ranks = {key: options.pop(key) for key in _OF_RANKS if options.get(key) is not None}
-    empty, config, options = model_on_meta(folder, model_class, config, **options)
-    options.update(of_ranks)
+    _refuse_without_config(folder, config)
     source = open_checkpoint(folder)
+    empty, config, options = model_on_meta(folder, model_class, config, stored=len(source.keys()), **options)
+    options.update(of_ranks)
     source.refuse_own_folder(offload_dir)
     is_asked, dtype = dtype not in (None, "auto"), _requested_dtype(dtype, empty.config, source)
     values = values_in(source, quantization_of(empty.config), offload_dir, model=empty, dtype=dtype)
@@ -152,30 +155,32 @@ def from_pretrained(
 
 
 def model_on_meta(
-    folder: Path, model_class: Any = None, config: Config | None = None, **options: Any
+    folder: Path, model_class: Any = None, config: Config | None = None, *, stored: int, **options: Any
 ) -> tuple[Pretrained, Config, Kwargs]:
     """The model in a folder or GGUF file without values, its configuration, and the options not used for it.
 
+    Args:
+        folder: or a file.
+        model_class, config, options: as for `from_pretrained`.
+        stored: how many values its checkpoint holds.
+
     Raises:
-        CheckpointError: transformers can't create it.
+        CheckpointError: transformers can't create it, or it would have many more layers than the checkpoint has values.
     """
     import transformers
 
     is_gguf = not is_folder(folder)
-    with reading(folder):
-        has_config = is_gguf or (folder / "config.json").is_file()
-    if config is None and not has_config:
-        raise CheckpointError(
-            f"{folder} has no config.json, so it is not a transformers model: pass config=, name a GGUF file in it "
-            "with gguf_file=, or fill a model of your own with offload.load_checkpoint_and_dispatch"
-        )
+    _refuse_without_config(folder, config)
     try:
         if is_gguf and config is None:
             config, options = config_of(folder, **options)
         elif not isinstance(config, transformers.PreTrainedConfig):
+            if config is None:
+                refuse_more_layers(_as_it_is(folder / "config.json"), stored)  # some classes list their layers
             config, options = transformers.AutoConfig.from_pretrained(
                 config or folder, return_unused_kwargs=True, **options
             )
+        refuse_more_layers(config.to_dict(), stored)
         empty = _empty_model(model_class or class_of(config), config)
         return empty, config, {**_generation_config(type(empty), folder), **options}
     except OffloadError:
@@ -185,6 +190,25 @@ def model_on_meta(
             f"transformers can't make a model from {folder}: {first_line(error)}. If it needs another class, give it "
             "as model_class=, such as transformers.AutoModel"
         ) from error
+
+
+def _refuse_without_config(folder: Path, config: Config | None) -> None:
+    if config is None and is_folder(folder):
+        with reading(folder):
+            has_config = (folder / "config.json").is_file()
+        if not has_config:
+            raise CheckpointError(
+                f"{folder} has no config.json, so it is not a transformers model: pass config=, name a GGUF file in it "
+                "with gguf_file=, or fill a model of your own with offload.load_checkpoint_and_dispatch"
+            )
+
+
+def _as_it_is(path: Path) -> Settings:
+    """A configuration before transformers sees it; empty if it is damaged, which transformers says."""
+    with suppress(OffloadError, ValueError, RecursionError):
+        found = parse_json(read_regular(path, MOST_JSON))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def writes_text(model: Any) -> bool:

@@ -132,7 +132,7 @@ def sizes_from(
         largest: the largest file, if local.
         form: None to derive it from the configuration and the entries.
     """
-    model, config, _ = model_on_meta(folder)
+    model, config, _ = model_on_meta(folder, stored=len(entries))
     text = config.get_text_config(decoder=True)
     tables = _tables(model)
     kv_per_token, dispatch = _empty_passes(model)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import pickle
+import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import offload
 from offload import cli
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.conversion import convert_checkpoint
+from offload.checkpoints.dcp import Shard, _is_cut_into
 from offload.checkpoints.verify import verify
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.tensor.views import handle_of
@@ -316,6 +319,51 @@ def test_shards_that_do_not_cover_their_value_are_refused(
     with pytest.raises(CheckpointError, match=r"'rows' of shape \[10, 7\].* do not cover it"):
         open_checkpoint(tmp_path / "saved")
     assert not verify(tmp_path / "saved").is_whole
+
+
+def _tiles(shape: tuple[int, ...], seed: int) -> list[Shard]:
+    """A random guillotine cut of a shape."""
+    rng, boxes = random.Random(seed), [((0,) * len(shape), shape)]
+    for _ in range(12):
+        start, sides = boxes.pop(rng.randrange(len(boxes)))
+        at = rng.randrange(len(shape))
+        low = rng.randint(0, sides[at])
+        lower = (*sides[:at], low, *sides[at + 1 :])
+        upper = (*sides[:at], sides[at] - low, *sides[at + 1 :])
+        boxes += [(start, lower), ((*start[:at], start[at] + low, *start[at + 1 :]), upper)]
+    return [Shard("file", "key", 0, 1, *box) for box in boxes if 0 not in box[1]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_shards_tile_a_shape_if_each_element_is_in_one_of_them(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = (6, 5, 4)[: 1 + seed % 3]
+    shards = _tiles(shape, seed)
+    moved = rng.randrange(len(shards))
+    start = tuple(rng.randint(0, side - part) for side, part in zip(shape, shards[moved].shape, strict=True))
+    changed = [*shards[:moved], replace(shards[moved], start=start), *shards[moved + 1 :]]
+    counts = torch.zeros(shape)
+    for shard in changed:
+        counts[tuple(slice(at, at + side) for at, side in zip(shard.start, shard.shape, strict=True))] += 1
+
+    assert _is_cut_into(shape, tuple(shards))
+    assert bool((counts == 1).all()) == _is_cut_into(shape, tuple(changed))
+
+
+def test_the_work_for_shards_grows_with_their_number_alone() -> None:
+    """Of one row: the sums are taken from each shard once, and not from each pair."""
+
+    class Counted(tuple):
+        reads = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            Counted.reads += 1
+            return super().__getitem__(at)
+
+    shards = tuple(Shard("file", "key", 0, 1, Counted((0, at)), Counted((1, 1))) for at in range(500))
+
+    assert _is_cut_into((1, 500), shards)
+    assert 10 * len(shards) > Counted.reads > 0
 
 
 def test_a_shard_that_is_nowhere_is_refused(folder: Path) -> None:

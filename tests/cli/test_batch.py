@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload.cli import main
+from offload.cli import limited, main
 from offload.cli.requests import lines_of, parsed
 from tests.campaigns import amount
 from tests.processes import run_module, run_script
@@ -175,6 +175,31 @@ def test_figures_are_written_in_full(folder, tmp_path, capsys, monkeypatch):
 
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert {"answered 0", "tokens 1,234,567", "tokens per second 1,234", "read per line 98.8 kB"} <= set(said)
+
+
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a power": "{{ 9 ** (9 ** (8 + messages|length)) }}",
+    "memory": "{{ ('w' * 10 ** 11)[:1] }}",
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_a_chat_template_that_does_not_end_costs_one_request(folder, tmp_path, monkeypatch, what):
+    monkeypatch.setattr(limited, "_MOST_SECONDS", 1)
+    other = shutil.copytree(folder, tmp_path / "model")
+    endless = "{% if messages[0].content == 'w3' %}" + ENDLESS[what] + "{% endif %}"
+    (other / "chat_template.jinja").write_text(endless + TEMPLATE)
+    asked = [request(at, messages=[{"role": "user", "content": f"w{at}"}]) for at in (2, 3, 4)]
+
+    assert 1 == run(other, written(tmp_path / "in.jsonl", asked), tmp_path / "out.jsonl")
+
+    assert {"request 2", "request 4"} == texts(tmp_path / "out.jsonl").keys()
+    [refused] = read(tmp_path / "out.jsonl.errors.jsonl")
+    assert "request 3" == refused["custom_id"]
+    assert refused["error"]["message"].endswith(
+        "MemoryError" if what == "memory" else "the chat template takes more than 1 s, or too much memory"
+    )
 
 
 def test_without_a_chat_template_messages_are_refused_in_a_sentence(folder, tmp_path, capsys):

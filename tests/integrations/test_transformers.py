@@ -409,6 +409,17 @@ class Failing(LlamaForCausalLM):
         return super().tie_weights(*args, **options)
 
 
+@pytest.mark.parametrize("count", [1_000_000, 10**12])
+@pytest.mark.parametrize("load", [offload.from_pretrained, offload.plan])
+def test_more_layers_than_there_are_values_are_refused_before_they_are_made(load, count, llama_folder, tmp_path):
+    folder = shutil.copytree(llama_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
+
+    with pytest.raises(CheckpointError, match=rf"asks for {count} layers \(num_hidden_layers\), and the checkpoint"):
+        load(folder)
+
+
 def test_options_of_the_configuration_are_taken(llama_folder: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

@@ -25,7 +25,7 @@ import torch
 
 from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
-from offload.checkpoints.companions import class_of
+from offload.checkpoints.companions import class_of, refuse_more_layers
 from offload.checkpoints.gguf_parts import with_other_parts
 from offload.errors import CheckpointError, OffloadError
 from offload.kernels.packed import GgufRows
@@ -92,6 +92,7 @@ def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Pretrained:
     Raises: as `config_of`.
     """
     config, _ = config_of(source.path)
+    refuse_more_layers(config.to_dict(), len(source.keys()))
     with torch.device("meta"):
         kind = class_of(config)
         make = getattr(kind, "from_config", None) or kind._from_config  # of an Auto class, or a model's
