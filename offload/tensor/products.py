@@ -5,6 +5,7 @@ Always true:
   dense weight: it is never further from the true result
 - a row of the result depends neither on the number of threads nor on the rows beside it
 - what the kernels do not take, and everything within `exact()`, is computed with the dense weight
+- a dense weight that is larger than the set budget is decoded in parts for it, but not within `exact()`
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from offload.annotations import Args, Kwargs
 from offload.kernels.native import DTYPES, library, most_rows
 from offload.kernels.native import multiply as multiply_rows
 from offload.kernels.packed import Packed
+from offload.prefetch.engine import POOL
+from offload.prefetch.value import page_state_of
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.guests import CPU
-from offload.tensor.recipes import Decoded, Joined, Piece
+from offload.tensor.guests import CPU, sent_to
+from offload.tensor.recipes import Decoded, Joined, Piece, stored_in
 from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
 from offload.tensor.views import Traced, handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, guest_of
 from offload.torch_api import DisableTorchFunctionSubclass, modes_are_on, transform_on_top
+
+_PART = 16 << 20  # bytes of a dense weight that are decoded at a time if the whole is over the budget
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
@@ -64,9 +69,21 @@ def multiply_by_weight(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(args) >= 2 and not kwargs and type(args[1]) is OffloadedTensor and type(args[0]) is not OffloadedTensor:
         with DisableTorchFunctionSubclass():
             if not (modes_are_on() or records_graph(args, kwargs)):
-                found = _product(args[0], args[1], args[2] if len(args) > 2 else None)
+                found = _product_with_rows(args[0], args[1], args[2] if len(args) > 2 else None)
                 if found is not None:
                     return found
+    return read_directly(func, args, kwargs)
+
+
+@overrides(
+    torch.matmul, torch.mm, torch.addmm,
+    torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm,
+)  # fmt: skip
+def multiply_on_guests(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Not of a weight that is larger than the budget: the ops below decode it in parts."""
+    if any(type(arg) is OffloadedTensor and _is_over_budget(arg) for arg in args):
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
     return read_directly(func, args, kwargs)
 
 
@@ -76,7 +93,9 @@ def multiply_matrices(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, weight = args
     found = None
     if type(weight) is OffloadedTensor and type(x) is not OffloadedTensor and not modes_are_on():
-        found = _product(x, weight.t(), None)  # type: ignore[arg-type]
+        found = _product_with_rows(x, weight.t(), None)  # type: ignore[arg-type]
+        if found is None:
+            found = _sum_of_parts(x, weight)
     return read(func, args, kwargs) if found is None else found
 
 
@@ -86,7 +105,7 @@ def multiply_matrices_and_add(func: Any, args: Args, kwargs: Kwargs) -> Any:
     bias, x, weight = args
     found = None
     if not kwargs and type(weight) is OffloadedTensor and type(x) is not OffloadedTensor and not modes_are_on():
-        found = _product(x, weight.t(), bias) if bias.dim() == 1 else None  # type: ignore[arg-type]
+        found = _product_with_rows(x, weight.t(), bias) if bias.dim() == 1 else None  # type: ignore[arg-type]
     return read(func, args, kwargs) if found is None else found
 
 
@@ -105,6 +124,12 @@ class _Rows:
     start: int
     read: int
     count: int
+
+
+def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
+    """`F.linear(x, weight, bias)` without the whole dense weight; None if that is needed, or may be in memory."""
+    found = _product(x, weight, bias)
+    return _product_in_parts(x, weight, bias) if found is None else found
 
 
 def _product(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
@@ -203,3 +228,70 @@ def _turned_rows_in(recipe: Decoded, packed: Packed, view_spec: torch.Tensor) ->
     if left or tuple(view_spec.shape) != (wide, high) or view_spec.stride() != (1, wide):
         return None
     return _Rows(recipe, packed, element * high, high, wide)
+
+
+# Of a weight that is larger than the budget
+
+
+def _product_in_parts(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
+    """`F.linear(x, weight, bias)` with some rows of the weight at a time; None if all of it may be in memory."""
+    step = _rows_at_a_time(x, weight)
+    if step is None or (bias is not None and bias.shape != weight.shape[:1]):
+        return None
+    with no_functions(), no_modes():
+        bias = None if bias is None else guest_of(bias)
+        out: torch.Tensor | None = None
+        for begin in range(0, len(weight), step):
+            end = min(begin + step, len(weight))
+            part = F.linear(x, _decoded(weight, begin, end), None if bias is None else bias[begin:end])
+            out = part.new_empty(*part.shape[:-1], len(weight)) if out is None else out
+            out[..., begin:end] = part
+        return out
+
+
+def _sum_of_parts(x: torch.Tensor, weight: OffloadedTensor) -> torch.Tensor | None:
+    """`x @ weight` with some rows of the weight at a time, as in backward; None if all of it may be in memory."""
+    step = _rows_at_a_time(x, weight)
+    if step is None or x.dtype != weight.dtype or x.shape[-1] != len(weight):
+        return None
+    wide = torch.promote_types(x.dtype, torch.float32)  # a sum of rounded parts would be less exact
+    with no_functions(), no_modes():
+        out: torch.Tensor | None = None
+        for begin in range(0, len(weight), step):
+            end = min(begin + step, len(weight))
+            rows = _decoded(weight, begin, end)
+            part = x[:, begin:end].to(wide) @ rows.to(wide)
+            out = part if out is None else out.add_(part)
+        return None if out is None else out.to(x.dtype)
+
+
+def _decoded(weight: OffloadedTensor, begin: int, end: int) -> torch.Tensor:
+    """Some rows, where the product is computed."""
+    rows: torch.Tensor = handle_of(weight).composed.value(view_spec_of(weight)[begin:end])  # type: ignore[union-attr]
+    return sent_to(rows, weight._target)
+
+
+def _rows_at_a_time(x: torch.Tensor, weight: OffloadedTensor) -> int | None:
+    """How many rows of a weight are decoded at a time; None for all."""
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or transform_on_top() is not None:
+        return None
+    if weight.dim() != 2 or weight.stride(1) != 1 or not _is_over_budget(weight):
+        return None
+    return max(1, _PART * len(weight) // (weight.numel() * weight.itemsize))
+
+
+def _is_over_budget(weight: OffloadedTensor) -> bool:
+    """Whether a packed weight is larger than the set budget when it is dense, and need not be so for a product."""
+    handle = weight._handle
+    nbytes = weight.numel() * weight.itemsize
+    if nbytes <= _PART or type(handle) is Traced or handle.composed is None or _exact.get():
+        return False
+    budget = (page_state_of(next(stored_in([handle_of(weight)]))).pool or POOL).max_memory
+    return budget is not None and nbytes > budget and _is_packed(handle.composed)
+
+
+def _is_packed(composed: Any) -> bool:
+    """Whether a value is decoded, and products with it need not be those with the dense value."""
+    if isinstance(composed, Decoded):
+        return not composed.is_exact
+    return isinstance(composed, Joined) and any(_is_packed(piece.handle.composed) for piece in composed.pieces)

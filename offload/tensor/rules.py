@@ -88,9 +88,9 @@ def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
 @overrides(
     F.layer_norm, F.rms_norm, F.group_norm, F.bilinear,
     F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
-    torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.addmm, torch.baddbmm, torch.cat, torch.stack,
+    torch.bmm, torch.mv, torch.dot, torch.baddbmm, torch.cat, torch.stack,
     torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.where,
-    torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm, torch.Tensor.bmm,
+    torch.Tensor.bmm,
     torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.div, torch.Tensor.pow,
     torch.Tensor.__add__, torch.Tensor.__sub__, torch.Tensor.__mul__, torch.Tensor.__truediv__,
     torch.Tensor.__radd__, torch.Tensor.__rmul__,

@@ -17,6 +17,7 @@ from offload.tensor import products
 from offload.tensor.recipes import Piece
 from offload.tensor.views import handle_of, view_spec_of
 from tests.checkpoints.forms import FORMS, PROMPT, outcome
+from tests.peak import Peak
 
 pytestmark = [
     pytest.mark.fused,
@@ -169,3 +170,58 @@ def test_products_under_transforms_and_of_negated_views_are_those_of_the_dense_w
     torch.testing.assert_close(-F.linear(x, dense), negated, rtol=0.02, atol=size)
     torch.testing.assert_close(F.linear(x, dense), torch.vmap(product)(x), rtol=0.02, atol=size)
     torch.testing.assert_close(F.linear(x, dense), torch.func.jvp(product, (x,), (x,))[1], rtol=0.02, atol=size)
+
+
+def backward_of_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    out = F.linear(x, weight)
+    out.backward(out.detach())
+    assert x.grad is not None
+    return x.grad
+
+
+IN_PARTS = {
+    "linear": F.linear,
+    "linear, of a bias": lambda x, weight: F.linear(x, weight, x.new_ones(len(weight))),
+    "matmul": lambda x, weight: x @ weight.t(),
+    "addmm": lambda x, weight: torch.addmm(x.new_ones(len(weight)), x, weight.t()),
+    "backward": backward_of_linear,
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_dense_weight_that_is_larger_than_the_budget_is_not_in_memory_as_a_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of a GGUF file, 41 MB dense in float32, in products with more rows than the kernels take."""
+    monkeypatch.setattr(products, "_PART", 1 << 20)
+    weight = packed_table(tmp_path, rows=40_000, columns=256)
+    dense = weight.materialize()
+    multiply, x = IN_PARTS[name], torch.randn(MOST_ROWS + 1, 256, generator=torch.Generator().manual_seed(0))
+    expected = multiply(x, dense)
+
+    with offload.set_max_memory("1MiB"):
+        with Peak() as peak:
+            found = multiply(x, weight)
+        with offload.exact():
+            exact = multiply(x, weight)
+
+    assert peak.nbytes < 10 << 20
+    assert torch.equal(expected, exact)
+    torch.testing.assert_close(expected, found, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+def packed_table(folder: Path, rows: int, columns: int) -> Any:
+    """A matrix in blocks of a GGUF file."""
+    import gguf
+    import numpy as np
+
+    kind = gguf.GGMLQuantizationType.Q8_0
+    values = np.random.default_rng(0).standard_normal((rows, columns), dtype=np.float32)
+    writer = gguf.GGUFWriter(folder / "table.gguf", "llama")
+    writer.add_tensor("table", gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return offload.load_file(folder / "table.gguf")["table"]
