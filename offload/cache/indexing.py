@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -97,6 +98,16 @@ def rows_of(index: Any, size: int) -> Rows:
     return Rows(*_checked(np.array(_number(index)), size), is_one=True)
 
 
+def grouped(values: Any, shape: Sequence[int]) -> Any:
+    """Values of rows, as a tensor or a list, in the shape of the index that selected them."""
+    if isinstance(values, torch.Tensor):
+        return values.unflatten(0, tuple(shape))
+    if len(shape) == 1:
+        return values
+    step = math.prod(shape[1:])
+    return [grouped(values[at * step : (at + 1) * step], shape[1:]) for at in range(shape[0])]
+
+
 def span_of(numbers: Numbers) -> slice | None:
     """The same rows as a slice, if they are consecutive."""
     count = len(numbers)
@@ -141,9 +152,11 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArra
         array = np.asarray(None)
     if array.ndim == 1 and array.dtype == bool:
         return array
-    if array.ndim > 1 or array.dtype.kind not in "iu" or array.dtype == np.uint8:  # torch takes uint8 for a mask
+    is_mask = isinstance(index, torch.Tensor) and array.dtype == np.uint8  # to torch, but not to NumPy
+    if array.ndim > 1 or array.dtype.kind not in "iu" or is_mask:
         raise RowIndexError(
             f"{_short(index)} (shape {array.shape}, {array.dtype}) is not an index of rows: give {_FORMS}"
+            + (", as index.long() or, for a mask, index.bool()" if is_mask else "")
         )
     return array
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from offload.cache.columns import Ragged
 from offload.cache.held import HeldStore, read_file, save_file, write_file
 from offload.cache.incoming import Field, Incoming, plain_values, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
-from offload.cache.indexing import rows_of
+from offload.cache.indexing import grouped, rows_of
 from offload.cache.missing import fill_missing
 from offload.cache.schema import TENSOR, Column, Manifest, as_json, schema_of
 from offload.cache.states import FILE as STATES
@@ -258,6 +258,15 @@ class TensorCache:
         """What each column holds, by name; `create` makes another cache of it."""
         return self._store.schema
 
+    def keys(self) -> KeysView[str]:
+        """The names of the columns."""
+        return self.schema.keys()
+
+    def to(self, device: torch.device | str | int) -> Self:
+        """The same cache, whose batches land on `device` from now on. Nothing is copied."""
+        self.device = checked_device(device)
+        return self
+
     @property
     def metadata(self) -> Mapping[str, Any]:
         """What was given to `create`."""
@@ -336,7 +345,8 @@ class TensorCache:
 
         Args:
             rows: an int (which gives a row without a leading dimension), a slice, a range, a list, a 1-D integer or
-                bool tensor or array. Negative numbers count from the end.
+                bool tensor or array, or one of integers with more dimensions, which the results have, too, without
+                `out`. Negative numbers count from the end.
             columns: their names; all if None.
             device: where the tensors land; that of the cache if None.
             out: by column, contiguous tensors on the CPU to read into.
@@ -352,6 +362,11 @@ class TensorCache:
         Raises:
             RowIndexError, ColumnError, MissingRowsError, CorruptFileError
         """
+        shape = tuple(getattr(rows, "shape", ()))
+        if len(shape) > 1 and out is None and ragged != "jagged" and rows.dtype not in (torch.bool, np.bool_):
+            options: dict[str, Any] = {"device": device, "missing": missing, "pin_memory": pin_memory, "ragged": ragged}
+            flat = self.get(rows.reshape(-1), columns, padding=padding, **options)
+            return {name: grouped(value, shape) for name, value in flat.items()}
         store = self._open()
         target = self.device if device is None else checked_device(device)
         if out is None and missing == "error" and not pin_memory and (warm := store.warm) is not None:

@@ -252,7 +252,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         opened = [TensorFile.open(folder / name) for name in files]
         if all("name" in file.notes for file in opened):
             return Checkpoint(folder, _values_by_name(opened), is_offload_folder=True)
-        found = _the_only(folder, files)
+        found = _the_only(folder, files, names)
     if found is None and METADATA in names:
         return _open_distributed(folder)
     found = found or _model_in(folder, names, "pytorch_model", PICKLES)
@@ -266,7 +266,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             packed = ", ".join(name for name in names if name.endswith(".gguf"))
             more = f", but GGUF files ({packed}): give the path of one of them" if packed else ""
             raise CheckpointError(f"{folder} has no checkpoint, neither .safetensors nor .bin{more}")
-        found = _the_only(folder, pickled)
+        found = _the_only(folder, pickled, names)
     if found.endswith(INDEX):
         return _open_index(folder / found)
     return _open_file(folder, folder / found)
@@ -322,7 +322,7 @@ def _model_in(folder: Path, names: list[str], stem: str, suffixes: tuple[str, ..
         return usual
     if usual + INDEX in indexes:
         return usual + INDEX
-    return _the_only(folder, indexes) if indexes else None
+    return _the_only(folder, indexes, []) if indexes else None
 
 
 def is_beside(name: str) -> bool:
@@ -330,7 +330,11 @@ def is_beside(name: str) -> bool:
     return name.startswith(_BESIDE)
 
 
-def _the_only(folder: Path, names: list[str]) -> str:
+def _the_only(folder: Path, names: list[str], beside: list[str]) -> str:
+    """The only one of these files; of several, the only index among the files beside them, whatever its name."""
+    indexes = [name for name in beside if name.endswith(INDEX)]
+    if len(names) > 1 and len(indexes) == 1:
+        return indexes[0]
     shard = next(filter(is_shard, names), None)
     if shard is not None:
         raise CheckpointError(

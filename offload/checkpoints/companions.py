@@ -180,6 +180,10 @@ def tokenizer_in(place: Path) -> Any:
     folder = place.parent if file else place
     try:
         return AutoTokenizer.from_pretrained(folder, **file)
+    except ImportError as error:
+        raise CheckpointError(
+            f"the tokenizer of {place} needs a package that is missing or broken: {first_line(_root_of(error))}"
+        ) from error
     except Exception as error:  # it can raise anything for damaged files
         unread = f" that transformers can load ({first_line(error)})"
         if file:
@@ -189,6 +193,13 @@ def tokenizer_in(place: Path) -> Any:
             f"{folder} has no tokenizer{unread if is_one else ''}: put the tokenizer of the model there "
             "(tokenizer.json and tokenizer_config.json)"
         ) from error
+
+
+def _root_of(error: Exception) -> Exception:
+    """The first of the errors that led to this one."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,11 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="for weights that change (default: a temporary one)",
     )
+    command.add_argument(
+        "--store",
+        action="store_true",
+        help="write weights that have to be decoded or joined to --offload-dir once, for later runs (default: never)",
+    )
     add_revision(command)
 
 
@@ -213,7 +218,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
         disable_progress_bar()  # for loading weights: it would overwrite the line above, and no weight is loaded
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
-        chosen = {"dtype": options.dtype, "max_memory": options.max_memory}
+        chosen = {"dtype": options.dtype, "max_memory": options.max_memory, "store": options.store}
         model = from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
         if not writes_text(model):
             raise CheckpointError(

@@ -33,7 +33,8 @@ def add_to(commands: arguments.Commands) -> None:
         type=arguments.count,
         default=128,
         metavar="N",
-        help="columns that share a scale, for --int8 and --int4 (default: %(default)s)",
+        help="columns that share a scale, for --int8 and --int4; fewer in a layer that it does not divide "
+        "(default: %(default)s)",
     )
     command.set_defaults(run=quantize)
 
@@ -89,8 +90,8 @@ def quantize(options: argparse.Namespace) -> None:
     )
     if left:
         print(
-            f"left as they are: {counted(len(left), 'layer')} whose columns are not a multiple of "
-            f"{options.group_size}, or whose experts are stored as one tensor "
+            f"left as they are: {counted(len(left), 'layer')} whose columns do not divide into groups of 32 or more, "
+            "or whose experts are stored as one tensor "
             f"({', '.join(left[:3])}{'...' if len(left) > 3 else ''})",
             file=sys.stderr,
         )

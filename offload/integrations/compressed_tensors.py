@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ FORMS = {
     "int4": ("W4A16", "pack-quantized", True),
     "fp8": ("FP8_DYNAMIC", "float-quantized", False),
 }
+_LEAST_GROUP = 32  # columns: kernels of inference servers take no smaller groups
 _PACKED = (".weight_packed", ".weight")  # the piece of a weight that is stored last
 
 
@@ -60,8 +62,8 @@ def quantize_checkpoint(
         source: the folder of a model that is not quantized.
         target: the new folder; it may be there if it is empty.
         form: "int8" or "int4", with a scale for each row and group of columns; "fp8" (E4M3) with a scale for each row.
-        group_size: columns that share a scale, for "int8" and "int4". Layers with another number of columns than a
-            multiple of it stay as they are.
+        group_size: columns that share a scale, for "int8" and "int4". A layer whose columns are no multiple of it has
+            groups of the largest size that divides both, or stays as it is if that is less than 32.
         max_shard_size: see `save_checkpoint`.
         resume: go on with a run that was killed, from the folder `target` + ".partial".
         progress: show a bar, on a terminal.
@@ -84,15 +86,16 @@ def quantize_checkpoint(
         []
     """
     opened, target = open_checkpoint(source), absolute(target)
-    scheme = _scheme(form, group_size)
-    chosen, left = _layers(opened, None if scheme.weights.group_size is None else group_size)
+    chosen, left = _layers(opened, group_size if FORMS[form][2] else None)
+    schemes = {size: _scheme(form, size) for size in sorted(set(chosen.values()), reverse=True)}
+    scheme_of = {name: schemes[size] for name, size in chosen.items()}
     run = {"form": form, "group_size": group_size, "source": identities_of(opened)}
     with resumable_folder(target, run, resume=resume) as work:
-        quantized = _quantized(opened, chosen, scheme, work, _done_in(work), progress=progress)
+        quantized = _quantized(opened, scheme_of, work, _done_in(work), progress=progress)
         others = {name: tensor for name, tensor in opened.tensors().items() if name not in chosen}
         with replacing_folder(target) as folder:
             copy_companions(opened.path, folder)
-            _note(folder, scheme, FORMS[form][1], left)
+            _note(folder, scheme_of, FORMS[form][1], left)
             save_checkpoint(quantized | others, folder, max_shard_size)
     log.info("quantized %d layers of %s, and left %d as they are", len(chosen), source, len(left))
     return [name for name, is_output in left.items() if not is_output]
@@ -109,14 +112,18 @@ def _scheme(form: str, group_size: int) -> Any:
     return scheme
 
 
-def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict[str, bool]]:
-    """The weights to quantize, and the layers to leave, each with whether it is the output layer."""
+def _layers(source: Checkpoint, group_size: int | None) -> tuple[dict[str, int], dict[str, bool]]:
+    """The weights to quantize, with the size of their groups, 0 for none; and the layers to leave.
+
+    Of these, each with whether it is the output layer.
+    """
     model, config, _ = model_on_meta(source.path, stored=len(source.keys()))
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{source.path} is quantized already: quantize the model that it was made from")
     head = model.get_output_embeddings()
     modules = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "weight")}
-    chosen, left = [], {}
+    chosen, left = {}, {}
+    least = min(_LEAST_GROUP, group_size or 0)
     for name, value in source.items():
         layout = value.layout
         if layout is not None and len(layout.shape) == 3 and ".experts." in name:
@@ -130,12 +137,13 @@ def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict
             continue
         module = modules.get(name)
         is_linear = isinstance(module, nn.Linear) if module is not None else ".experts." in name
-        if is_linear and module is not head and layout.shape[1] % (group_size or 1) == 0:
-            chosen.append(name)
+        size = math.gcd(layout.shape[1], group_size) if group_size else 0
+        if is_linear and module is not head and size >= least:
+            chosen[name] = size
         elif is_linear or (module is not None and not isinstance(module, nn.Embedding)):
             left[name.removesuffix(".weight")] = module is head or not is_linear
     if not chosen:
-        columns = f" whose columns are a multiple of {group_size}" if group_size else ""
+        columns = f" whose columns divide into groups of {least} or more" if group_size else ""
         raise CheckpointError(f"{source.path} has no linear layers{columns}: nothing in it can be quantized")
     return chosen, left
 
@@ -150,8 +158,7 @@ def _done_in(work: Path) -> dict[str, dict[str, OffloadedTensor]]:
 
 def _quantized(
     source: Checkpoint,
-    names: list[str],
-    scheme: Any,
+    schemes: Mapping[str, Any],
     work: Path,
     done: Mapping[str, Mapping[str, OffloadedTensor]],
     *,
@@ -160,8 +167,8 @@ def _quantized(
     """The quantized weights, each piece in a file of the work folder."""
     tensors = source.tensors()
     found: dict[str, torch.Tensor] = {}
-    with progress_in_bytes(sum(source[name].nbytes for name in names), "quantizing", shown=progress) as advance:
-        for name in names:
+    with progress_in_bytes(sum(source[name].nbytes for name in schemes), "quantizing", shown=progress) as advance:
+        for name, scheme in schemes.items():
             if name in done:
                 found |= done[name]
             else:
@@ -192,12 +199,18 @@ def _steps(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
     return {"weight_scale": scale, "weight_zero_point": zero_point}
 
 
-def _note(folder: Path, scheme: Any, stored_as: str, left: Mapping[str, bool]) -> None:
+def _note(folder: Path, schemes: Mapping[str, Any], stored_as: str, left: Mapping[str, bool]) -> None:
     """Write into the configuration how the weights are stored."""
     from compressed_tensors.quantization import QuantizationConfig
 
+    by_size = {scheme.weights.group_size: scheme for scheme in schemes.values()}
+    if len(by_size) > 1:
+        for size, scheme in by_size.items():
+            names = [name for name, one in schemes.items() if one.weights.group_size == size]
+            scheme.targets = [name.removesuffix(".weight") for name in names]
+    groups = {f"group_{number}": scheme for number, scheme in enumerate(by_size.values())}
     settings = QuantizationConfig(
-        config_groups={"group_0": scheme}, format=stored_as, quantization_status="compressed", ignore=list(left)
+        config_groups=groups, format=stored_as, quantization_status="compressed", ignore=list(left)
     )
     config = read_json(folder / "config.json", "a model's configuration")
     config["quantization_config"] = settings.model_dump(mode="json", exclude_none=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -101,6 +102,7 @@ def from_pretrained(
         >>> model(torch.tensor([[1, 2]])).logits.shape
         torch.Size([1, 2, 9])
     """
+    asks_to_decode = bool(options.get("quantization_config"))
     _refuse_options(options)
     refuse_to_store_nowhere(offload_dir, store=store)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
@@ -111,6 +113,8 @@ def from_pretrained(
     source = open_checkpoint(folder)
     empty, config, options = model_on_meta(folder, model_class, config, stored=len(source.keys()), **options)
     options.update(of_ranks)
+    if asks_to_decode and quantization_of(empty.config) is None:
+        _refuse_to_quantize("quantization_config")
     source.refuse_own_folder(offload_dir)
     is_asked, dtype = dtype not in (None, "auto"), _requested_dtype(dtype, empty.config, source)
     values = values_in(source, quantization_of(empty.config), offload_dir, model=empty, dtype=dtype)
@@ -217,16 +221,26 @@ def writes_text(model: Any) -> bool:
 
 
 def _refuse_options(options: Kwargs) -> None:
-    wanted = next((name for name in _QUANTIZING if options.get(name)), None)
-    if wanted is not None:
-        raise CheckpointError(
-            f"{wanted}: weights are not quantized while they are loaded. Load the model, then quantize it on disk with "
-            "offload.quantize_(model, config) and a configuration of torchao, such as Int8WeightOnlyConfig()"
-        )
+    for name in _QUANTIZING:
+        if options.get(name) and not _asks_to_decode(options[name]):
+            _refuse_to_quantize(name)
     for name in _QUANTIZING:
         options.pop(name, None)
     for name in _NOT_HERE.keys() & options.keys():
         raise ArgumentTypeError(f"offload.from_pretrained does not take {name!r}: {_NOT_HERE[name]}")
+
+
+def _asks_to_decode(quantization: Any) -> bool:
+    """Whether settings ask that packed weights are computed with as dense ones, which they are in any case."""
+    said = quantization if isinstance(quantization, Mapping) else getattr(quantization, "__dict__", {})
+    return said.get("dequantize") is True or said.get("run_compressed") is False
+
+
+def _refuse_to_quantize(option: str) -> NoReturn:
+    raise CheckpointError(
+        f"{option}: weights are not quantized while they are loaded. Load the model, then quantize it on disk with "
+        "offload.quantize_(model, config) and a configuration of torchao, such as Int8WeightOnlyConfig()"
+    )
 
 
 def _empty_model(model_class: Any, config: Config) -> Pretrained:

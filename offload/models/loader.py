@@ -68,6 +68,7 @@ from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded
 from offload.torch_api import DisableTorchFunctionSubclass, blocks_of, buffers_of, parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
+Models = TypeVar("Models")  # a module, or a pipeline of modules
 
 _MOST_OF_A_FILE = 0.75  # share of a file from which it is read including the gaps between a model's values
 _REFERENCED = "referenced"
@@ -258,19 +259,20 @@ def load_checkpoint_in_model(
 
 
 def disk_offload(
-    model: Model,
+    model: Models,
     offload_dir: PathLike | None = None,
     *,
     execution_device: torch.device | str | int | None = None,
     offload_buffers: bool = False,
-) -> Model:
+) -> Models:
     """Move the parameters of a model to disk, one by one.
 
     A model that accelerate has dispatched, to the CPU's memory or to disk, is refused: its hooks hold the weights. Load
     such a model with `load_checkpoint_and_dispatch` or `from_pretrained`. Other hooks stay.
 
     Args:
-        model: its parameters stay the same objects, so that what is tied to them, optimizers and lists follow.
+        model: its parameters stay the same objects, so that what is tied to them, optimizers and lists follow. Of a
+            pipeline of diffusers, all models among its `components`, each with its own subfolder of `offload_dir`.
         offload_dir: the folder for the files, which then stay; None for a private one. What is on disk already stays
             where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied,
             and its first write goes to the folder.
@@ -292,6 +294,13 @@ def disk_offload(
         >>> type(model.weight.data).__name__
         'OffloadedTensor'
     """
+    components = getattr(model, "components", None)
+    if not isinstance(model, nn.Module) and isinstance(components, Mapping):
+        for name, part in components.items():
+            if isinstance(part, nn.Module):
+                place = None if offload_dir is None else Path(offload_dir) / name
+                disk_offload(part, place, execution_device=execution_device, offload_buffers=offload_buffers)
+        return model
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"a {type(model).__name__} is not a module: offload its parts one by one")
     refuse_held(model)

@@ -248,7 +248,9 @@ def pick_where_the_file_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _announce_rows(table: OffloadedTensor, rows: torch.Tensor | None) -> None:
     """Start reading all of the rows, and nothing around them, before waiting for the first."""
-    if rows is not None and rows.device == CPU and table.dim() > 1 and table.numel():
+    if rows is None or rows.dtype not in _NUMBERS:  # torch says what is wrong with it
+        return
+    if rows.device == CPU and table.dim() > 1 and table.numel():
         rows_coming(handle_of(table), view_spec_of(table), rows)
 
 
@@ -282,11 +284,12 @@ def _is_of_rows(func: Any, args: Args) -> bool:
 def _row_numbers(func: Any, picks: Any) -> torch.Tensor | None:
     """The rows that an op picks, on the CPU, counted from 0; None if it picks something else."""
     numbers = picks[0] if func is aten.index.Tensor else picks
-    if not isinstance(numbers, torch.Tensor) or numbers.dtype not in (torch.int64, torch.int32) or numbers.is_meta:
+    if not isinstance(numbers, torch.Tensor) or numbers.dtype not in _NUMBERS or numbers.is_meta:
         return None
     return guest_of(numbers).to(CPU)
 
 
+_NUMBERS = (torch.int64, torch.int32)
 _AT_ONCE = 4  # matrices whose reads start together, while as many are used
 _PICKS = {aten.embedding.default: 1, aten.index_select.default: 2, aten.index.Tensor: 1}  # which argument has the rows
 

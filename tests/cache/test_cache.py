@@ -141,10 +141,11 @@ def test_the_last_of_several_values_for_one_row_stays(filled):
         (None, "None .* is not an index of rows"),
         (..., "Ellipsis .* is not an index of rows"),
         ((1, 2), r"\(1, 2\) \(tuple\) is not an index of rows"),
+        (torch.ones(2, 5, dtype=torch.bool), r"shape \(2, 5\), bool\) is not an index of rows"),
         ([[1, 2], [3, 4]], r"shape \(2, 2\), int64\) is not an index of rows"),
         ([[1], [2, 3]], "is not an index of rows"),
         (torch.tensor([1.5]), "float32.* is not an index of rows"),
-        (torch.tensor([1], dtype=torch.uint8), "uint8.* is not an index of rows"),
+        (torch.tensor([1], dtype=torch.uint8), "uint8.* is not an index of rows.*index.long"),
     ],
 )
 def test_an_invalid_index_is_an_error_with_index_and_size(filled, index, said):
@@ -154,6 +155,40 @@ def test_an_invalid_index_is_an_error_with_index_and_size(filled, index, said):
         cache[index]
     with pytest.raises(IndexError):
         cache[index] = {"x": torch.zeros(1, 3)}
+
+
+@pytest.mark.parametrize(
+    "index", [torch.tensor([[1, -1, 3], [0, 0, 2]]), np.array([[[4]], [[2]]]), torch.ones(0, 2).long()]
+)
+def test_an_index_with_several_dimensions_gives_them_to_the_rows(filled, index):
+    cache, values = filled
+
+    found = cache[index]["x"]
+
+    assert torch.equal(values[torch.as_tensor(index)], found)
+
+
+def test_lists_of_rows_are_nested_as_their_index_is(tmp_path):
+    cache = cache_of(tmp_path, {"text": "json"}, 3)
+    cache[:] = {"text": ["a", "b", "c"]}
+
+    assert [["b", "a"], ["c", "c"]] == cache[torch.tensor([[1, 0], [2, 2]])]["text"]
+
+
+def test_bytes_of_an_array_number_rows_as_in_numpy(filled):
+    cache, values = filled
+
+    assert torch.equal(values[[3, 0, 3]], cache[np.array([3, 0, 3], dtype=np.uint8)]["x"])
+
+
+def test_a_cache_names_its_columns_and_moves_where_batches_land(filled):
+    cache, _ = filled
+
+    moved = cache.to("cpu")
+
+    assert ["x"] == list(cache.keys())
+    assert moved is cache
+    assert torch.device("cpu") == cache.device == cache[[1]]["x"].device
 
 
 def test_a_cache_without_rows_says_so(tmp_path):

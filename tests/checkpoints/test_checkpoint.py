@@ -118,6 +118,16 @@ def test_a_configuration_alone_is_not_a_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_the_only_index_is_that_of_the_shards_whatever_its_name(suffix: str, tmp_path: Path) -> None:
+    for name in "ab":
+        save = save_file if suffix == "safetensors" else torch.save
+        save({name: torch.ones(2)}, tmp_path / f"{name}.{suffix}")
+    _index(tmp_path, {name: f"{name}.{suffix}" for name in "ab"}, "mine.index.json")
+
+    assert {"a", "b"} == open_checkpoint(tmp_path).keys()
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"])
 def test_a_folder_with_something_other_than_a_file_is_refused_without_waiting(

@@ -154,6 +154,39 @@ def test_a_prompt_that_a_chat_template_can_not_take_is_refused_with_the_way_out(
     assert "rejects the prompt (no system messages): --raw continues it as it is" in said
 
 
+def test_stored_weights_need_a_named_folder_and_go_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.checkpoints.forms import FORMS
+
+    FORMS["fp8-llama"].write(tmp_path / "model")
+    _tokenizer(tmp_path / "model")
+    words = ["generate", str(tmp_path / "model"), "--prompt", "w5", "--max-new-tokens", "1", "--store"]
+
+    assert 1 == cli.main(words)
+    assert 0 == cli.main([*words, "--offload-dir", str(tmp_path / "stored")])
+
+    assert "store=True needs offload_dir" in capsys.readouterr().err
+    assert any((tmp_path / "stored").glob("*q_proj*"))
+
+
+def test_a_broken_package_is_not_taken_for_a_missing_tokenizer(
+    llama_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    def broken(*_: Any, **__: Any) -> None:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'X'") from error
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", broken)
+
+    assert 1 == cli.main(["generate", str(llama_folder), "--prompt", "w5"])
+
+    said = capsys.readouterr().err
+    assert "needs a package that is missing or broken: operator torchvision::nms does not exist" in said
+
+
 def test_generate_answers_with_a_decoder_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The output of an encoder-decoder model does not begin with the prompt."""
     from transformers import T5Config, T5ForConditionalGeneration

@@ -91,12 +91,34 @@ def test_companions_are_copied_and_the_configuration_names_the_form(models: dict
     assert (4, 64) == tuple(said["config_groups"]["group_0"]["weights"][key] for key in ("num_bits", "group_size"))
 
 
-def test_layers_that_groups_do_not_divide_are_left_and_named(
+def test_a_layer_that_groups_do_not_divide_has_smaller_ones(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert 0 == cli.main(["quantize", str(models["dense"]), str(tmp_path / "new"), "--int8"])
+    """128 columns in one group, 64 in one of 64: the largest size that divides both."""
+    assert 0 == cli.main(["quantize", str(models["dense"]), str(tmp_path / "new"), "--int4"])
 
-    assert "left as they are: 12 layers whose columns are not a multiple of 128" in capsys.readouterr().err
+    assert "left as they are" not in capsys.readouterr().err
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    names = {name: f"model.layers.1.mlp.{name}" for name in ("down_proj", "up_proj")}
+    assert [1, 1] == [found[f"{name}.weight_scale"].shape[1] for name in names.values()]
+    groups = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]["config_groups"]
+    by_size = {group["weights"]["group_size"]: group["targets"] for group in groups.values()}
+    assert {64, 128} == by_size.keys()
+    assert names["down_proj"] in by_size[128]
+    assert names["up_proj"] in by_size[64]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="bfloat16")
+    assert torch.equal(logits(plain), logits(offload.from_pretrained(tmp_path / "new")))
+
+
+def test_layers_that_no_group_divides_are_left_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """48 columns and groups of 32: these have 16 columns in common, fewer than kernels take."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, "hidden_size": 48})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+
+    assert 0 == cli.main(["quantize", str(tmp_path / "model"), str(tmp_path / "new"), "--int8", "--group-size", "32"])
+
+    assert "left as they are: 10 layers whose columns do not divide into groups" in capsys.readouterr().err
     found = load_file(tmp_path / "new" / "model.safetensors")
     assert "model.layers.0.mlp.down_proj.weight_packed" in found
     assert "model.layers.0.mlp.up_proj.weight" in found

@@ -18,6 +18,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    FineGrainedFP8Config,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -29,6 +30,7 @@ from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from offload.models import pretrained
 from offload.tensor.views import handle_of
+from tests.checkpoints.forms import FORMS, PROMPT
 
 SMALL = {
     "vocab_size": 96,
@@ -411,6 +413,22 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
     model.save_pretrained(tmp_path / "again", save_original_format=False)
     with torch.no_grad():
         assert torch.equal(logits, AutoModelForCausalLM.from_pretrained(tmp_path / "again")(tokens).logits)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_settings_that_ask_for_dense_weights_are_those_that_are_followed_anyway(as_dict: bool, tmp_path: Path) -> None:
+    """Of a quantized checkpoint; one that is not would be quantized."""
+    FORMS["fp8-llama"].write(tmp_path)
+    settings: Any = FineGrainedFP8Config(dequantize=True)
+
+    model = offload.from_pretrained(tmp_path, quantization_config=settings.to_dict() if as_dict else settings)
+
+    assert torch.equal(FORMS["fp8-llama"].plain(tmp_path)(PROMPT).logits, model(PROMPT).logits)
+
+
+def test_settings_that_ask_for_dense_weights_do_not_quantize_a_dense_checkpoint(llama_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="then quantize it on disk"):
+        offload.from_pretrained(llama_folder, quantization_config=FineGrainedFP8Config(dequantize=True))
 
 
 def test_weights_are_not_quantized_while_they_are_loaded(llama_folder: Path) -> None:

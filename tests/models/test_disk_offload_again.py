@@ -6,6 +6,8 @@ import copy
 import inspect
 import pickle
 from collections.abc import MutableMapping
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,3 +234,16 @@ def test_a_model_that_is_parametrized_and_not_any_more_still_looks_before_it_sav
     nn.utils.parametrize.remove_parametrizations(model, "weight")
 
     assert type(model) is kind
+
+
+def test_the_models_of_a_pipeline_go_to_disk_each_to_its_own_folder(tmp_path: Path) -> None:
+    """As of diffusers, whose pipelines are no modules and have `components`."""
+    one, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    expected = one.weight.detach().clone(), other.weight.detach().clone()
+    pipeline = SimpleNamespace(components={"unet": one, "vae": other, "scheduler": object(), "safety_checker": None})
+
+    assert pipeline is offload.disk_offload(pipeline, tmp_path)
+
+    assert [tmp_path / "unet", tmp_path / "vae"] == [part.weight.offload_path.parent for part in (one, other)]
+    assert torch.equal(expected[0], one.weight.materialize())
+    assert torch.equal(expected[1], other.weight.materialize())

@@ -566,3 +566,17 @@ def test_a_tensor_on_disk_can_not_be_of_a_second_class() -> None:
     with pytest.raises(offload.errors.UnsupportedOpError, match=r"'w'.*Named.*materialize"):
         w.as_subclass(Named)
     assert isinstance(w.materialize().as_subclass(Named), Named)
+
+
+@pytest.mark.parametrize("index", [torch.tensor([1.5]), torch.tensor([True]), torch.tensor([1], dtype=torch.int16)])
+def test_an_embedding_takes_no_other_indices_than_in_memory(index: torch.Tensor) -> None:
+    """With torch's own words, also without gradients, when only the rows are read."""
+    plain = nn.Embedding(5, 3)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Long, Int") as expected:
+        plain(index)
+    on_disk = offload.disk_offload(plain)
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Long, Int") as found:
+        on_disk(index)
+
+    assert str(expected.value) == str(found.value)

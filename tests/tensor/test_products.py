@@ -197,7 +197,10 @@ def test_a_dense_weight_that_is_larger_than_the_budget_is_not_in_memory_as_a_who
     monkeypatch.setattr(products, "_PART", 1 << 20)
     weight = packed_table(tmp_path, rows=40_000, columns=256)
     dense = weight.materialize()
-    multiply, x = IN_PARTS[name], torch.randn(MOST_ROWS + 1, 256, generator=torch.Generator().manual_seed(0))
+    multiply, x = (
+        IN_PARTS[name],
+        torch.randn(native.most_rows(torch.float32) + 1, 256, generator=torch.Generator().manual_seed(0)),
+    )
     expected = multiply(x, dense)
 
     with offload.set_max_memory("1MiB"):
