@@ -345,8 +345,10 @@ def _note(board: mmap.mmap, place: int, value: int) -> None:
 # The kinds
 
 
-def kinds(folder: Path) -> list[Kind]:
-    """All kinds; samples are created below `folder`."""
+def kinds(folder: Path, only: Sequence[str] = ()) -> list[Kind]:
+    """All kinds, or those of these names; samples are created below `folder`."""
+    from bench import fuzz_models
+
     made = [
         Kind("safetensors", _tensor_samples(folder), _damage_tensors, _read_file, _their_tensors, 5),
         Kind("pickle", _pickle_samples({}), partial(_damage_one, zip_damaged), _read_file, _their_pickle, 4),
@@ -361,7 +363,7 @@ def kinds(folder: Path) -> list[Kind]:
     ]
     with contextlib.suppress(ImportError):
         made.append(Kind("memmap", [_memmap_sample(folder)], _damage_any, _read_memmap))
-    return made
+    return [*(kind for kind in made if kind.name in (only or kind.name)), *fuzz_models.kinds(folder, only)]
 
 
 _LEGACY = {"_use_new_zipfile_serialization": False}
@@ -664,9 +666,7 @@ def main() -> int:
         (samples := Path(place, "samples")).mkdir()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            every = [
-                kind for kind in kinds(samples) if kind.name in (chosen.only.split(",") if chosen.only else kind.name)
-            ]
+            every = kinds(samples, chosen.only.split(",") if chosen.only else ())
         length = {"trials": 1} if chosen.trial is not None else {"seconds": chosen.seconds, "trials": chosen.trials}
         if chosen.trials:
             length["seconds"] = 0

@@ -152,13 +152,17 @@ def json_text(value: Any, chance: Random) -> bytes:
     )
 
 
-def json_file_damaged(data: bytes, chance: Random) -> bytes:
-    if chance.random() < 0.2:
+def json_file_damaged(data: bytes, chance: Random, key: str | None = None) -> bytes:
+    """Damaged as JSON, mostly; if it has this key, there alone."""
+    if chance.random() < 0.2 and key is None:
         return bytes_damaged(data, chance)
     try:
         value = json.loads(data)
     except ValueError:
         return bytes_damaged(data, chance)
+    if isinstance(value, dict) and key in value:
+        value[key] = json_damaged(value[key], chance)
+        return json.dumps(value).encode(errors="surrogatepass")
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         if isinstance(value, dict | list):
             value = json_damaged(value, chance)
@@ -442,3 +446,108 @@ def legacy_damaged(data: bytes, chance: Random) -> bytes:
         case _:
             pickles[3] = pickle_damaged(pickles[3], chance)
     return b"".join(pickles) + values
+
+
+# Pieces of packed weights
+
+
+def pieces_damaged(data: bytes, chance: Random) -> bytes:
+    """A valid safetensors file in which some pieces are missing, or have another shape, dtype, name, or other bits."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header, values = json.loads(data[8 : 8 + length]), data[8 + length :]
+    notes = header.pop("__metadata__", None)
+    pieces = {
+        name: (spec["dtype"], spec["shape"], values[slice(*spec["data_offsets"])]) for name, spec in header.items()
+    }
+    for _ in range(chance.choice((1, 1, 1, 2))):
+        name = chance.choice(sorted(pieces))
+        match chance.randrange(12):
+            case 0:
+                del pieces[name]
+            case 1:
+                other = chance.choice(sorted(pieces))
+                pieces[name], pieces[other] = pieces[other], pieces[name]
+            case 2:
+                pieces[name.replace("weight", "w") if chance.random() < 0.5 else f"{name}.x"] = pieces.pop(name)
+            case _:
+                pieces[name] = _piece_damaged(*pieces[name], chance)
+    at, made = 0, {} if notes is None else {"__metadata__": notes}
+    for name, (word, shape, content) in pieces.items():
+        made[name] = {"dtype": word, "shape": shape, "data_offsets": [at, at + len(content)]}
+        at += len(content)
+    text = json.dumps(made).encode()
+    return struct.pack("<Q", len(text)) + text + b"".join(content for _, _, content in pieces.values())
+
+
+Piece = tuple[str, list[int], bytes]
+
+
+def _piece_damaged(word: str, shape: list[int], content: bytes, chance: Random) -> Piece:
+    width = _BYTES_OF[word]
+    row = len(content) // shape[0] if shape and shape[0] else 0
+    match chance.randrange(9):
+        case 0:  # as many bytes an element, of another kind
+            return chance.choice([one for one, size in _BYTES_OF.items() if size == width]), shape, content
+        case 1:  # the same bytes as elements of another size
+            other = chance.choice(sorted(_BYTES_OF))
+            count, left = divmod(len(content), _BYTES_OF[other])
+            if not left:
+                side = chance.choice((1, *(shape or [1])))
+                same = [side, count // side] if side and count % side == 0 else [count]
+                return other, same, content
+        case 2:  # elements of another size
+            other = chance.choice(sorted(_BYTES_OF))
+            return other, shape, (content * 8)[: len(content) // width * _BYTES_OF[other]]
+        case 3 if row:  # fewer rows
+            kept = chance.choice((0, 1, shape[0] - 1, shape[0] // 2))
+            return word, [kept, *shape[1:]], content[: kept * row]
+        case 4 if row:  # more
+            more = chance.choice((1, shape[0]))
+            return word, [shape[0] + more, *shape[1:]], content + content[: more * row]
+        case 5 if len(shape) > 1 and shape[-1] > 1:  # other columns
+            columns = chance.choice((1, shape[-1] - 1, shape[-1] // 2, shape[-1] * 2))
+            count = columns * (len(content) // width // shape[-1])
+            return word, [*shape[:-1], columns], (content * 2)[: count * width]
+        case 6:
+            turned = chance.choice((shape[::-1], [1, *shape], [*shape, 1], [len(content) // width]))
+            return word, turned, content
+        case 7:  # the whole of it: numbers out of range, NaN, zeros
+            return (
+                word,
+                shape,
+                chance.choice((chance.randbytes(len(content)), bytes(len(content)), b"\xff" * len(content))),
+            )
+    made = bytearray(content)
+    for _ in range(chance.choice((1, 4)) if made else 0):
+        made[chance.randrange(len(made))] = chance.randrange(256)
+    return word, shape, bytes(made)
+
+
+_BYTES_OF = {word: _WIDTHS.get(word, 1) for word in ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", *_WIDTHS)}
+
+
+# GGUF
+
+
+def gguf_damaged(data: bytes, chance: Random) -> bytes:
+    """Damaged in the sizes, kinds and metadata of its header, or in its bytes."""
+    head = data.rfind(b"output_norm.weight") + 100
+    if chance.random() < 0.15:
+        return bytes_damaged(data, chance)
+    made = bytearray(data)
+    if chance.random() < 0.5:  # after the name of a tensor: how many sides, these, the kind, and where it begins
+        at = chance.choice([found.end() for found in re.finditer(rb"[a-z_]+\.weight", data[:head])])
+        sides = min(struct.unpack_from("<I", data, at)[0], 4)
+        at, form = chance.choice(
+            [(at, "<I"), *((at + 4 + 8 * side, "<Q") for side in range(sides)), (at + 4 + 8 * sides, "<I")]
+            + [(at + 4 + 8 * sides, "<I")] * 2
+            + [(at + 8 + 8 * sides, "<Q")]
+        )
+        old = struct.unpack_from(form, data, at)[0]
+        new = chance.choice((chance.randrange(45), old + chance.choice((1, -1, 32, 256)), old * 2, number(chance)))
+        struct.pack_into(form, made, at, new % 256 ** struct.calcsize(form))
+        return bytes(made)
+    at = chance.randrange(head)
+    width = chance.choice((1, 2, 4, 8))
+    made[at : at + width] = (number(chance) % 256**width).to_bytes(width, "little")
+    return bytes(made)

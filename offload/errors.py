@@ -159,7 +159,10 @@ class JournalError(OffloadError, ValueError):
 
 
 class MapError(OffloadError, RuntimeError):
-    """The function that changes values failed on one of them: that of `map_values`, torchao or peft."""
+    """The function that changes values failed on one of them: that of `map_values`, torchao or peft.
+
+    Or a function for batches or rows raised StopIteration.
+    """
 
 
 class RankError(OffloadError, RuntimeError):

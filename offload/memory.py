@@ -12,6 +12,7 @@ import gc
 import operator
 import os
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ import psutil
 
 from offload.errors import ArgumentError
 
+_UNREADABLE = (OSError, psutil.Error)  # no `/proc`, or a failing one
 _STATUS = Path("/proc/self/status")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -41,10 +43,15 @@ _UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with the largest number of who
 def anonymous_bytes() -> int:
     """Memory of this process not backed by files: what it has allocated, without what it has mapped.
 
-    If the system does not distinguish them, all resident memory.
+    If the system does not distinguish them, all resident memory; without `/proc`, the most that this has been.
     """
     found = _in_status("RssAnon")
-    return int(psutil.Process().memory_info().rss) if found is None else found
+    if found is not None:
+        return found
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except _UNREADABLE:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def mapped_bytes() -> int:
@@ -68,8 +75,21 @@ def available_bytes() -> int:
     own, all.
     """
     ranks = _local_ranks()
-    free, room = int(psutil.virtual_memory().available) // ranks, cgroup_room(ranks=ranks)
+    free, room = _of_system("available", "SC_AVPHYS_PAGES") // ranks, cgroup_room(ranks=ranks)
     return free if room is None else min(free, room)
+
+
+def total_bytes() -> int:
+    """Memory of this machine."""
+    return _of_system("total", "SC_PHYS_PAGES")
+
+
+def _of_system(field: str, pages: str) -> int:
+    """A figure of `psutil`; without `/proc`, which it reads, the system's own count of pages."""
+    try:
+        return int(getattr(psutil.virtual_memory(), field))
+    except _UNREADABLE:
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _local_ranks() -> int:
@@ -181,7 +201,12 @@ def _is_alone_in(folder: Path) -> bool:
     except OSError:
         return False
     others = found - {os.getpid()}
-    return others < found and (not others or others <= {one.pid for one in psutil.Process().children(recursive=True)})
+    try:
+        return others < found and (
+            not others or others <= {one.pid for one in psutil.Process().children(recursive=True)}
+        )
+    except _UNREADABLE:
+        return False
 
 
 def _cached_in(folder: Path) -> int:

@@ -55,6 +55,7 @@ try:
     InferenceMode = torch._C._InferenceMode  # also restores all state of the dispatcher and autograd
     DispatchKey = torch._C.DispatchKey
     PYTHON_KEYS = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot, DispatchKey.PreDispatch)  # of Python modes
+    TRANSFORM_KEYS = (DispatchKey.FuncTorchDynamicLayerFrontMode, DispatchKey.FuncTorchDynamicLayerBackMode)
     TRACER_KEY = torch._C._dispatch_key_parse("Tracer")  # of torch.jit.trace; missing in the enumeration
     keys_kept = torch._C._PreserveDispatchKeyGuard
     exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded

@@ -64,6 +64,7 @@ STATE = {
     "offload.checkpoints.forms.decoding._tried": "a pure function, remembered",
     "offload.checkpoints.forms.numbers._pairs_of_halves": "a pure function, remembered",
     "offload.checkpoints.forms.numbers._powers": "a pure function, remembered",
+    "offload.tensor.blocks._is_decoded": "a pure function, remembered",
     "offload.models.pretrained._LOADINGS": "that are under way, with transformers told to convert one by one",
     "offload.models.pretrained._kind_from_disk": "a class made of each class of models",
     "offload.models.pretrained._LOCK": "of `_LOADINGS`",

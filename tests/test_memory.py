@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
@@ -152,6 +153,25 @@ def test_resident_memory_is_used_where_the_kernel_reports_no_anonymous_memory(mo
     resident = psutil.Process().memory_info().rss
 
     assert 0.5 * resident < anonymous_bytes() < 2 * resident
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.EIO, "failing"), psutil.NoSuchProcess(1)], ids=str)
+def test_memory_is_counted_without_proc_or_where_it_fails(monkeypatch, tmp_path, error):
+    """As in a chroot, and in sandboxes."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    for name in ("virtual_memory", "Process") if error else ():
+        monkeypatch.setattr(psutil, name, fail)
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    assert page * os.sysconf("SC_PHYS_PAGES") == memory.total_bytes()
+    assert 0 < available_bytes() < memory.total_bytes()
+    assert page < anonymous_bytes() < memory.total_bytes()
+    assert not memory._is_alone_in(tmp_path)
 
 
 def cgroup(folder, **files: object):

@@ -22,7 +22,7 @@ from offload.batches.states import Seeds, Settings, ThreadState
 from offload.errors import ArgumentTypeError
 from offload.memory import anonymous_bytes, available_bytes
 from offload.progress import Bar
-from offload.tensor.arguments import checked_count
+from offload.tensor.arguments import checked_count, without_stop
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -60,6 +60,9 @@ def map_batches(
     `threading.local` may be found by a later batch, whose thread may be the same; blocks may not find it: where there
     is no accelerator, no gradients are recorded and no modes are active, they compute in the iterating thread.
 
+    Inside torch.func's transforms and forward-mode differentiation batches do not wait for one another: what `fn` does
+    there has the model to itself.
+
     With gradients, backward inside `fn` goes down the model in lockstep too, on the CPU; gradients are summed up in the
     order of the batches. On an accelerator each batch's backward runs alone.
 
@@ -86,7 +89,8 @@ def map_batches(
     Raises:
         TypeError, ValueError: not a function, not a model, not a count.
         WriteError: the disk has no room for what is spilled.
-        Exception: what `fn` or `batches` raise; the results of earlier batches have been given by then.
+        Exception: what `fn` or `batches` raise, a `MapError` for StopIteration; the results of earlier batches have
+            been given by then.
 
     Example:
         >>> import torch
@@ -175,7 +179,7 @@ class _Mapping:
             self._fail(self._begun, error)
             return
         settings = self._settings.seeded(self._seeds.next())
-        fn = partial(self._fn, batch)
+        fn = partial(without_stop, self._fn, batch)
         call = self._scheduler.begin(self._begun, fn, self._state, settings, alone=self._limit == 1)
         self._begun += 1
         self._look_at(call)

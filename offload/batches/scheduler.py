@@ -38,7 +38,7 @@ from offload.prefetch.engine import lease
 from offload.prefetch.lease import Lease
 from offload.storage.handle import Handle
 from offload.tensor.scratch import release_scratch
-from offload.torch_api import not_compiled, pre_hooks_of, remove_hook
+from offload.torch_api import is_dual_level, not_compiled, pre_hooks_of, remove_hook, transform_on_top
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
 _PATIENCE = 10.0  # seconds that a function has to end after it was told to
@@ -397,7 +397,13 @@ class Scheduler:
             call.wait_at(place)
 
     def _mine(self) -> Call | None:
-        """The call of this scheduler that runs in this thread."""
+        """The call of this scheduler that runs in this thread; None where it can't wait.
+
+        The levels of forward-mode differentiation are those of the process, and tensors inside a transform have no
+        memory of their own.
+        """
+        if transform_on_top() is not None or is_dual_level():
+            return None
         call: Call | None = getattr(_CURRENT, "call", None)
         return call if call is not None and call.scheduler is self else None
 

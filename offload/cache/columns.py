@@ -54,7 +54,7 @@ from offload.storage.layout import Entry, contiguous
 from offload.storage.mapping import mapped
 from offload.storage.pages import PAGE
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import closed_on_error, open_regular
+from offload.storage.regular import closed_on_error, open_regular, read_all
 from offload.storage.replacing import put_file, write_all
 from offload.storage.write import bytes_of, refuse_foreign
 from offload.tensor.arguments import checked_dense, refuse_unstorable
@@ -108,7 +108,7 @@ class FixedColumn:
         """
         wanted = _head(self.column, 0)
         with reading(self.path):
-            found = os.pread(self.rowfile.fd, len(wanted), 0)
+            found = read_all(self.rowfile.fd, len(wanted), 0)
         if len(found) < len(wanted) or not any(found):
             return True
         rows = wanted.index(_SHAPE) + len(_SHAPE)
@@ -180,7 +180,7 @@ class FixedColumn:
         self.check(known)
         head, fd = _head(self.column, capacity), self.rowfile.fd
         with writing(self.path):
-            if os.fstat(fd).st_size != _size(self.column, capacity) or os.pread(fd, len(head), 0) != head:
+            if os.fstat(fd).st_size != _size(self.column, capacity) or read_all(fd, len(head), 0) != head:
                 os.ftruncate(fd, _size(self.column, capacity))
                 write_all(fd, memoryview(head), 0)
 

@@ -34,7 +34,7 @@ from offload.errors import CacheError, ChangedFileError, CorruptFileError, Forei
 from offload.storage.locks import flock, unlock
 from offload.storage.reasons import explained as unread
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import as_file, closed_on_error, is_there, open_regular
+from offload.storage.regular import as_file, closed_on_error, is_there, open_regular, read_all
 from offload.storage.replacing import put_file
 
 FILE = "rows.state"
@@ -168,7 +168,7 @@ class States:
     def _part(self, first: int, count: int) -> bytes:
         """The bytes of consecutive rows. Reading a hole through a mapping could allocate disk space."""
         try:
-            part = os.pread(self.fd, count * self._columns, PAGE + first * self._columns)
+            part = read_all(self.fd, count * self._columns, PAGE + first * self._columns)
         except OSError as error:
             raise unread(self.path, error) from error
         if len(part) < count * self._columns:
@@ -323,7 +323,7 @@ class States:
     def _map(self) -> None:
         with reading(self.path):
             size = os.fstat(self.fd).st_size
-            if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
+            if size < PAGE or read_all(self.fd, len(MAGIC), 0) != MAGIC:
                 raise CorruptFileError(f"{self.path} is incomplete, or is not a file of row states")
             mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
         self._mapped_bytes = size

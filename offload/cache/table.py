@@ -47,6 +47,7 @@ from offload.tensor.arguments import (
     as_names,
     checked_count,
     checked_device,
+    without_stop,
 )
 from offload.tensor.guests import CPU
 
@@ -520,7 +521,8 @@ class TensorCache:
             progress: whether a bar shows how far it is, on a terminal.
 
         Raises:
-            ShapeMismatchError: there is not one input per row. The rest as `cache[rows] = values`, and `fn`.
+            ShapeMismatchError: there is not one input per row.
+            MapError: `fn`, or `inputs`, raised StopIteration. The rest as `cache[rows] = values`, and `fn`.
 
         Example:
             >>> import tempfile
@@ -543,8 +545,11 @@ class TensorCache:
         log.info("%s: %d of %d rows are missing and are computed", self.folder, total, len(self))
         is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)
 
+        def rows_of(part: torch.Tensor) -> Mapping[str, Any]:
+            return fn(inputs[part] if is_taken_whole else collate([inputs[row] for row in part.tolist()]))
+
         def make(part: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
-            return part, fn(inputs[part] if is_taken_whole else collate([inputs[row] for row in part.tolist()]))
+            return part, without_stop(rows_of, part)
 
         store = self._open()
         if total and isinstance(store, Store):

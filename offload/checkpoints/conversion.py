@@ -21,6 +21,7 @@ import torch
 from offload.annotations import Json, Settings
 from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
 from offload.checkpoints.companions import companions_of
+from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import empty_model
 from offload.checkpoints.forms.torchao import PARTS_NOTE
 from offload.checkpoints.forms.values import Form, values_in
@@ -156,7 +157,7 @@ def _dequantized(
     values = values_in(source, quantization[0])
     if values.form is not Form.DECODED:
         raise CheckpointError(
-            f"the weights of {source.path} are packed for special kernels ({quantization[0].get('quant_method')}), "
+            f"the weights of {source.path} are packed for special kernels ({method_of(quantization[0])}), "
             "and are not decoded: load the model, and save the result of its dequantize()"
         )
     dtypes = [dtype_named(name) for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str)]
@@ -279,7 +280,7 @@ def _text_of(config: Json) -> bytes:
 def _config_with(config: Json, path: Path, dtype: torch.dtype) -> Json:
     """A model's configuration with the new dtype: transformers loads in the dtype it says, whatever the weights are."""
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    method = method_of(quantization) if isinstance(quantization, dict) else None
     if method not in (None, "torchao"):
         raise CheckpointError(
             f"{path} says that the weights are quantized ({method}): "

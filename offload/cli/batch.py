@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from offload.annotations import Json, Kwargs
 from offload.cli import arguments
-from offload.cli.models import ONLY_TOKENS, add_model_options, first_new, folder_of_model, in_chat, loaded_model
+from offload.cli.models import (
+    ONLY_TOKENS,
+    TOKENS_ALONE,
+    add_model_options,
+    ends_of,
+    first_new,
+    folder_of_model,
+    in_chat,
+    loaded_model,
+)
 from offload.cli.output import allow_json, counted, print_json, print_pairs
 from offload.cli.requests import Answer, Answers, BadRequest, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
@@ -118,7 +127,8 @@ def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]
     if first is None:
         return
     folder = folder_of_model(options)
-    answer = _Answering(loaded_model(folder, options), tokenizer_in(folder), options.max_new_tokens)
+    model = loaded_model(folder, options)
+    answer = _Answering(model, tokenizer_in(folder), options.max_new_tokens, ends_of(model, folder))
     with torch.inference_mode():
         yield from map_batches(
             answer,
@@ -154,8 +164,9 @@ def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[t
 class _Answering:
     """Answers one request; called in lockstep with others."""
 
-    def __init__(self, model: Any, tokenizer: Any, most: int) -> None:
+    def __init__(self, model: Any, tokenizer: Any, most: int, ends: list[int]) -> None:
         self.model = model
+        self._ends = ends
         self._tokenizer = tokenizer
         self._most = most
         self._longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -183,17 +194,15 @@ class _Answering:
                 )
             most = min(most, self._longest - length)
         first = first_new(self.model, length)
-        options = self._options(request.options, most, first)
         try:
+            options = self._options(request.options, most, first)
             tokens = self.model.generate(**inputs.to(self.model.device), **options)[0, first:]
-        except OffloadError:
+        except (OffloadError, OSError, MemoryError, torch.OutOfMemoryError):
             raise
-        except (ValueError, IndexError, RuntimeError) as error:  # a temperature close to 0, an unknown token
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
+        except Exception as error:  # a temperature close to 0, an unknown token, an odd generation_config.json
             return request.custom_id, number, f"the model rejects it: {first_line(error)}"
         text, has_stopped = _up_to(self._tokenizer.decode(tokens, skip_special_tokens=True), request.options)
-        reason = "length" if len(tokens) == most and not has_stopped and not self._is_end(tokens[-1]) else "stop"
+        reason = "length" if len(tokens) == most and not has_stopped and int(tokens[-1]) not in self._ends else "stop"
         return Answer(request, text, length, len(tokens), reason)
 
     def _inputs(self, request: Request) -> Any:
@@ -205,7 +214,7 @@ class _Answering:
         """Options for `generate`; greedy unless a temperature is given."""
         import torch
 
-        chosen: Kwargs = {"max_new_tokens": most, "do_sample": bool(asked.get("temperature"))}
+        chosen: Kwargs = {"max_new_tokens": most, "do_sample": bool(asked.get("temperature")), **TOKENS_ALONE}
         if chosen["do_sample"]:
             chosen |= {name: float(asked[name]) for name in ("temperature", "top_p") if name in asked}
         if "stop" in asked:
@@ -213,8 +222,7 @@ class _Answering:
         if "seed" in asked:
             torch.manual_seed(asked["seed"])  # for this request only, inside `map_batches`
         if self.model.generation_config.pad_token_id is None:
-            ends = self.model.generation_config.eos_token_id
-            chosen["pad_token_id"] = ends[0] if isinstance(ends, list) else ends or 0
+            chosen["pad_token_id"] = next(iter(self._ends), 0)
         return chosen
 
     def _stopping(self, asked: Json, first: int) -> Callable[..., torch.Tensor]:
@@ -226,10 +234,6 @@ class _Answering:
             return torch.tensor([_up_to(text, asked)[1]], device=tokens.device)
 
         return stops
-
-    def _is_end(self, token: torch.Tensor) -> bool:
-        ends = self.model.generation_config.eos_token_id
-        return int(token) in (ends if isinstance(ends, list) else [ends])
 
 
 def _up_to(text: str, asked: Json) -> tuple[str, bool]:

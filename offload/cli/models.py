@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ONLY_TOKENS = {"return_token_type_ids": False}
 """For a tokenizer: language models take no segment ids, which some tokenizers return by default."""
+TOKENS_ALONE = {"return_dict_in_generate": False}
+"""For `generate`, whatever the model's generation settings ask for."""
 
 
 def add_to(commands: arguments.Commands) -> None:
@@ -126,18 +128,25 @@ def generate(options: argparse.Namespace) -> None:
         raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: give some text")
     before = anonymous_bytes()
     model = loaded_model(folder, options)
+    ends_of(model, folder)
     inputs = inputs.to(model.device)
     with (
         _watched(options, model) as recording,
         doing("reading the prompt") as begun,
         torch.inference_mode(),
     ):
-        tokens = model.generate(
-            **inputs,
-            max_new_tokens=options.max_new_tokens,
-            do_sample=options.sample,
-            streamer=_marking(recording.mark) if options.json else _printing(tokenizer, recording.mark, begun),
-        )
+        try:
+            tokens = model.generate(
+                **inputs,
+                **TOKENS_ALONE,
+                max_new_tokens=options.max_new_tokens,
+                do_sample=options.sample,
+                streamer=_marking(recording.mark) if options.json else _printing(tokenizer, recording.mark, begun),
+            )
+        except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            raise CheckpointError(
+                f"{folder} can't generate, perhaps because of its generation_config.json: {first_line(error)}"
+            ) from error
     figures = {**_figures(recording), "anonymous_bytes": recording.peak - before}
     if options.json:
         new = tokens[0, first_new(model, inputs["input_ids"].shape[1]) :]
@@ -273,3 +282,19 @@ def _marking(mark: Callable[[], None]) -> Any:
             pass
 
     return Marking()
+
+
+def ends_of(model: Any, folder: Path) -> list[int]:
+    """The tokens after which nothing follows.
+
+    Raises:
+        CheckpointError: the model's generation settings say something else.
+    """
+    said = model.generation_config.eos_token_id
+    ends = [] if said is None else said if isinstance(said, list) else [said]
+    if not all(type(end) is int for end in ends):
+        raise CheckpointError(
+            f"{folder} says in its generation_config.json, or in its config.json, that the eos_token_id is {said!r}: "
+            "it should be the number of a token, or a list of them"
+        )
+    return ends

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from offload.models.journal import Journal
 from offload.models.slots import Slot
 from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journal_for, marks_on, replace, values_of
 from offload.progress import progress_in_bytes
-from offload.storage.reasons import reading
+from offload.storage.reasons import first_line, reading
 from offload.storage.regular import absolute, as_file, is_folder, open_regular, text_of
 from offload.storage.replacing import replacing_folder, sync_whole
 from offload.tensor.saved import subclass_value
@@ -240,10 +241,10 @@ def _kind_of(adapter: str) -> str:
 
     try:
         config = PeftConfig.from_pretrained(adapter)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # peft can raise anything for settings that it does not expect
         raise CheckpointError(
             f"{adapter} should be a folder with an adapter_config.json, as peft saves an adapter, or a name on the hub "
-            f"({error})"
+            f"({first_line(error)})"
         ) from error
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning:
@@ -278,8 +279,15 @@ def _with_adapter(
             tuner = PeftModel.from_pretrained(model, adapter).base_model
     except OffloadError:
         raise
-    except (ValueError, RuntimeError, KeyError, TypeError, UserWarning) as error:
-        raise CheckpointError(f"{adapter} is not an adapter for this {type(model).__name__}: {error}") from error
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{adapter} holds something other than tensors, perhaps code, which is not run: get the adapter as "
+            f"safetensors, from a source that you trust ({first_line(error)})"
+        ) from error
+    except Exception as error:  # as above, and for files that are cut off
+        raise CheckpointError(
+            f"{adapter} is not an adapter for this {type(model).__name__}, or it is damaged: {first_line(error)}"
+        ) from error
     read = [value.name for value, state in zip(values, before, strict=True) if state != _state_of(value.tensor)]
     changed = next((name for name in read if not name.endswith("bias")), None)  # adapters may contain whole biases
     if is_resumed and changed is not None:

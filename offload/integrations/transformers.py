@@ -20,6 +20,7 @@ from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import class_of, quantization_of, refuse_more_layers
+from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
@@ -126,12 +127,10 @@ def from_pretrained(
         config = empty.config
         if values.form is Form.DECODED:
             return_freed()
-            log.info(
-                "%s is quantized (%s): its weights are recipes", folder, (values.quantization or {}).get("quant_method")
-            )
+            log.info("%s is quantized (%s): its weights are recipes", folder, method_of(values.quantization or {}))
             config = without_quantization(config)
         tensors = values.tensors if is_asked else waiting(values)
-        model, info = filled(type(empty), config, tensors, dtype, **options)
+        model, info = filled(type(empty), config, source.path, tensors, dtype, **options)
     if values.form in (Form.PLAIN, Form.MAPPED):
         refuse_other_names(source, ((slot.names, slot.tensor) for slot in tensor_slots(model)), offload_dir)
     report = report_of(info)

@@ -63,7 +63,7 @@ typedef struct {
   /* For words of integers of several outputs or inputs: */
   const uint8_t *order; /* the group of each input, 32 bits each; null if groups follow each other */
   int32_t bits, less;   /* of an integer; what was subtracted from zero points */
-  int64_t outputs;
+  int64_t outputs; /* rows that there are, of any kind: checked in Python, and where the last vector of words ends */
 } matrix;
 
 typedef struct {

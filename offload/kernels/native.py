@@ -175,6 +175,8 @@ def decode(matrix: Matrix, first: int, place: torch.Tensor, *, level: int | None
     """
     found = library()
     assert found is not None, "callers ask `library` first"
+    assert 0 <= first <= matrix.outputs - len(place), "the rows are there"
+    assert place.shape[1] == matrix.columns, "and no longer"
     count, team = _threads(place.numel())
     failed = found.offload_decode(
         *(ctypes.addressof(matrix), first, len(place)),
@@ -202,6 +204,8 @@ def multiply(
     """
     found = library()
     assert found is not None, "callers ask `library` first"
+    assert place.shape[1] <= matrix.outputs, "the rows are there"
+    assert x.shape[1] == matrix.columns, "and no longer"
     count, team = _threads(place.shape[1] * x.shape[1])
     failed = found.offload_multiply(
         *(ctypes.addressof(matrix), place.shape[1]),

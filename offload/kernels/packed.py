@@ -54,9 +54,19 @@ FACTORS = {  # dtypes of factors, in the order of the enumeration in kernels.h
     torch.int8: 5,
     torch.int32: 6,  # eight rows in a word
 }
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_BY_ROLE = {  # dtypes that the kernels take
+    "scales": (*_FLOATS, torch.uint8, torch.float8_e4m3fn),
+    "zeros": (*_FLOATS, torch.int8, torch.int32),
+}
 _NESTED = 7
 _NONE = -1
 _LANES = 16  # outputs that are computed together, of words
+
+
+def takes(role: str, dtype: torch.dtype) -> bool:
+    """Whether the kernels take pieces of this dtype in this role: see `NumberRows`."""
+    return role not in _BY_ROLE or dtype in _BY_ROLE[role]
 
 
 class Packed(Protocol):
@@ -108,6 +118,7 @@ class GgufRows:
             return None
         made = Matrix(rows.data_ptr(), rows.stride(0), columns, _KINDS[self.kind], self.heads, _NONE, _NONE)
         made.group, made.rows_per_scale, made.divisor, made.last = columns, 1, 1, 1
+        made.outputs = len(rows)
         return made
 
 
@@ -150,12 +161,15 @@ class NumberRows:
             return None
         made = Matrix(numbers.data_ptr(), numbers.stride(0), columns, _KINDS[self.kind], 0, _NONE, _NONE)
         made.group, made.rows_per_scale, made.divisor, made.last = columns, 1, 1, self.last
+        made.outputs = len(numbers)
         made.table = (ctypes.c_float * 16)(*self.table)
         return made if "scales" not in named or self._scaled(made, named, len(numbers)) else None
 
     def _scaled(self, made: Matrix, named: Mapping[str, torch.Tensor], rows: int) -> bool:
         """Add the factors; whether they fit."""
         scales, zeros = named["scales"], named.get("zeros")
+        if not all(takes(role, piece.dtype) for role, piece in named.items()):
+            return False
         made.group = self.group or -(-made.columns // 32) * 32
         made.rows_per_scale = rows if scales.numel() == 1 or not self.rows_per_scale else self.rows_per_scale
         groups, high = -(-made.columns // made.group), -(-rows // made.rows_per_scale)
@@ -210,6 +224,8 @@ class WordColumns:
         wanted = [(words, shapes), (zeros, (groups, -(-outputs // each))), (scales, (groups, outputs))]
         if any(tuple(piece.shape) != shape or piece.stride(1) != 1 for piece, shape in wanted) or outputs < _LANES:
             return None
+        if words.dtype != torch.int32 or zeros.dtype != torch.int32 or scales.dtype not in _FLOATS:
+            return None
         kind = _KINDS[_WORDS[self.is_awq]]
         made = Matrix(words.data_ptr(), words.stride(0) * 4, columns, kind, 0, FACTORS[scales.dtype], _NONE)
         made.group, made.rows_per_scale, made.divisor, made.last = -(-columns // groups), 1, 1, 1
@@ -217,8 +233,9 @@ class WordColumns:
         made.zeros, made.zero_step = zeros.data_ptr(), zeros.stride(0) * 4
         made.bits, made.less, made.outputs = self.bits, self.less, outputs
         if order is not None:
-            least, most = order.aminmax()
-            if order.dtype != torch.int32 or not order.is_contiguous() or least < 0 or most >= groups:
+            is_known = order.dtype == torch.int32 and tuple(order.shape) == (columns,) and order.is_contiguous()
+            least, most = order.aminmax() if columns else (0, 0)
+            if not is_known or least < 0 or most >= groups:
                 return None
             made.order = order.data_ptr()
         return made

@@ -28,6 +28,7 @@ from torch import nn
 from offload.annotations import Args, Config, Kwargs, Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
+from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.packing import Packed, packed_state
 from offload.checkpoints.forms.torchao import in_torchaos_form
 from offload.checkpoints.forms.values import Form, Values, values_in
@@ -71,14 +72,20 @@ class Waiting:
 
 @uncollected()
 def filled(
-    model_class: Any, config: Config, tensors: Mapping[str, torch.Tensor | Waiting], dtype: torch.dtype, **options: Any
+    model_class: Any,
+    config: Config,
+    path: Path,
+    tensors: Mapping[str, torch.Tensor | Waiting],
+    dtype: torch.dtype,
+    **options: Any,
 ) -> tuple[Pretrained, Kwargs]:
     """A model whose tensors are deferred, and transformers' loading info.
 
     Args:
         model_class: a class from transformers, not an `Auto` class.
         config: its configuration, changed in the ways that transformers does.
-        tensors: of the checkpoint: on disk, deferred or waiting.
+        path: of the checkpoint.
+        tensors: its values: on disk, deferred or waiting.
         dtype: of floating-point tensors.
         options: passed to the class's own `from_pretrained`.
 
@@ -105,8 +112,7 @@ def filled(
             raise
         except RuntimeError as error:
             raise CheckpointError(
-                f"transformers can't make a {model_class.__name__} from this checkpoint: {error} (its log has the "
-                "details)"
+                f"transformers can't make a {model_class.__name__} from {path}: {error} (its log has the details)"
             ) from error
     return model, report
 
@@ -196,12 +202,12 @@ def as_in(
         note = partial(_note_quantized, quantization=values.quantization or {})
     elif values.form in (Form.FOR_MODULES, Form.LEFT):
         raise CheckpointError(
-            f"a checkpoint quantized by {(values.quantization or {}).get('quant_method')} does not fill an empty "
+            f"a checkpoint quantized by {method_of(values.quantization or {})} does not fill an empty "
             f"{type(model).__name__}: use offload.from_pretrained"
         )
     config = without_quantization(copy.deepcopy(model.config))
     dtype = _widest(values.tensors)
-    full, report = filled(model.__class__, config, values.tensors, dtype, ignore_mismatched_sizes=True)
+    full, report = filled(model.__class__, config, source.path, values.tensors, dtype, ignore_mismatched_sizes=True)
     named = full.state_dict()
     fitted = {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}
     return Fitted(fitted, report, note)

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -21,13 +22,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
-import psutil
 import torch
 
 from offload.errors import MissingFileError
 from offload.kernels.native import description, library, most_rows, multiply
 from offload.kernels.packed import BLOCKS, GgufRows
-from offload.memory import available_bytes, cgroup_room
+from offload.memory import available_bytes, cgroup_room, total_bytes
 from offload.prefetch.plan import Pool
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, owned
@@ -110,7 +110,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
         versions={"python": platform.python_version(), "torch": str(torch.__version__), **_installed()},
         kernels=description(),
         devices=_devices(),
-        memory=psutil.virtual_memory().total,
+        memory=total_bytes(),
         available=available_bytes(),
         limit=cgroup_room(),
         budget=pool.capacity,
@@ -233,7 +233,7 @@ def _devices() -> dict[str, int]:
 
 
 def _measured(folder: Path, nbytes: int) -> Disk:
-    free = psutil.disk_usage(str(folder)).free
+    free = shutil.disk_usage(folder).free
     size = min(nbytes, free // 4) // _BLOCK * _BLOCK
     if size < _LEAST:
         return Disk(folder, free, writes=None, reads=None, reads_direct=None)

@@ -18,6 +18,7 @@ from torch import nn
 
 from offload.checkpoints.checkpoint import Value, open_checkpoint
 from offload.checkpoints.companions import quantization_of
+from offload.checkpoints.forms.decoding import method_of
 from offload.integrations.hub import headers_of
 from offload.integrations.transformers import model_on_meta, writes_text
 from offload.storage.regular import is_there, text_of
@@ -193,7 +194,7 @@ def _linear_in(model: nn.Module) -> list[int]:
 def _form(config: Any, entries: Mapping[str, Entry]) -> str:
     quantization = quantization_of(config)
     if quantization is not None:
-        return str(quantization.get("format") or quantization.get("quant_method"))
+        return str(quantization.get("format") or method_of(quantization))
     by_dtype: dict[str, int] = {}
     for entry in entries.values():
         by_dtype[entry.dtype] = by_dtype.get(entry.dtype, 0) + entry.nbytes

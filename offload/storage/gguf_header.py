@@ -180,6 +180,8 @@ def _layout(name: str, kind: str, shape: list[int]) -> Layout:
         raise CorruptFileError(f"its header gives {short(name)!r} the shape {short(shape)}: not the shape of a tensor")
     if kind in _DTYPES:
         return contiguous(_DTYPES[kind], tuple(shape))
+    if 0 in shape:
+        raise CorruptFileError(f"its header gives {short(name)!r} the shape {short(shape)}, of no blocks of {kind}")
     elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     return contiguous(torch.uint8, (*shape[:-1], shape[-1] // elements * nbytes))
 

@@ -14,6 +14,7 @@ import torch
 
 from offload.torch_api import (
     PYTHON_KEYS,
+    TRANSFORM_KEYS,
     InferenceMode,
     exclude_key,
     function_modes_are_on,
@@ -34,7 +35,7 @@ def is_plain_world() -> bool:
 
 
 class no_modes(InferenceMode):
-    """Turns off modes that take over ops (fake, functional), inference mode, and gradients.
+    """Turns off what takes over ops: modes (fake, functional) and torch.func's transforms; inference mode; gradients.
 
     It is entered for every batch and many ops. Torch's guard restores the whole state of the dispatcher and of
     autograd, so what is set here needs no guard of its own. It takes effect when it is created: create it in `with`.
@@ -43,7 +44,7 @@ class no_modes(InferenceMode):
     def __init__(self) -> None:
         try:
             _enter(self, False)
-            for key in PYTHON_KEYS:
+            for key in PYTHON_KEYS if transform_on_top() is None else (*PYTHON_KEYS, *TRANSFORM_KEYS):
                 exclude_key(key, True)
             set_grad(False)
             set_forward_grad(False)

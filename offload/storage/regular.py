@@ -138,6 +138,18 @@ class Section(io.RawIOBase):
         return count
 
 
+def read_all(fd: int, count: int, at: int) -> bytes:
+    """`count` bytes of an open file, or those up to its end: a system may give fewer at a time.
+
+    Raises:
+        OSError
+    """
+    found = os.pread(fd, count, at)
+    while len(found) < count and (more := os.pread(fd, count - len(found), at + len(found))):
+        found += more
+    return found
+
+
 def read_regular(path: Path, most: int) -> bytes:
     """All bytes of the regular file at `path`, at most `most` of them.
 

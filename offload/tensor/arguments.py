@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from offload.errors import (
     ArgumentTypeError,
     DeviceError,
     DtypeMismatchError,
+    MapError,
     MissingKeyError,
     ShapeMismatchError,
     UnsupportedOpError,
@@ -176,3 +177,17 @@ def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ArgumentError(f"dtype {dtype!r} is not a floating-point dtype of torch: use torch.bfloat16, 'float16'...")
     return found
+
+
+def without_stop(fn: Callable[..., T], *args: object) -> T:
+    """The result of a caller's function inside an iteration, which StopIteration would end without a word.
+
+    Raises:
+        MapError: it raised that.
+    """
+    try:
+        return fn(*args)
+    except StopIteration as error:
+        raise MapError(
+            "fn raised StopIteration, which an iteration would take for its end: raise another error"
+        ) from error

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 
+from offload.errors import CheckpointError
 from offload.kernels.packed import BLOCKS, GgufRows
 from offload.storage.file import TensorFile
 from offload.storage.gguf_header import dense_shape
@@ -42,10 +43,16 @@ def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] |
 
     Raises:
         CorruptFileError: as `TensorFile.entry`.
+        CheckpointError: such blocks can't be decoded.
     """
     if key not in file.header.kinds:
         return open_value(file, key, offload_dir)
     kind, packed = file.header.kinds[key], open_value(file, key, offload_dir)
+    if not _is_decoded(kind):
+        raise CheckpointError(
+            f"{key!r} in {file.path} is in blocks of the kind {kind}, which neither offload nor the gguf package "
+            "decodes: get the file in another quantization"
+        )
     with no_functions(), no_modes():
         view_spec = meta_of(packed)
         piece = Piece(packed, view_spec.view(-1, view_spec.shape[-1]))
@@ -72,6 +79,21 @@ def decode(rows: torch.Tensor, *, kind: str) -> torch.Tensor:
 
     with np.errstate(all="ignore"):  # factors may be any bit pattern
         return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))
+
+
+@lru_cache(maxsize=64)
+def _is_decoded(kind: str) -> bool:
+    """Whether blocks of this kind can be decoded: some only hold activations, or are newer than the package."""
+    if kind in _FUNCTIONS:
+        return True
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    _, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    try:
+        decode(torch.zeros(1, nbytes, dtype=torch.uint8, device="cpu"), kind=kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _halves(blocks: torch.Tensor) -> torch.Tensor:

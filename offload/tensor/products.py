@@ -32,7 +32,7 @@ from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
 from offload.tensor.views import Traced, handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, guest_of
-from offload.torch_api import DisableTorchFunctionSubclass, modes_are_on, transform_on_top
+from offload.torch_api import DisableTorchFunctionSubclass, is_dual_level, modes_are_on, transform_on_top
 
 _PART = 16 << 20  # bytes of a dense weight that are decoded at a time if the whole is over the budget
 
@@ -137,7 +137,7 @@ def _product(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tenso
     handle = weight._handle
     if type(handle) is Traced or handle.composed is None or weight._target != CPU or _exact.get():
         return None
-    if transform_on_top() is not None:  # of torch.func, whose tensors have no memory of their own
+    if transform_on_top() is not None or is_dual_level():  # their tensors have no memory of their own, or a tangent
         return None
     if library() is None or x.dtype != weight.dtype or x.dtype not in DTYPES or not x.is_cpu or weight.dim() != 2:
         return None
@@ -273,7 +273,7 @@ def _decoded(weight: OffloadedTensor, begin: int, end: int) -> torch.Tensor:
 
 def _rows_at_a_time(x: torch.Tensor, weight: OffloadedTensor) -> int | None:
     """How many rows of a weight are decoded at a time; None for all."""
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or transform_on_top() is not None:
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or transform_on_top() is not None or is_dual_level():
         return None
     if weight.dim() != 2 or weight.stride(1) != 1 or not _is_over_budget(weight):
         return None

@@ -40,6 +40,7 @@ from offload.torch_api import (
     keys_kept,
     modes_are_on,
     op_schema,
+    transform_on_top,
 )
 
 
@@ -113,7 +114,7 @@ def guests_that_ask_for_grad(args: Args, kwargs: Kwargs) -> dict[int, torch.Tens
     """By id, guests that require grad as their tensors do: `matmul` and others choose a kernel by it, graph or not."""
     memo = {}
     for arg in (*args, *kwargs.values()) if kwargs else args:
-        if type(arg) is OffloadedTensor and arg.requires_grad:
+        if type(arg) is OffloadedTensor and arg.requires_grad and transform_on_top() is None:
             memo[id(arg)] = guest(arg).detach().requires_grad_()
     return memo
 

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import offload
 from offload.batches import scheduler
 from offload.batches.mapping import map_batches
+from offload.errors import MapError
 
 ROWS, WIDTH, DEPTH = 2, 16, 4
 
@@ -773,3 +775,48 @@ def test_blocks_can_be_named(model):
     list(map_batches(model, tokens(2), model, in_flight=2, blocks=["layers.1", model.layers[3]]))
 
     assert [(str(batch), layer) for batch in range(2) for layer in range(3)] + [("0", 3), ("1", 3)] == seen
+
+
+def _along(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(batch, torch.ones_like(batch)))).tangent
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "vmap": lambda model, batch: torch.func.vmap(model)(batch),
+    "grad": lambda model, batch: torch.func.grad(lambda x: model(x).sum())(batch),
+    "jvp": lambda model, batch: torch.func.jvp(model, (batch,), (torch.ones_like(batch),))[1],
+    "jacrev": lambda model, batch: torch.func.jacrev(model)(batch),
+    "forward mode": _along,
+}
+
+
+@pytest.mark.parametrize("is_grad", [True, False])
+@pytest.mark.parametrize("spill", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_function_may_use_transforms_of_torch_func_and_forward_mode(transform, spill, is_grad):
+    torch.manual_seed(0)
+    model = offload.disk_offload(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))))
+    batches = list(torch.randn(5, ROWS, WIDTH))
+
+    def fn(batch: torch.Tensor) -> torch.Tensor:
+        before = model(batch)
+        return model(transform(model, before.detach())).detach()
+
+    with torch.set_grad_enabled(is_grad):
+        expected = [fn(batch) for batch in batches]
+
+        assert equal(expected, list(map_batches(fn, batches, model, in_flight=3, spill=spill)))
+
+
+def test_stop_iteration_is_an_error_of_its_batch_and_does_not_end_the_results(model):
+    def fn(batch: int) -> int:
+        return next(iter([])) if batch == 2 else batch
+
+    results = map_batches(fn, range(4), model, in_flight=1)
+
+    assert [0, 1] == [next(results), next(results)]
+    with pytest.raises(MapError, match="StopIteration") as raised:
+        next(results)
+    assert isinstance(raised.value.__cause__, StopIteration)
+    assert ["in batch 2"] == raised.value.__notes__

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, StackDataset
 
 from offload import TensorCache, map_batches, progress
-from offload.errors import ArgumentError, ArgumentTypeError, ColumnError, ShapeMismatchError
+from offload.errors import ArgumentError, ArgumentTypeError, ColumnError, MapError, ShapeMismatchError
 from tests.campaigns import amount
 from tests.processes import run_script
 
@@ -272,3 +272,14 @@ def test_rows_that_are_appended_meanwhile_are_not_of_these_inputs(tmp_path):
     cache.fill(fn, torch.arange(6.0), batch_size=2)
 
     assert torch.equal(torch.arange(6.0), cache[:6]["b"])
+
+
+@pytest.mark.parametrize("map_fn", [map, partial(map_batches, model=torch.nn.Linear(1, 1), progress=False)])
+def test_stop_iteration_is_an_error_and_does_not_end_the_job_without_a_word(cache, map_fn):
+    def fn(batch):
+        return next(iter([])) if 4 in batch else doubled(batch)
+
+    with pytest.raises(MapError, match="StopIteration"):
+        cache.fill(fn, torch.arange(ROWS), batch_size=2, map_fn=map_fn)
+
+    assert [0, 1, 2, 3] == sorted(set(range(ROWS)) - set(cache.missing_rows().tolist()))

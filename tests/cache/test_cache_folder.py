@@ -660,3 +660,15 @@ def test_the_log_tells_what_was_made_grown_and_cut_off(tmp_path, caplog):
         "the capacity is 4194304 rows now",
         "2097152 rows are on the disk",
     ] == lines
+
+
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_a_system_that_reads_less_than_it_was_asked_for_is_asked_again(folder, mode, monkeypatch):
+    """As network file systems may; a file that ends is another thing."""
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda fd, count, at: pread(fd, min(count, 7), at))
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at, *rest: preadv(fd, [into[0][:7]], at, *rest))
+
+    with TensorCache.open(folder, mode=mode) as cache:
+        assert (5, [0, 4, 6]) == (cache.num_filled, cache.missing_rows().tolist())
+        assert ["number 0", "number 4"] == cache[[1, 7]]["note"]

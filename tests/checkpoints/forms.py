@@ -504,7 +504,7 @@ def _gptq(*, act_order: bool) -> Callable[[Path], None]:
 def _gptq_reference(pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
     """scale x (integer - zero point), in float16."""
     groups = pieces["g_idx"].long()
-    integers, zeros = _unpacked(pieces["qweight"], 0), _unpacked(pieces["qzeros"], 1) + 1
+    integers, zeros = _unpacked(pieces["qweight"], 0), (_unpacked(pieces["qzeros"], 1) + 1) % 16
     return (pieces["scales"][groups] * (integers - zeros[groups]).half()).T
 
 

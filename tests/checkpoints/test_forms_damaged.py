@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import offload
+from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError, CorruptFileError
 from tests.checkpoints.forms import FORMS
 
@@ -167,6 +170,54 @@ def test_a_kind_of_blocks_that_is_not_known_is_refused(kind: int, tmp_path: Path
         offload.from_pretrained(file)
 
     assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K", "Q1_0"])
+def test_blocks_without_a_decoder_are_refused_by_name_when_they_are_opened(kind: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    number = gguf.GGMLQuantizationType[kind]
+    elements, nbytes = gguf.GGML_QUANT_SIZES[number]
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("w", np.zeros((2, 512 // elements * nbytes), np.uint8), raw_dtype=number)
+    for act in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        act()
+
+    with pytest.raises(CheckpointError, match=f"'w' in {tmp_path / 'model.gguf'} is in blocks of the kind {kind}"):
+        offload.load_file(tmp_path / "model.gguf")
+
+
+def test_blocks_of_no_numbers_are_refused(tmp_path: Path) -> None:
+    FORMS["gguf-q8_0"].write(tmp_path)
+    file = tmp_path / "model.gguf"
+    stored = bytearray(file.read_bytes())
+    struct.pack_into("<Q", stored, stored.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4, 0)
+    file.write_bytes(stored)
+
+    with pytest.raises(CorruptFileError, match=r"'blk.0.attn_q.weight' the shape \[256, 0\], of no blocks of Q8_0"):
+        offload.load_file(file)
+
+
+@pytest.mark.parametrize("form", ["bnb-nf4", "bnb-int8"])
+def test_bitsandbytes_is_recognised_without_the_methods_name(form: str, tmp_path: Path) -> None:
+    """As its first configurations were written; what is changed and what is converted then depend on it, too."""
+    FORMS[form].write(tmp_path / "named")
+    shutil.copytree(tmp_path / "named", tmp_path / "unnamed")
+    settings = tmp_path / "unnamed" / "config.json"
+    config = json.loads(settings.read_text())
+    assert "bitsandbytes" == config["quantization_config"].pop("quant_method")
+    settings.write_text(json.dumps(config))
+
+    found = offload.from_pretrained(tmp_path / "unnamed")
+    expected = offload.from_pretrained(tmp_path / "named").state_dict()
+
+    assert all(torch.equal(expected[name].materialize(), one.materialize()) for name, one in found.state_dict().items())
+    weight = found.get_parameter("model.layers.1.mlp.down_proj.weight")
+    weight.update_values(weight.materialize() * 2)
+    found.save_pretrained(tmp_path / "changed")
+    saved = json.loads((tmp_path / "changed" / "config.json").read_text())["quantization_config"]
+    assert ["model.layers.1.mlp.down_proj"] == saved["llm_int8_skip_modules"]
+    with pytest.raises(CheckpointError, match=r"quantized \(bitsandbytes\)"):
+        convert_checkpoint(tmp_path / "unnamed", tmp_path / "cast", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", ["gguf-q8_0", "gguf-q4_k_m"])

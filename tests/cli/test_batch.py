@@ -382,3 +382,56 @@ def test_a_killed_process_loses_and_repeats_nothing(folder, tmp_path):
     found = [said["custom_id"] for said in read(tmp_path / "out.jsonl")]
     assert sorted(f"request {at}" for at in range(count)) == sorted(found)
     assert texts(tmp_path / "expected.jsonl") == texts(tmp_path / "out.jsonl")
+
+
+def with_settings(folder: Path, place: Path, **settings: Any) -> Path:
+    """The model with these generation settings beside its own."""
+    shutil.copytree(folder, place)
+    path = place / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    return place
+
+
+VALID: tuple[dict[str, Any], ...] = (
+    {"return_dict_in_generate": True},
+    {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True},
+    {"eos_token_id": [95, 94]},
+    {"eos_token_id": None},
+)
+
+
+@pytest.mark.parametrize("settings", VALID, ids=str)
+def test_valid_generation_settings_are_followed_and_the_text_is_given(settings, folder, tmp_path, capsys):
+    model = with_settings(folder, tmp_path / "model", **settings)
+    source = written(tmp_path / "in.jsonl", [request(1), {"prompt": "w1 w2", "custom_id": "p"}])
+
+    assert 0 == run(model, source, tmp_path / "out.jsonl", "--max-new-tokens", "3")
+    assert 0 == main(["generate", str(model), "--prompt", "w1", "--max-new-tokens", "3", "--json"])
+
+    assert 3 == len(json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"])
+    assert (
+        plain_answer(folder, "w1 w2", 3) == read(tmp_path / "out.jsonl")[-1]["response"]["body"]["choices"][0]["text"]
+    )
+
+
+@pytest.mark.parametrize("ends", ["95", 1.5, [[95]], {"a": 1}, ["w95"], True], ids=str)
+def test_an_end_that_is_not_a_token_is_refused_before_any_answer(ends, folder, tmp_path, capsys):
+    model = with_settings(folder, tmp_path / "model", eos_token_id=ends)
+    source = written(tmp_path / "in.jsonl", [request(1)])
+
+    assert 1 == run(model, source, tmp_path / "out.jsonl")
+    assert 1 == main(["generate", str(model), "--prompt", "w1"])
+
+    for line in capsys.readouterr().err.splitlines()[-2:]:
+        assert f"{model} says in its generation_config.json" in line or "can't make a model from" in line
+
+
+@pytest.mark.parametrize("settings", [{"pad_token_id": "x"}, {"suppress_tokens": 5}, {"top_k": "a", "do_sample": True}])
+def test_generation_settings_that_are_malformed_refuse_each_request(settings, folder, tmp_path, capsys):
+    model = with_settings(folder, tmp_path / "model", **settings)
+    source = written(tmp_path / "in.jsonl", [request(1, temperature=1.0), request(2, temperature=1.0)])
+
+    assert 1 == run(model, source, tmp_path / "out.jsonl")
+
+    said = capsys.readouterr().err
+    assert "2 lines refused" in said or "can't make a model from" in said

@@ -330,3 +330,57 @@ def test_an_adapter_of_another_model_or_a_missing_one_is_refused(folder: Path, t
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "NOVEL"}))
     with pytest.raises(OffloadError):
         offload.merge_lora(other, adapter)
+
+
+def _cut(folder: Path, name: str) -> None:
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: len(data) // 2])
+
+
+def _as_pickle(folder: Path, value: object, *, cut: bool = False) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(value, folder / "adapter_model.bin")
+    if cut:
+        _cut(folder, "adapter_model.bin")
+
+
+class Code:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("code was run",)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "code": (lambda folder: _as_pickle(folder, {"w": Code()}), "holds something other than tensors"),
+    "no tensors": (lambda folder: _as_pickle(folder, [1, 2]), "or it is damaged"),
+    "a cut pickle": (lambda folder: _as_pickle(folder, {}, cut=True), "damaged|code"),
+    "cut weights": (lambda folder: _cut(folder, "adapter_model.safetensors"), "or it is damaged"),
+    "no weights": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"") and None, "or it is damaged"),
+    "cut settings": (lambda folder: _cut(folder, "adapter_config.json"), "should be a folder with an adapter_config"),
+    "settings in a list": (
+        lambda folder: (folder / "adapter_config.json").write_text("[1]") and None,
+        "should be a folder with an adapter_config",
+    ),
+    "other settings": (
+        lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": "4"}') and None,
+        "or it is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_adapter_or_one_with_code_is_refused_and_changes_nothing(
+    damage: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE), tmp_path / "adapter")
+    spoil, words = DAMAGES[damage]
+    spoil(adapter)
+    model = offload.from_pretrained(folder)
+    before = {name: type(module) for name, module in model.named_modules()}
+
+    with pytest.raises(CheckpointError, match=words) as raised:
+        offload.merge_lora(model, adapter)
+
+    assert str(adapter) in str(raised.value)
+    assert "code was run" not in capsys.readouterr().out
+    assert before == {name: type(module) for name, module in model.named_modules()}
+    assert_same(AutoModelForCausalLM.from_pretrained(folder), model)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 import offload
 from offload.kernels import native
@@ -228,3 +229,24 @@ def packed_table(folder: Path, rows: int, columns: int) -> Any:
     writer.write_tensors_to_file()
     writer.close()
     return offload.load_file(folder / "table.gguf")["table"]
+
+
+@pytest.mark.parametrize("is_inference", [False, True], ids=["with gradients", "without"])
+def test_forward_derivatives_through_packed_weights_are_those_of_the_dense_weight(model, is_inference):
+    """A weight that requires no grad is no part of any graph: its product has a tangent all the same."""
+    layer = next(packed_layers(model))[0]
+    layer.weight.requires_grad_(not is_inference)
+    dense, x, along = layer.weight.materialize(), activations(layer, 2), activations(layer, 3)[:2]
+
+    def product(one):
+        return F.linear(one, layer.weight)
+
+    expected = F.linear(along, dense)
+    with torch.set_grad_enabled(not is_inference):
+        assert torch.equal(expected, torch.func.jvp(product, (x,), (along,))[1])
+        assert torch.equal(dense, torch.func.jacfwd(product)(x[0]))
+        with forward_ad.dual_level():
+            found = product(forward_ad.make_dual(x, along))
+
+            assert torch.equal(F.linear(x, dense), found)
+            assert torch.equal(expected, forward_ad.unpack_dual(found).tangent)

@@ -20,11 +20,11 @@ from functools import lru_cache, partial
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows, unfit
+from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows, read_now, unfit
 from offload.checkpoints.forms.numbers import of_halves, scaled
 from offload.errors import CheckpointError
 from offload.kernels.packed import NumberRows
-from offload.storage.modes import no_functions, no_modes
+from offload.storage.reasons import short
 from offload.tensor.recipes import Decode
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
@@ -109,10 +109,11 @@ class _State:
         Raises:
             CheckpointError: it can't be parsed.
         """
-        with no_functions(), no_modes():
-            written = bytes(handle_of(piece).base().tolist())
+        written = read_now(piece)
         try:
-            fields = json.loads(written)
+            if written.dtype != torch.uint8:
+                raise ValueError("it should be text")
+            fields = json.loads(bytes(written.flatten().tolist()))
             nested = fields.get("nested_blocksize")
             found = cls(
                 tuple(map(int, fields["shape"])),
@@ -121,12 +122,12 @@ class _State:
                 None if nested is None else int(nested),
                 float(fields.get("nested_offset", 0.0)),
             )
-            if min(*found.shape, found.block, found.scales_block or 1) < 1:
+            if min(*found.shape, found.block, 1 if found.scales_block is None else found.scales_block) < 1:
                 raise ValueError(f"no sizes: {fields}")
             return found
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CheckpointError(
-                f"{_described(piece)} and can't be understood ({type(error).__name__}: {error}). Download the "
+                f"{_described(piece)} and can't be understood ({type(error).__name__}: {short(error)}). Download the "
                 "checkpoint again."
             ) from error
 
@@ -215,14 +216,11 @@ def _of_8_bits(
         raise CheckpointError(
             f"{_described(weight)}, and {_described(scales)}: they do not fit. Download the checkpoint again."
         )
-    if order is not None:
-        with no_functions(), no_modes():
-            is_by_rows = handle_of(order).base().tolist() in (0, [0])
-        if not is_by_rows:
-            raise CheckpointError(
-                f"{_described(order)}, and says that the weight is laid out in tiles, which is not decoded. Load the "
-                "model with transformers and save it again: versions of bitsandbytes since 0.45 write rows."
-            )
+    if order is not None and read_now(order).tolist() not in (0, [0]):
+        raise CheckpointError(
+            f"{_described(order)}, and says that the weight is laid out in tiles, which is not decoded. Load the model "
+            "with transformers and save it again: versions of bitsandbytes since 0.45 write rows."
+        )
     packed = number_rows("signed_bytes", [weight, scales], last=_ONE_OF_127)
     return decoded(name, _decode_8_bits, [weight, scales], shape=tuple(weight.shape), per=(1, 1), packed=packed)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows
+from offload.checkpoints.forms.decoding import SCALES, Tensors, decoded, missing, number_rows, read_now
 from offload.checkpoints.forms.numbers import (
     E2M1,
     lessened,
@@ -35,7 +35,6 @@ from offload.checkpoints.forms.numbers import (
 )
 from offload.errors import CheckpointError
 from offload.kernels.packed import NumberRows
-from offload.storage.modes import no_functions, no_modes
 from offload.tensor.recipes import Decode
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
@@ -45,7 +44,7 @@ _PIECES = re.compile(
     r"|(input|output)_(scale|zero_point|global_scale))"
 )
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+_ZEROS = (*_SMALL, torch.uint8, *SCALES)
 _SMALLEST = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
 _CENTRED = (-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
@@ -104,9 +103,16 @@ class _Scheme:
         if strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
             raise ValueError(f"weights can't have the strategy {strategy!r}")
         if strategy == "block":
-            size = tuple(map(int, weights["block_structure"]))
+            rows, columns = weights["block_structure"]
+            size = int(rows), int(columns)
         elif strategy in ("group", "tensor_group"):
             size = int(size)
+        if (
+            size is not None
+            and strategy not in ("tensor", "channel")
+            and min(size if strategy == "block" else [size]) < 1
+        ):
+            raise ValueError(f"{size} numbers can't share a scale")
         bits = int(weights.get("num_bits", 8))
         if not 1 <= bits <= 8:
             raise ValueError(f"weights have 1 to 8 bits, not {bits}")
@@ -140,7 +146,7 @@ class _Groups:
             sparse = (config.get("sparsity_config") or {}).get("format") or "dense"
             groups = (config.get("config_groups") or {}).values()
             schemes = tuple(_Scheme.of(group, config.get("format")) for group in groups if group.get("weights"))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"The quantization_config of the checkpoint of {path} can't be understood ({type(error).__name__}: "
                 f"{error}). Download the checkpoint again, with its config.json."
@@ -245,8 +251,7 @@ class _Packed:
         if noted_shape is None:
             return rows, words * 32 // self.scheme.bits
         self._needs("weight_shape", noted_shape.shape == (2,) and not noted_shape.dtype.is_floating_point)
-        with no_functions(), no_modes():
-            found = handle_of(noted_shape).base().tolist()
+        found = read_now(noted_shape).tolist()
         self._needs("weight_shape", found[0] == rows, more=f" and says {found}")
         return found[0], found[1]
 
@@ -286,15 +291,16 @@ class _Packed:
                 points are not packed.
         """
         rows, columns, grid = self._blocks(*shape)
-        scales, zeros = self.pieces["weight_scale"], self.pieces.get("weight_zero_point")
-        is_small = packed == "weight_packed" and self.pieces[packed].dtype == torch.uint8
-        kinds = (torch.float8_e4m3fn, torch.uint8) if is_small else (*_SCALES, torch.uint8)
-        self._needs("weight_scale", scales.dtype in kinds)
+        numbers, scales = self.pieces[packed], self.pieces["weight_scale"]
+        is_small = numbers.dtype == torch.uint8
+        zeros = None if is_small else self.pieces.get("weight_zero_point")
+        exponents = (torch.uint8,) if numbers.dtype.is_floating_point and not decode.keywords["is_wide"] else ()
+        self._needs("weight_scale", scales.dtype in ((*_SMALL[:1], torch.uint8) if is_small else (*SCALES, *exponents)))
         is_one = grid == (1, 1) or self.scheme.strategy == "tensor"
         self._needs("weight_scale", scales.numel() == 1 if is_one else tuple(scales.shape) == grid)
         granule = packed_zeros or (rows if self.scheme.strategy == "block" else 1)
         each = None if is_one else 1 if self.scheme.strategy == "block" else granule
-        used, per = [self.pieces[packed], scales], [granule, each]
+        used, per = [numbers, scales], [granule, each]
         if whole is not None:
             used, per = [*used, whole], [*per, None]
         if packed_zeros is not None:
@@ -305,15 +311,16 @@ class _Packed:
             self._needs("weight_zero_point", zeros.dtype == torch.int32 and tuple(zeros.shape) == right)
             used, per = [*used, zeros], [*per, words]
         elif zeros is not None:
-            self._needs("weight_zero_point", zeros.numel() == 1 if is_one else tuple(zeros.shape) == grid)
+            fits = zeros.numel() == 1 if is_one else tuple(zeros.shape) == grid
+            self._needs("weight_zero_point", zeros.dtype in _ZEROS and fits)
             used, per = [*used, zeros], [*per, each]
         elif not self.scheme.symmetric and not is_small:
             raise _missing(self.pieces, packed, f"{self.name}_zero_point")
-        dtype = scales.dtype if scales.dtype in _SCALES else torch.bfloat16
+        dtype = scales.dtype if scales.dtype in SCALES else torch.bfloat16
         dtype = torch.float32 if decode.keywords.get("is_wide") else dtype
         keywords = {**decode.keywords, "rows": rows, "block": columns}
         made = _decoder(decode.func, tuple(sorted(keywords.items())))
-        roles = {"numbers": self.pieces[packed], "scales": scales, "divisor": whole, "zeros": zeros}
+        roles = {"numbers": numbers, "scales": scales, "divisor": whole, "zeros": zeros}
         by_kernel = self._by_kernel({role: one for role, one in roles.items() if one is not None}, shape[1], is_one)
         return decoded(
             self.name,

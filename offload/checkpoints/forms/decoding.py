@@ -18,7 +18,7 @@ import torch
 from offload.annotations import Settings
 from offload.checkpoints.forms.settings import refuse_other_settings
 from offload.errors import CheckpointError
-from offload.kernels.packed import FACTORS, NumberRows, Packed
+from offload.kernels.packed import NumberRows, Packed, takes
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.storage.modes import no_functions, no_modes
@@ -27,6 +27,7 @@ from offload.tensor.recipes import Decode, Decoded, Piece
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
+SCALES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of factors that are plain numbers
 Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
 Unpack: TypeAlias = "Callable[[Tensors, Settings], dict[str, OffloadedTensor]]"
 
@@ -62,10 +63,8 @@ def unpacked(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTen
     if module is None and method in _LEFT_TO_TRANSFORMERS:
         return None
     if module is None:
-        path = _path_of(tensors)
-        where = "" if path is None else f" in {path}"
         raise CheckpointError(
-            f"the weights{where} are packed by {method!r}, which is not decoded here: dequantize the model with the "
+            f"{weights_in(tensors)} are packed by {method!r}, which is not decoded here: dequantize the model with the "
             f"package that packed it and save that, or get a checkpoint in one of the forms "
             f"{', '.join(sorted([*_MODULES, *_LEFT_TO_TRANSFORMERS]))}"
         )
@@ -111,18 +110,17 @@ def decoded(
         dtype: of the dense value, if `decode` leaves the last rounding to a copy.
 
     Raises:
-        CheckpointError: the pieces have too few rows, or can't be decoded.
+        CheckpointError: the pieces have other numbers of rows, or can't be decoded.
     """
     rows, *row = shape[1:] if stacked else shape
-    granules = -(-rows // granule)
     with no_functions(), no_modes():
         view_specs = [view_spec_of(piece) for piece in pieces]
         if stacked and any(len(view_spec) != shape[0] for view_spec in view_specs):
             raise unfit(name, pieces, f"not all of them are stacks of {shape[0]}")
         ones = [view_spec[0] for view_spec in view_specs] if stacked else view_specs
     for one, each in zip(ones, per, strict=True):
-        if each is not None and not granules * each - each < len(one) <= granules * each:
-            raise unfit(name, pieces, f"{list(one.shape)} does not make {granules} times {each} rows")
+        if each is not None and len(one) != -(-rows * each // granule):
+            raise unfit(name, pieces, f"{list(one.shape)} does not make {rows} rows, {granule} from {each}")
     given = tuple(
         (tuple(one.shape) if each is None else (min(each, len(one)), *one.shape[1:]), one.dtype)
         for one, each in zip(ones, per, strict=True)
@@ -176,11 +174,24 @@ def number_rows(
     **options: Any,
 ) -> NumberRows | None:
     """How the kernels take numbers whose factors are stored elsewhere: see `NumberRows`. None if they do not."""
-    if any(
-        piece.dtype not in FACTORS for piece, role in zip(pieces, roles, strict=True) if role in ("scales", "zeros")
-    ):
+    if not all(takes(role, piece.dtype) for piece, role in zip(pieces, roles, strict=True)):
         return None
     return NumberRows(kind, roles, group=group, **options) if group % 32 == 0 or group == 16 else None
+
+
+def read_now(piece: OffloadedTensor) -> torch.Tensor:
+    """The numbers of a small piece, which say how others are packed.
+
+    Raises: as `Handle.base`.
+    """
+    with no_functions(), no_modes():
+        return Piece(handle_of(piece), view_spec_of(piece)).value()
+
+
+def weights_in(tensors: Tensors) -> str:
+    """The weights of a checkpoint in words, with a file of it."""
+    path = _path_of(tensors)
+    return "the weights" if path is None else f"the weights in {path}"
 
 
 def unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointError:

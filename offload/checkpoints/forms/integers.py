@@ -15,9 +15,10 @@ from functools import partial
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, method_of, missing, unfit
+from offload.checkpoints.forms.decoding import SCALES, Tensors, decoded, method_of, missing, read_now, unfit, weights_in
 from offload.checkpoints.forms.numbers import of_words
-from offload.kernels.packed import FACTORS, WordColumns
+from offload.errors import CheckpointError
+from offload.kernels.packed import WordColumns
 from offload.tensor.wrapper import OffloadedTensor
 
 _WORD = 32  # bits of a packed word
@@ -28,6 +29,7 @@ _PIECES = ("qweight", "qzeros", "scales", "g_idx")
 def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
     is_awq, bits = method_of(quantization) == "awq", int(quantization.get("bits") or 4)
+    size = _group_size(tensors, quantization)
     dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in _PIECES}
     done: set[str] = set()
     for name in tensors:
@@ -42,24 +44,40 @@ def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTenso
         pieces = [tensors[f"{layer}.{one}"] for one in wanted]
         if f"{layer}.weight" in tensors:
             raise unfit(f"{layer}.weight", [tensors[f"{layer}.weight"], *pieces], "it is there packed and dense")
-        dense[f"{layer}.weight"] = _weight(f"{layer}.weight", pieces, quantization, bits)
+        dense[f"{layer}.weight"] = _weight(f"{layer}.weight", pieces, quantization, bits, size)
     return dense
 
 
-def _weight(name: str, pieces: list[OffloadedTensor], quantization: Settings, bits: int) -> OffloadedTensor:
+def _group_size(tensors: Tensors, quantization: Settings) -> int:
+    """Inputs of a group; -1 for all."""
+    size = quantization.get("group_size")
+    size = -1 if size is None else size
+    if type(size) is not int or (size < 1 and size != -1):
+        raise CheckpointError(
+            f"{weights_in(tensors)} should be in groups of {size!r} inputs, as the quantization_config says, which is "
+            "neither a count nor -1. Download the checkpoint again, with its config.json."
+        )
+    return size
+
+
+def _weight(name: str, pieces: list[OffloadedTensor], quantization: Settings, bits: int, size: int) -> OffloadedTensor:
     integers, zeros, scales, *order = pieces
     if any(piece.dim() != 2 for piece in pieces[:3]) or {integers.dtype, zeros.dtype} != {torch.int32}:
         raise unfit(name, pieces, "qweight and qzeros should be matrices of int32, and scales a matrix")
     each, (groups, outputs) = _WORD // bits, scales.shape
     shape = (outputs, integers.shape[0] * (each if order else 1))
-    size = quantization.get("group_size") or -1
+    if scales.dtype not in SCALES:
+        raise unfit(name, pieces, "scales should be of float16, bfloat16 or float32")
     if groups != (1 if size < 0 else -(-shape[1] // size)) or outputs % each:
         raise unfit(name, pieces, f"{shape[1]} inputs in groups of {size} do not make {groups}")
-    if list(order and order[0].shape) != [shape[1]] * len(order):
-        raise unfit(name, pieces, f"g_idx should name the group of each of {shape[1]} inputs")
+    wide = outputs if order else outputs // each
+    if integers.shape[1] != wide or tuple(zeros.shape) != (groups, outputs // each):
+        raise unfit(name, pieces, f"qweight and qzeros do not make {groups} groups of {outputs} outputs")
+    if order:
+        _check_order(name, pieces, shape[1], groups)
     if not order:
         turned, made = _turned(pieces), scales.dtype
-        packed = WordColumns(is_awq=True) if made in FACTORS else None
+        packed = WordColumns(is_awq=True)
         return decoded(
             name, _decode_awq, turned, shape=shape, granule=each, per=(1, 1, each), dtype=made, packed=packed
         )
@@ -67,8 +85,18 @@ def _weight(name: str, pieces: list[OffloadedTensor], quantization: Settings, bi
     is_first = str(form).lower() != "gptq_v2"
     decode = partial(_decode_gptq, bits=bits, less=int(is_first))
     turned, per, made = [*_turned(pieces[:3]), *order], (each, 1, each, None), scales.dtype
-    packed = WordColumns(bits, int(is_first)) if made in FACTORS else None
+    packed = WordColumns(bits, int(is_first))
     return decoded(name, decode, turned, shape=shape, granule=each, per=per, dtype=made, packed=packed)
+
+
+def _check_order(name: str, pieces: list[OffloadedTensor], inputs: int, groups: int) -> None:
+    """Raises `CheckpointError` unless `g_idx` names a group of each input."""
+    order = pieces[3]
+    if tuple(order.shape) != (inputs,) or order.dtype not in (torch.int32, torch.int64):
+        raise unfit(name, pieces, f"g_idx should name the group of each of {inputs} inputs")
+    found = read_now(order)
+    if inputs and not 0 <= int(found.min()) <= int(found.max()) < groups:
+        raise unfit(name, pieces, f"g_idx names groups from {int(found.min())} to {int(found.max())} of {groups}")
 
 
 def _turned(pieces: list[OffloadedTensor]) -> list[OffloadedTensor]:

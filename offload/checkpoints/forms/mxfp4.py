@@ -43,7 +43,8 @@ def unpack(tensors: Tensors, _: Mapping[str, Any]) -> dict[str, OffloadedTensor]
 
 def _weight(name: str, blocks: OffloadedTensor, scales: OffloadedTensor) -> OffloadedTensor:
     pieces = [blocks, scales]
-    if blocks.dim() != 4 or blocks.shape[:-1] != scales.shape or {piece.dtype for piece in pieces} != {torch.uint8}:
+    are_bytes = {piece.dtype for piece in pieces} == {torch.uint8}
+    if not are_bytes or blocks.dim() != 4 or tuple(blocks.shape) != (*scales.shape, _BLOCK // 2):
         raise unfit(name, pieces, "blocks should be bytes, (experts, outputs, blocks, 16), with a scale for each")
     experts, outputs, count, _ = blocks.shape
     return decoded(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload.annotations import Settings
+from offload.checkpoints.forms.decoding import method_of
 from offload.storage.handle import Handle
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decoded, Joined, Piece, stored_in
@@ -68,7 +69,7 @@ class Packed:
             return None
         if not changed:
             return dict(self.quantization)
-        key = _LEFT_OUT.get(str(self.quantization.get("quant_method")), _USUAL)
+        key = _LEFT_OUT.get(str(method_of(self.quantization)), _USUAL)
         modules = {name.removesuffix(".weight") for name in changed}
         return {**self.quantization, key: sorted({*(self.quantization.get(key) or ()), *modules})}
 
