@@ -102,9 +102,9 @@ class LoadReport:
         missing_keys: tensors of the model that the checkpoint does not have.
         unexpected_keys: tensors of the checkpoint that the model does not have.
         mismatched_keys: name, shape in the checkpoint, shape in the model.
-        forms: how many values are "referenced" in the checkpoint, "stored" from recipes in the `offload_dir`, in files
-            "of their own", "in memory", and recipes, by what is done when they are read: "cast", "joined",
-            "decoded from fp8, joined"...
+        forms: how many values are "referenced" in the checkpoint, "stored" from recipes in the `offload_dir`, "in files
+            of their own", "in memory", and recipes, by what is done when they are read: "cast", "joined", "laid out
+            anew", "decoded from fp8, joined"...
 
     Example:
         >>> from safetensors.torch import save_file
