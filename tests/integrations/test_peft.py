@@ -289,15 +289,15 @@ MERGE = """
 """
 
 
-@pytest.mark.slow(5)
+@pytest.mark.slow(20)
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the kernel does not tell anonymous memory")
 @pytest.mark.parametrize(("kind", "weights"), [("lora", 2), ("ia3", 2), ("dora", 4)])
 def test_a_merge_takes_the_memory_of_some_weights_and_not_of_the_model(kind: str, weights: int, tmp_path: Path) -> None:
-    """Six weights of 16 MiB: the file is changed through its mapping, and peft's own temporaries are for one weight.
+    """Six weights of 36 MiB: the file is changed through its mapping, and peft's own temporaries are for one weight.
 
     DoRA creates the delta, the sum, its norm's square and the product for one weight at a time.
     """
-    width, layers = 2048, 6
+    width, layers = 3072, 6
     path = checkpoint_of_zeros(tmp_path / "model.safetensors", layers, width)
     before = path.stat()
 
