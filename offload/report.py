@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from offload.errors import ForeignFileError
 from offload.memory import anonymous_bytes, mapped_bytes
 from offload.prefetch.engine import counts
 from offload.prefetch.value import page_state_of
 from offload.storage.reasons import writing
-from offload.storage.regular import absolute, is_there
+from offload.storage.regular import absolute
 from offload.storage.replacing import create_folder, put_file
 from offload.storage.threads import Worker
+from offload.storage.write import refuse_foreign
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
@@ -253,14 +253,8 @@ def _layer_of(name: str) -> str:
 
 def _refuse_other(path: Path) -> None:
     with writing(path, 0, "name"):
-        if is_there(path) and not (path.is_file() and _begins_as_ours(path)):
-            raise ForeignFileError(f"{path} exists and is not a report of offload: take another name")
+        refuse_foreign(path, _KIND.encode(), "exists and is not a report of offload: take another name")
         create_folder(path.parent)
-
-
-def _begins_as_ours(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(_KIND)) == _KIND.encode()
 
 
 def _in_bytes(value: float) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,12 +29,13 @@ import numpy.typing as npt
 
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.parts import opened
-from offload.errors import CacheError, ChangedFileError, CorruptFileError, ForeignFileError
+from offload.errors import CacheError, ChangedFileError, CorruptFileError
 from offload.storage.locks import flock, unlock
 from offload.storage.reasons import explained as unread
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import as_file, closed_on_error, is_there, open_regular, read_all
+from offload.storage.regular import closed_on_error, read_all
 from offload.storage.replacing import put_file
+from offload.storage.write import refuse_foreign
 
 FILE = "rows.state"
 PAGE = 4096
@@ -95,8 +95,7 @@ class States:
             WriteError
         """
         path = folder / FILE
-        if is_there(path) and not _is_ours(path):
-            raise ForeignFileError(f"{path} exists, and is left as it is: choose another folder for the cache")
+        refuse_foreign(path, MAGIC, "exists, and is left as it is: choose another folder for the cache")
         counts = np.array([VERSION, columns, rows, rows, 0], dtype="<u8").tobytes()
         put_file(path, MAGIC + counts, PAGE + rows * columns)
 
@@ -389,15 +388,6 @@ class Length:
     def set(self, nbytes: int) -> None:
         if self._number < _MOST_LENGTHS:
             self._states._lengths[self._number] = nbytes
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether an unfinished cache may have left it."""
-    with suppress(CorruptFileError, ForeignFileError):
-        opened = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with as_file(opened) as file, reading(path):
-            return file.read(len(MAGIC)) == MAGIC
-    return False
 
 
 def _is_filled(cells: bytes) -> bool:

@@ -38,15 +38,15 @@ from offload.errors import (
 )
 from offload.memory import as_bytes
 from offload.progress import progress_in_bytes
-from offload.storage.file import TensorFile
+from offload.storage.file import TensorFile, is_ours
 from offload.storage.header import MARK, VERSION, is_standard, is_unicode
 from offload.storage.layout import Layout, contiguous
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import is_there
 from offload.storage.replacing import made_folder, new_file, replacing_all, sync_folder, write_all
-from offload.storage.state_file import Kind, state_if_ours
+from offload.storage.state_file import Kind
 from offload.storage.subclasses import is_subclass_value, refuse_lossy
-from offload.storage.write import write_beside
+from offload.storage.write import refuse_foreign, write_beside
 from offload.tensor.arguments import checked_dense, refuse_unstorable
 from offload.tensor.saved import files_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_box
 
@@ -55,6 +55,10 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
+_FOREIGN = (
+    "exists and is not part of a checkpoint that offload saved: it is left as it is. "
+    "Save to another folder, or move it away first."
+)
 _LARGEST_STEP = 64  # alignment in bytes of values whose sizes allow it
 _OWN_METADATA = ("format", MARK, NOTE)
 _KIND = Kind(what="an index of offload", stamp={"metadata": {MARK: json.dumps({"version": VERSION})}})
@@ -383,13 +387,9 @@ def earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterabl
     found = [path for path in (folder / _INDEX, folder / _SINGLE) if is_there(path)]
     with reading(folder):
         named = [path for path in sorted(folder.glob("model-*.safetensors")) if _SHARD.fullmatch(path.name)]
-    earlier = found + [path for path in named if _is_ours(path)]
+    earlier = found + [path for path in named if is_ours(path)]
     for path in sorted({*(folder / name for name in files), *earlier}):
-        if is_there(path) and not _is_ours(path):
-            raise ForeignFileError(
-                f"{path} exists and is not part of a checkpoint that offload saved: it is left as it is. "
-                "Save to another folder, or move it away first."
-            )
+        refuse_foreign(path, _KIND if path.name == _INDEX else None, _FOREIGN)
     _refuse_offload_folder(folder)
     refuse_sources(sources, earlier)
     refuse_referenced(earlier)
@@ -438,15 +438,3 @@ def _opened(path: Path) -> TensorFile | None:
         raise
     except OffloadError:
         return None
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether `save_checkpoint` wrote it."""
-    with reading(path):
-        is_link = path.is_symlink()
-    if is_link:
-        return False
-    if path.name == _INDEX:
-        return state_if_ours(path, _KIND) is not None
-    file = _opened(path)
-    return file is not None and file.is_ours

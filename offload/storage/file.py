@@ -42,6 +42,7 @@ from offload.storage.mapping import mapped as map_bytes
 from offload.storage.mapping import scratch, scratch_bytes
 from offload.storage.reasons import explained, not_regular, reading, some
 from offload.storage.regular import Descriptor, absolute, as_file, closed_on_error, open_regular
+from offload.storage.state_file import Kind, state_if_ours
 from offload.torch_api import as_negated
 
 _STEP = 1 << 20  # bytes per read
@@ -286,15 +287,34 @@ def file_of_ours(path: Path) -> TensorFile | None:
         MissingFileError: there is nothing.
         ReadError: the system does not tell what is there.
     """
+    if not _is_link(path):
+        with suppress(CorruptFileError, CheckpointError, UnsupportedTorchError):
+            found = TensorFile.open(path)
+            return found if found.is_ours else None
+    return None
+
+
+def is_ours(path: Path, kind: Kind | bytes | None = None) -> bool:
+    """Whether `offload` wrote the file at `path`: JSON of a kind, one with these first bytes, or a file of tensors.
+
+    Raises: as `file_of_ours`
+    """
+    if kind is None:
+        return file_of_ours(path) is not None
+    if _is_link(path):
+        return False
+    if isinstance(kind, Kind):
+        return state_if_ours(path, kind) is not None
+    with suppress(CorruptFileError), as_file(open_regular(path)) as file, reading(path):
+        return file.read(len(kind)) == kind
+    return False
+
+
+def _is_link(path: Path) -> bool:
     try:
-        is_link = stat.S_ISLNK(os.lstat(path).st_mode)
+        return stat.S_ISLNK(os.lstat(path).st_mode)
     except OSError as error:
         raise explained(path, error) from error
-    try:
-        found = None if is_link else TensorFile.open(path)
-    except (CorruptFileError, CheckpointError):
-        return None
-    return found if found is not None and found.is_ours else None
 
 
 def file_status(path: Path) -> os.stat_result:

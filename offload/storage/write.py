@@ -23,15 +23,20 @@ from offload.errors import (
     MissingFileError,
     NameInUseError,
 )
-from offload.storage.file import TensorFile, file_of_ours
+from offload.storage.file import TensorFile, is_ours
 from offload.storage.header import Head, build
 from offload.storage.layout import Entry, Layout, contiguous
 from offload.storage.mapping import scratch
 from offload.storage.reasons import naming, reading, writing
 from offload.storage.replacing import new_file, replacing, write_all
+from offload.storage.state_file import Kind
 
 Take: TypeAlias = Callable[[TensorFile], object]
 
+_FOREIGN = (
+    "exists and was not written by offload (or is a link): it is left as it is. Move it away, or take another "
+    "offload_dir."
+)
 _BLOCK = 4 << 20  # bytes gathered at a time from a value that is not contiguous, or not on the CPU
 _STEP = 1 << 20  # bytes copied or zeroed at a time
 
@@ -157,19 +162,16 @@ def write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
         at += write_all(fd, bytes_of(block), at)
 
 
-def refuse_foreign(path: Path) -> None:
-    """Do nothing if the place is free or holds a file that `offload` wrote.
+def refuse_foreign(path: Path, kind: Kind | bytes | None = None, why: str = _FOREIGN) -> None:
+    """Do nothing if the place is free or holds a file that `offload` wrote; `kind` is as for `is_ours`.
 
     Raises:
         ForeignFileError: there is another file.
         ReadError: the system does not tell what is there.
     """
     with suppress(MissingFileError):  # also if it was removed just now
-        if file_of_ours(path) is None:
-            raise ForeignFileError(
-                f"{path} exists and was not written by offload (or is a link): it is left as it is. Move it away, or "
-                "take another offload_dir."
-            )
+        if not is_ours(path, kind):
+            raise ForeignFileError(f"{path} {why}")
 
 
 def refuse_earlier(path: Path, name: str) -> None:

@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from offload.errors import (
     CheckpointError,
     DtypeMismatchError,
-    ForeignFileError,
     MissingFileError,
     OffloadError,
     UnsupportedOpError,
@@ -46,6 +45,7 @@ from offload.storage.reasons import short, some, writing
 from offload.storage.regular import absolute, is_folder, is_there
 from offload.storage.replacing import made_folder, remove, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, state_if_ours, write_state
+from offload.storage.write import refuse_foreign
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import files_of, subclass_value
@@ -102,8 +102,7 @@ def save_training(
     """
     folder = absolute(folder)
     latest = folder / _LATEST
-    if is_there(latest) and state_if_ours(latest, _KIND) is None:
-        raise ForeignFileError(f"{latest} was not written by offload: it is left as it is. Save to another folder.")
+    refuse_foreign(latest, _KIND, "was not written by offload: it is left as it is. Save to another folder.")
     named = Named()
     structure = encode(
         _parts(model, optimizer, extra, frozen=frozen),

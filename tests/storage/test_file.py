@@ -26,10 +26,11 @@ from offload.errors import (
     MissingFileError,
     ReadError,
 )
-from offload.storage.file import TensorFile
+from offload.storage.file import TensorFile, is_ours
 from offload.storage.handle import Handle
 from offload.storage.layout import Entry, contiguous
-from offload.storage.write import layout_of, write_values
+from offload.storage.state_file import Kind, write_state
+from offload.storage.write import layout_of, refuse_foreign, write_values
 from tests import faults
 from tests.processes import run_script
 
@@ -462,3 +463,39 @@ def test_a_file_without_a_header_that_is_missing_short_or_changed_is_an_error(tm
     os.utime(path, ns=(1, 1))
     with pytest.raises(ChangedFileError, match=r"tensor 'w'.*has changed since it was opened"):
         handle.base()
+
+
+KIND = Kind(what="a list", stamp={"list": 1})
+
+
+def put_json(path):
+    write_state(path, KIND, {})
+
+
+def put_begun(path):
+    path.write_bytes(b"offload: and more")
+
+
+def put_tensor(path):
+    OffloadedTensor.from_original_tensor(torch.ones(2), "w", path.parent)
+    (path.parent / "w.safetensors").rename(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "put"), [(KIND, put_json), (b"offload:", put_begun), (None, put_tensor)], ids=["json", "begun", "tensor"]
+)
+def test_links_and_foreign_files_do_not_count_as_written_by_offload(kind, put, tmp_path):
+    put(tmp_path / "ours")
+    (tmp_path / "link").symlink_to(tmp_path / "ours")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "theirs").write_text("mine")
+    (tmp_path / "empty").touch()
+
+    assert is_ours(tmp_path / "ours", kind)
+    for name in ("link", "folder", "theirs", "empty"):
+        assert not is_ours(tmp_path / name, kind)
+        with pytest.raises(ForeignFileError, match=f"{name} is not mine"):
+            refuse_foreign(tmp_path / name, kind, "is not mine")
+    with pytest.raises(MissingFileError):
+        is_ours(tmp_path / "missing", kind)
+    refuse_foreign(tmp_path / "missing", kind)
