@@ -48,7 +48,7 @@ from offload.storage.layout import contiguous
 from offload.storage.mapping import mapped
 from offload.storage.modes import is_plain_world
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
-from offload.storage.reasons import explained
+from offload.storage.reasons import explained, reading
 from offload.storage.replacing import write_all
 
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # rows to check for being in memory
@@ -310,11 +310,15 @@ class Watch:
         """
         Args:
             columns: a descriptor of each file of each column.
+
+        Raises:
+            ReadError
         """
         self._states = states
-        self._opened = {states.path: os.fstat(states.fd)}
-        for column in columns:
-            self._opened |= {path: os.fstat(fd) for path, fd in column.items()}
+        self._opened: dict[Path, os.stat_result] = {}
+        for path, fd in ((states.path, states.fd), *(file for column in columns for file in column.items())):
+            with reading(path):
+                self._opened[path] = os.fstat(fd)
         self._until = 0.0
 
     def look(self, now: float) -> None:

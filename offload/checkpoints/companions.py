@@ -28,7 +28,7 @@ from offload.checkpoints import log
 from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.storage.layout import dtype_name
 from offload.storage.reasons import first_line, reading
-from offload.storage.regular import is_folder, is_there, read_regular
+from offload.storage.regular import is_file, is_folder, is_there, read_regular
 from offload.storage.replacing import put_file
 from offload.storage.state_file import MOST_JSON, parse_json
 
@@ -152,7 +152,7 @@ def _tokenizer_of(model: Pretrained) -> dict[str, bytes]:
         return {
             path.name: path.read_bytes()
             for path in sorted(folder.iterdir())
-            if any(fnmatch.fnmatch(path.name, pattern) for pattern in _OF_TOKENIZERS) and path.is_file()
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in _OF_TOKENIZERS) and is_file(path)
         }
 
 

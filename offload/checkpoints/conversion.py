@@ -31,7 +31,7 @@ from offload.progress import progress
 from offload.storage.folders import file_name
 from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import absolute, is_folder
+from offload.storage.regular import absolute, is_file, is_folder
 from offload.storage.replacing import (
     is_filled,
     made_folder,
@@ -150,7 +150,7 @@ def _dequantized(
         tensors = {name: _stored(tensor, name) for name, tensor in values.tensors.items()}
         return None, tensors, companions_of(model)
     path = source.path / _CONFIG
-    config = _read_config(path) if is_folder(source.path) and path.is_file() else {}
+    config = _read_config(path) if is_folder(source.path) and is_file(path) else {}
     quantization = _parts_of(config, "quantization_config")
     if not quantization:
         raise CheckpointError(f"{source.path} is not quantized, according to its {_CONFIG}: leave out dequantize")
@@ -240,7 +240,7 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
     files = {file.path: file.identity for value in source.values() for file in value.files}
     found = {str(path): [identity.size, identity.modified] for path, identity in files.items()}
     config = source.path / _CONFIG
-    if is_folder(source.path) and config.is_file():  # it says how the files are to be read
+    if is_folder(source.path) and is_file(config):  # it says how the files are to be read
         with reading(config):
             status = config.stat()
         found[str(config)] = [status.st_size, status.st_mtime_ns]
@@ -257,7 +257,7 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None
     """
     for path in sorted(source.iterdir()):
         wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
-        if not wanted or path.name.endswith(INDEX) or not path.is_file():
+        if not wanted or path.name.endswith(INDEX) or not is_file(path):
             continue
         if path.name != _CONFIG or (dtype is None and dense is None):
             put_file(folder / path.name, path.read_bytes())

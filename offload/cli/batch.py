@@ -177,6 +177,8 @@ class _Answering:
         number, request = numbered
         try:
             inputs = self._inputs(request)
+        except OSError:  # the system's; a template has nothing to do with it
+            raise
         except Exception as error:  # chat templates can raise anything
             has_template = request.messages is None or getattr(self._tokenizer, "chat_template", None)
             why = f"the model's tokenizer rejects it: {first_line(error)}" if has_template else _NO_TEMPLATE

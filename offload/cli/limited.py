@@ -13,9 +13,10 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from offload.errors import ArgumentError
-from offload.storage.reasons import first_line
+from offload.storage.reasons import first_line, reading
 
 _MOST_SECONDS = 10  # of a processor
 _MOST_WAIT = 60  # seconds, whatever the processor does
@@ -31,13 +32,16 @@ def within_limits(act: Callable[[], str], what: str) -> str:
 
     Raises:
         ArgumentError: it failed, or needed more time or memory than it may.
+        ReadError, OSError: the system does not tell how large this process is, or has no other one.
     """
-    said = b""
+    said, sizes = b"", Path("/proc/self/statm")
+    with reading(sizes):
+        most = int(sizes.read_text(encoding="ascii").split()[0]) * resource.getpagesize() + _MOST_BYTES
     mine, theirs = socket.socketpair()
     with mine, theirs:
         pid = os.fork()
         if not pid:
-            _tell(act, theirs)
+            _tell(act, theirs, most)
         try:
             theirs.close()
             mine.settimeout(_MOST_WAIT)
@@ -54,13 +58,11 @@ def within_limits(act: Callable[[], str], what: str) -> str:
     return text
 
 
-def _tell(act: Callable[[], str], to: socket.socket) -> None:
+def _tell(act: Callable[[], str], to: socket.socket, most: int) -> None:
     """Never returns."""
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
-        with open("/proc/self/statm", encoding="ascii") as sizes:
-            most = int(sizes.read().split()[0]) * resource.getpagesize() + _MOST_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
         try:
             said = "+" + act()

@@ -17,12 +17,14 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from offload.annotations import Json
 from offload.errors import ArgumentError, ForeignFileError, OffloadError, ReadError, WriteError
 from offload.storage.locks import flock
+from offload.storage.reasons import reading, writing
 from offload.storage.regular import closed_on_error, owned
 from offload.storage.replacing import sync_folder
 
@@ -227,7 +229,7 @@ class Answers:
             self._file = owned(os.open, path, flags, 0o666)
         except OSError as error:
             raise WriteError(error.errno, f"answers can't be written ({error.strerror})", str(path)) from error
-        with closed_on_error(self._file):
+        with closed_on_error(self._file), reading(path):
             self._fd = self._file.fileno()
             if not flock(self._fd, path, wait=False):
                 raise ArgumentError(f"another process is writing answers to {path}")
@@ -269,18 +271,22 @@ class Answers:
             WriteError: the disk failed or is full.
         """
         left = memoryview(_encoded(answer) + b"\n")
-        start = os.fstat(self._fd).st_size
+        start: int | None = None
         try:
+            start = os.fstat(self._fd).st_size
             while left:
                 left = left[os.write(self._fd, left) :]
             os.fdatasync(self._fd)
         except OSError as error:
-            os.ftruncate(self._fd, start)
+            with suppress(OSError):  # then resuming cuts off what is incomplete
+                if start is not None:
+                    os.ftruncate(self._fd, start)
             raise WriteError(error.errno, f"an answer can't be written ({error.strerror})", str(self.path)) from error
 
     def clear(self) -> None:
         """Remove all lines."""
-        os.ftruncate(self._fd, 0)
+        with writing(self.path):
+            os.ftruncate(self._fd, 0)
         self.done = set()
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from offload.integrations.transformers import model_on_meta
 from offload.memory import count_freed
 from offload.models.saving import save_checkpoint
 from offload.progress import progress_in_bytes
+from offload.storage.reasons import reading
 from offload.storage.regular import absolute
 from offload.storage.replacing import put_file, replacing_folder
 from offload.storage.state_file import read_json
@@ -151,7 +152,9 @@ def _layers(source: Checkpoint, group_size: int | None) -> tuple[dict[str, int],
 def _done_in(work: Path) -> dict[str, dict[str, OffloadedTensor]]:
     """The weights that an earlier run has finished, each as its pieces."""
     done: dict[str, dict[str, OffloadedTensor]] = defaultdict(dict)
-    for name, piece in open_checkpoint(work).tensors().items() if any(work.glob("*.safetensors")) else ():
+    with reading(work):
+        has_files = any(work.glob("*.safetensors"))
+    for name, piece in open_checkpoint(work).tensors().items() if has_files else ():
         done[f"{name.rpartition('.')[0]}.weight"][name] = piece
     return {name: pieces for name, pieces in done.items() if any(piece.endswith(_PACKED) for piece in pieces)}
 

@@ -226,12 +226,14 @@ def _name_of(adapter: str) -> str:
     if not is_folder(folder):
         return f"merge {adapter}"
     found = hashlib.sha256()
-    for path in sorted(folder.glob("adapter_*")):
+    with reading(folder):
+        paths, own = sorted(folder.glob("adapter_*")), folder.resolve()
+    for path in paths:
         found.update(os.fsencode(path.name))
         with reading(path), as_file(open_regular(path)) as file:
             while block := file.read(_BLOCK):
                 found.update(block)
-    return f"merge {folder.resolve().name} {found.hexdigest()[:12]}"
+    return f"merge {own.name} {found.hexdigest()[:12]}"
 
 
 def _kind_of(adapter: str) -> str:

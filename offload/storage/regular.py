@@ -195,9 +195,23 @@ def is_folder(path: Path) -> bool:
     Raises:
         ReadError: the system does not tell. `Path.is_dir` returns False in that case since Python 3.13.
     """
+    return stat.S_ISDIR(_mode_of(path))
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file, or a link to one, at `path`.
+
+    Raises:
+        ReadError: the system does not tell, as for `is_folder`.
+    """
+    return stat.S_ISREG(_mode_of(path))
+
+
+def _mode_of(path: Path) -> int:
+    """0 if there is nothing."""
     try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
+        return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
+        return 0
     except OSError as error:
         raise explained(path, error) from error
