@@ -74,7 +74,8 @@ from offload.models.values import MapReport, map_values, offloaded_like
 from offload.offloading.context import offloading
 from offload.planning.estimate import plan
 from offload.storage.subclasses import register_subclass
-from offload.tensor import ops as _ops  # noqa: F401  fills the tables of rules
+from offload.tensor import groups as _groups  # noqa: F401  fills the tables of rules, as the next one
+from offload.tensor import ops as _ops  # noqa: F401
 from offload.tensor.locals import is_offloaded
 from offload.tensor.materialize import materialize
 from offload.tensor.processes import by_reference

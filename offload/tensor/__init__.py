@@ -12,7 +12,8 @@ How an op is executed, in this order:
 
 Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by packed weights, and then to
 `rules.read_directly` above autograd, or `rules.read` below it. Picks are executed in `ops.embed` and
-`ops.pick_where_the_file_is` (`embedding`, `index_select`, indexing), and products of groups in `ops.multiply_groups`.
+`ops.pick_where_the_file_is` (`embedding`, `index_select`, indexing), and products of groups in
+`groups.multiply_groups`.
 
 | module | what |
 | --- | --- |
@@ -31,6 +32,7 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `boxes` | contiguous parts of a value's memory |
 | `steps` | which rows of a decoded value are computed at a time |
 | `products` | products with packed weights, computed from the packed bytes; `exact` |
+| `groups` | products of groups of rows with a matrix each, as of experts |
 | `deferred` `assembly` | tensors still to be put together from stored ones, and how that is done |
 | `rebuilt` | tensor subclasses whose inner tensors are in files |
 | `scratch` | reusable memory for computed values |

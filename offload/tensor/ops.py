@@ -7,8 +7,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +15,8 @@ import torch.nn.functional as F
 
 from offload.annotations import Args, Kwargs
 from offload.errors import UnsupportedOpError
-from offload.prefetch.engine import are_staying, brought_in, coming, shared
 from offload.prefetch.tables import has_rows_here, rows_coming
-from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_grad, no_modes
-from offload.storage.source import Composition
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
 from offload.tensor.guests import CPU, copied, mapped_value, sent_to
@@ -32,6 +28,7 @@ from offload.tensor.rules import (
     decompose_with_views,
     guests_of,
     guests_that_ask_for_grad,
+    has_file,
     is_followed,
     named_guests,
     on_guests,
@@ -42,7 +39,7 @@ from offload.tensor.rules import (
     view_of,
     write,
 )
-from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
+from offload.tensor.views import Traced, handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, guest_of, wrap
 from offload.torch_api import (
     DisableTorchFunctionSubclass,
@@ -161,7 +158,7 @@ def same_value(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def like_without_reading(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Needs only shape, strides and dtype: the file stays closed."""
     tensor = args[0]
-    if not _has_file(tensor) or tensor._handle.is_subclass:
+    if not has_file(tensor) or tensor._handle.is_subclass:
         return read(func, args, kwargs)
     device = kwargs.get("device") or tensor._target
     return func(view_spec_of(tensor), *args[1:], **{**kwargs, "device": device})
@@ -171,7 +168,7 @@ def like_without_reading(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def read_into_nested(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Its schema promises a view, but it returns a writable copy: run it on a copy in memory."""
     values, *rest = args
-    values = values.materialize() if _has_file(values) else values
+    values = values.materialize() if has_file(values) else values
     return func(values, *guests_of(rest, {}), **named_guests(kwargs, {}))
 
 
@@ -179,7 +176,7 @@ def read_into_nested(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def move_or_cast(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Only another device needs no value: same file, another target. On `meta` there are no values."""
     tensor, device = args[0], kwargs.get("device")
-    if device is None or not _has_file(tensor):
+    if device is None or not has_file(tensor):
         return read(func, args, kwargs)
     if torch.device(device).type == "meta":
         return func(view_spec_of(tensor), **kwargs)
@@ -214,10 +211,6 @@ def move_with_version(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return alias
 
 
-def _has_file(tensor: Any) -> bool:
-    return type(tensor) is OffloadedTensor and type(tensor._handle) is not Traced
-
-
 @implements(aten._has_compatible_shallow_copy_type.default)
 def compare_kinds(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Needs only the types of two tensors; torch calls it when a wrapper gets other metadata."""
@@ -231,7 +224,7 @@ def compare_kinds(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def pick_where_the_file_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Only the picked rows are read, not the whole table, and only these are sent to another device."""
     table, *picks = args
-    if not _has_file(table) or table._handle.is_subclass:
+    if not has_file(table) or table._handle.is_subclass:
         return read(func, args, kwargs)
     if table._handle.composed is not None:
         return _pick_what_is_carried_out(func, args, kwargs)
@@ -290,106 +283,11 @@ def _row_numbers(func: Any, picks: Any) -> torch.Tensor | None:
 
 
 _NUMBERS = (torch.int64, torch.int32)
-_AT_ONCE = 4  # matrices whose reads start together, while as many are used
 _PICKS = {aten.embedding.default: 1, aten.index_select.default: 2, aten.index.Tensor: 1}  # which argument has the rows
 
 
-@implements(aten._grouped_mm.default)
-def multiply_groups(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Only matrices of groups with rows are read: of a layer's experts, those that tokens were routed to."""
-    rows, matrices, *rest = args
-    ends = rest[0] if rest else kwargs.get("offs")
-    if ends is None or not _has_file(matrices) or rows.dim() != 2 or ends.shape != matrices.shape[:-2]:
-        return read(func, args, kwargs)
-    if ends.is_meta or modes_are_on():  # which groups have rows is unknown
-        return read(func, args, kwargs)
-    ends = guest_of(ends)
-    counts = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu"))
-    groups = counts.nonzero().flatten()
-    if matrices._handle.composed is not None:
-        return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), rest, kwargs)
-    parts = [view_spec_of(matrices).select(0, group) for group in groups.tolist()]
-    coming((matrices._handle, part) for part in parts)
-    for part in parts:
-        brought_in(matrices._handle, part)
-    if matrices._target == CPU:
-        return read(func, args, kwargs, {id(matrices): mapped_value(matrices)})
-    chosen = sent_to(_chosen(mapped_value(matrices), groups), matrices._target)
-    ends = ends[groups.to(ends.device)]
-    return call(func, [guest_of(rows), chosen, ends, *guests_of(rest[1:], {})], _without_ends(kwargs))
-
-
-def _multiply_one_by_one(
-    func: Any,
-    rows: torch.Tensor,
-    matrices: OffloadedTensor,
-    counts: torch.Tensor,
-    groups: list[int],
-    rest: Sequence[Any],
-    kwargs: Kwargs,
-) -> torch.Tensor:
-    """Of a recipe, one matrix at a time is computed: a whole layer would take many times its stored size."""
-    ends, each = [*accumulate(counts.tolist())], counts.split(1)
-    rest, kwargs = guests_of(rest[1:], {}), _without_ends(kwargs)
-    results, begin = [], 0
-    for group, matrix in zip(groups, _each_of(matrices, groups), strict=True):
-        given = [rows[begin : ends[group]], sent_to(matrix, matrices._target), each[group].to(rows.device)]
-        results.append(call(func, [*given, *rest], kwargs))
-        begin = ends[group]
-    if begin < len(rows) or not results:  # rows of no group: torch leaves their memory uninitialized
-        results.append(rows.new_zeros(len(rows) - begin, matrices.shape[-1]))
-    return torch.cat(results)
-
-
-def _each_of(matrices: OffloadedTensor, groups: list[int]) -> Iterator[torch.Tensor]:
-    """Some matrices of a recipe, one by one: those that stay in memory for other batches are looked up once."""
-    recipe, view_spec = matrices._handle.composed, view_spec_of(matrices)
-    assert recipe is not None
-    noted = shared((recipe, metadata_of(view_spec)))
-    known = noted or {}
-    new = {group: view_spec[group : group + 1] for group in groups if group not in known}
-    due = [(handle_of(matrices), cut) for cut in new.values()]
-    coming(_reads(due[: 2 * _AT_ONCE]))
-    used = 0
-    for group in groups:
-        if group in known:
-            yield known[group]
-            continue
-        if used and used % _AT_ONCE == 0:
-            coming(_reads(due[used + _AT_ONCE : used + 2 * _AT_ONCE]))
-        used += 1
-        matrix = recipe.value(new[group])
-        if noted is not None and _is_staying(recipe, new[group]):
-            noted[group] = matrix
-        yield matrix
-
-
-def _reads(views: Iterable[tuple[Handle, torch.Tensor]]) -> Iterator[tuple[Handle, torch.Tensor]]:
-    """The views of stored values that are read for some views."""
-    for handle, view_spec in views:
-        composed = handle.composed
-        yield from [(handle, view_spec)] if composed is None else composed.reads(view_spec)
-
-
-def _is_staying(recipe: Composition, view_spec: torch.Tensor) -> bool:
-    """Whether a cut that was just read or computed stays in memory for the next thread."""
-    views = list(recipe.reads(view_spec))  # none of a result that is kept
-    return not views or (recipe.stands(view_spec) and are_staying(views))
-
-
-def _chosen(matrices: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Some of the matrices, with the same memory order."""
-    if matrices.stride(-2) == 1:
-        return matrices.mT.index_select(0, groups).mT
-    return matrices.index_select(0, groups)
-
-
-def _without_ends(kwargs: Kwargs) -> Kwargs:
-    return named_guests({name: value for name, value in kwargs.items() if name != "offs"}, {})
-
-
 def _is_picked_here(table: Any) -> bool:
-    return _has_file(table) and table._target == CPU and not table._handle.is_subclass
+    return has_file(table) and table._target == CPU and not table._handle.is_subclass
 
 
 def _sent_to_cpu(values: Iterable[Any]) -> list[Any]:

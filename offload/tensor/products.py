@@ -26,6 +26,7 @@ from offload.kernels.packed import Packed
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.modes import no_functions, no_modes
+from offload.tensor.boxes import lies_as
 from offload.tensor.guests import CPU, sent_to
 from offload.tensor.recipes import Decoded, Joined, Piece, stored_in
 from offload.tensor.registry import implements, overrides
@@ -135,29 +136,41 @@ def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> t
 def _product(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` from the packed bytes of the weight; None if the kernels do not take it."""
     handle = weight._handle
-    if type(handle) is Traced or handle.composed is None or weight._target != CPU or _exact.get():
+    if type(handle) is Traced or handle.composed is None or weight._target != CPU:
         return None
-    if transform_on_top() is not None or is_dual_level():  # their tensors have no memory of their own, or a tangent
+    return multiplied_packed(x, Piece(handle, view_spec_of(weight)), bias)
+
+
+def multiplied_packed(x: torch.Tensor, weight: Piece, bias: Any = None) -> torch.Tensor | None:
+    """`F.linear(x, weight, bias)` from the packed bytes of a cut of a recipe; None if the kernels do not take it.
+
+    Args:
+        x: a plain tensor.
+    """
+    shape = weight.view_spec.shape
+    if _exact.get() or transform_on_top() is not None or is_dual_level():  # tensors without memory, or with a tangent
         return None
-    if library() is None or x.dtype != weight.dtype or x.dtype not in DTYPES or not x.is_cpu or weight.dim() != 2:
+    if library() is None or x.dtype != weight.view_spec.dtype or x.dtype not in DTYPES or not x.is_cpu:
         return None
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1] or not 0 < x.numel() <= most_rows(x.dtype) * x.shape[-1]:
+    if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
+        return None
+    if not 0 < x.numel() <= most_rows(x.dtype) * x.shape[-1]:
         return None
     with no_functions(), no_modes():
         return _multiplied(x, weight, bias)
 
 
-def _multiplied(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
-    parts = _parts(Piece(handle_of(weight), view_spec_of(weight)))
+def _multiplied(x: torch.Tensor, weight: Piece, bias: Any) -> torch.Tensor | None:
+    parts, height = _parts(weight), len(weight.view_spec)
     if parts is None:
         return None
     if bias is not None:
         bias = guest_of(bias).resolve_neg().contiguous()
-        if bias.dtype != x.dtype or bias.shape != (len(weight),):
+        if bias.dtype != x.dtype or bias.shape != (height,):
             return None
     flat = x.resolve_neg().reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    out = torch.empty(len(flat), len(weight), dtype=x.dtype)
+    out = torch.empty(len(flat), height, dtype=x.dtype)
     begin = 0
     for rows in parts:
         end = begin + rows.count
@@ -167,7 +180,7 @@ def _multiplied(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Te
             return None
         multiply_rows(matrix, flat, None if bias is None else bias[begin:end], out[:, begin:end])
         begin = end
-    return out.view(*x.shape[:-1], len(weight))
+    return out.view(*x.shape[:-1], height)
 
 
 def _parts(piece: Piece) -> list[_Rows] | None:
@@ -182,6 +195,11 @@ def _parts(piece: Piece) -> list[_Rows] | None:
 
 
 def _parts_of_joined(joined: Joined, view_spec: torch.Tensor) -> list[_Rows] | None:
+    [first, *others] = joined.pieces
+    layout = joined.layout
+    if not others and first.view_spec.shape == layout.shape and lies_as(first.view_spec, layout.stride):  # only cast
+        offset = first.view_spec.storage_offset() + view_spec.storage_offset()
+        return _parts(Piece(first.handle, first.view_spec.as_strided(view_spec.shape, view_spec.stride(), offset)))
     if not _is_of_rows(joined.layout.shape, view_spec):
         return None
     found: list[_Rows] = []

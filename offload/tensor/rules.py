@@ -211,6 +211,11 @@ UNANNOTATED_WRITES = {
 }
 
 
+def has_file(tensor: Any) -> bool:
+    """Whether it is an offloaded tensor, and not one that a compiler traces."""
+    return type(tensor) is OffloadedTensor and type(tensor._handle) is not Traced
+
+
 def call(func: Any, args: Sequence[Any], kwargs: Kwargs) -> Any:
     """Run an op on guests, with lazy conjugation, negation and zero tensors handled inside it.
 

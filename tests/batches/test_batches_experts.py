@@ -18,7 +18,7 @@ from offload.prefetch.engine import counts
 from offload.prefetch.plan import Pool
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.tensor import ops
+from offload.tensor import groups
 from offload.tensor.recipes import Joined, Piece
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import wrap_handle
@@ -213,7 +213,7 @@ def test_a_sweep_reads_the_bytes_over_the_budget_once(folder):
 
 
 def test_a_call_outside_batches_keeps_no_matrices(folder, monkeypatch):
-    monkeypatch.setattr(ops, "_is_staying", lambda *_: pytest.fail("looked at"))
+    monkeypatch.setattr(groups, "_is_staying", lambda *_: pytest.fail("looked at"))
     model = loaded(folder)
 
     with torch.no_grad():

@@ -16,7 +16,7 @@ import offload
 from offload import OffloadedTensor
 from offload.storage.handle import Handle
 from offload.storage.pages import Range
-from offload.tensor import ops
+from offload.tensor import groups as of_groups
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.views import handle_of
 from tests.page_cache import needs_page_cache
@@ -112,7 +112,7 @@ def test_only_chosen_experts_are_sent_to_another_device(
     matrices = plain.transpose(-2, -1) if transposed else plain.transpose(-2, -1).contiguous()
     groups = torch.tensor([1, 3])
 
-    chosen = ops._chosen(matrices, groups)
+    chosen = of_groups._chosen(matrices, groups)
 
     assert matrices.stride()[1:] == chosen.stride()[1:]
     assert torch.equal(F.grouped_mm(rows, matrices, offs=ENDS), F.grouped_mm(rows, chosen, offs=ENDS[groups]))
@@ -160,7 +160,7 @@ def stored_stack(matrices: list[torch.Tensor]) -> torch.Tensor:
 def announced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Which matrices are announced."""
     seen: list[int] = []
-    coming = ops.coming
+    coming = of_groups.coming
 
     def look(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
         views = list(views)
@@ -169,7 +169,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(int(number or view_spec.storage_offset() // (256 * 128)))
         coming(views)
 
-    monkeypatch.setattr(ops, "coming", look)
+    monkeypatch.setattr(of_groups, "coming", look)
     return seen
 
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 import offload
 from offload.kernels import native
 from offload.tensor import products
-from offload.tensor.recipes import Piece
+from offload.tensor.recipes import Decoded, Piece
 from offload.tensor.views import handle_of, view_spec_of
 from tests.checkpoints.forms import FORMS, PROMPT, outcome
 from tests.peak import Peak
@@ -250,3 +250,41 @@ def test_forward_derivatives_through_packed_weights_are_those_of_the_dense_weigh
 
             assert torch.equal(F.linear(x, dense), found)
             assert torch.equal(expected, forward_ad.unpack_dual(found).tangent)
+
+
+def stacks(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The experts of a model: (experts, inputs, outputs) each."""
+    for module in model.modules():
+        for name, stack in module.named_parameters(recurse=False):
+            if stack.dim() == 3 and offload.is_offloaded(stack):
+                yield stack if module.is_transposed else stack.transpose(-2, -1)
+                assert name.endswith("_proj")
+
+
+@pytest.mark.parametrize("name", ["fp8-qwen3_moe", "mxfp4-gpt_oss", "ct-w4a16-qwen3_moe", "gguf-qwen3_moe"])
+def test_experts_are_multiplied_from_their_packed_bytes(name, tmp_path, monkeypatch):
+    form = FORMS[name]
+    form.write(tmp_path)
+    model = offload.from_pretrained(tmp_path, **form.options)
+    found = 0
+    for stack in stacks(model):
+        found += 1
+        dtype, dense = stack.dtype, stack.materialize()
+        counts = torch.tensor([2, 0, native.most_rows(dtype), 1])
+        ends = counts.cumsum(0, dtype=torch.int32)
+        x = torch.randn(int(ends[-1]), stack.shape[1]).to(dtype)
+        with torch.no_grad(), offload.exact():
+            exact = F.grouped_mm(x, stack, offs=ends)
+        assert torch.equal(F.grouped_mm(x, dense, offs=ends), exact)
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(Decoded, "_decode_into", lambda *_: pytest.fail("decoded"))
+            fused = F.grouped_mm(x, stack, offs=ends)
+            each = [
+                F.linear(some, stack[group].t()) for group, some in enumerate(x.split(counts.tolist())) if len(some)
+            ]
+
+        assert torch.equal(torch.cat(each), fused)
+        size = x.double().abs() @ dense.double().abs().amax(0)
+        error = (fused.double() - exact.double()).abs() / size
+        assert error.max() <= torch.finfo(dtype).eps
+    assert found

@@ -1,0 +1,130 @@
+"""Products of groups of rows with a matrix each, as of the experts of a layer.
+
+Always true:
+- only matrices of groups with rows are read
+- of a recipe, one matrix at a time is computed: a whole layer would take many times its stored size; none if the
+  kernels multiply by the packed bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from offload.annotations import Args, Kwargs
+from offload.prefetch.engine import are_staying, brought_in, coming, shared
+from offload.storage.handle import Handle
+from offload.storage.source import Composition
+from offload.tensor.guests import CPU, mapped_value, sent_to
+from offload.tensor.products import multiplied_packed
+from offload.tensor.recipes import Piece
+from offload.tensor.registry import implements
+from offload.tensor.rules import call, guests_of, has_file, named_guests, read
+from offload.tensor.views import handle_of, metadata_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, guest_of
+from offload.torch_api import modes_are_on
+
+_AT_ONCE = 4  # matrices whose reads start together, while as many are used
+
+
+@implements(torch.ops.aten._grouped_mm.default)
+def multiply_groups(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Only matrices of groups with rows are read: of a layer's experts, those that tokens were routed to."""
+    rows, matrices, *rest = args
+    ends = rest[0] if rest else kwargs.get("offs")
+    if ends is None or not has_file(matrices) or rows.dim() != 2 or ends.shape != matrices.shape[:-2]:
+        return read(func, args, kwargs)
+    if ends.is_meta or modes_are_on():  # which groups have rows is unknown
+        return read(func, args, kwargs)
+    ends = guest_of(ends)
+    counts = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu"))
+    groups = counts.nonzero().flatten()
+    if matrices._handle.composed is not None:
+        return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), rest, kwargs)
+    parts = [view_spec_of(matrices).select(0, group) for group in groups.tolist()]
+    coming((matrices._handle, part) for part in parts)
+    for part in parts:
+        brought_in(matrices._handle, part)
+    if matrices._target == CPU:
+        return read(func, args, kwargs, {id(matrices): mapped_value(matrices)})
+    chosen = sent_to(_chosen(mapped_value(matrices), groups), matrices._target)
+    ends = ends[groups.to(ends.device)]
+    return call(func, [guest_of(rows), chosen, ends, *guests_of(rest[1:], {})], _without_ends(kwargs))
+
+
+def _multiply_one_by_one(
+    func: Any,
+    rows: torch.Tensor,
+    matrices: OffloadedTensor,
+    counts: torch.Tensor,
+    groups: list[int],
+    rest: Sequence[Any],
+    kwargs: Kwargs,
+) -> torch.Tensor:
+    """Of a recipe: from the packed bytes, or one dense matrix after the other."""
+    recipe, handle, view_spec = matrices._handle.composed, handle_of(matrices), view_spec_of(matrices)
+    assert recipe is not None
+    is_plain = all(value is None for value in (*rest[1:], *_without_ends(kwargs).values()))
+    ends, each = [*accumulate(counts.tolist())], counts.split(1)
+    rest, kwargs = guests_of(rest[1:], {}), _without_ends(kwargs)
+    noted = shared((recipe, metadata_of(view_spec)))
+    known = noted or {}
+    results, begin = [], 0
+    for group in _announced(handle, view_spec, groups, known):
+        some, matrix = rows[begin : ends[group]], known.get(group)
+        begin = ends[group]
+        if matrix is None and is_plain and matrices._target == CPU:
+            found = multiplied_packed(some, Piece(handle, view_spec[group].t()))
+            if found is not None:
+                results.append(found)
+                continue
+        if matrix is None:
+            cut = view_spec[group : group + 1]
+            matrix = recipe.value(cut)
+            if noted is not None and _is_staying(recipe, cut):
+                noted[group] = matrix
+        given = [some, sent_to(matrix, matrices._target), each[group].to(rows.device)]
+        results.append(call(func, [*given, *rest], kwargs))
+    if begin < len(rows) or not results:  # rows of no group: torch leaves their memory uninitialized
+        results.append(rows.new_zeros(len(rows) - begin, matrices.shape[-1]))
+    return torch.cat(results)
+
+
+def _announced(handle: Handle, view_spec: torch.Tensor, groups: Sequence[int], known: Container[int]) -> Iterator[int]:
+    """The groups, one by one; some matrices that are not known yet are read ahead."""
+    due = [(handle, view_spec[group : group + 1]) for group in groups if group not in known]
+    coming(_reads(due[: 2 * _AT_ONCE]))
+    used = 0
+    for group in groups:
+        if group not in known:
+            if used and used % _AT_ONCE == 0:
+                coming(_reads(due[used + _AT_ONCE : used + 2 * _AT_ONCE]))
+            used += 1
+        yield group
+
+
+def _reads(views: Iterable[tuple[Handle, torch.Tensor]]) -> Iterator[tuple[Handle, torch.Tensor]]:
+    """The views of stored values that are read for some views."""
+    for handle, view_spec in views:
+        composed = handle.composed
+        yield from [(handle, view_spec)] if composed is None else composed.reads(view_spec)
+
+
+def _is_staying(recipe: Composition, view_spec: torch.Tensor) -> bool:
+    """Whether a cut that was just read or computed stays in memory for the next thread."""
+    views = list(recipe.reads(view_spec))  # none of a result that is kept
+    return not views or (recipe.stands(view_spec) and are_staying(views))
+
+
+def _chosen(matrices: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Some of the matrices, with the same memory order."""
+    if matrices.stride(-2) == 1:
+        return matrices.mT.index_select(0, groups).mT
+    return matrices.index_select(0, groups)
+
+
+def _without_ends(kwargs: Kwargs) -> Kwargs:
+    return named_guests({name: value for name, value in kwargs.items() if name != "offs"}, {})
