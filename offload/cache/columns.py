@@ -612,3 +612,10 @@ def _checked(value: Any) -> Any:
         for part in value:
             _checked(part)
     return value
+
+
+def sent(value: Any, device: torch.device, *, pinned: bool) -> Any:
+    """What was read of a column, on a device: a tensor, or rows of different lengths; others as they are."""
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device, non_blocking=pinned)
+    return Ragged(value.values.to(device, non_blocking=pinned), value.counts) if isinstance(value, Ragged) else value

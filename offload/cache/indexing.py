@@ -98,6 +98,17 @@ def rows_of(index: Any, size: int) -> Rows:
     return Rows(*_checked(np.array(_number(index)), size), is_one=True)
 
 
+def shape_of_groups(index: Any) -> tuple[int, ...] | None:
+    """The shape of an index of integers with several dimensions; None for others."""
+    if isinstance(index, np.ndarray):
+        is_one = index.ndim > 1 and index.dtype.kind in "iu"
+    elif isinstance(index, torch.Tensor) and index.layout is torch.strided:
+        is_one = index.dim() > 1 and not (index.is_floating_point() or index.is_complex() or index.dtype is torch.bool)
+    else:
+        return None
+    return tuple(index.shape) if is_one else None
+
+
 def grouped(values: Any, shape: Sequence[int]) -> Any:
     """Values of rows, as a tensor or a list, in the shape of the index that selected them."""
     if isinstance(values, torch.Tensor):

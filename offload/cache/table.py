@@ -24,11 +24,11 @@ import torch
 from torch.utils.data import default_collate
 
 from offload.cache.batches import RowDataset, read_ahead, rows_of_each
-from offload.cache.columns import Ragged
+from offload.cache.columns import Ragged, sent
 from offload.cache.held import HeldStore, read_file, save_file, write_file
 from offload.cache.incoming import Field, Incoming, plain_values, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
-from offload.cache.indexing import grouped, rows_of
+from offload.cache.indexing import grouped, rows_of, shape_of_groups
 from offload.cache.missing import fill_missing
 from offload.cache.schema import TENSOR, Column, Manifest, as_json, schema_of
 from offload.cache.states import FILE as STATES
@@ -260,11 +260,19 @@ class TensorCache:
         return self._store.schema
 
     def keys(self) -> KeysView[str]:
-        """The names of the columns."""
+        """The names of the columns.
+
+        Returns:
+            A view of them, in the order of the schema.
+        """
         return self.schema.keys()
 
     def to(self, device: torch.device | str | int) -> Self:
-        """The same cache, whose batches land on `device` from now on. Nothing is copied."""
+        """Have batches land on `device` from now on. Nothing is copied.
+
+        Returns:
+            This cache.
+        """
         self.device = checked_device(device)
         return self
 
@@ -326,9 +334,7 @@ class TensorCache:
 
     def __getitem__(self, index: Any) -> Any:
         """Rows, as `get` gives them; or, by its name, a column as an `OffloadedTensor` (rows, *row_shape)."""
-        if isinstance(index, str):
-            return self.column(index)
-        return self.get(index)
+        return self.column(index) if isinstance(index, str) else self.get(index)
 
     def get(
         self,
@@ -345,12 +351,11 @@ class TensorCache:
         """Rows of some columns.
 
         Args:
-            rows: an int (which gives a row without a leading dimension), a slice, a range, a list, a 1-D integer or
-                bool tensor or array, or one of integers with more dimensions, which the results have, too, without
-                `out`. Negative numbers count from the end.
+            rows: an int (which gives a row without a leading dimension), a slice, a range, a list, a 1-D bool tensor or
+                array, or one of integers, whose dimensions the results have. Negative numbers count from the end.
             columns: their names; all if None.
             device: where the tensors land; that of the cache if None.
-            out: by column, contiguous tensors on the CPU to read into.
+            out: by column, contiguous tensors on the CPU to read into, by an index of one dimension.
             missing: "error", or "zeros" to have zeros for rows that are not filled.
             pin_memory: read into pinned memory.
             ragged: how rows of different lengths come: "list", "padded" (rows, longest, ...), or "jagged" (a nested
@@ -363,10 +368,9 @@ class TensorCache:
         Raises:
             RowIndexError, ColumnError, MissingRowsError, CorruptFileError
         """
-        shape = tuple(getattr(rows, "shape", ()))
-        if len(shape) > 1 and out is None and ragged != "jagged" and rows.dtype not in (torch.bool, np.bool_):
-            options: dict[str, Any] = {"device": device, "missing": missing, "pin_memory": pin_memory, "ragged": ragged}
-            flat = self.get(rows.reshape(-1), columns, padding=padding, **options)
+        if out is None and ragged != "jagged" and (shape := shape_of_groups(rows)):
+            like: Any = {"device": device, "missing": missing, "pin_memory": pin_memory, "ragged": ragged}
+            flat = self.get(rows.reshape(-1), columns, padding=padding, **like)
             return {name: grouped(value, shape) for name, value in flat.items()}
         store = self._open()
         target = self.device if device is None else checked_device(device)
@@ -377,7 +381,7 @@ class TensorCache:
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
-            found = {name: _sent(value, target, pin_memory) for name, value in found.items()}
+            found = {name: sent(value, target, pinned=pin_memory) for name, value in found.items()}
         form = "list" if wanted.is_one else ragged
         found = {
             name: value.formed(form, padding) if isinstance(value, Ragged) else value for name, value in found.items()
@@ -654,12 +658,6 @@ class TensorCache:
         if self._store.is_closed:
             raise CacheError(f"the cache in {self.folder} is closed: open it again")
         return self._store
-
-
-def _sent(value: Any, device: torch.device, pinned: bool) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=pinned)
-    return Ragged(value.values.to(device, non_blocking=pinned), value.counts) if isinstance(value, Ragged) else value
 
 
 def cache_of(
