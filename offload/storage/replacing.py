@@ -18,7 +18,6 @@ import errno
 import hashlib
 import os
 import secrets
-import shutil
 import socket
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -325,9 +324,18 @@ def remove_folder(path: Path) -> None:
 
 
 def _remove_whole(temporary: Path) -> None:
-    """Remove a temporary folder, as `remove` does for a file."""
-    with suppress(OSError):  # raised by `fstat`, which `rmtree` does not ignore (Python 3.11)
-        shutil.rmtree(temporary, ignore_errors=True)
+    """Remove a temporary folder, as `remove` does for a file.
+
+    An interrupt of `shutil.rmtree` could leave a folder open, or close its descriptor twice (Python 3.11).
+    """
+    for place, folders, files in os.walk(temporary, topdown=False):
+        for name in files:
+            remove(Path(place, name))
+        for name in folders:
+            with suppress(OSError):
+                (os.unlink if os.path.islink(Path(place, name)) else os.rmdir)(Path(place, name))
+    with suppress(OSError):
+        os.rmdir(temporary)
 
 
 def sync_whole(folder: Path) -> None:
