@@ -8,6 +8,9 @@ Always true:
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +18,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import offload
 from bench.fuzz import Files, Kind, Wrong, files_of
-from bench.mutations import bytes_damaged, gguf_damaged, json_file_damaged, pieces_damaged, safetensors_damaged
+from bench.mutations import (
+    bytes_damaged,
+    gguf_damaged,
+    json_file_damaged,
+    pickle_damaged,
+    pieces_damaged,
+    safetensors_damaged,
+)
+from offload.cli.main import parser
 from offload.errors import OffloadError
 from offload.kernels.native import DTYPES
 from tests.checkpoints.forms import FORMS, PROMPT
@@ -35,6 +47,9 @@ def kinds(folder: Path, only: Sequence[str] = ()) -> Iterator[Kind]:
         names = [name for name in FORMS if name.startswith(family)]
         samples = [_sample(name, folder / name) for name in names]
         yield Kind(family, samples, _damaged, _read_model, _their_model, 2)
+    for name, (sample, damage, read) in _BESIDE.items():
+        if name in (only or name):
+            yield Kind(name, [sample(folder / name)], damage, read)
 
 
 def _sample(name: str, folder: Path) -> Files:
@@ -65,7 +80,8 @@ def _read_model(folder: Path, form: str | None = None) -> Mapping[str, torch.Ten
     model = offload.from_pretrained(folder, **FORMS[form].options)
     try:
         found = {name: same_in_every_way(name, value) for name, value in model.state_dict().items()}
-        if not form.startswith(_OF_MODULES):
+        dtypes = {value.dtype for value in found.values()}  # others than the model's are kept, and can't be multiplied
+        if not form.startswith(_OF_MODULES) and len(dtypes) == 1:
             with torch.no_grad():
                 model(PROMPT)
     except OffloadError as error:
@@ -114,5 +130,105 @@ def _require_product(name: str, weight: torch.Tensor, dense: torch.Tensor) -> No
 def _their_model(folder: Path) -> Mapping[str, torch.Tensor]:
     form = (folder / _NOTE).read_text(encoding="utf-8")
     state = FORMS[form].plain(folder).state_dict()
+    if not all(value.dtype.is_floating_point for value in state.values()):
+        raise ValueError("integers in place of a dense weight: it would not run")
     dense = {name: value if type(value) is torch.Tensor else value.dequantize() for name, value in state.items()}
     return {name: _one_nan(value) for name, value in dense.items()}
+
+
+# What comes beside the weights of a model
+
+
+def _distributed(folder: Path) -> Files:
+    import torch.distributed.checkpoint as dcp
+
+    state = {"w": torch.arange(24.0).reshape(4, 6), "b": torch.ones(3).bfloat16(), "none": torch.zeros(0, 2)}
+    dcp.save({"model": state, "step": 3}, checkpoint_id=folder, no_dist=True)
+    return files_of(folder)
+
+
+def _damage_distributed(files: Files, chance: random.Random) -> Files:
+    name = chance.choice([".metadata", ".metadata", *files])
+    damage = pickle_damaged if name == ".metadata" else bytes_damaged
+    return {**files, name: damage(files[name], chance)}
+
+
+def _read_distributed(folder: Path) -> Mapping[str, torch.Tensor]:
+    return offload.materialize(dict(offload.load_file(folder)))  # type: ignore[no-any-return]
+
+
+def _base() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def _adapter(folder: Path) -> Files:
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(_base(), LoraConfig(r=2, target_modules=["0", "1"], init_lora_weights=False)).save_pretrained(folder)
+    return {name: data for name, data in files_of(folder).items() if name != "README.md"}
+
+
+def _damage_adapter(files: Files, chance: random.Random) -> Files:
+    name = chance.choice(sorted(files))
+    damage = json_file_damaged if name.endswith(".json") else pieces_damaged
+    return {**files, name: bytes_damaged(files[name], chance) if chance.random() < 0.2 else damage(files[name], chance)}
+
+
+def _read_adapter(folder: Path) -> Mapping[str, torch.Tensor]:
+    model = _base()
+    before = {name: type(module) for name, module in model.named_modules()}
+    try:
+        offload.merge_lora(model, folder, progress=False)
+    finally:
+        if before != {name: type(module) for name, module in model.named_modules()}:
+            raise Wrong("modules of the adapter are left in the model")
+    return {}
+
+
+def _chat(folder: Path) -> Files:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    config = LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64, eos_token_id=31)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(32)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", eos_token="w31")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    settings = {"temperature": 0.9, "top_k": 5, "return_dict_in_generate": True, "suppress_tokens": [3]}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 31, **settings}), encoding="utf-8")
+    return files_of(folder)
+
+
+def _damage_chat(files: Files, chance: random.Random) -> Files:
+    name = chance.choice(("generation_config.json", "generation_config.json", "chat_template.jinja"))
+    data = files[name]
+    damaged = json_file_damaged(data, chance) if name.endswith(".json") else bytes_damaged(data, chance)
+    return {**files, name: damaged}
+
+
+def _read_chat(folder: Path) -> Mapping[str, torch.Tensor]:
+    """Every request is answered or refused."""
+    place = folder.parent
+    asked = [{"custom_id": "a", "messages": [{"role": "user", "content": "w1 w2"}]}, {"custom_id": "b", "prompt": "w3"}]
+    (place / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked), encoding="utf-8")
+    for path in place.glob("out.jsonl*"):
+        path.unlink()
+    line = ["batch", str(folder), str(place / "in.jsonl"), str(place / "out.jsonl"), "--max-new-tokens", "2", "--json"]
+    options = parser().parse_args(line)
+    with contextlib.redirect_stdout(io.StringIO()):
+        options.run(options)
+    found = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in place.glob("out.jsonl*"))
+    if found != len(asked):
+        raise Wrong(f"{len(asked)} requests have {found} answers and refusals")
+    return {}
+
+
+_BESIDE = {
+    "dcp": (_distributed, _damage_distributed, _read_distributed),
+    "adapter": (_adapter, _damage_adapter, _read_adapter),
+    "chat": (_chat, _damage_chat, _read_chat),
+}

@@ -12,6 +12,8 @@ from tests.processes import run_module, run_script
 COMPARED = ("safetensors", "pickle", "packed", "legacy")
 KINDS = (*COMPARED, "folder", "index", "cache", "tree", "training", "journal", "memmap")
 
+HEAD = ["tried", "equal", "read", "refused", "failed"]
+
 MISBEHAVING = """
     import os, signal, sys, time
     from pathlib import Path
@@ -93,12 +95,23 @@ def test_damaged_files_of_every_kind_are_read_rightly_or_refused():
 
     assert not done.returncode, done.stdout + done.stderr
     table = [line.split() for line in done.stdout.splitlines()]
-    assert ["tried", "equal", "read", "refused", "failed"] == table[0]
+    assert HEAD == table[0]
     assert sorted(KINDS) == sorted(name for name, *_ in table[1:])
     for name, tried, equal, read, refused, failed in table[1:]:
         assert ("120", "0") == (tried, failed)
         assert int(refused) > 10
         assert int(equal if name in COMPARED else read) > 10, f"{name}: hardly anything is read"
+
+
+def test_damaged_models_adapters_and_settings_are_read_rightly_or_refused():
+    """Few of each here: `make campaign` has more, and every form."""
+    pytest.importorskip("peft")
+    done = run_module("bench.fuzz", "--trials", "20", "--only", "awq,mxfp4,dcp,adapter,chat", limit=240)
+
+    assert not done.returncode, done.stdout + done.stderr
+    table = [line.split() for line in done.stdout.splitlines()]
+    found = {name: [tried, failed] for name, tried, *_, failed in table[table.index(HEAD) + 1 :]}
+    assert {name: ["20", "0"] for name in ("awq", "mxfp4", "dcp", "adapter", "chat")} == found
 
 
 def test_the_same_seed_damages_alike():

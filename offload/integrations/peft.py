@@ -96,7 +96,7 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
             progress_in_bytes(merging.nbytes_of(layers.values()), "merging", shown=progress) as merging.advance,
         ):
             with merging.of(layers):
-                _merged_by(tuner, kind, merging)
+                _merged_by(tuner, adapter, kind, merging)
             merging.replaced.extend(places.finish(merging.marks_for_whole()))
     log.info("merged %s: %d layers, %d values replaced", adapter, merging.done, len(merging.replaced))
     return MapReport(tuple(name for name in dict.fromkeys(merging.replaced) if name not in before), (), tuple(before))
@@ -250,15 +250,15 @@ def _kind_of(adapter: str) -> str:
         ) from error
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning:
-        raise _unmergeable(kind, "it adds virtual tokens, and changes no weights")
+        raise _unmergeable(adapter, kind, "it adds virtual tokens, and changes no weights")
     if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), "merge_and_unload"):
-        raise _unmergeable(kind, "peft does not support it")
+        raise _unmergeable(adapter, kind, "peft does not support it")
     return kind
 
 
-def _unmergeable(kind: str, why: str) -> UnsupportedOpError:
+def _unmergeable(adapter: str, kind: str, why: str) -> UnsupportedOpError:
     return UnsupportedOpError(
-        f"an adapter of kind {kind} can't be merged ({why}): run the model with the adapter unmerged"
+        f"{adapter}: an adapter of kind {kind} can't be merged ({why}): run the model with the adapter unmerged"
     )
 
 
@@ -312,7 +312,7 @@ def _layers_of(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
-def _merged_by(tuner: Any, kind: str, merging: _Merging) -> None:
+def _merged_by(tuner: Any, adapter: str, kind: str, merging: _Merging) -> None:
     try:
         warnings.simplefilter("ignore")  # from peft, that embeddings are untied: the documentation says so
         tuner.merge_and_unload()
@@ -322,7 +322,9 @@ def _merged_by(tuner: Any, kind: str, merging: _Merging) -> None:
         raise KeyboardInterrupt(f"interrupted at {merging.at!r}: {_so_far(merging)}") from error
     except Exception as error:
         if not merging.done:
-            raise _unmergeable(kind, f"peft says at {merging.at!r}: {type(error).__name__}: {error}") from error
+            raise _unmergeable(
+                adapter, kind, f"peft says at {merging.at!r}: {type(error).__name__}: {error}"
+            ) from error
         raise MapError(
             f"peft failed at {merging.at!r} ({type(error).__name__}: {error}): {_so_far(merging)}"
         ) from error
