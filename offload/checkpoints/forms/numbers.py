@@ -116,7 +116,8 @@ def _powers() -> torch.Tensor:
 
 def _bytes(packed: torch.Tensor) -> torch.Tensor:
     """All bytes, flat."""
-    return packed.reshape(-1).view(torch.uint8)
+    flat = packed.reshape(-1)
+    return (flat if flat.stride() == (1,) else flat.clone()).view(torch.uint8)  # the stride of one number may be any
 
 
 def scaled(numbers: torch.Tensor, factors: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -168,7 +168,7 @@ def refuse_other_settings(quantization: Settings, method: str, path: object) -> 
             why = None if _says_nothing(value) else _objection(value, keys.get(key), settings)
             if why is not None:
                 raise CheckpointError(
-                    f"the quantization_config of the checkpoint of {path} has {within + key!r}: {short(value)}, {why}"
+                    f"the quantization_config of the checkpoint of {path} has {within + key!r}: {short(repr(value))}, {why}"
                 )
 
 

@@ -1,0 +1,259 @@
+"""A part of a packed weight is that of the whole one: for every form, any sizes, groups and cuts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import offload
+from offload.checkpoints.forms.decoding import unpacked
+from tests.checkpoints.pieces import bits_of, random_bytes, random_scales, stored
+
+Made = tuple[dict[str, torch.Tensor], dict[str, Any]]  # pieces, and the configuration
+Draw = Callable[[int, int], int]  # a number between the two
+
+GROUPS = (-1, 8, 16, 32, 64)
+
+
+def finite(pieces: torch.Tensor) -> torch.Tensor:
+    """8-bit floats without NaN."""
+    raw = pieces.view(torch.uint8)
+    return torch.where(raw & 127 == 127, raw & 120, raw).view(pieces.dtype)
+
+
+def groups_of(draw: Draw) -> tuple[int, int, int]:
+    """The size of a group as a configuration says it, how many there are, and the columns."""
+    size, count = GROUPS[draw(0, 4)], draw(1, 4)
+    return (size, 1, 32 * count) if size < 0 else (size, count, size * count)
+
+
+def gptq(draw: Draw) -> Made:
+    bits = (2, 4, 8)[draw(0, 2)]
+    each = 32 // bits
+    size, count, columns = groups_of(draw)
+    columns += -columns % each if count == 1 else 0
+    if columns % each:
+        size, count, columns = 32, 2, 64
+    size = columns if size > 0 and count == 1 else size
+    rows = each * draw(1, 4)
+    order = torch.arange(columns) // (columns // count)
+    order = order[torch.randperm(columns)] if draw(0, 1) else order
+    pieces = {
+        "qweight": random_bytes(columns // each, rows, dtype=torch.int32),
+        "qzeros": random_bytes(count, rows // each, dtype=torch.int32, seed=3),
+        "scales": random_scales(count, rows, dtype=torch.float16),
+        "g_idx": order.to(torch.int32),
+    }
+    form = ("gptq", "gptq_v2")[draw(0, 1)]
+    return pieces, {"quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": form}
+
+
+def awq(draw: Draw) -> Made:
+    size, count, columns = groups_of(draw)
+    rows = 8 * draw(1, 4)
+    pieces = {
+        "qweight": random_bytes(columns, rows // 8, dtype=torch.int32),
+        "qzeros": random_bytes(count, rows // 8, dtype=torch.int32, seed=3),
+        "scales": random_scales(count, rows, dtype=torch.float16),
+    }
+    return pieces, {"quant_method": "awq", "bits": 4, "group_size": size}
+
+
+def fp8(draw: Draw) -> Made:
+    rows, columns, high, wide = draw(1, 40), draw(1, 70), draw(1, 16), draw(1, 40)
+    dtype = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32)[draw(0, 3)]
+    pieces = {
+        "weight": finite(random_bytes(rows, columns, dtype=torch.float8_e4m3fn)).to(dtype),
+        "weight_scale_inv": random_scales(-(-rows // high), -(-columns // wide)),
+    }
+    return pieces, {"quant_method": "fp8", "weight_block_size": [high, wide]}
+
+
+def fp8_in_one(draw: Draw) -> Made:
+    rows, columns = draw(1, 40), draw(1, 70)
+    pieces = {
+        "weight": finite(random_bytes(rows, columns, dtype=torch.float8_e4m3fn)),
+        "weight_scale_inv": random_scales(*((), (1,), (1, 1))[draw(0, 2)]),
+    }
+    return pieces, {"quant_method": "fp8", "weight_block_size": None}
+
+
+def fp4(draw: Draw) -> Made:
+    rows, count = draw(1, 20), draw(1, 4)
+    pieces = {
+        "weight": random_bytes(rows, 16 * count, dtype=torch.int8),
+        "weight_scale_inv": random_scales(rows, count),
+    }
+    return pieces, {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def fbgemm(draw: Draw) -> Made:
+    rows, columns = draw(1, 40), draw(1, 70)
+    pieces = {
+        "weight": finite(random_bytes(rows, columns, dtype=torch.float8_e4m3fn)),
+        "weight_scale": random_scales(rows, 1),
+    }
+    return pieces, {"quant_method": "fbgemm_fp8"}
+
+
+def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "format": form, "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"all": group}}
+
+
+def scales_of(draw: Draw, rows: int, columns: int, size: int) -> tuple[str, int | None, tuple[int, ...]]:
+    """What shares a scale, the size of its group, and the shape of the scales."""
+    strategy = ("tensor", "channel", "group")[draw(0, 2)]
+    shape = {"tensor": (1,), "channel": (rows, 1), "group": (rows, columns // size)}[strategy]
+    return strategy, size if strategy == "group" else None, shape
+
+
+def words(draw: Draw) -> Made:
+    bits, rows, size = draw(1, 8), draw(1, 40), 8 * draw(1, 8)
+    columns = size * draw(1, 4)
+    strategy, group, shape = scales_of(draw, rows, columns, size)
+    is_symmetric = strategy == "tensor" or draw(0, 1) == 1
+    pieces = {
+        "weight_packed": random_bytes(rows, -(-columns * bits // 32), dtype=torch.int32),
+        "weight_scale": random_scales(*shape, dtype=(torch.bfloat16, torch.float32)[draw(0, 1)]),
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+    if not is_symmetric:
+        pieces["weight_zero_point"] = random_bytes(-(-rows * bits // 32), shape[-1], dtype=torch.int32, seed=3)
+    said = {"num_bits": bits, "strategy": strategy, "group_size": group, "symmetric": is_symmetric, "type": "int"}
+    return pieces, compressed("pack-quantized", said)
+
+
+def eight_bits(draw: Draw) -> Made:
+    rows, size = draw(1, 40), 8 * draw(1, 8)
+    columns = size * draw(1, 4)
+    strategy, group, shape = scales_of(draw, rows, columns, size)
+    is_float = draw(0, 1) == 1
+    weight = random_bytes(rows, columns, dtype=torch.float8_e4m3fn if is_float else torch.int8)
+    pieces = {"weight": finite(weight) if is_float else weight, "weight_scale": random_scales(*shape)}
+    if not is_float and draw(0, 1):
+        pieces["weight_zero_point"] = random_bytes(*shape, dtype=torch.int8, seed=3)
+    kind, form = ("float", "float-quantized") if is_float else ("int", "int-quantized")
+    said = {"num_bits": 8, "strategy": strategy, "group_size": group, "type": kind}
+    return pieces, compressed(form, {**said, "symmetric": "weight_zero_point" not in pieces})
+
+
+def eight_bits_in_blocks(draw: Draw) -> Made:
+    high, wide = draw(1, 16), draw(1, 40)
+    rows, columns = high * draw(1, 3), wide * draw(1, 3)
+    pieces = {
+        "weight": finite(random_bytes(rows, columns, dtype=torch.float8_e4m3fn)),
+        "weight_scale": random_scales(rows // high, columns // wide),
+    }
+    said = {"num_bits": 8, "strategy": "block", "block_structure": [high, wide], "type": "float"}
+    return pieces, compressed("float-quantized", said)
+
+
+def nvfp4(draw: Draw) -> Made:
+    rows, count = draw(1, 40), draw(1, 5)
+    pieces = {
+        "weight_packed": random_bytes(rows, 8 * count),
+        "weight_scale": random_scales(rows, count).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.tensor([3.5]),
+    }
+    said = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "type": "float"}
+    return pieces, compressed("nvfp4-pack-quantized", said)
+
+
+def mxfp4_of_compressed_tensors(draw: Draw) -> Made:
+    rows, count = draw(1, 40), draw(1, 5)
+    pieces = {
+        "weight_packed": random_bytes(rows, 16 * count),
+        "weight_scale": random_bytes(rows, count).clamp(119, 124),
+    }
+    said = {"num_bits": 4, "strategy": "group", "group_size": 32, "type": "float"}
+    return pieces, compressed("mxfp4-pack-quantized", said)
+
+
+def four_bits(draw: Draw) -> Made:
+    import json
+
+    rows, columns, block = draw(1, 20), 2 * draw(1, 70), 2 ** draw(2, 6)
+    kind, count = ("nf4", "fp4")[draw(0, 1)], -(-rows * columns // block)
+    state: dict[str, Any] = {"shape": [rows, columns], "dtype": "bfloat16", "blocksize": block, "quant_type": kind}
+    pieces = {"weight": random_bytes(rows * columns // 2, 1), "weight.absmax": random_scales(count)}
+    if draw(0, 1):
+        nested = 2 ** draw(1, 5)
+        state |= {"nested_blocksize": nested, "nested_offset": 0.25}
+        pieces["weight.absmax"] = random_bytes(count, seed=3)
+        pieces["weight.nested_absmax"] = random_scales(-(-count // nested))
+        pieces["weight.nested_quant_map"] = random_scales(256)
+    written = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return {**pieces, f"weight.quant_state.bitsandbytes__{kind}": written}, {"quant_method": "bitsandbytes"}
+
+
+def int8(draw: Draw) -> Made:
+    rows, columns = draw(1, 40), draw(1, 70)
+    pieces = {"weight": random_bytes(rows, columns, dtype=torch.int8), "SCB": random_scales(rows)}
+    return pieces, {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+def mxfp4(draw: Draw) -> Made:
+    experts, outputs, count = draw(1, 3), draw(1, 12), draw(1, 9)
+    pieces = {
+        "weight_blocks": random_bytes(experts, outputs, count, 16),
+        "weight_scales": random_bytes(experts, outputs, count).clamp(119, 124),
+    }
+    return pieces, {"quant_method": "mxfp4"}
+
+
+FORMS = {
+    form.__name__: form
+    for form in (
+        *(gptq, awq, fp8, fp8_in_one, fp4, fbgemm, words, eight_bits, eight_bits_in_blocks, nvfp4),
+        *(mxfp4_of_compressed_tensors, four_bits, int8, mxfp4),
+    )
+}
+
+
+def cuts_of(draw: Draw, shape: tuple[int, ...]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """A row, rows, columns, a part of both, one number, rows out of order, a column, and a part of all in a row."""
+    rows, columns = shape[-2:]
+    row, column = draw(0, rows - 1), draw(0, columns - 1)
+    low, left = draw(row, rows - 1) + 1, draw(column, columns - 1) + 1
+    first = [0] * (len(shape) - 2)
+    some, step, end = torch.tensor([row, rows - 1, 0, row]), draw(1, 5), draw(1, rows * columns)
+    return [
+        lambda value: value[(*first, row)],
+        lambda value: value[(..., slice(row, low), slice(None))],
+        lambda value: value[(..., slice(None, 8), slice(None))],
+        lambda value: value[..., column:left],
+        lambda value: value[(*first, slice(row, low), slice(column, left))],
+        lambda value: value[(*first, row, column)],
+        lambda value: value[..., -1, -1],
+        lambda value: value[tuple(first)][some],
+        lambda value: value[(..., slice(row, None, step), slice(None))],
+        lambda value: value.mT[(*first, column)],
+        lambda value: value[tuple(first)].reshape(-1)[:end],
+        lambda value: value.sum(),
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_any_part_of_a_packed_weight_is_that_of_the_whole(form: str, data: st.DataObject) -> None:
+    def draw(least: int, most: int) -> int:
+        return data.draw(st.integers(least, most))
+
+    pieces, config = FORMS[form](draw)
+    with tempfile.TemporaryDirectory() as folder:
+        dense = unpacked(stored(Path(folder), {f"layer.{name}": piece for name, piece in pieces.items()}), config)
+        assert dense is not None
+        found = dense["layer.weight"]
+        whole = found.materialize()
+
+        for number, cut in enumerate(cuts_of(draw, tuple(whole.shape))):
+            assert torch.equal(bits_of(cut(whole)), bits_of(offload.materialize(cut(found)))), number
