@@ -168,8 +168,11 @@ def _written_tokenizer(path: Path) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir())}
 
 
-def tokenizer_in(place: Path) -> Any:
+def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a model's folder, or in its GGUF file.
+
+    Args:
+        trust_remote_code: whether code in the folder may run.
 
     Raises:
         CheckpointError: there is none that can be loaded.
@@ -179,7 +182,7 @@ def tokenizer_in(place: Path) -> Any:
     file: dict[str, str] = {} if is_folder(place) else {"gguf_file": place.name}
     folder = place.parent if file else place
     try:
-        return AutoTokenizer.from_pretrained(folder, **file)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **file)
     except ImportError as error:
         raise CheckpointError(
             f"the tokenizer of {place} needs a package that is missing or broken: {first_line(_root_of(error))}"

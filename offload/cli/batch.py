@@ -128,7 +128,8 @@ def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]
         return
     folder = folder_of_model(options)
     model = loaded_model(folder, options)
-    answer = _Answering(model, tokenizer_in(folder), options.max_new_tokens, ends_of(model, folder))
+    tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
+    answer = _Answering(model, tokenizer, options.max_new_tokens, ends_of(model, folder))
     with torch.inference_mode():
         yield from map_batches(
             answer,

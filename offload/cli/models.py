@@ -87,6 +87,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         help="write weights that have to be decoded or joined to --offload-dir once, for later runs (default: never)",
     )
     add_revision(command)
+    add_trust(command)
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
@@ -110,6 +111,15 @@ def add_revision(command: argparse.ArgumentParser) -> None:
     command.add_argument("--revision", help="branch, tag or commit on the hub (default: main)")
 
 
+def add_trust(command: argparse.ArgumentParser) -> None:
+    """Add the option that lets a model's own code run."""
+    command.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that comes with the model, which can do whatever you can (default: refuse such a model)",
+    )
+
+
 def generate(options: argparse.Namespace) -> None:
     """Print what a language model on disk answers, token by token; then, on standard error, its speed.
 
@@ -122,7 +132,7 @@ def generate(options: argparse.Namespace) -> None:
         from offload.checkpoints.companions import tokenizer_in
         from offload.memory import anonymous_bytes
 
-        tokenizer = tokenizer_in(folder)
+        tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
     inputs = _inputs(tokenizer, options)
     if inputs["input_ids"].numel() == 0:
         raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: give some text")
@@ -227,7 +237,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
         disable_progress_bar()  # for loading weights: it would overwrite the line above, and no weight is loaded
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
-        chosen = {"dtype": options.dtype, "max_memory": options.max_memory, "store": options.store}
+        chosen = {name: getattr(options, name) for name in ("dtype", "max_memory", "store", "trust_remote_code")}
         model = from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
         if not writes_text(model):
             raise CheckpointError(

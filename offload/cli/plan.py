@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from offload.cli import arguments
-from offload.cli.models import add_max_memory, add_model, add_revision
+from offload.cli.models import add_max_memory, add_model, add_revision, add_trust
 from offload.cli.output import allow_json, doing, print_json
 
 
@@ -31,6 +31,7 @@ def add_to(commands: arguments.Commands) -> None:
         "--disk-rate", type=arguments.size, metavar="SIZE", help="bytes per second: 2GB (default: measured)"
     )
     add_revision(command)
+    add_trust(command)
     command.set_defaults(run=plan)
     allow_json(command)
 
@@ -48,6 +49,7 @@ def plan(options: argparse.Namespace) -> None:
             batch=options.batch,
             context=options.context,
             disk_rate=options.disk_rate,
+            trust_remote_code=options.trust_remote_code,
             **({"revision": options.revision} if options.revision else {}),
         )
     if options.json:

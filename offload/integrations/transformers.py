@@ -63,6 +63,7 @@ def from_pretrained(
     output_loading_info: bool = False,
     store: bool = False,
     exact: bool = False,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Any:
     """A pretrained transformers model whose weights are on disk, or where the device map says.
@@ -83,6 +84,7 @@ def from_pretrained(
         output_loading_info: also return transformers' report, which has `LoadReport.forms` too.
         store: see `offload.load_checkpoint_and_dispatch`.
         exact: whether products with packed weights are those with the dense weights, bit for bit: see `offload.exact`.
+        trust_remote_code: whether code that comes with the model may run, which can do whatever you can.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
             for the class's own `from_pretrained`: there `tp_plan="auto"`, or a `distributed_config`, has each rank of
             torch.distributed have its share, on disk as all else.
@@ -91,7 +93,8 @@ def from_pretrained(
         The model, in evaluation mode; with `output_loading_info` a pair of it and a dictionary.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is of another model, or weights would have to be quantized.
+        CheckpointError: there is no checkpoint, it is of another model, weights would have to be quantized, or the
+            model has code of its own, and `trust_remote_code` is False.
         TypeError: an option of transformers that has another name here, or no meaning.
         MissingFileError, CorruptFileError, ReadError, DeviceMapError
 
@@ -112,7 +115,10 @@ def from_pretrained(
     of_ranks = {key: options.pop(key) for key in _OF_RANKS if options.get(key) is not None}
     _refuse_without_config(folder, config)
     source = open_checkpoint(folder)
-    empty, config, options = model_on_meta(folder, model_class, config, stored=len(source.keys()), **options)
+    empty, config, options = model_on_meta(
+        folder, model_class, config, stored=len(source.keys()), trust_remote_code=trust_remote_code, **options
+    )
+    options["trust_remote_code"] = trust_remote_code  # else transformers asks on standard input
     options.update(of_ranks)
     if asks_to_decode and quantization_of(empty.config) is None:
         _refuse_to_quantize("quantization_config")
@@ -158,13 +164,19 @@ def from_pretrained(
 
 
 def model_on_meta(
-    folder: Path, model_class: Any = None, config: Config | None = None, *, stored: int, **options: Any
+    folder: Path,
+    model_class: Any = None,
+    config: Config | None = None,
+    *,
+    stored: int,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> tuple[Pretrained, Config, Kwargs]:
     """The model in a folder or GGUF file without values, its configuration, and the options not used for it.
 
     Args:
         folder: or a file.
-        model_class, config, options: as for `from_pretrained`.
+        model_class, config, trust_remote_code, options: as for `from_pretrained`.
         stored: how many values its checkpoint holds.
 
     Raises:
@@ -181,14 +193,19 @@ def model_on_meta(
             if config is None:
                 refuse_more_layers(_as_it_is(folder / "config.json"), stored)  # some classes list their layers
             config, options = transformers.AutoConfig.from_pretrained(
-                config or folder, return_unused_kwargs=True, **options
+                config or folder, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **options
             )
         refuse_more_layers(config.to_dict(), stored)
-        empty = _empty_model(model_class or class_of(config), config)
+        empty = _empty_model(model_class or class_of(config), config, trust_remote_code=trust_remote_code)
         return empty, config, {**_generation_config(type(empty), folder), **options}
     except OffloadError:
         raise
     except Exception as error:  # transformers can raise anything for a damaged configuration or another kind of model
+        if not trust_remote_code and "trust_remote_code=True" in str(error):
+            raise CheckpointError(
+                f"{folder} has code of its own, which does not run unless you ask for it. Read it first; then pass "
+                "trust_remote_code=True, or --trust-remote-code on the command line"
+            ) from error
         raise CheckpointError(
             f"transformers can't make a model from {folder}: {first_line(error)}. If it needs another class, give it "
             "as model_class=, such as transformers.AutoModel"
@@ -242,7 +259,7 @@ def _refuse_to_quantize(option: str) -> NoReturn:
     )
 
 
-def _empty_model(model_class: Any, config: Config) -> Pretrained:
+def _empty_model(model_class: Any, config: Config, *, trust_remote_code: bool) -> Pretrained:
     """The model on the meta device: transformers picks its class and configuration."""
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
         raise ArgumentTypeError(
@@ -251,7 +268,10 @@ def _empty_model(model_class: Any, config: Config) -> Pretrained:
     with torch.device("meta"):
         config = copy.deepcopy(config)
         from_config: Any = getattr(model_class, "from_config", None)  # of an Auto class
-        empty: Pretrained = model_class(config) if from_config is None else from_config(config, trust_remote_code=False)
+        if from_config is None:
+            empty: Pretrained = model_class(config)
+        else:
+            empty = from_config(config, trust_remote_code=trust_remote_code)
     return empty
 
 

@@ -152,6 +152,7 @@ def plan(
     batch: int = 1,
     context: int = 1024,
     disk_rate: int | str | None = None,
+    trust_remote_code: bool = False,
     **hub_options: Any,
 ) -> Plan:
     """Whether a model runs on this machine, how fast, and what would make it faster.
@@ -166,6 +167,7 @@ def plan(
         batch: sequences that are generated at a time.
         context: tokens of each, whose keys and values are kept.
         disk_rate: bytes per second, as 2_000_000_000 or "2GB"; None to measure it where the model is.
+        trust_remote_code: whether code that comes with the model may run, which can do whatever you can.
         hub_options: revision, token.
 
     Returns:
@@ -185,7 +187,7 @@ def plan(
     """
     batch, context = checked_count(batch, "batch"), checked_count(context, "context")
     rate = None if disk_rate is None else _positive(disk_rate)
-    sizes = sizes_of(model, **hub_options)
+    sizes = sizes_of(model, trust_remote_code=trust_remote_code, **hub_options)
     computes_on = computing_device(device) if device is not None else torch.accelerator.current_accelerator()
     computing = computing_rates(computes_on or torch.device("cpu"))
     context_bytes = None if sizes.kv_per_token is None else sizes.kv_per_token * batch * context

@@ -93,11 +93,12 @@ class ModelSizes:
         return 1 - (1 - self.share) ** tokens
 
 
-def sizes_of(name_or_path: PathLike, **hub_options: Any) -> ModelSizes:
+def sizes_of(name_or_path: PathLike, *, trust_remote_code: bool = False, **hub_options: Any) -> ModelSizes:
     """The sizes of a model.
 
     Args:
         name_or_path: a folder with a checkpoint, a GGUF file, or a model on the hub.
+        trust_remote_code: whether code that comes with the model may run.
         hub_options: revision, token.
 
     Raises:
@@ -110,9 +111,10 @@ def sizes_of(name_or_path: PathLike, **hub_options: Any) -> ModelSizes:
         entries = {key: Entry(_dtype_of(value), value.nbytes) for key, value in opened.items()}
         files = {file.path: file.identity.size for value in opened.values() for file in value.files}
         largest = max(files, key=lambda path: files[path], default=None)
-        return sizes_from(name, place, entries, largest)
+        return sizes_from(name, place, entries, largest, trust_remote_code=trust_remote_code)
     folder, headers = headers_of(name, **hub_options)
-    return sizes_from(name, folder, {key: Entry(*found) for key, found in headers.items()})
+    found = {key: Entry(*place) for key, place in headers.items()}
+    return sizes_from(name, folder, found, trust_remote_code=trust_remote_code)
 
 
 def _dtype_of(value: Value) -> str:
@@ -122,7 +124,13 @@ def _dtype_of(value: Value) -> str:
 
 
 def sizes_from(
-    name: str, folder: Path, entries: Mapping[str, Entry], largest: Path | None = None, *, form: str | None = None
+    name: str,
+    folder: Path,
+    entries: Mapping[str, Entry],
+    largest: Path | None = None,
+    *,
+    form: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ModelSizes:
     """The sizes of a model, from the configuration in a folder and the entries of its files.
 
@@ -132,8 +140,9 @@ def sizes_from(
         entries: what is stored, by name.
         largest: the largest file, if local.
         form: None to derive it from the configuration and the entries.
+        trust_remote_code: whether code in the folder may run.
     """
-    model, config, _ = model_on_meta(folder, stored=len(entries))
+    model, config, _ = model_on_meta(folder, stored=len(entries), trust_remote_code=trust_remote_code)
     text = config.get_text_config(decoder=True)
     tables = _tables(model)
     kv_per_token, dispatch = _empty_passes(model)

@@ -117,7 +117,9 @@ def _powers() -> torch.Tensor:
 def _bytes(packed: torch.Tensor) -> torch.Tensor:
     """All bytes, flat."""
     flat = packed.reshape(-1)
-    return (flat if flat.stride() == (1,) else flat.clone()).view(torch.uint8)  # the stride of one number may be any
+    if flat.stride() != (1,):  # that of one number may be any
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def scaled(numbers: torch.Tensor, factors: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -167,9 +167,8 @@ def refuse_other_settings(quantization: Settings, method: str, path: object) -> 
         for key, value in settings.items():
             why = None if _says_nothing(value) else _objection(value, keys.get(key), settings)
             if why is not None:
-                raise CheckpointError(
-                    f"the quantization_config of the checkpoint of {path} has {within + key!r}: {short(repr(value))}, {why}"
-                )
+                said = f"{within + key!r}: {short(repr(value))}"
+                raise CheckpointError(f"the quantization_config of the checkpoint of {path} has {said}, {why}")
 
 
 def _parts(quantization: Settings, method: str) -> Iterator[tuple[str, Settings, Keys]]:

@@ -1,0 +1,128 @@
+"""Code that comes with a model runs only if that was asked for, whatever standard input says."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from offload.checkpoints.companions import tokenizer_in
+from offload.cli.main import main
+from offload.errors import CheckpointError
+from tests.checkpoints.forms import written
+
+CODE = """
+from pathlib import Path
+
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Path({mark!r}).touch()
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That of a model with code of its own, which leaves a file when it runs; standard input says yes to everything."""
+    folder, mark = tmp_path / "model", tmp_path / "ran"
+    written("llama")(folder)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}
+    new = {**config, "model_type": "own", "architectures": ["OwnModel"], "auto_map": own}
+    (folder / "config.json").write_text(json.dumps(new))
+    tokens = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "code.OwnTokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "code.py").write_text(CODE.format(mark=str(mark)))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 100))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return folder
+
+
+def with_all(_: Path) -> None:
+    """The code is named for everything."""
+
+
+def with_config_alone(folder: Path) -> None:
+    """Of the code, only the configuration is named."""
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"].pop("AutoModelForCausalLM")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def with_model_alone(folder: Path) -> None:
+    """Of the code, only the model is named."""
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"].pop("AutoConfig")
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+
+
+CALLS: dict[str, Callable[[Path], object]] = {
+    "from_pretrained": offload.from_pretrained,
+    "plan": lambda folder: offload.plan(folder, disk_rate="1GB"),
+    "a tokenizer": tokenizer_in,
+    "offload plan": lambda folder: main(["plan", str(folder), "--disk-rate", "1GB"]),
+    "offload generate": lambda folder: main(["generate", str(folder), "--prompt", "x"]),
+    "offload batch": lambda folder: main(["batch", str(folder), str(requests_beside(folder)), str(folder / "out")]),
+    "offload quantize": lambda folder: main(["quantize", str(folder), str(folder.with_name("new")), "--int8"]),
+}
+
+
+def requests_beside(folder: Path) -> Path:
+    path = folder.with_name("requests.jsonl")
+    path.write_text(json.dumps({"custom_id": "1", "prompt": "x"}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("change", [with_all, with_config_alone, with_model_alone])
+def test_code_does_not_run_unasked(
+    call: str, change: Callable[[Path], None], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(folder)
+
+    with suppress(CheckpointError, SystemExit):
+        CALLS[call](folder)
+
+    assert "[y/N]" not in "".join(capsys.readouterr())
+    assert not (folder.parent / "ran").exists()
+
+
+def test_the_error_says_how_code_is_let_in(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CheckpointError, match="trust_remote_code=True, or --trust-remote-code"):
+        offload.from_pretrained(folder)
+    assert main(["plan", str(folder), "--disk-rate", "1GB"])
+    assert "--trust-remote-code" in capsys.readouterr().err
+
+
+def test_code_that_is_asked_for_runs(folder: Path, tokens: torch.Tensor) -> None:
+    model = offload.from_pretrained(folder, trust_remote_code=True)
+
+    assert "OwnModel" == type(model).__name__
+    assert (folder.parent / "ran").exists()
+    assert (2, 7, 96) == model(tokens).logits.shape
+
+
+def test_the_option_of_the_command_lets_code_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not main(["plan", str(folder), "--disk-rate", "1GB", "--trust-remote-code"])
+
+    assert (folder.parent / "ran").exists()
+    assert capsys.readouterr().out
