@@ -4,9 +4,12 @@ Always true:
 - every error is an `OffloadError` and also the builtin exception that a caller would expect
 - whatever is wrong with a file is a `FileError`
 - a message says what happened, to which tensor, in which file, and what to do
+- control characters in it are visible: names from files can't move the cursor, or hide text
 """
 
 from __future__ import annotations
+
+import re
 
 __all__ = [
     "ArgumentError",
@@ -45,8 +48,26 @@ __all__ = [
 ]
 
 
+# Control characters (C0 and C1), marks of direction, separators of lines, and halves of characters.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Text from a file for people to read: control characters as Python writes them (`\\x1b`), on one line."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def visible_lines(text: str) -> str:
+    """As `visible`, for text with line breaks and tabs."""
+    return re.sub(r"[^\n\t]+", lambda found: visible(found[0]), text)
+
+
 class OffloadError(Exception):
     """Base of every error that `offload` raises on purpose."""
+
+    def __str__(self) -> str:
+        plain = OSError.__str__(self) if isinstance(self, OSError) else BaseException.__str__(self)
+        return visible_lines(plain)  # BaseException: KeyError would quote the message
 
 
 class ArgumentError(OffloadError, ValueError):
@@ -90,8 +111,6 @@ class MissingFileError(FileError, FileNotFoundError):
 
 class MissingKeyError(OffloadError, KeyError):
     """A tensor, or an entry, that a file or folder does not have."""
-
-    __str__ = Exception.__str__  # KeyError would quote the message
 
 
 class CorruptFileError(FileError, ValueError):
@@ -175,8 +194,6 @@ class CacheError(OffloadError, ValueError):
 
 class ColumnError(OffloadError, KeyError):
     """A column that a cache does not have, or one that is missing from a write."""
-
-    __str__ = Exception.__str__  # KeyError would quote the message
 
 
 class RowIndexError(OffloadError, IndexError):

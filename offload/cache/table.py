@@ -34,7 +34,7 @@ from offload.cache.schema import TENSOR, Column, Manifest, as_json, schema_of
 from offload.cache.states import FILE as STATES
 from offload.cache.store import Store, log
 from offload.checkpoints.checkpoint import PICKLES
-from offload.errors import ArgumentTypeError, CacheError, MissingRowsError, ShapeMismatchError
+from offload.errors import ArgumentTypeError, CacheError, MissingRowsError, ShapeMismatchError, visible
 from offload.memory import count_freed
 from offload.progress import Bar
 from offload.progress import progress as progress_of
@@ -325,9 +325,9 @@ class TensorCache:
             return f"TensorCache({str(self.folder)!r}, closed)"
         place = str(self.folder or "in memory")
         lines = [f"TensorCache({place!r}, mode={self.mode!r}): {len(self)} rows, {self.num_filled} filled"]
-        width = max(map(len, self.schema))
-        for name, column in self.schema.items():
-            lines.append(f"  {name:{width}}  {column.kind}  {column.shape_text}  {column.dtype}")
+        names = [visible(name) for name in self.schema]
+        for name, column in zip(names, self.schema.values(), strict=True):
+            lines.append(f"  {name:{max(map(len, names))}}  {column.kind}  {column.shape_text}  {column.dtype}")
         return "\n".join(lines)
 
     # Rows out

@@ -28,7 +28,7 @@ from offload.cli.models import (
     in_chat,
     loaded_model,
 )
-from offload.cli.output import allow_json, counted, print_json, print_pairs
+from offload.cli.output import allow_json, counted, print_json, print_pairs, say
 from offload.cli.requests import Answer, Answers, BadRequest, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
 from offload.prefetch.engine import counts
@@ -104,7 +104,7 @@ def batch(options: argparse.Namespace) -> int:
         )
     if refusals.first:
         refused = f"{counted(refusals.count, 'line')} refused"
-        print(f"offload: {refused}: see {errors}; the first is {refusals.first}", file=sys.stderr)
+        say(f"offload: {refused}: see {errors}; the first is {refusals.first}", file=sys.stderr)
     return int(refusals.count > 0)
 
 
@@ -155,7 +155,7 @@ def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[t
             continue
         for name in request.ignored:
             if name not in ignored:
-                print(f"offload: the option {name} is ignored, first on line {number}", file=sys.stderr)
+                say(f"offload: the option {name} is ignored, first on line {number}", file=sys.stderr)
                 ignored.add(name)
         seen.add(request.custom_id)
         if request.custom_id not in done:

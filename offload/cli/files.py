@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.cli import arguments
-from offload.cli.output import allow_json, console, counted, doing, print_json, table
+from offload.cli.output import allow_json, cell, console, counted, doing, print_json, say, table
 
 if TYPE_CHECKING:
     from offload.checkpoints.checkpoint import Value
@@ -89,13 +89,12 @@ def print_written(target: Path) -> None:
     written = open_checkpoint(target)
     files = {file.path for value in written.values() for file in value.files}
     held = f"{counted(len(files), 'file')}, {counted(len(written), 'tensor')}, {decimal(written.nbytes)}"
-    print(f"{target}: written ({held})")
+    say(f"{target}: written ({held})")
 
 
 def inspect(options: argparse.Namespace) -> None:
     """Print the tensors of a checkpoint or an offload folder as a table."""
     from rich.filesize import decimal
-    from rich.text import Text
 
     from offload.checkpoints.checkpoint import open_checkpoint
 
@@ -109,7 +108,7 @@ def inspect(options: argparse.Namespace) -> None:
     made.columns[0].footer, made.columns[3].footer = counted(len(source), "tensor"), decimal(source.nbytes)
     made.columns[3].justify = "right"
     for name, dtype, shape, nbytes, file in rows:
-        made.add_row(Text(name), Text(dtype), "" if shape is None else str(shape), decimal(nbytes), Text(file))
+        made.add_row(cell(name), cell(dtype), "" if shape is None else str(shape), decimal(nbytes), cell(file))
     console().print(made)
 
 
@@ -130,12 +129,12 @@ def verify(options: argparse.Namespace) -> int:
         made = table("", "file", "what")
         for finding in verdict.findings:
             word = Text("error", style="red") if finding.is_error else Text("warning", style="yellow")
-            made.add_row(word, Text(finding.path.name), Text(finding.what))
+            made.add_row(word, cell(finding.path.name), cell(finding.what))
         console().print(made)
     errors = sum(finding.is_error for finding in verdict.findings)
     state = "whole" if verdict.is_whole else counted(errors, "error")
     held = f"{counted(len(verdict.files), 'file')}, {counted(verdict.tensors, 'tensor')}, {decimal(verdict.nbytes)}"
-    print(f"{options.path}: {state} ({held})")
+    say(f"{options.path}: {state} ({held})")
     return code
 
 

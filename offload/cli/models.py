@@ -18,7 +18,7 @@ from offload.annotations import Json
 from offload.cli import arguments
 from offload.cli.limited import within_limits
 from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
-from offload.errors import ArgumentError, CheckpointError
+from offload.errors import ArgumentError, CheckpointError, visible_lines
 from offload.storage.reasons import first_line
 
 if TYPE_CHECKING:
@@ -272,6 +272,9 @@ def _printing(tokenizer: Any, mark: Callable[[], None], begun: Callable[[], None
                 begun()
                 mark()
             super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            super().on_finalized_text(visible_lines(text) if sys.stdout.isatty() else text, stream_end)
 
     return Printing(tokenizer, skip_prompt=True, skip_special_tokens=True)
 

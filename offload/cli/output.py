@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from offload.annotations import Json
+from offload.errors import visible, visible_lines
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 
 # Irrelevant log lines of third-party imports, about unused kernels: the logger, and words in the line.
@@ -46,7 +48,7 @@ def logging_to_stderr(verbose: int) -> Iterator[None]:
             yield
         return
     log, handler = logging.getLogger("offload"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.setFormatter(_Visible("%(name)s: %(message)s"))
     before = log.level
     try:
         log.addHandler(handler)
@@ -55,6 +57,11 @@ def logging_to_stderr(verbose: int) -> Iterator[None]:
     finally:
         log.setLevel(before)
         log.removeHandler(handler)
+
+
+class _Visible(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible_lines(super().format(record))
 
 
 @contextmanager
@@ -118,18 +125,30 @@ def table(*names: str, footer: bool = False, header: bool = True) -> Table:
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     """Print one line per pair."""
-    from rich.text import Text
-
     made = table("", "", header=False)
     for label, value in pairs:
-        made.add_row(Text(label), Text(value))
+        made.add_row(cell(label), cell(value))
     console().print(made)
+
+
+def cell(text: str) -> Text:
+    """Text from a file in a table: without markup, its control characters visible."""
+    from rich.text import Text
+
+    return Text(visible(text))
+
+
+def say(text: str, *, file: TextIO | None = None) -> None:
+    """Print text that may have names from files in it, to standard output or `file`."""
+    print(visible_lines(text), file=file)
 
 
 def print_json(value: object) -> None:
     """Print one JSON value on one line; escaped if standard output can't encode it."""
     data = plain(value)
     text = json.dumps(data, ensure_ascii=False)
+    if visible(text) != text:  # JSON leaves some control characters as they are
+        text = json.dumps(data)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeError:
@@ -153,7 +172,7 @@ def complain(error: BaseException, *, as_json: bool = False) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    message = " ".join(_message(error).split()) or type(error).__name__
+    message = visible(" ".join(_message(error).split())) or type(error).__name__
     line = Text("offload: ", style="bold red")
     line.append(message, style="not bold default")
     Console(stderr=True, soft_wrap=True).print(line)

@@ -10,7 +10,7 @@ import argparse
 
 from offload.cli import arguments
 from offload.cli.models import add_max_memory, add_model, add_revision, add_trust
-from offload.cli.output import allow_json, doing, print_json
+from offload.cli.output import allow_json, doing, print_json, say
 
 
 def add_to(commands: arguments.Commands) -> None:
@@ -55,4 +55,4 @@ def plan(options: argparse.Namespace) -> None:
     if options.json:
         print_json(found)
     else:
-        print(found)
+        say(str(found))

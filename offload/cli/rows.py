@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli import arguments
-from offload.cli.output import allow_json, console, counted, print_json, table
+from offload.cli.output import allow_json, cell, console, counted, print_json, say, table
 from offload.errors import ArgumentError, OffloadError
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def add_to(commands: Any) -> None:
 def info(options: argparse.Namespace) -> None:
     """Print what a cache of rows holds."""
     from rich.filesize import decimal
-    from rich.text import Text
 
     cache = _opened(options.path)
     if options.json:
@@ -55,17 +54,15 @@ def info(options: argparse.Namespace) -> None:
     for name, column in cache.schema.items():
         dtype = str(column.dtype).removeprefix("torch.") if column.kind in ("tensor", "ragged") else ""
         filled = len(cache) - len(cache.missing_rows([name]))
-        made.add_row(Text(name), column.kind, dtype, column.shape_text if dtype else "", str(filled))
+        made.add_row(cell(name), column.kind, dtype, column.shape_text if dtype else "", str(filled))
     console().print(made)
     for key, value in cache.metadata.items():
-        print(f"{key}: {json.dumps(value, ensure_ascii=False)}")
-    print(f"{options.path}: {len(cache)} rows, {cache.num_filled} filled, {decimal(cache.nbytes)}")
+        say(f"{key}: {json.dumps(value, ensure_ascii=False)}")
+    say(f"{options.path}: {len(cache)} rows, {cache.num_filled} filled, {decimal(cache.nbytes)}")
 
 
 def verify(options: argparse.Namespace) -> int:
     """Check that a cache of rows is complete; rows that are not filled are not an error."""
-    from rich.text import Text
-
     cache = _opened(options.path)
     found = _findings(cache)
     if options.json:
@@ -74,10 +71,10 @@ def verify(options: argparse.Namespace) -> int:
     if found:
         made = table("column", "row", "what")
         for finding in found:
-            made.add_row(Text(finding["column"]), str(finding["row"]), Text(finding["what"]))
+            made.add_row(cell(finding["column"]), str(finding["row"]), cell(finding["what"]))
         console().print(made)
     state = counted(len(found), "error") if found else "whole"
-    print(f"{options.path}: {state} ({len(cache)} rows, {cache.num_filled} filled)")
+    say(f"{options.path}: {state} ({len(cache)} rows, {cache.num_filled} filled)")
     return 1 if found else 0
 
 
@@ -117,7 +114,7 @@ def export(options: argparse.Namespace) -> None:
     cache = _opened(options.path)
     cache.to_disk(options.target, options.columns)
     held = f"{counted(len(cache), 'row')}, {counted(len(options.columns or cache.schema), 'column')}"
-    print(f"{options.target}: written ({held})")
+    say(f"{options.target}: written ({held})")
 
 
 def _opened(path: Path) -> TensorCache:

@@ -14,7 +14,7 @@ from pathlib import Path
 from offload.cli import arguments
 from offload.cli.files import add_shard_size, print_written
 from offload.cli.models import add_revision, folder_of_model
-from offload.cli.output import counted, doing
+from offload.cli.output import counted, doing, say
 from offload.errors import CheckpointError
 from offload.storage.regular import is_folder
 
@@ -89,7 +89,7 @@ def quantize(options: argparse.Namespace) -> None:
         resume=options.resume,
     )
     if left:
-        print(
+        say(
             f"left as they are: {counted(len(left), 'layer')} whose columns do not divide into groups of 32 or more, "
             "or whose experts are stored as one tensor "
             f"({', '.join(left[:3])}{'...' if len(left) > 3 else ''})",

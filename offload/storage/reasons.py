@@ -15,7 +15,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from offload.errors import CorruptFileError, MissingFileError, OffloadError, ReadError, WriteError
+from offload.errors import (
+    CorruptFileError,
+    MissingFileError,
+    OffloadError,
+    ReadError,
+    WriteError,
+    visible,
+    visible_lines,
+)
 
 _MANY = "close some files, or raise the limit (ulimit -n)"
 _NO_RIGHT = "no permission: change the permissions of the file, or of its folder"
@@ -123,13 +131,13 @@ def not_regular(path: Path, kind: int) -> CorruptFileError:
 
 def some(things: Iterable[object], most: int = 5) -> str:
     """The first few as text, and how many more there are."""
-    texts = list(map(str, things))
+    texts = [visible(str(thing)) for thing in things]
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def short(value: object, most: int = 200) -> str:
     """A value as text short enough for a message."""
-    text = str(value)
+    text = visible_lines(str(value))
     return text if len(text) <= most else f"{text[:most]}..."
 
 

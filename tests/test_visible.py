@@ -1,0 +1,147 @@
+"""Control characters in names from files are visible: in errors, in reports, and in what commands print."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import offload
+from offload import OffloadedTensor, TensorCache, errors
+from offload.cli.main import main
+from offload.errors import OffloadError, visible, visible_lines
+
+NAME = "w\x1b]0;PWNED\x07\x1b[2J\x9b1m\x7f\u202e\r"
+SHOWN = r"w\x1b]0;PWNED\x07\x1b[2J\x9b1m\x7f\u202e\r"
+
+
+def is_plain(text: str) -> bool:
+    return visible_lines(text) == text
+
+
+def test_visible_text_has_no_control_characters_and_keeps_all_others() -> None:
+    every = "".join(map(chr, range(0x110000)))
+    controls = {character for character in every if visible(character) != character}
+
+    assert SHOWN == visible(NAME)
+    assert {chr(code) for code in [*range(32), *range(127, 160)]} <= controls
+    assert not controls & set("\u200c\u200dé漢😀 \\\"'")
+    assert visible(visible(NAME)) == visible(NAME)
+    assert "a\n\tb" == visible_lines("a\n\tb")
+
+
+@pytest.mark.parametrize(
+    "kind", [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, OffloadError)]
+)
+def test_every_error_shows_them(kind: type[OffloadError]) -> None:
+    texts = [str(kind(f"tensor {NAME}: bad"))]
+    if issubclass(kind, OSError):
+        texts.append(str(kind(5, f"tensor {NAME}: bad", f"/folder/{NAME}")))
+
+    assert "tensor " + SHOWN + ": bad" == texts[0]
+    assert all(map(is_plain, texts))
+    assert all(SHOWN in text for text in texts)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file({NAME: torch.ones(2), f"{NAME}2": torch.ones(3)}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+READING: dict[str, Callable[[Path], object]] = {
+    "no such tensor": lambda file: OffloadedTensor.from_file(file, "x"),
+    "one of several": lambda file: OffloadedTensor.from_file(file),
+    "another model": lambda file: offload.load_checkpoint_and_dispatch(nn.Linear(2, 1, device="meta"), file),
+    "strict": lambda file: offload.load_checkpoint_and_dispatch(nn.Linear(2, 1, device="meta"), file, strict=True),
+    "lengths": TensorCache.from_disk,
+}
+
+
+@pytest.mark.parametrize("case", READING)
+def test_errors_about_a_file_show_them(case: str, file: Path) -> None:
+    with pytest.raises(OffloadError) as raised:
+        READING[case](file)
+
+    assert is_plain(str(raised.value))
+
+
+def test_reports_and_their_log_show_them(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored = {NAME: torch.ones(2), "weight": torch.ones(1, 2), "bias": torch.ones(1)}
+    save_file(stored, file)
+
+    report = offload.load_checkpoint_in_model(nn.Linear(2, 1, device="meta"), file)
+
+    assert SHOWN in str(report)
+    assert is_plain(str(report))
+    assert [] == [record for record in caplog.records if not is_plain(record.getMessage())]
+
+
+COMMANDS: dict[str, list[str]] = {
+    "inspect": ["inspect", "model.safetensors"],
+    "inspect --json": ["inspect", "--json", "model.safetensors"],
+    "verify": ["verify", "broken"],
+    "verify --json": ["verify", "--json", "broken"],
+    "cache info": ["cache", "info", "cache"],
+    "cache verify": ["cache", "verify", "cache"],
+    "an error": ["inspect", "broken"],
+    "an error --json": ["cache", "info", "--json", "broken"],
+    "plan": ["plan", "broken"],
+    "a log": ["-vv", "convert", "model.safetensors", "new", "--to", "offload"],
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_commands_show_them(
+    case: str, file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    with TensorCache.create("cache", {NAME: (torch.float32, ())}, 2, metadata={NAME: NAME}) as cache:
+        cache[:] = {NAME: torch.ones(2)}
+    index = {"metadata": {}, "weight_map": {NAME: f"{NAME}.safetensors"}}
+    Path("broken").mkdir()
+    Path("broken/model.safetensors.index.json").write_text(json.dumps(index))
+
+    main(COMMANDS[case])
+
+    out, err = capfd.readouterr()
+    assert out or err
+    assert is_plain(out + err)
+
+
+def test_a_cache_shows_them(tmp_path: Path) -> None:
+    with TensorCache.create(tmp_path / "cache", {NAME: (torch.float32, ())}, 2) as cache:
+        assert SHOWN in repr(cache)
+        assert is_plain(repr(cache))
+
+
+def test_a_model_whose_text_has_them_does_not_move_the_cursor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.cli.models import _printing
+
+    class Tokens:
+        def decode(self, _: object, **__: object) -> str:
+            return NAME + "\n"
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    streamer = _printing(Tokens(), lambda: None, lambda: None)
+    streamer.put(torch.tensor([1]))  # the prompt
+    streamer.put(torch.tensor([2]))
+    streamer.end()
+
+    assert SHOWN in capsys.readouterr().out
+
+
+def test_the_log_of_the_package_has_a_formatter_that_shows_them() -> None:
+    from offload.cli.output import _Visible
+
+    record = logging.LogRecord("offload", logging.INFO, "", 0, "%s", (NAME,), None)
+
+    assert SHOWN == _Visible("%(message)s").format(record)
