@@ -217,6 +217,18 @@ def compare_kinds(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func.decompose(*args, **kwargs)
 
 
+@overrides(are_swappable)
+def store_before_swapping(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`module.to` asks it before a parameter is replaced. Where torch swaps tensors, `data` is not set: it is here."""
+    before, now = args
+    is_moved = has_file(before) and type(now) is torch.Tensor and not now.is_meta
+    if is_moved and torch.__future__.get_swap_module_params_on_conversion():
+        before.data = now
+        torch.utils.swap_tensors(now, before.detach())
+    with DisableTorchFunctionSubclass():
+        return func(before, now, **kwargs)
+
+
 # Ops that need some rows of the value
 
 
