@@ -9,8 +9,6 @@ Always true:
 
 from __future__ import annotations
 
-import re
-
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
@@ -48,18 +46,26 @@ __all__ = [
 ]
 
 
-# Control characters (C0 and C1), marks of direction, separators of lines, and halves of characters.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+# Control characters, marks of direction, separators of lines, and halves of characters, as Python writes them.
+_SHOWN = {
+    code: repr(chr(code))[1:-1]
+    for codes in (
+        *(range(0x20), range(0x7F, 0xA0), (0x061C, 0x200B, 0x200E, 0x200F, 0xFEFF)),
+        *(range(0x2028, 0x202F), range(0x2060, 0x2070), range(0xD800, 0xE000)),
+    )
+    for code in codes
+}
+_SHOWN_IN_LINES = {code: text for code, text in _SHOWN.items() if chr(code) not in "\n\t"}
 
 
 def visible(text: str) -> str:
     """Text from a file for people to read: control characters as Python writes them (`\\x1b`), on one line."""
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    return text.translate(_SHOWN)
 
 
 def visible_lines(text: str) -> str:
     """As `visible`, for text with line breaks and tabs."""
-    return re.sub(r"[^\n\t]+", lambda found: visible(found[0]), text)
+    return text.translate(_SHOWN_IN_LINES)
 
 
 class OffloadError(Exception):
