@@ -2,8 +2,8 @@
 
 Always true:
 - only matrices of groups with rows are read
-- of a recipe, one matrix at a time is computed: a whole layer would take many times its stored size; none if the
-  kernels multiply by the packed bytes
+- of a recipe, the kernels multiply by the pieces where they lie, packed or dense; where they can't, one matrix at a
+  time is computed: a whole layer would take many times its stored size
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload.prefetch.engine import are_staying, brought_in, coming, shared
 from offload.storage.handle import Handle
 from offload.storage.source import Composition
 from offload.tensor.guests import CPU, mapped_value, sent_to
-from offload.tensor.products import multiplied_packed
+from offload.tensor.products import multiplied
 from offload.tensor.recipes import Piece
 from offload.tensor.registry import implements
 from offload.tensor.rules import call, guests_of, has_file, named_guests, read
@@ -64,7 +64,7 @@ def _multiply_one_by_one(
     rest: Sequence[Any],
     kwargs: Kwargs,
 ) -> torch.Tensor:
-    """Of a recipe: from the packed bytes, or one dense matrix after the other."""
+    """Of a recipe: from its pieces, or one matrix after the other."""
     recipe, handle, view_spec = matrices._handle.composed, handle_of(matrices), view_spec_of(matrices)
     assert recipe is not None
     is_plain = all(value is None for value in (*rest[1:], *_without_ends(kwargs).values()))
@@ -77,7 +77,7 @@ def _multiply_one_by_one(
         some, matrix = rows[begin : ends[group]], known.get(group)
         begin = ends[group]
         if matrix is None and is_plain and matrices._target == CPU:
-            found = multiplied_packed(some, Piece(handle, view_spec[group].t()))
+            found = multiplied(some, Piece(handle, view_spec[group].t()), dense_too=True)
             if found is not None:
                 results.append(found)
                 continue

@@ -10,10 +10,11 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from offload.annotations import Args, Kwargs
 from offload.kernels.native import DTYPES, library, most_rows
 from offload.kernels.native import multiply as multiply_rows
-from offload.kernels.packed import Packed
+from offload.kernels.packed import NumberRows, Packed
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.modes import no_functions, no_modes
@@ -36,6 +37,8 @@ from offload.tensor.wrapper import OffloadedTensor, guest_of
 from offload.torch_api import DisableTorchFunctionSubclass, is_dual_level, modes_are_on, transform_on_top
 
 _PART = 16 << 20  # bytes of a dense weight that are decoded at a time if the whole is over the budget
+
+_DENSE = {dtype: NumberRows(str(dtype).removeprefix("torch."), ("numbers",)) for dtype in DTYPES}
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
@@ -115,16 +118,13 @@ class _Rows:
     """Packed rows whose products are part of a product.
 
     Attributes:
-        recipe: whose pieces they are.
-        start, read: which of its rows are read: the first, and how many.
         count: of packed rows.
+        stored: gives the pieces that they are packed in.
     """
 
-    recipe: Decoded
     packed: Packed
-    start: int
-    read: int
     count: int
+    stored: Callable[[], list[torch.Tensor]]
 
 
 def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
@@ -138,14 +138,15 @@ def _product(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tenso
     handle = weight._handle
     if type(handle) is Traced or handle.composed is None or weight._target != CPU:
         return None
-    return multiplied_packed(x, Piece(handle, view_spec_of(weight)), bias)
+    return multiplied(x, Piece(handle, view_spec_of(weight)), bias)
 
 
-def multiplied_packed(x: torch.Tensor, weight: Piece, bias: Any = None) -> torch.Tensor | None:
-    """`F.linear(x, weight, bias)` from the packed bytes of a cut of a recipe; None if the kernels do not take it.
+def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None, *, dense_too: bool = False) -> torch.Tensor | None:
+    """`F.linear(x, weight, bias)` from the stored bytes of a cut of a recipe; None if the kernels do not take it.
 
     Args:
         x: a plain tensor.
+        dense_too: whether pieces that are not packed are multiplied apart, too, in place of being joined first.
     """
     shape = weight.view_spec.shape
     if _exact.get() or transform_on_top() is not None or is_dual_level():  # tensors without memory, or with a tangent
@@ -157,11 +158,11 @@ def multiplied_packed(x: torch.Tensor, weight: Piece, bias: Any = None) -> torch
     if not 0 < x.numel() <= most_rows(x.dtype) * x.shape[-1]:
         return None
     with no_functions(), no_modes():
-        return _multiplied(x, weight, bias)
+        return _multiplied(x, weight, bias, dense_too)
 
 
-def _multiplied(x: torch.Tensor, weight: Piece, bias: Any) -> torch.Tensor | None:
-    parts, height = _parts(weight), len(weight.view_spec)
+def _multiplied(x: torch.Tensor, weight: Piece, bias: Any, dense_too: bool) -> torch.Tensor | None:
+    parts, height = _parts(weight, dense_too), len(weight.view_spec)
     if parts is None:
         return None
     if bias is not None:
@@ -174,7 +175,7 @@ def _multiplied(x: torch.Tensor, weight: Piece, bias: Any) -> torch.Tensor | Non
     begin = 0
     for rows in parts:
         end = begin + rows.count
-        pieces = rows.recipe.rows_of_pieces(rows.start, rows.read)
+        pieces = rows.stored()
         matrix = rows.packed.matrix(pieces, x.shape[-1])
         if matrix is None:
             return None
@@ -183,30 +184,38 @@ def _multiplied(x: torch.Tensor, weight: Piece, bias: Any) -> torch.Tensor | Non
     return out.view(*x.shape[:-1], height)
 
 
-def _parts(piece: Piece) -> list[_Rows] | None:
-    """The recipes whose rows, one after the other, are those of a matrix; None if others are among them."""
+def _parts(piece: Piece, dense_too: bool = False) -> list[_Rows] | None:
+    """The rows that are those of a matrix, one after the other; None if the kernels do not take some of them."""
     composed, view_spec = piece.handle.composed, piece.view_spec
     if isinstance(composed, Joined):
-        return _parts_of_joined(composed, view_spec)
+        return None if dense_too and composed.is_exact else _parts_of_joined(composed, view_spec, dense_too)
+    if composed is None:
+        return [_dense_rows(piece)] if dense_too and view_spec.dtype in _DENSE and view_spec.stride(1) == 1 else None
     if not isinstance(composed, Decoded) or composed.packed is None or composed.is_exact:
         return None
     found = _rows_in(composed, view_spec)
     return None if found is None else [found]
 
 
-def _parts_of_joined(joined: Joined, view_spec: torch.Tensor) -> list[_Rows] | None:
+def _dense_rows(piece: Piece) -> _Rows:
+    return _Rows(_DENSE[piece.view_spec.dtype], len(piece.view_spec), lambda: [piece.value()])
+
+
+def _parts_of_joined(joined: Joined, view_spec: torch.Tensor, dense_too: bool) -> list[_Rows] | None:
     [first, *others] = joined.pieces
     layout = joined.layout
     if not others and first.view_spec.shape == layout.shape and lies_as(first.view_spec, layout.stride):  # only cast
         offset = first.view_spec.storage_offset() + view_spec.storage_offset()
-        return _parts(Piece(first.handle, first.view_spec.as_strided(view_spec.shape, view_spec.stride(), offset)))
+        cut = first.view_spec.as_strided(view_spec.shape, view_spec.stride(), offset)
+        return _parts(Piece(first.handle, cut), dense_too)
     if not _is_of_rows(joined.layout.shape, view_spec):
         return None
     found: list[_Rows] = []
     for part in joined.parts(view_spec):
         if part.view_spec.dim() < 2 or part.view_spec.shape[-1] != view_spec.shape[1]:
             return None
-        some = _parts(part if part.view_spec.dim() == 2 else Piece(part.handle, part.view_spec.flatten(0, -2)))
+        flat = part if part.view_spec.dim() == 2 else Piece(part.handle, part.view_spec.flatten(0, -2))
+        some = _parts(flat, dense_too)
         if some is None:
             return None
         found.extend(some)
@@ -230,13 +239,15 @@ def _rows_in(recipe: Decoded, view_spec: torch.Tensor) -> _Rows | None:
     first, count = int(view_spec.storage_offset()) // shape[-1], len(view_spec)
     if len(shape) == 3 and not recipe.stacked:  # its rows are matrices
         start, left = divmod(first, shape[1])
-        return _Rows(recipe, packed, start, 1, count) if not left and count == shape[1] else None
+        is_one = not left and count == shape[1]
+        return _Rows(packed, count, partial(recipe.rows_of_pieces, start, 1)) if is_one else None
     height = shape[int(recipe.stacked)]
     inside = first % height
     ends = inside + count
     if len(shape) != 2 + recipe.stacked or inside % recipe.granule or ends > height:
         return None
-    return _Rows(recipe, packed, first, count, count) if ends == height or ends % recipe.granule == 0 else None
+    is_whole = ends == height or ends % recipe.granule == 0
+    return _Rows(packed, count, partial(recipe.rows_of_pieces, first, count)) if is_whole else None
 
 
 def _turned_rows_in(recipe: Decoded, packed: Packed, view_spec: torch.Tensor) -> _Rows | None:
@@ -245,7 +256,7 @@ def _turned_rows_in(recipe: Decoded, packed: Packed, view_spec: torch.Tensor) ->
     element, left = divmod(int(view_spec.storage_offset()), high * wide)
     if left or tuple(view_spec.shape) != (wide, high) or view_spec.stride() != (1, wide):
         return None
-    return _Rows(recipe, packed, element * high, high, wide)
+    return _Rows(packed, wide, partial(recipe.rows_of_pieces, element * high, high))
 
 
 # Of a weight that is larger than the budget

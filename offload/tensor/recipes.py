@@ -287,9 +287,12 @@ class Joined(Plain):
     Args:
         layout: of the value; dense.
         places: for each piece, the index of its first element in the value, which has as many dimensions.
+
+    Attributes:
+        is_exact: whether products of groups are always computed with the joined value.
     """
 
-    __slots__ = ("_known", "_places", "_rows")
+    __slots__ = ("_known", "_places", "_rows", "is_exact")
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]]) -> None:
         order = layout.order
@@ -308,6 +311,7 @@ class Joined(Plain):
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
         self._rows = [place[0] for place in self._places] if order and covered else None  # pieces in a row
         self._known = _Boxes()
+        self.is_exact = False
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
                 handle.read_apart(Access.PICKED)
@@ -398,7 +402,10 @@ class Joined(Plain):
                     view_spec = view_spec.narrow(dim, begin - place[dim], end - begin)
                 pieces.append(Piece(piece.handle, view_spec).alone())
                 places.append(tuple(one - first for one, first in zip(low, start, strict=True)))
-        return joined(contiguous(self.layout.dtype, shape), pieces, places, self.pieces[0].handle.name)
+        made = joined(contiguous(self.layout.dtype, shape), pieces, places, self.pieces[0].handle.name)
+        if isinstance(made.handle.composed, Joined):
+            made.handle.composed.is_exact = self.is_exact
+        return made
 
     def _turned_shape(self) -> tuple[int, ...]:
         return tuple(self.layout.shape[dim] for dim in self.layout.order)
@@ -647,7 +654,7 @@ def _put_rows(place: torch.Tensor, made: torch.Tensor, first: int, dtype: torch.
 def compute_exactly(handle: Handle) -> None:
     """From now on, products with a value are computed with the dense value: see `offload.exact`."""
     composed = handle.composed
-    if isinstance(composed, Decoded):
+    if isinstance(composed, Decoded | Joined):
         composed.is_exact = True
     for piece in composed.pieces if isinstance(composed, Recipe) else ():
         compute_exactly(piece.handle)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 import offload
 from offload.kernels import native
 from offload.tensor import products
-from offload.tensor.recipes import Decoded, Piece
+from offload.tensor.recipes import Decoded, Joined, Piece
 from offload.tensor.views import handle_of, view_spec_of
 from tests.checkpoints.forms import FORMS, PROMPT, outcome
 from tests.peak import Peak
@@ -50,7 +50,7 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
 
 
 def _true(rows: Any) -> torch.Tensor:
-    return rows.recipe.decode(*rows.recipe.rows_of_pieces(rows.start, rows.read)).float()[: rows.count]
+    return rows.stored.func.__self__.decode(*rows.stored()).float()[: rows.count]
 
 
 def activations(layer: nn.Linear, rows: int) -> torch.Tensor:
@@ -261,8 +261,10 @@ def stacks(model: nn.Module) -> Iterator[torch.Tensor]:
                 assert name.endswith("_proj")
 
 
-@pytest.mark.parametrize("name", ["fp8-qwen3_moe", "mxfp4-gpt_oss", "ct-w4a16-qwen3_moe", "gguf-qwen3_moe"])
-def test_experts_are_multiplied_from_their_packed_bytes(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["fp8-qwen3_moe", "mxfp4-gpt_oss", "ct-w4a16-qwen3_moe", "gguf-qwen3_moe", "qwen3_moe"]
+)
+def test_experts_are_multiplied_where_their_pieces_lie(name, tmp_path, monkeypatch):
     form = FORMS[name]
     form.write(tmp_path)
     model = offload.from_pretrained(tmp_path, **form.options)
@@ -278,12 +280,11 @@ def test_experts_are_multiplied_from_their_packed_bytes(name, tmp_path, monkeypa
         assert torch.equal(F.grouped_mm(x, dense, offs=ends), exact)
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(Decoded, "_decode_into", lambda *_: pytest.fail("decoded"))
+            patch.setattr(Joined, "_computed", lambda *_: pytest.fail("joined"))
             fused = F.grouped_mm(x, stack, offs=ends)
-            each = [
-                F.linear(some, stack[group].t()) for group, some in enumerate(x.split(counts.tolist())) if len(some)
-            ]
+            alone = F.grouped_mm(x[-1:], stack, offs=torch.tensor([0, 0, 0, 1], dtype=torch.int32))
 
-        assert torch.equal(torch.cat(each), fused)
+        assert torch.equal(alone, fused[-1:])
         size = x.double().abs() @ dense.double().abs().amax(0)
         error = (fused.double() - exact.double()).abs() / size
         assert error.max() <= torch.finfo(dtype).eps
