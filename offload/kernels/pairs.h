@@ -74,7 +74,7 @@ BLOCK_KINDS(ROUND_BLOCKS)
 NUMBER_KINDS(ROUND_NUMBERS)
 
 /* Adds the products of ROWS decoded rows with some rows of x. */
-INLINE void add_pairs(vf (*sums)[MOST_ROWS], const uint16_t (*tile)[TILE + ASIDE], int64_t numbers, const uint16_t *x,
+INLINE void add_pairs(vf (*sums)[MOST_ROWS], const uint16_t *const rows[ROWS], int64_t numbers, const uint16_t *x,
                       int64_t step, const int x_rows) {
   vf kept[ROWS][4];
   for (int p = 0; p < ROWS; p++)
@@ -86,7 +86,7 @@ INLINE void add_pairs(vf (*sums)[MOST_ROWS], const uint16_t (*tile)[TILE + ASIDE
       KEEP(some[r]);
     }
     for (int p = 0; p < ROWS; p++) {
-      vp w = p_load(tile[p] + at);
+      vp w = p_load(rows[p] + at);
       for (int r = 0; r < x_rows; r++) kept[p][r] = _mm512_dpbf16_ps(kept[p][r], w, (vp)some[r]);
     }
   }
@@ -97,16 +97,22 @@ INLINE void add_pairs(vf (*sums)[MOST_ROWS], const uint16_t (*tile)[TILE + ASIDE
 static void multiply_pairs(const pairs_of_kind *kind, const stored_row *rows, int64_t count, int64_t columns,
                            const uint16_t *x, int64_t step, int64_t x_rows, float (*out)[MOST_ROWS]) {
   uint16_t tile[AT_ONCE][TILE + ASIDE];
+  const uint16_t *decoded[AT_ONCE];
   vf sums[AT_ONCE][MOST_ROWS];
   for (int64_t p = 0; p < AT_ONCE; p++)
     for (int64_t r = 0; r < x_rows; r++) sums[p][r] = f_zero();
   for (int64_t begin = 0; begin < columns; begin += TILE) {
     int64_t end = begin + TILE < columns ? begin + TILE : columns, numbers = padded(end - begin);
-    for (int64_t p = 0; p < count; p++) kind->round(rows + p, begin, end, tile[p]);
+    int is_stored_so = kind->round == round_bfloat16 && numbers == end - begin;
+    for (int64_t p = 0; p < count; p++) {
+      decoded[p] = is_stored_so ? (const uint16_t *)(const void *)rows[p].bytes + begin : tile[p];
+      if (!is_stored_so) kind->round(rows + p, begin, end, tile[p]);
+    }
+    for (int64_t p = count; p < AT_ONCE; p++) decoded[p] = decoded[0]; /* ROWS are multiplied at a time */
     for (int64_t r = 0; r < x_rows; r += 4)
       for (int64_t p = 0; p < count; p += ROWS) {
         vf(*to)[MOST_ROWS] = (vf(*)[MOST_ROWS]) & sums[p][r];
-        const uint16_t(*from)[TILE + ASIDE] = (const uint16_t(*)[TILE + ASIDE])tile + p;
+        const uint16_t *const *from = decoded + p;
         const uint16_t *some = x + r * step + begin;
         switch (x_rows - r) {
           case 1:
