@@ -673,7 +673,7 @@ def main() -> int:
         found = campaign(every, chosen.seed, Path(place, "work"), start=chosen.trial or 0, **length)
         for kind in every:
             for failure in found[kind.name].failures:
-                print(f"{kind.name} {failure['trial']}: {failure['what']}")
+                print(f"{kind.name} {failure['trial']}: {failure['what']!a}")
                 if chosen.keep:
                     chance = random.Random(f"{chosen.seed} {kind.name} {failure['trial']}")
                     files = kind.damage(dict(chance.choice(kind.samples)), chance)

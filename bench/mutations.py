@@ -531,12 +531,12 @@ _BYTES_OF = {word: _WIDTHS.get(word, 1) for word in ("BOOL", "U8", "I8", "F8_E4M
 
 def gguf_damaged(data: bytes, chance: Random) -> bytes:
     """Damaged in the sizes, kinds and metadata of its header, or in its bytes."""
-    head = data.rfind(b"output_norm.weight") + 100
+    head = data.find(b"output_norm.weight") + 100
     if chance.random() < 0.15:
         return bytes_damaged(data, chance)
     made = bytearray(data)
     if chance.random() < 0.5:  # after the name of a tensor: how many sides, these, the kind, and where it begins
-        at = chance.choice([found.end() for found in re.finditer(rb"[a-z_]+\.weight", data[:head])])
+        at = chance.choice([found.end() for found in re.finditer(rb"[a-z_]+\.weight", data)])
         sides = min(struct.unpack_from("<I", data, at)[0], 4)
         at, form = chance.choice(
             [(at, "<I"), *((at + 4 + 8 * side, "<Q") for side in range(sides)), (at + 4 + 8 * sides, "<I")]
