@@ -86,7 +86,9 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, block_s
 def _packed(weight: OffloadedTensor, scales: OffloadedTensor, rows: int, columns: int) -> NumberRows | None:
     """How the kernels take it; for rows and columns of a block, 0 stands for all."""
     kind = _KINDS.get(weight.dtype)
-    return kind and number_rows(kind, [weight, scales], group=columns, rows_per_scale=rows, table=E2M1)
+    if kind is None:
+        return None
+    return number_rows(kind, [weight, scales], group=columns, rows_per_scale=rows, table=E2M1)
 
 
 def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], block_size: Json) -> tuple[int, int]:
