@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +29,18 @@ from offload.prefetch.value import page_state_of
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.boxes import lies_as
 from offload.tensor.guests import CPU, sent_to
-from offload.tensor.recipes import Decoded, Joined, Piece, stored_in
+from offload.tensor.recipes import Decoded, Joined, Piece, stored_in, values_in_order
 from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
-from offload.tensor.views import Traced, handle_of, view_spec_of
+from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, guest_of
 from offload.torch_api import DisableTorchFunctionSubclass, is_dual_level, modes_are_on, transform_on_top
 
 _PART = 16 << 20  # bytes of a dense weight that are decoded at a time if the whole is over the budget
 
 _DENSE = {dtype: NumberRows(str(dtype).removeprefix("torch."), ("numbers",)) for dtype in DTYPES}
+
+_MOST_NOTED = 1024  # cuts of a recipe whose rows are noted: experts of a layer
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
@@ -187,11 +189,22 @@ def _multiplied(x: torch.Tensor, weight: Piece, bias: Any, dense_too: bool) -> t
 def _parts(piece: Piece, dense_too: bool = False) -> list[_Rows] | None:
     """The rows that are those of a matrix, one after the other; None if the kernels do not take some of them."""
     composed, view_spec = piece.handle.composed, piece.view_spec
-    if isinstance(composed, Joined):
-        return None if dense_too and composed.is_exact else _parts_of_joined(composed, view_spec, dense_too)
     if composed is None:
         return [_dense_rows(piece)] if dense_too and view_spec.dtype in _DENSE and view_spec.stride(1) == 1 else None
-    if not isinstance(composed, Decoded) or composed.packed is None or composed.is_exact:
+    if not isinstance(composed, Joined | Decoded):
+        return None
+    cut = (dense_too, *metadata_of(view_spec))
+    if cut not in composed.products:
+        if len(composed.products) >= _MOST_NOTED:
+            composed.products.clear()
+        composed.products[cut] = _found_parts(composed, view_spec, dense_too)
+    return cast("list[_Rows] | None", composed.products.get(cut))
+
+
+def _found_parts(composed: Joined | Decoded, view_spec: torch.Tensor, dense_too: bool) -> list[_Rows] | None:
+    if isinstance(composed, Joined):
+        return None if dense_too and composed.is_exact else _parts_of_joined(composed, view_spec, dense_too)
+    if composed.packed is None or composed.is_exact:
         return None
     found = _rows_in(composed, view_spec)
     return None if found is None else [found]
@@ -233,30 +246,38 @@ def _rows_in(recipe: Decoded, view_spec: torch.Tensor) -> _Rows | None:
     packed, shape = recipe.packed, recipe.layout.shape
     assert packed is not None
     if packed.is_turned:
-        return _turned_rows_in(recipe, packed, view_spec)
+        return _turned_rows_in(recipe, view_spec)
     if not _is_of_rows(shape, view_spec):
         return None
     first, count = int(view_spec.storage_offset()) // shape[-1], len(view_spec)
     if len(shape) == 3 and not recipe.stacked:  # its rows are matrices
         start, left = divmod(first, shape[1])
         is_one = not left and count == shape[1]
-        return _Rows(packed, count, partial(recipe.rows_of_pieces, start, 1)) if is_one else None
+        return _rows_of(recipe, start, 1, count) if is_one else None
     height = shape[int(recipe.stacked)]
     inside = first % height
     ends = inside + count
     if len(shape) != 2 + recipe.stacked or inside % recipe.granule or ends > height:
         return None
     is_whole = ends == height or ends % recipe.granule == 0
-    return _Rows(packed, count, partial(recipe.rows_of_pieces, first, count)) if is_whole else None
+    return _rows_of(recipe, first, count, count) if is_whole else None
 
 
-def _turned_rows_in(recipe: Decoded, packed: Packed, view_spec: torch.Tensor) -> _Rows | None:
+def _rows_of(recipe: Decoded, start: int, read: int, count: int) -> _Rows:
+    """The rows in `read` of a recipe's rows, from row `start` on: `count` packed ones."""
+    assert recipe.packed is not None
+    parts = recipe.parts_of_pieces(start, read)
+    pieces = [(number, Piece(recipe.pieces[number].handle, part)) for number, part in parts]
+    return _Rows(recipe.packed, count, partial(values_in_order, pieces))
+
+
+def _turned_rows_in(recipe: Decoded, view_spec: torch.Tensor) -> _Rows | None:
     """The same, where the columns of the dense value are the packed rows: one element of a stack, as a whole."""
     _, high, wide = recipe.layout.shape
     element, left = divmod(int(view_spec.storage_offset()), high * wide)
     if left or tuple(view_spec.shape) != (wide, high) or view_spec.stride() != (1, wide):
         return None
-    return _Rows(packed, wide, partial(recipe.rows_of_pieces, element * high, high))
+    return _rows_of(recipe, element * high, high, wide)
 
 
 # Of a weight that is larger than the budget

@@ -274,11 +274,11 @@ def _cuts(spec: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from spec.split(_WRITTEN * len(spec) // nbytes)
 
 
-class _Boxes(dict[Box, list[Inside]]):
-    """The pieces of the boxes that were read last. A copy, or an unpickled one, begins empty."""
+class Noted(dict[Any, Any]):
+    """What was found about a recipe, and can be found again. A copy, or an unpickled one, begins empty."""
 
-    def __reduce__(self) -> tuple[type[_Boxes], tuple[()]]:
-        return _Boxes, ()
+    def __reduce__(self) -> tuple[type[Noted], tuple[()]]:
+        return Noted, ()
 
 
 class Joined(Plain):
@@ -290,9 +290,10 @@ class Joined(Plain):
 
     Attributes:
         is_exact: whether products of groups are always computed with the joined value.
+        products: how cuts of it are multiplied, for `products`.
     """
 
-    __slots__ = ("_known", "_places", "_rows", "is_exact")
+    __slots__ = ("_known", "_places", "_rows", "is_exact", "products")
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]]) -> None:
         order = layout.order
@@ -310,8 +311,9 @@ class Joined(Plain):
         ends = [place[0] + piece.view_spec.shape[0] for place, piece in turned] if order else []
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
         self._rows = [place[0] for place in self._places] if order and covered else None  # pieces in a row
-        self._known = _Boxes()
+        self._known: dict[Box, list[Inside]] = Noted()
         self.is_exact = False
+        self.products = Noted()
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
                 handle.read_apart(Access.PICKED)
@@ -463,9 +465,13 @@ class Decoded(Plain):
 
     Attributes:
         is_exact: whether products are always computed with the dense value.
+        products: how cuts of it are multiplied, for `products`.
     """
 
-    __slots__ = ("_order", "_row", "decode", "granule", "is_divisible", "is_exact", "packed", "per", "stacked")
+    __slots__ = (
+        *("_order", "_row", "decode", "granule", "is_divisible"),
+        *("is_exact", "packed", "per", "products", "stacked"),
+    )
 
     def __init__(
         self,
@@ -488,6 +494,7 @@ class Decoded(Plain):
         self.stacked = stacked
         self.packed = packed
         self.is_exact = False
+        self.products = Noted()
         self._row = layout.shape[1 + stacked :]
         sizes = [piece.view_spec.numel() * piece.view_spec.itemsize for piece in self.pieces]
         self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # the last one read is used first
@@ -549,11 +556,11 @@ class Decoded(Plain):
         rows = self.layout.shape[1] if self.stacked else end  # of one element of the stack
         while start < end:
             count = min(end, (start // rows + 1) * rows) - start
-            yield from ((self.pieces[number], part) for number, part in self._parts_of_pieces(start, count))
+            yield from ((self.pieces[number], part) for number, part in self.parts_of_pieces(start, count))
             start += count
 
-    def _parts_of_pieces(self, start: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The cuts of the pieces, by piece number, that give these rows; within one element of a stack."""
+    def parts_of_pieces(self, start: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The cuts of the pieces, by number, that give these rows; whole granules, within one element of a stack."""
         only, start = divmod(start, self.layout.shape[1]) if self.stacked else (0, start)
         first, last = start // self.granule, -(-(start + count) // self.granule)
         for number in self._order:
@@ -605,7 +612,8 @@ class Decoded(Plain):
 
     def _decode_into(self, place: torch.Tensor, start: int) -> None:
         """Compute rows within one element, block by block."""
-        found = self.rows_of_pieces(start, len(place))
+        parts = self.parts_of_pieces(start, len(place))
+        found = values_in_order((number, Piece(self.pieces[number].handle, part)) for number, part in parts)
         first = start % self.layout.shape[1] if self.stacked else start
         if self._decoded_by_kernel(found, first % self.granule, place):
             return
@@ -615,12 +623,6 @@ class Decoded(Plain):
             given = [value if rows is None else value[slice(*rows)] for value, rows in zip(found, taken, strict=True)]
             _put_rows(place[low:high], self.decode(*given), skipped, self.layout.dtype)
         count_freed(place.nbytes // _TRIMMED)  # of the blocks, among which settles what stays, as of new experts
-
-    def rows_of_pieces(self, start: int, count: int) -> list[torch.Tensor]:
-        """The cuts of the pieces that give these rows, in whole granules; of a stack, within one element."""
-        parts = self._parts_of_pieces(start, count)
-        made = {number: self.pieces[number].value(part) for number, part in parts}
-        return [made[number] for number in range(len(self.pieces))]
 
     def _decoded_by_kernel(self, pieces: Sequence[torch.Tensor], first: int, place: torch.Tensor) -> bool:
         """Whether the kernels have decoded rows of the pieces, beginning with row `first`, into `place`."""
@@ -645,6 +647,12 @@ class Decoded(Plain):
         return True
 
 
+def values_in_order(pieces: Iterable[tuple[int, Piece]]) -> list[torch.Tensor]:
+    """The values of pieces, in the order of their numbers; read in the order in which they are given."""
+    made = {number: piece.value() for number, piece in pieces}
+    return [made[number] for number in range(len(made))]
+
+
 def _put_rows(place: torch.Tensor, made: torch.Tensor, first: int, dtype: torch.dtype) -> None:
     """Copy rows to their place through a dtype: no block of them is alive while the next one is computed."""
     rows = made[first : first + len(place)]
@@ -656,6 +664,7 @@ def compute_exactly(handle: Handle) -> None:
     composed = handle.composed
     if isinstance(composed, Decoded | Joined):
         composed.is_exact = True
+        composed.products.clear()
     for piece in composed.pieces if isinstance(composed, Recipe) else ():
         compute_exactly(piece.handle)
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 import offload
 from offload.kernels import native
 from offload.tensor import products
-from offload.tensor.recipes import Decoded, Joined, Piece
+from offload.tensor.recipes import Decoded, Joined, Piece, values_in_order
 from offload.tensor.views import handle_of, view_spec_of
 from tests.checkpoints.forms import FORMS, PROMPT, outcome
 from tests.peak import Peak
@@ -44,13 +44,19 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
     """Linear layers that the kernels take, with their weights in float32, as they were before they were rounded."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and offload.is_offloaded(module.weight):
-            parts = products._parts(Piece(handle_of(module.weight), view_spec_of(module.weight)))
-            if parts is not None:
-                yield module, torch.cat([_true(part) for part in parts])
+            weight = Piece(handle_of(module.weight), view_spec_of(module.weight))
+            if products._parts(weight) is not None:
+                yield module, unrounded(weight)
 
 
-def _true(rows: Any) -> torch.Tensor:
-    return rows.stored.func.__self__.decode(*rows.stored()).float()[: rows.count]
+def unrounded(piece: Piece) -> torch.Tensor:
+    recipe, rows = piece.handle.composed, len(piece.view_spec)
+    if isinstance(recipe, Joined):
+        return torch.cat([unrounded(part) for part in recipe.parts(piece.view_spec)])
+    assert isinstance(recipe, Decoded)
+    parts = recipe.parts_of_pieces(piece.view_spec.storage_offset() // recipe.layout.shape[-1], rows)
+    pieces = [(number, Piece(recipe.pieces[number].handle, part)) for number, part in parts]
+    return recipe.decode(*values_in_order(pieces)).float()[:rows]
 
 
 def activations(layer: nn.Linear, rows: int) -> torch.Tensor:
