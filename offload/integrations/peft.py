@@ -32,6 +32,7 @@ from offload.models.journal import Journal
 from offload.models.slots import Slot
 from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journal_for, marks_on, replace, values_of
 from offload.progress import progress_in_bytes
+from offload.storage.modes import inside, no_grad
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import absolute, as_file, is_folder, open_regular, text_of
 from offload.storage.replacing import replacing_folder, sync_whole
@@ -167,7 +168,7 @@ class _Merging:
             for layer in layers.values():
                 vars(layer).pop("merge", None)
 
-    @torch.no_grad()
+    @inside(no_grad)
     def merge(self, layer: Any, name: str, merge: Callable[..., None], *args: Any, **options: Any) -> None:
         """`layer.merge` on copies of the base's values; those that it has changed are stored."""
         self.at = name

@@ -28,6 +28,7 @@ from offload.models.journal import Journal
 from offload.models.pretrained import note_quantizer
 from offload.models.values import Replacing, is_done, journal_for, values_of
 from offload.progress import progress_in_bytes
+from offload.storage.modes import no_grad
 from offload.tensor.locals import is_dtensor
 from offload.tensor.saved import subclass_value
 from offload.torch_api import parameters_of
@@ -110,7 +111,7 @@ def quantize_(
     with (
         progress_in_bytes(total, "quantizing", shown=progress) as advance,
         _quantizing(model, journal, advance) as quantizing,
-        torch.no_grad(),
+        no_grad(),
     ):
         quantizing.has_quantized = has_quantized
         log.info("torchao quantizes %s by %s", type(model).__name__, type(config).__name__)

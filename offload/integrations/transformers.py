@@ -31,6 +31,7 @@ from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_devic
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
 from offload.models.pretrained import filled, note_form, waiting, without_quantization
 from offload.models.slots import tensor_slots
+from offload.storage.modes import no_inference
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import is_folder, read_regular
 from offload.storage.state_file import MOST_JSON, parse_json
@@ -127,7 +128,7 @@ def from_pretrained(
     values = values_in(source, quantization_of(empty.config), offload_dir, model=empty, dtype=dtype)
     if values.form is Form.LEFT:
         log.info("%s is quantized: its values are loaded by transformers, and then placed", folder)
-        with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
+        with no_inference(), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     else:
         config = empty.config

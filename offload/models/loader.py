@@ -55,6 +55,7 @@ from offload.prefetch.value import SMALL
 from offload.progress import progress, progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
+from offload.storage.modes import inside, no_inference
 from offload.storage.owning import open_stored, store_recipe
 from offload.storage.reasons import some
 from offload.storage.regular import is_folder
@@ -351,7 +352,7 @@ def load_file(
 # Filling, in the order of its steps
 
 
-@torch.inference_mode(False)  # inference tensors could not be trained later
+@inside(no_inference)  # inference tensors could not be trained later
 def _fill(
     model: nn.Module,
     slots: list[Slot],

@@ -38,7 +38,7 @@ from offload.memory import uncollected
 from offload.models import log
 from offload.models.saving import save_checkpoint
 from offload.storage.locks import fork_safe_lock
-from offload.storage.modes import no_functions, no_modes
+from offload.storage.modes import no_functions, no_grad, no_inference, no_modes
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute
 from offload.storage.replacing import made_folder, put_file, remove_folder, temporary_for
@@ -105,7 +105,7 @@ def filled(
     options = {**options, "state_dict": state, "dtype": dtype, "output_loading_info": True}
     # Inference parameters can't be views of files, and transformers would follow the default device, even to "meta".
     in_turn = nullcontext() if looked_at else _one_by_one()
-    with in_turn, torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+    with in_turn, no_inference(), no_grad(), torch.device("cpu"):
         try:
             model, report = model_class.from_pretrained(None, config=config, **options)
         except OffloadError:

@@ -21,6 +21,7 @@ from offload.models import log
 from offload.models.device_map import Place
 from offload.prefetch.value import page_state_of
 from offload.progress import progress
+from offload.storage.modes import inside, no_inference
 from offload.storage.reasons import some
 from offload.storage.regular import is_same_folder
 from offload.tensor.deferred import DeferredTensor
@@ -175,7 +176,7 @@ def tied_slots(model: nn.Module) -> list[Slot]:
     return tensor_slots(model)
 
 
-@torch.inference_mode(False)  # inference tensors could not be trained later
+@inside(no_inference)  # inference tensors could not be trained later
 def place_tensors(
     slots: Iterable[Slot],
     placed: Mapping[str, Place],

@@ -42,6 +42,7 @@ from offload.prefetch.value import page_state_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.folders import file_name, named_folder
+from offload.storage.modes import inside, no_grad, no_inference
 from offload.storage.owning import Notes, create_value, open_owned, switch_to
 from offload.storage.reasons import some
 from offload.storage.regular import is_there
@@ -205,7 +206,7 @@ def offloaded_like(
         return OffloadedTensor.from_original_tensor(result, name, folder, exist_ok=exist_ok)
 
     name = f"{tensor.name}.{suffix}"
-    with torch.inference_mode(False), torch.no_grad():
+    with no_inference(), no_grad():
         return _each_tensor(_each_tensor(fn(tensor), name, look), name, store)
 
 
@@ -516,8 +517,8 @@ class _Walk:
     kept: list[str] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
 
-    @torch.inference_mode(False)  # inference tensors could not be trained later
-    @torch.no_grad()
+    @inside(no_inference)  # inference tensors could not be trained later
+    @inside(no_grad)
     def see(self, value: Slot) -> None:
         """Process one value, and record it."""
         nbytes = value.nbytes

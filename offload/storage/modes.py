@@ -8,7 +8,10 @@ Always true:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -27,6 +30,8 @@ from offload.torch_api import no_functions as no_functions
 
 _enter: Any = InferenceMode.__init__  # torch changes its state here
 _exit: Any = InferenceMode.__exit__
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def is_plain_world() -> bool:
@@ -53,6 +58,13 @@ class no_modes(InferenceMode):
             raise
 
 
+class no_inference(InferenceMode):
+    """Turns off inference mode, in which tensors are made that can't be trained later. Create it in the `with`."""
+
+    def __init__(self) -> None:
+        _enter(self, False)
+
+
 class no_grad(InferenceMode):
     """Turns off gradients; inference mode stays as it was. Create it in the `with`."""
 
@@ -64,3 +76,17 @@ class no_grad(InferenceMode):
         except BaseException:
             _exit(self, None, None, None)
             raise
+
+
+def inside(guard: Callable[[], AbstractContextManager[None]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: a function is called inside a guard of this module."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            with guard():
+                return function(*args, **kwargs)
+
+        return called
+
+    return decorated

@@ -22,7 +22,7 @@ from offload.annotations import Args, Kwargs
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
-from offload.storage.modes import no_functions, no_modes
+from offload.storage.modes import inside, no_functions, no_grad, no_modes
 from offload.storage.regular import is_same_folder
 from offload.storage.write import layout_of
 from offload.tensor.assembly import Assembly, Part, as_parts
@@ -130,7 +130,7 @@ class DeferredTensor(torch.Tensor):
         source = self.assembly.as_it_is()
         return source is not None and not (is_part(source) or self._body.made)
 
-    @torch.no_grad()
+    @inside(no_grad)
     def stored(
         self, name: str, offload_dir: str | os.PathLike[str] | None = None, device: torch.device = CPU
     ) -> OffloadedTensor:
@@ -159,7 +159,7 @@ class DeferredTensor(torch.Tensor):
             return assembly.in_file(name, offload_dir, device)
         return wrap_handle(Handle.compose(assembly.recipe(), name, offload_dir), device)
 
-    @torch.no_grad()
+    @inside(no_grad)
     def materialize(self, device: torch.device = CPU) -> torch.Tensor:
         """The value in memory, as a plain tensor."""
         return self.assembly.in_memory(device)
@@ -172,7 +172,7 @@ class DeferredTensor(torch.Tensor):
             source = self._parts[0].source
         return source
 
-    @torch.no_grad()
+    @inside(no_grad)
     def _settle(self) -> None:
         """Make the body a single value: a recipe until it is written to."""
         recipe = Assembly(self._body.parts, self._root).recipe()
