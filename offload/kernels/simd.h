@@ -129,7 +129,8 @@ INLINE vi i_shrv(vi a, vi by) { return _mm512_srlv_epi32(a, by); }
 INLINE vi i_words(const void *from) { return _mm512_loadu_si512(from); }
 /* Each of W / 8 words, in eight lanes. */
 INLINE vi i_in_eights(const uint8_t *from) {
-  return _mm512_inserti64x4(_mm512_set1_epi32((int)u32_at(from)), _mm256_set1_epi32((int)u32_at(from + 4)), 1);
+  const vi first = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  return _mm512_permutexvar_epi32(first, _mm512_castsi128_si512(_mm_loadl_epi64((const void *)from)));
 }
 INLINE vi i_gt(vi a, int limit) {
   return _mm512_maskz_set1_epi32(_mm512_cmpgt_epi32_mask(a, _mm512_set1_epi32(limit)), -1);

@@ -13,6 +13,16 @@
 /* By how much a word is shifted for each of eight outputs. */
 static const int32_t EIGHT_OUTPUTS[16] = {0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28};
 
+/* The integers in the four lowest bits. */
+INLINE vf f_of_four_bits(vi a) {
+#if W == 16
+  static const float NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return t_pick(t_load(NUMBERS), a);
+#else
+  return f_of(i_and(a, i_set(15)));
+#endif
+}
+
 INLINE vf factors_at(const matrix *words, int64_t group, int64_t output) {
   const uint8_t *row = words->scales + group * words->scale_step;
   if (words->scale_dtype == FLOAT32) return f_load((const float *)(const void *)(row + 4 * output));
@@ -20,12 +30,13 @@ INLINE vf factors_at(const matrix *words, int64_t group, int64_t output) {
   return f_bits(i_shl(i_u16(row + 2 * output), 16));
 }
 
-/* Of several outputs in a word, those from `output` on. */
+/* Of several outputs in a word, those from `output` on, in the lowest bits. */
+INLINE vi of_eight_outputs(const uint8_t *row, int64_t output) {
+  return i_shrv(i_in_eights(row + 4 * (output / 8)), i_words(EIGHT_OUTPUTS + output % 8));
+}
+
 INLINE vi of_outputs(const uint8_t *row, int64_t output, int bits, const int is_turned) {
-  if (is_turned) {
-    const uint8_t *word = row + 4 * (output / 8);
-    return i_and(i_shrv(i_in_eights(word), i_words(EIGHT_OUTPUTS + output % 8)), i_set(15));
-  }
+  if (is_turned) return i_and(of_eight_outputs(row, output), i_set(15));
   int32_t numbers[W], shifts[W];
   for (int lane = 0; lane < W; lane++) {
     int64_t bit = (output + lane) * bits;
@@ -40,16 +51,22 @@ INLINE vf zeros_at(const matrix *words, int64_t group, int64_t output, const int
   return f_of(i_and(i_add(stored, i_set(words->less)), i_set((1 << words->bits) - 1)));
 }
 
-INLINE int64_t group_of_input(const matrix *words, int64_t input) {
-  return words->order ? (int64_t)(int32_t)u32_at(words->order + 4 * input) : input / words->group;
+/* The group of the next input, after one in group `known`; where groups follow each other, that one is until `until`. */
+INLINE int64_t group_of_input(const matrix *words, int64_t input, int64_t known, int64_t *until) {
+  if (words->order) return (int64_t)(int32_t)u32_at(words->order + 4 * input);
+  if (input < *until) return known;
+  int64_t group = input / words->group;
+  *until = (group + 1) * words->group;
+  return group;
 }
 
 /* Input `input` of W outputs, without zero point and factor. */
 INLINE vf integers_at(const matrix *words, int64_t input, int64_t output, const int is_turned) {
-  if (is_turned) return f_of(of_outputs(words->rows + input * words->step, output, 4, 1));
-  int each = 32 / words->bits;
-  vi word = i_words(words->rows + input / each * words->step + 4 * output);
-  return f_of(i_and(i_shrv(word, i_set((int)(input % each) * words->bits)), i_set((1 << words->bits) - 1)));
+  if (is_turned) return f_of_four_bits(of_eight_outputs(words->rows + input * words->step, output));
+  int log = words->bits == 2 ? 4 : words->bits == 4 ? 3 : 2; /* of how many are in a word */
+  vi word = i_words(words->rows + (input >> log) * words->step + 4 * output);
+  vi moved = i_shrv(word, i_set((int)(input & ((1 << log) - 1)) * words->bits));
+  return words->bits == 4 ? f_of_four_bits(moved) : f_of(i_and(moved, i_set((1 << words->bits) - 1)));
 }
 
 INLINE void products_of(const matrix *words, int64_t output, const float *x, int64_t step, float *out, int64_t out_step,
@@ -59,8 +76,8 @@ INLINE void products_of(const matrix *words, int64_t output, const float *x, int
     factors[n] = zeros[n] = f_zero();
     for (int r = 0; r < together; r++) sums[r][n] = f_zero();
   }
-  for (int64_t input = 0, known = -1; input < words->columns; input++) {
-    int64_t group = group_of_input(words, input);
+  for (int64_t input = 0, known = -1, until = 0; input < words->columns; input++) {
+    int64_t group = group_of_input(words, input, known, &until);
     if (group != known) {
       known = group;
       for (int n = 0; n < wide; n++) {
@@ -99,36 +116,65 @@ INLINE void multiply_words(const matrix *words, int64_t begin, int64_t end, cons
   }
 }
 
-INLINE void decode_words(const matrix *words, int64_t begin, int64_t end, void *out, int64_t out_step, int dtype,
-                         const int is_turned) {
-  float tile[W][64];
+/* Rows become columns: vectors of two halves of them are zipped, as often as it takes to move each lane to its row. */
+INLINE void turn(vf rows[W]) {
+#if W > 1
+  _Pragma("GCC unroll 4") for (int times = 1; times < W; times *= 2) {
+    vf zipped[W];
+    for (int n = 0; n < W / 2; n++) f_zip(rows[n], rows[n + W / 2], zipped + 2 * n);
+    for (int n = 0; n < W; n++) rows[n] = zipped[n];
+  }
+#else
+  (void)rows;
+#endif
+}
+
+#define NEAR 64    /* inputs that are decoded before the next outputs */
+#define BESIDE 256 /* outputs whose words are read before those of the next inputs: they lie side by side */
+
+/* Inputs `first` to `last - 1` of W outputs, from `from` on; of these, `begin` to `end - 1` go to `out`. */
+INLINE void decode_some(const matrix *words, int64_t from, int64_t first, int64_t last, int64_t begin, int64_t end,
+                        char *out, int64_t out_step, int dtype, const int is_turned) {
   int size = dtype == FLOAT32 ? 4 : 2;
-  for (int64_t output = begin - begin % 8; output < end; output += W) { /* from the first of those in a word */
-    int64_t from = output + W <= words->outputs ? output : words->outputs - W;
-    int64_t next = output > begin ? output : begin, last = output + W < end ? output + W : end;
-    for (int64_t first = 0, known = -1; first < words->columns; first += 64) {
-      int64_t inputs = words->columns - first < 64 ? words->columns - first : 64;
-      vf factors = f_zero(), zeros = f_zero();
-      float lanes[W];
-      for (int64_t input = 0; input < inputs; input++) {
-        int64_t group = group_of_input(words, first + input);
-        if (input == 0 || group != known) {
-          known = group;
-          factors = factors_at(words, group, from);
-          zeros = zeros_at(words, group, from, is_turned);
-        }
-        store_f32(lanes, f_mul(f_sub(integers_at(words, first + input, from, is_turned), zeros), factors));
-        for (int lane = 0; lane < W; lane++) tile[lane][input] = lanes[lane];
+  vf factors = f_zero(), zeros = f_zero(), numbers[W];
+  for (int64_t known = -1, until = 0; first < last; first += W) {
+    int64_t inputs = last - first < W ? last - first : W;
+    for (int64_t n = 0; n < W; n++) {
+      int64_t input = first + (n < inputs ? n : inputs - 1);
+      int64_t group = group_of_input(words, input, known, &until);
+      if (group != known) {
+        known = group;
+        factors = factors_at(words, group, from);
+        zeros = zeros_at(words, group, from, is_turned);
       }
-      for (int64_t n = next; n < last; n++) {
-        char *row = (char *)out + ((n - begin) * out_step + first) * size;
-        const float *numbers = tile[n - from];
-        int64_t at = 0;
-        for (; at + W <= inputs; at += W) store(row, at, dtype, f_load(numbers + at));
-        for (; at < inputs; at++) put_number(row, at, dtype, numbers[at]);
+      numbers[n] = f_mul(f_sub(integers_at(words, input, from, is_turned), zeros), factors);
+    }
+    turn(numbers);
+    for (int64_t n = begin; n < end; n++) {
+      char *row = out + ((n - begin) * out_step + first) * size;
+      float some[W];
+      if (inputs == W) {
+        store(row, 0, dtype, numbers[n - from]);
+        continue;
       }
+      store_f32(some, numbers[n - from]);
+      for (int64_t at = 0; at < inputs; at++) put_number(row, at, dtype, some[at]);
     }
   }
+}
+
+INLINE void decode_words(const matrix *words, int64_t begin, int64_t end, char *out, int64_t out_step, int dtype,
+                         const int is_turned) {
+  int size = dtype == FLOAT32 ? 4 : 2;
+  for (int64_t outer = begin - begin % 8; outer < end; outer += BESIDE) /* from the first of those in a word */
+    for (int64_t first = 0; first < words->columns; first += NEAR)
+      for (int64_t output = outer; output < end && output < outer + BESIDE; output += W) {
+        int64_t from = output + W <= words->outputs ? output : words->outputs - W;
+        int64_t next = output > begin ? output : begin, last = output + W < end ? output + W : end;
+        int64_t to = first + NEAR < words->columns ? first + NEAR : words->columns;
+        char *place = out + (next - begin) * out_step * size;
+        decode_some(words, from, first, to, next, last, place, out_step, dtype, is_turned);
+      }
 }
 
 #define DEFINE_WORDS(kind, is_turned)                                                                                  \
