@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 # One test worker a core, eight at most: each of them imports torch.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
 
-.PHONY: run test campaign lint format bench docs kernels-asan clean
+.PHONY: run test campaign lint format bench docs kernels-asan kernels-arm clean
 
 # make run [MODEL=org/name] [PROMPT="..."]
 # The shell reads both from its environment, so a quote in a prompt is safe.
@@ -50,6 +50,13 @@ kernels-asan: $(VENV)/.installed
 		-fno-sanitize-recover=all offload/kernels/*.c -lm -o build/asan/_native.so
 	OFFLOAD_KERNELS=$(CURDIR)/build/asan/_native.so LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \
 		ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(PY) -m pytest -n 0 tests/kernels $(ARGS)
+
+# make kernels-arm: NEON against plain C, in an emulator (Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user)
+kernels-arm:
+	mkdir -p build/arm
+	aarch64-linux-gnu-gcc -O3 -std=gnu11 -ffp-contract=off -fno-math-errno -static tests/kernels/levels.c \
+		offload/kernels/*.c -lm -o build/arm/levels
+	qemu-aarch64 build/arm/levels
 
 # Removes all that make has made, the environments too.
 clean:
