@@ -24,6 +24,7 @@ from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
+from offload.integrations.experts import register_experts
 from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.memory import return_freed
@@ -88,7 +89,8 @@ def from_pretrained(
         trust_remote_code: whether code that comes with the model may run, which can do whatever you can.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
             for the class's own `from_pretrained`: there `tp_plan="auto"`, or a `distributed_config`, has each rank of
-            torch.distributed have its share, on disk as all else.
+            torch.distributed have its share, on disk as all else; `experts_implementation="offload"` multiplies dense
+            experts that are stored apart where they lie, faster, and with other last bits than joined ones.
 
     Returns:
         The model, in evaluation mode; with `output_loading_info` a pair of it and a dictionary.
@@ -109,6 +111,7 @@ def from_pretrained(
     """
     asks_to_decode = bool(options.get("quantization_config"))
     _refuse_options(options)
+    register_experts()
     refuse_to_store_nowhere(offload_dir, store=store)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     hub_options = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}

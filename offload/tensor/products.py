@@ -43,6 +43,7 @@ _DENSE = {dtype: NumberRows(str(dtype).removeprefix("torch."), ("numbers",)) for
 _MOST_NOTED = 1024  # cuts of a recipe whose rows are noted: experts of a layer
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
+_apart: ContextVar[bool] = ContextVar("apart", default=False)
 
 
 @contextmanager
@@ -67,6 +68,16 @@ def exact() -> Iterator[None]:
         yield
     finally:
         _exact.reset(before)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within it, dense pieces that are stored apart are multiplied where they lie, in products of groups."""
+    before = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(before)
 
 
 @overrides(F.linear)
@@ -141,6 +152,11 @@ def _product(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tenso
     if type(handle) is Traced or handle.composed is None or weight._target != CPU:
         return None
     return multiplied(x, Piece(handle, view_spec_of(weight)), bias)
+
+
+def is_apart() -> bool:
+    """Whether this is within `apart()`."""
+    return _apart.get()
 
 
 def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None, *, dense_too: bool = False) -> torch.Tensor | None:

@@ -284,14 +284,33 @@ def test_experts_are_multiplied_where_their_pieces_lie(name, tmp_path, monkeypat
         with torch.no_grad(), offload.exact():
             exact = F.grouped_mm(x, stack, offs=ends)
         assert torch.equal(F.grouped_mm(x, dense, offs=ends), exact)
-        with monkeypatch.context() as patch, torch.no_grad():
+        with monkeypatch.context() as patch, torch.no_grad(), products.apart():
             patch.setattr(Decoded, "_decode_into", lambda *_: pytest.fail("decoded"))
             patch.setattr(Joined, "_computed", lambda *_: pytest.fail("joined"))
             fused = F.grouped_mm(x, stack, offs=ends)
             alone = F.grouped_mm(x[-1:], stack, offs=torch.tensor([0, 0, 0, 1], dtype=torch.int32))
 
         assert torch.equal(alone, fused[-1:])
+        if name == "qwen3_moe":
+            assert torch.equal(exact, F.grouped_mm(x, stack, offs=ends))  # dense experts, as they are by default
         size = x.double().abs() @ dense.double().abs().amax(0)
         error = (fused.double() - exact.double()).abs() / size
         assert error.max() <= torch.finfo(dtype).eps
     assert found
+
+
+def test_an_experts_implementation_multiplies_them_apart(tmp_path, monkeypatch):
+    form = FORMS["qwen3_moe"]
+    form.write(tmp_path)
+    plain = outcome(form.plain(tmp_path))
+    model = offload.from_pretrained(tmp_path, **form.options, experts_implementation="offload")
+    exact = offload.from_pretrained(tmp_path, **form.options, experts_implementation="offload", exact=True)
+
+    assert torch.equal(plain.logits, outcome(exact).logits)
+    with monkeypatch.context() as patch:
+        patch.setattr(Joined, "_computed", lambda *_: pytest.fail("joined"))
+        found = model(PROMPT).logits
+    torch.testing.assert_close(plain.logits, found, rtol=0.02, atol=0.02)
+
+    model.set_experts_implementation("grouped_mm")
+    assert torch.equal(plain.logits, outcome(model).logits)
