@@ -101,6 +101,7 @@ STATE = {
     "offload.storage.subclasses._REGISTERED": "what `register_subclass` is for",
     "offload.tensor.views.meta_of_layout": "a pure function, remembered",
     "offload.storage.folders._RANK_CLAIMS": "the names that this rank has in named folders",
+    "offload.tensor.products._apart": "what `apart()` asks for, in this context",
     "offload.tensor.products._exact": "what `exact()` asks for, in this context",
     "offload.tensor.processes._COMPOSED": "what came from another process is one value here",
     "offload.tensor.processes._COUNT": "of `_NUMBERS`",
