@@ -108,7 +108,7 @@ def filled(
     with in_turn, no_inference(), no_grad(), torch.device("cpu"):
         try:
             model, report = model_class.from_pretrained(None, config=config, **options)
-        except OffloadError:
+        except (OffloadError, MemoryError):
             raise
         except Exception as error:  # it can raise anything for settings that it does not expect
             raise CheckpointError(

@@ -185,7 +185,7 @@ def test_an_expert_that_is_missing_is_an_error_of_the_checkpoint(folder: Path) -
     del tensors[next(name for name in tensors if ".experts.1." in name)]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
-    with pytest.raises(CheckpointError, match=r"can't make a .*ForCausalLM from this checkpoint"):
+    with pytest.raises(CheckpointError, match=r"can't make a .*ForCausalLM from "):
         offload.from_pretrained(folder)
 
 

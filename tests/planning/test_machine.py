@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import psutil
@@ -35,8 +36,8 @@ def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = psutil.disk_usage(str(tmp_path))._replace(free=1 << 20)
-    monkeypatch.setattr(psutil, "disk_usage", lambda _: usage)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
     disk = diagnose(tmp_path).disk
 

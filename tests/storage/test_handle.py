@@ -450,7 +450,7 @@ def test_a_flush_syncs_the_very_file(tmp_path, monkeypatch):
     handle = create_value(torch.zeros(3), "w", tmp_path)
     writable_base(handle).fill_(1)
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd.fileno()}")))
 
     handle.flush()
 

@@ -496,10 +496,15 @@ def test_an_interrupt_while_writing_leaves_the_old_value_and_nothing_else(tmp_pa
 # Syncing and sweeping
 
 
+def number_of(fd):
+    """Of a descriptor, or of the object that owns it."""
+    return fd if isinstance(fd, int) else fd.fileno()
+
+
 def test_a_durable_value_is_synced_before_it_is_put_in_place_and_its_folder_after(tmp_path, monkeypatch):
     acts = []
     sync, put = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: acts.append(os.readlink(f"/proc/self/fd/{fd}")) or sync(fd))
+    monkeypatch.setattr(os, "fsync", lambda fd: acts.append(os.readlink(f"/proc/self/fd/{number_of(fd)}")) or sync(fd))
     monkeypatch.setattr(os, "replace", lambda *paths: acts.append("replace") or put(*paths))
 
     write(tmp_path / "w.safetensors", torch.ones(3), durable=True)
@@ -513,7 +518,7 @@ def test_an_unsyncable_folder_is_accepted_and_a_broken_disk_is_an_error(tmp_path
 
     def refuse(code):
         def refuse_folders(fd):
-            if Path(f"/proc/self/fd/{fd}").readlink() == tmp_path:
+            if Path(f"/proc/self/fd/{number_of(fd)}").readlink() == tmp_path:
                 raise OSError(code, os.strerror(code))
             sync(fd)
 
