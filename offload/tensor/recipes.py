@@ -469,9 +469,8 @@ class Decoded(Plain):
     """
 
     __slots__ = (
-        *("_order", "_row", "decode", "granule", "is_divisible"),
-        *("is_exact", "packed", "per", "products", "stacked"),
-    )
+        "_order", "_row", "decode", "granule", "is_divisible", "is_exact", "packed", "per", "products", "stacked"
+    )  # fmt: skip
 
     def __init__(
         self,
