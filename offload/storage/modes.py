@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -30,8 +30,7 @@ from offload.torch_api import no_functions as no_functions
 
 _enter: Any = InferenceMode.__init__  # torch changes its state here
 _exit: Any = InferenceMode.__exit__
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_plain_world() -> bool:
@@ -78,15 +77,15 @@ class no_grad(InferenceMode):
             raise
 
 
-def inside(guard: Callable[[], AbstractContextManager[None]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def inside(guard: Callable[[], AbstractContextManager[None]]) -> Callable[[F], F]:
     """A decorator: a function is called inside a guard of this module."""
 
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+    def decorated(function: F) -> F:
         @wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        def called(*args: Any, **kwargs: Any) -> Any:
             with guard():
                 return function(*args, **kwargs)
 
-        return called
+        return cast("F", called)
 
     return decorated
