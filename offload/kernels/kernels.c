@@ -49,16 +49,31 @@ extern const functions functions_avx2, functions_avx512, functions_of_pairs_avx5
 extern const functions functions_neon;
 #endif
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+/* Features whose names not every compiler's `__builtin_cpu_supports` knows. */
+static int has_f16c(void) {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && c >> 29 & 1;
+}
+
+static int has_bfloat16(void) {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+}
+#endif
+
 /* 0 for plain C; then, in ascending order, what this processor has. */
 static const functions *at_level(int level) {
   if (level == 0) return &functions_plain;
 #if defined(__x86_64__)
-  if (level == 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+  if (level == 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
     return &functions_avx2;
   if (level == 2 && at_level(1) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     return &functions_avx512;
-  if (level == 3 && at_level(2) && __builtin_cpu_supports("avx512bf16")) return &functions_of_pairs_avx512;
+  if (level == 3 && at_level(2) && has_bfloat16()) return &functions_of_pairs_avx512;
 #elif defined(__aarch64__)
   if (level == 1) return &functions_neon;
 #endif

@@ -8,8 +8,10 @@
 #define ROWS 4     /* decoded rows that are multiplied at a time */
 #define TILE 4096  /* numbers of each row that are decoded before */
 
+#ifndef __clang__
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
+#endif
 
 typedef __m512bh vp;
 
@@ -133,7 +135,9 @@ static void multiply_pairs(const pairs_of_kind *kind, const stored_row *rows, in
     for (int64_t r = 0; r < x_rows; r++) out[p][r] = f_sum(sums[p][r]);
 }
 
+#ifndef __clang__
 #pragma GCC pop_options
+#endif
 
 #define BLOCK_PAIRS(kind, numbers, nbytes) {round_##kind, dot_pairs_##kind},
 #define NUMBER_PAIRS(kind, nbytes) {round_##kind, dot_pairs_##kind},
