@@ -26,6 +26,7 @@ import offload
 from offload import OffloadedTensor, TensorCache
 from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CacheError, MissingRowsError
+from offload.storage.modes import no_grad
 
 OLD, NEW = torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4) * 2 + 1
 LARGE = torch.arange(1 << 16, dtype=torch.float32).reshape(256, 256)  # larger than what always stays in memory
@@ -148,14 +149,14 @@ def _model() -> nn.Module:
 
 def _filled() -> nn.Module:
     model = _model()
-    with torch.no_grad():
+    with no_grad():
         model[0].weight.copy_(OLD)
         model[1].weight.copy_(OLD.t())
     return model
 
 
 def _map_batches(model: nn.Module) -> None:
-    with torch.no_grad():
+    with no_grad():
         found = list(offload.map_batches(model, [torch.ones(1, 4), torch.zeros(2, 4)], model, progress=False))
     assert torch.equal(F.linear(F.linear(torch.ones(1, 4), OLD), OLD.t()), found[0])
     assert torch.equal(torch.zeros(2, 4), found[1])
@@ -183,7 +184,7 @@ def _has_old_values(model: nn.Module) -> None:
 def _to_save(folder: Path) -> tuple[nn.Module, Path]:
     model = offload.disk_offload(_filled(), folder / "work")
     offload.save_checkpoint(model, folder / "saved")
-    with torch.no_grad():
+    with no_grad():
         model[0].weight.copy_(NEW)
     return model, folder
 
@@ -260,7 +261,7 @@ def _fill_with_a_model(cache: TensorCache) -> None:
     model = offload.disk_offload(nn.Sequential(nn.utils.skip_init(nn.Linear, 4, 4)))
     cache[1] = {"x": NEW[1], "text": "d"}
     mapped = partial(offload.map_batches, model=model)
-    with torch.no_grad():
+    with no_grad():  # torch's own can be interrupted while it is left
         cache.fill(lambda part: (model(part), {"x": part, "text": ["e"] * len(part)})[1], inputs, map_fn=mapped)
 
 

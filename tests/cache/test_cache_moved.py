@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,8 +143,8 @@ def test_rows_in_memory_are_not_those_of_a_later_cache_in_the_same_folder(tmp_pa
         cache[:] = {"x": values(range(ROWS))["x"]}
     cache = TensorCache.open(tmp_path / "cache")
     made_hot(cache)
-    monkeypatch.setattr(rowfile, "_STILL", 0.0)
     made_anew(tmp_path / "cache")
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 2 * rowfile._STILL)
 
     for rows in (0, [1, 2], slice(3, 9)):
         with pytest.raises(ChangedFileError):
