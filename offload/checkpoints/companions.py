@@ -61,12 +61,13 @@ def quantization_of(config: Config) -> Any:
     return found.to_dict() if hasattr(found, "to_dict") else found
 
 
-def refuse_more_layers(settings: Settings, stored: int) -> None:
+def refuse_more_layers(settings: Settings, stored: int, path: Path) -> None:
     """Refuse a configuration that asks for many more layers than a checkpoint can fill: they would be made for hours.
 
     Args:
         settings: a configuration of transformers, as a dictionary.
         stored: how many values there are.
+        path: of the checkpoint.
 
     Raises:
         CheckpointError
@@ -79,8 +80,8 @@ def refuse_more_layers(settings: Settings, stored: int) -> None:
             left.extend((str(key), value) for key, value in found.items())
         elif name in _COUNTS_OF_LAYERS and isinstance(found, int) and found > most:
             raise CheckpointError(
-                f"the configuration asks for {found} layers ({name}), and the checkpoint holds {stored} values: one of "
-                "them is damaged, or belongs to another model"
+                f"{path}: the configuration asks for {found} layers ({name}), and the checkpoint holds {stored} "
+                "values: one of them is damaged, or belongs to another model"
             )
 
 

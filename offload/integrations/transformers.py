@@ -195,11 +195,11 @@ def model_on_meta(
             config, options = config_of(folder, **options)
         elif not isinstance(config, transformers.PreTrainedConfig):
             if config is None:
-                refuse_more_layers(_as_it_is(folder / "config.json"), stored)  # some classes list their layers
+                refuse_more_layers(_as_it_is(folder / "config.json"), stored, folder)  # some classes list their layers
             config, options = transformers.AutoConfig.from_pretrained(
                 config or folder, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **options
             )
-        refuse_more_layers(config.to_dict(), stored)
+        refuse_more_layers(config.to_dict(), stored, folder)
         empty = _empty_model(model_class or class_of(config), config, trust_remote_code=trust_remote_code)
         return empty, config, {**_generation_config(type(empty), folder), **options}
     except OffloadError:

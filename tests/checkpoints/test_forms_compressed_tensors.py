@@ -310,6 +310,16 @@ def test_a_scale_of_all_that_is_missing_is_named(tmp_path: Path) -> None:
         dense_of(tmp_path, pieces, config_of("nvfp4-pack-quantized", weights))
 
 
+def test_bytes_beside_a_global_scale_are_refused(tmp_path: Path) -> None:
+    """Bytes are exponents in mxfp4-pack-quantized only."""
+    pieces = {"weight_packed": random_bytes(4, 16), "weight_scale": random_bytes(4, 2)}
+    pieces["weight_global_scale"] = torch.ones(1)
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+    with pytest.raises(CheckpointError, match="weight_scale"):
+        dense_of(tmp_path, pieces, config_of("nvfp4-pack-quantized", weights))
+
+
 def test_a_model_with_a_missing_scale_is_refused_at_load(tmp_path: Path) -> None:
     """Not only at the first forward."""
     from safetensors.torch import load_file, save_file

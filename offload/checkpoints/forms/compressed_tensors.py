@@ -266,6 +266,11 @@ class _Packed:
             raise _missing(self.pieces, "weight_packed", f"{self.name}_global_scale")
         return self._made(partial(_halves), "weight_packed", (packed.shape[0], 2 * packed.shape[1]), whole=whole)
 
+    def _smallest_scales(self) -> tuple[torch.dtype, ...]:
+        """FP8 beside a global scale, else bytes that are exponents."""
+        has_global = "weight_global_scale" in self.pieces or self.scheme.form == _SMALLEST[0]
+        return _SMALL[:1] if has_global else (torch.uint8,)
+
     def _of_bytes(self) -> OffloadedTensor:
         """int-quantized, float-quantized, mxfp8-quantized"""
         weight = self.pieces["weight"]
@@ -295,7 +300,7 @@ class _Packed:
         is_small = numbers.dtype == torch.uint8
         zeros = None if is_small else self.pieces.get("weight_zero_point")
         exponents = (torch.uint8,) if numbers.dtype.is_floating_point and not decode.keywords["is_wide"] else ()
-        self._needs("weight_scale", scales.dtype in ((*_SMALL[:1], torch.uint8) if is_small else (*SCALES, *exponents)))
+        self._needs("weight_scale", scales.dtype in (self._smallest_scales() if is_small else (*SCALES, *exponents)))
         is_one = grid == (1, 1) or self.scheme.strategy == "tensor"
         self._needs("weight_scale", scales.numel() == 1 if is_one else tuple(scales.shape) == grid)
         granule = packed_zeros or (rows if self.scheme.strategy == "block" else 1)

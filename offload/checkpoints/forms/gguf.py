@@ -92,7 +92,7 @@ def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Pretrained:
     Raises: as `config_of`.
     """
     config, _ = config_of(source.path)
-    refuse_more_layers(config.to_dict(), len(source.keys()))
+    refuse_more_layers(config.to_dict(), len(source.keys()), source.path)
     with torch.device("meta"):
         kind = class_of(config)
         make = getattr(kind, "from_config", None) or kind._from_config  # of an Auto class, or a model's
