@@ -99,9 +99,10 @@ def _interrupted(call: Call, given: Any, seconds: float, faults: Counter[str]) -
     return False
 
 
-def _left_by(call: Call, given: Any, state: object) -> Iterator[str]:
-    if state != torch_state():
-        yield "torch's state"
+def _left_by(call: Call, given: Any, state: tuple[Any, ...]) -> Iterator[str]:
+    changed = [number for number, now in enumerate(torch_state()) if state[number] != now]
+    if changed:
+        yield f"torch's state, in places {changed}"
     yield from (f"a lock: {lock}" for lock in held_locks())
     yield from left_on()
     yield from wrong_counts()

@@ -13,14 +13,7 @@ _PRINTS = {
     "repr, named",
     "repr, private",
 }  # an interrupt of torch's own printing leaves torch's dispatcher broken (2.13)
-_OFTEN = (
-    "from_file",
-    "update_values, named",
-    "map_batches",
-    "cache: open",
-    "cache: fill, with a model",
-    "flush, named",
-)
+_OFTEN = ("from_file", "update_values, named", "map_batches", "cache: open", "flush, named")
 _INTERRUPTS = amount("storms", 40, -(-100_000 // (len(CALLS) - len(_PRINTS))))
 
 

@@ -21,7 +21,7 @@ import torch
 
 from offload.annotations import Args
 from offload.errors import UnsupportedOpError
-from offload.storage.modes import no_functions, no_modes
+from offload.storage.modes import autograd_mode, no_functions, no_modes
 from offload.storage.threads import Worker
 from offload.torch_api import (
     dispatch_modes,
@@ -73,11 +73,9 @@ class ThreadState:
                 variable.set(value)
 
     def _inside(self, fn: Callable[[], T]) -> T:
-        with ExitStack() as stack:
+        with autograd_mode(inference=self._inference, grad=self._grad), ExitStack() as stack:
             if self._stream is not None:
                 torch.accelerator.set_stream(self._stream)  # its device becomes the current one
-            stack.enter_context(torch.inference_mode(self._inference))
-            stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, how in self._autocast.items():
                 if how != _autocast(kind):  # a backend without autocast has no context for it
                     stack.enter_context(torch.autocast(kind, *how))

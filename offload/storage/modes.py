@@ -64,17 +64,23 @@ class no_inference(InferenceMode):
         _enter(self, False)
 
 
-class no_grad(InferenceMode):
-    """Turns off gradients; inference mode stays as it was. Create it in the `with`."""
+class autograd_mode(InferenceMode):
+    """Turns inference mode and gradients on or off. Create it in the `with`."""
 
-    def __init__(self) -> None:
-        is_inference = torch.is_inference_mode_enabled()
+    def __init__(self, *, inference: bool, grad: bool) -> None:
         try:
-            _enter(self, is_inference)
-            set_grad(False)
+            _enter(self, inference)
+            set_grad(grad)
         except BaseException:
             _exit(self, None, None, None)
             raise
+
+
+class no_grad(autograd_mode):
+    """Turns off gradients; inference mode stays as it was. Create it in the `with`."""
+
+    def __init__(self) -> None:
+        super().__init__(inference=torch.is_inference_mode_enabled(), grad=False)
 
 
 def inside(guard: Callable[[], AbstractContextManager[None]]) -> Callable[[F], F]:
