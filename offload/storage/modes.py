@@ -61,7 +61,11 @@ class no_inference(InferenceMode):
     """Turns off inference mode, in which tensors are made that can't be trained later. Create it in the `with`."""
 
     def __init__(self) -> None:
-        _enter(self, False)
+        try:
+            _enter(self, False)
+        except BaseException:
+            _exit(self, None, None, None)
+            raise
 
 
 class autograd_mode(InferenceMode):
@@ -76,11 +80,17 @@ class autograd_mode(InferenceMode):
             raise
 
 
-class no_grad(autograd_mode):
+class no_grad(InferenceMode):
     """Turns off gradients; inference mode stays as it was. Create it in the `with`."""
 
     def __init__(self) -> None:
-        super().__init__(inference=torch.is_inference_mode_enabled(), grad=False)
+        is_inference = torch.is_inference_mode_enabled()
+        try:
+            _enter(self, is_inference)
+            set_grad(False)
+        except BaseException:
+            _exit(self, None, None, None)
+            raise
 
 
 def inside(guard: Callable[[], AbstractContextManager[None]]) -> Callable[[F], F]:
