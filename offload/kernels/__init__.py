@@ -8,7 +8,7 @@ Always true:
 
 | module | what |
 | --- | --- |
-| `native` | the compiled library and its threads: decode rows, multiply by rows |
+| `native` | the compiled library and its threads: decode rows, pick some, multiply by rows |
 | `packed` | how rows are packed, and the matrices that the library is given |
 
 | source | what |

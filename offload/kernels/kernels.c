@@ -30,7 +30,8 @@ typedef struct {
   const matrix *packed;
   const functions *functions;
   const team *threads;
-  int64_t first, count; /* rows of the matrix */
+  const int64_t *picked; /* rows of the matrix; null: those from `first` on */
+  int64_t first, count;
   const void *x;        /* rows of floats, or of bfloat16 numbers if there are `pairs`; null: decode */
   int64_t x_step;
   const pairs_of_kind *pairs;
@@ -151,10 +152,12 @@ static void resolve(const matrix *packed, int64_t row, float *room, stored_row *
   found->zeros = room + groups + 1;
 }
 
+static int64_t row_of(const task *what, int64_t n) { return what->picked ? what->picked[n] : what->first + n; }
+
 /* The stored row for row `n` of the task. `room` is for its factors; `resolved` is whose are there. */
 static void find(const task *what, int64_t n, float *room, stored_row *row, int64_t *resolved) {
   const matrix *packed = what->packed;
-  int64_t stored = stored_row_of(packed, what->first + n);
+  int64_t stored = stored_row_of(packed, row_of(what, n));
   row->bytes = packed->rows + stored * packed->step;
   if (packed->scale_dtype < 0 || (packed->rows_per_scale > 1 && stored / packed->rows_per_scale == *resolved)) return;
   *resolved = stored / packed->rows_per_scale;
@@ -224,8 +227,10 @@ static void work_on_words(void *data) {
   if (end > what->count) end = what->count;
   if (begin >= end) return;
   if (!what->x) {
-    char *place = (char *)what->out + begin * what->out_step * (int64_t)size_of(what->out_dtype);
-    functions->decode(packed, what->first + begin, what->first + end, place, what->out_step, what->out_dtype);
+    for (int64_t n = begin, some = what->picked ? 1 : end - begin; n < end; n += some) {
+      char *place = (char *)what->out + n * what->out_step * (int64_t)size_of(what->out_dtype);
+      functions->decode(packed, row_of(what, n), row_of(what, n) + some, place, what->out_step, what->out_dtype);
+    }
     return;
   }
   functions->multiply(packed, begin, end, what->x, what->x_step, what->x_rows, what->scratch, what->count);
@@ -247,14 +252,16 @@ static void run(task *what, unsigned threads) {
   }
 }
 
-/* Rows `first` to `first + count - 1`, each to `out_step` elements after the one before; 1 if there is no memory. */
-EXPORT int offload_decode(const matrix *packed, int64_t first, int64_t count, void *out, int64_t out_step,
-                          int out_dtype, int level, const team *threads, unsigned most_threads) {
+/* The picked rows, or those from `first` on, each to `out_step` elements after the one before; 1 if there is no
+ * memory. */
+EXPORT int offload_decode(const matrix *packed, const int64_t *picked, int64_t first, int64_t count, void *out,
+                          int64_t out_step, int out_dtype, int level, const team *threads, unsigned most_threads) {
   float *scratch = malloc(sizeof(float) * (size_t)scratch_of(packed) * most_threads);
   if (!scratch) return 1;
   task what = {.packed = packed,
                .functions = at_level(level),
                .threads = threads,
+               .picked = picked,
                .first = first,
                .count = count,
                .out = out,

@@ -1,4 +1,4 @@
-"""The compiled library: which instruction set, which threads, and its two functions.
+"""The compiled library: which instruction set, which threads, and its functions.
 
 Always true:
 - it is loaded at the first use, and never built at run time
@@ -91,7 +91,7 @@ def _with_signatures(found: ctypes.CDLL) -> ctypes.CDLL:
     found.offload_kernels_levels.argtypes = ()
     found.offload_kernels_levels.restype = whole
     found.offload_decode.argtypes = (
-        *(pointer, number, number),
+        *(pointer, pointer, number, number),
         *(pointer, number, whole),
         *(whole, pointer, ctypes.c_uint),
     )
@@ -173,13 +173,25 @@ def decode(matrix: Matrix, first: int, place: torch.Tensor, *, level: int | None
     Raises:
         MemoryError
     """
+    assert 0 <= first <= matrix.outputs - len(place), "the rows are there"
+    _decode(matrix, None, first, place, level)
+
+
+def pick(matrix: Matrix, rows: torch.Tensor, place: torch.Tensor, *, level: int | None = None) -> None:
+    """Like `decode`, of any rows: `place[n]` is row `rows[n]`."""
+    rows = rows.to(torch.int64).contiguous()
+    assert rows.shape == place.shape[:1], "one for each place"
+    assert all(0 <= row < matrix.outputs for row in (rows.aminmax() if len(rows) else ())), "the rows are there"
+    _decode(matrix, rows.data_ptr(), 0, place, level)
+
+
+def _decode(matrix: Matrix, picked: int | None, first: int, place: torch.Tensor, level: int | None) -> None:
     found = library()
     assert found is not None, "callers ask `library` first"
-    assert 0 <= first <= matrix.outputs - len(place), "the rows are there"
     assert place.shape[1] == matrix.columns, "and no longer"
     count, team = _threads(place.numel())
     failed = found.offload_decode(
-        *(ctypes.addressof(matrix), first, len(place)),
+        *(ctypes.addressof(matrix), picked, first, len(place)),
         *(place.data_ptr(), place.stride(0), DTYPES[place.dtype]),
         *(best_level() if level is None else level, team, count),
     )

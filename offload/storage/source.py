@@ -56,9 +56,6 @@ class Composition(Protocol):
 class InBlocks(Composition, Protocol):
     """A composed value that is a plain tensor and can be computed in parts."""
 
-    def picked(self, view_spec: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows, by sorted index, of the view that a meta tensor describes, as a new tensor."""
-
     def blocks(self) -> Iterator[torch.Tensor]:
         """Contiguous plain tensors that make up the whole in layout order; each is valid until the next one."""
 

@@ -32,6 +32,7 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `boxes` | contiguous parts of a value's memory |
 | `steps` | which rows of a decoded value are computed at a time |
 | `products` | products with packed weights, computed from the packed bytes; `exact` |
+| `picks` | rows that are picked from a computed value, such as a packed embedding |
 | `groups` | products of groups of rows with a matrix each, as of experts |
 | `deferred` `assembly` | tensors still to be put together from stored ones, and how that is done |
 | `rebuilt` | tensor subclasses whose inner tensors are in files |

@@ -20,6 +20,8 @@ from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
 from offload.tensor.guests import CPU, copied, mapped_value, sent_to
+from offload.tensor.picks import picked
+from offload.tensor.recipes import Piece
 from offload.tensor.registry import INNER, implements, overrides
 from offload.tensor.replacing import become, redress, store
 from offload.tensor.rules import (
@@ -270,8 +272,7 @@ def _pick_what_is_carried_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
     rows, again = torch.unique(found, return_inverse=True)
     if len(rows) == 0 or rows[0] < 0 or rows[-1] >= len(table) or 2 * len(rows) > len(table):
         return read(func, args, kwargs)  # also for torch's error when an index is out of range
-    view_spec = view_spec_of(table)
-    few = sent_to(table._handle.composed.picked(view_spec, rows), table._target)
+    few = sent_to(picked(Piece(handle_of(table), view_spec_of(table)), rows), table._target)
     again = again.view(found.shape).to(table._target)
     given = [few, *args[1:]]
     given[place] = [again, *args[place][1:]] if func is aten.index.Tensor else again

@@ -27,7 +27,6 @@ from offload.kernels.packed import NumberRows, Packed
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.boxes import lies_as
 from offload.tensor.guests import CPU, sent_to
 from offload.tensor.recipes import Decoded, Joined, Piece, stored_in, values_in_order
 from offload.tensor.registry import implements, overrides
@@ -231,12 +230,9 @@ def _dense_rows(piece: Piece) -> _Rows:
 
 
 def _parts_of_joined(joined: Joined, view_spec: torch.Tensor, dense_too: bool) -> list[_Rows] | None:
-    [first, *others] = joined.pieces
-    layout = joined.layout
-    if not others and first.view_spec.shape == layout.shape and lies_as(first.view_spec, layout.stride):  # only cast
-        offset = first.view_spec.storage_offset() + view_spec.storage_offset()
-        cut = first.view_spec.as_strided(view_spec.shape, view_spec.stride(), offset)
-        return _parts(Piece(first.handle, cut), dense_too)
+    only = joined.only_cast(view_spec)
+    if only is not None:
+        return _parts(only, dense_too)
     if not _is_of_rows(joined.layout.shape, view_spec):
         return None
     found: list[_Rows] = []

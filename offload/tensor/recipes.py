@@ -27,7 +27,6 @@ from offload.kernels.native import decode as decode_rows
 from offload.kernels.packed import Packed
 from offload.memory import count_freed
 from offload.prefetch.engine import brought_in, coming, computed_before, computed_once
-from offload.prefetch.tables import runs_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
@@ -237,18 +236,6 @@ class Plain(Recipe):
     def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
         """The pieces that a box is computed from, and the cut of each that it needs."""
 
-    def picked(self, view_spec: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows of the cut by `view_spec`, by sorted index, as a new tensor."""
-        with no_functions(), no_modes():
-            made = torch.empty((len(rows), *view_spec.shape[1:]), dtype=view_spec.dtype, device="cpu")
-            runs = [view_spec[begin:end] for begin, end in runs_of(rows.tolist(), len(view_spec))]
-            coming(view for run in runs for view in self.reads(run))
-            at = 0
-            for run in runs:
-                made[at : at + len(run)].copy_(self.value(run))
-                at += len(run)
-            return made
-
     def put_into(self, place: torch.Tensor) -> None:
         """Compute all of it into a plain tensor of its shape, in the dtype of that tensor."""
         with no_functions(), no_modes():
@@ -378,6 +365,14 @@ class Joined(Plain):
         with no_functions(), no_modes():
             for piece, part, _ in self._inside(Box.around(self.layout, view_spec)) if view_spec.numel() else ():
                 yield Piece(piece.handle, part)
+
+    def only_cast(self, view_spec: torch.Tensor) -> Piece | None:
+        """The cut of the only piece, if its numbers lie as in the value; None for other values."""
+        [first, *others] = self.pieces
+        if others or first.view_spec.shape != self.layout.shape or not lies_as(first.view_spec, self.layout.stride):
+            return None
+        offset = int(first.view_spec.storage_offset()) + int(view_spec.storage_offset())
+        return Piece(first.handle, first.view_spec.as_strided(view_spec.shape, view_spec.stride(), offset))
 
     def put_into(self, place: torch.Tensor) -> None:
         """As in all recipes, piece by piece."""
@@ -623,10 +618,16 @@ class Decoded(Plain):
             _put_rows(place[low:high], self.decode(*given), skipped, self.layout.dtype)
         count_freed(place.nbytes // _TRIMMED)  # of the blocks, among which settles what stays, as of new experts
 
+    def has_kernel(self) -> bool:
+        """Whether the kernels give its numbers, row by row."""
+        packed = self.packed
+        return packed is not None and not packed.is_turned and not packed.is_rounded and library() is not None
+
     def _decoded_by_kernel(self, pieces: Sequence[torch.Tensor], first: int, place: torch.Tensor) -> bool:
         """Whether the kernels have decoded rows of the pieces, beginning with row `first`, into `place`."""
-        if self.packed is None or self.packed.is_turned or self.packed.is_rounded or library() is None:
+        if not self.has_kernel():
             return False
+        assert self.packed is not None
         if place.dim() == 3 and place.is_contiguous():
             place, first = place.flatten(0, 1), first * place.shape[1]
         if place.dim() != 2 or place.stride(1) != 1 or place.dtype not in DTYPES or not place.is_cpu:

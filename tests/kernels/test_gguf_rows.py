@@ -147,14 +147,16 @@ def test_pairs_of_heads_are_taken_apart(level):
     matrix = GgufRows("Q4_0", heads=heads).matrix([rows], 64)
     x = torch.randn(3, 64)
 
-    whole, some = torch.empty(48, 64), torch.empty(13, 64)
+    whole, some, picked = torch.empty(48, 64), torch.empty(13, 64), torch.empty(3, 64)
     native.decode(matrix, 0, whole, level=level)
     native.decode(matrix, 21, some, level=level)
+    native.pick(matrix, torch.tensor([40, 3, 3]), picked, level=level)
     product = torch.empty(3, 48)
     native.multiply(matrix, x, None, product, level=level)
 
     assert torch.equal(expected, whole)
     assert torch.equal(expected[21:34], some)
+    assert torch.equal(expected[[40, 3, 3]], picked)
     in_pairs = multiplied(x, rows, "Q4_0", level)
     assert torch.equal(in_pairs.view(3, 6, 4, 2).transpose(2, 3).reshape(3, 48), product)
 

@@ -148,6 +148,11 @@ def test_numbers_are_decoded_as_by_torch_bit_for_bit(cases, width, level):
 
         assert same_bits(expected[5:11], some), name
 
+        rows = torch.tensor([11, 5, 5, len(expected) - 1, 0, 9])
+        native.pick(matrix, rows, some, level=level)
+
+        assert same_bits(expected[rows], some), name
+
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("width", WIDTHS)

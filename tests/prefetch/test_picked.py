@@ -249,6 +249,27 @@ def test_rows_are_read_without_their_neighbours(tmp_path: Path) -> None:
 
 
 @needs_page_cache
+def test_rows_of_a_packed_table_are_read_without_their_neighbours(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    numbers = torch.arange(4096, dtype=torch.float32).view(-1, 1).expand(-1, 4096).contiguous()
+    packed = gguf.quants.quantize(numbers.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("table", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    table = offload.load_file(tmp_path / "t.gguf")["table"]
+    rows = torch.tensor([7, 4000, 1500, 1501, 7])
+    expected = torch.from_numpy(gguf.quants.dequantize(packed[rows], gguf.GGMLQuantizationType.Q8_0))
+    make_cold([tmp_path / "t.gguf"])
+
+    found = torch.nn.functional.embedding(rows, table)
+
+    assert torch.equal(expected, found)
+    assert packed.nbytes * cached_fraction([tmp_path / "t.gguf"]) <= 4 * 3 * pages.PAGE + 4 * pages.PAGE
+
+
+@needs_page_cache
 @pytest.mark.parametrize("pick", [torch.nn.functional.embedding, lambda rows, table: table.index_select(0, rows)])
 def test_a_table_counts_as_in_memory_once_all_of_it_is(tmp_path: Path, pick: Callable[..., torch.Tensor]) -> None:
     path = tmp_path / "t.safetensors"

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import offload
 from offload.kernels import native
-from offload.tensor import products
+from offload.tensor import picks, products
 from offload.tensor.recipes import Decoded, Joined, Piece, values_in_order
 from offload.tensor.views import handle_of, view_spec_of
 from tests.checkpoints.forms import FORMS, PROMPT, outcome
@@ -140,6 +140,30 @@ def test_rows_of_a_weight_are_multiplied_as_rows(model):
 
         torch.testing.assert_close(whole[:, half:], upper, rtol=0.02, atol=0.02 * float(whole.abs().max()))
         torch.testing.assert_close(F.linear(x, layer.weight), turned, rtol=0.02, atol=0.02 * float(whole.abs().max()))
+
+
+def test_rows_that_are_picked_are_decoded_alone_and_at_once(model, monkeypatch):
+    """Those of the dense weight, bit for bit; of a weight and of a part of it."""
+    picked: list[int] = []
+    note = lambda matrix, rows, place: (picked.append(len(rows)), native.pick(matrix, rows, place))  # noqa: E731
+    monkeypatch.setattr(picks, "pick", note)
+    layers = [layer for layer, _ in packed_layers(model) if isinstance(kind(layer.weight), Decoded)]
+    for weight in [layer.weight.detach() for layer in layers]:
+        dense, rows = weight.materialize(), torch.tensor([[7, 2], [2, 9]])
+
+        assert torch.equal(dense[rows], F.embedding(rows, weight))
+        assert torch.equal(dense[8:][rows], weight[8:][rows])
+        assert torch.equal(dense[rows[0]], weight.index_select(0, rows[0]))
+    assert [3, 3, 2] * len(layers) == picked
+    assert layers
+
+
+def kind(weight: torch.Tensor) -> object:
+    """The recipe of a weight; of one that is only cast, that of its piece."""
+    piece = Piece(handle_of(weight), view_spec_of(weight))
+    composed = piece.handle.composed
+    only = composed.only_cast(piece.view_spec) if isinstance(composed, Joined) else None
+    return composed if only is None else only.handle.composed
 
 
 def test_a_weight_that_was_written_to_is_multiplied_as_it_is_now(model):
