@@ -46,42 +46,12 @@ In modules, which `import offload` brings along:
 """
 
 import sys as _sys
+from typing import TYPE_CHECKING
 
-from offload import importing as _importing  # first: the command shows on a terminal what takes seconds
+from offload import importing as _importing
 
 if _sys.platform != "linux":
     raise ImportError(f"offload works on Linux, whose mappings, locks and hints it builds on; this is {_sys.platform}")
-
-from offload import budget, distributed, errors, integrations, report, training  # noqa: F401
-from offload.batches.mapping import map_batches
-from offload.budget import memory_summary, set_max_memory
-from offload.cache.table import TensorCache
-from offload.errors import OffloadError
-from offload.integrations.accelerate import init_empty_weights
-from offload.integrations.peft import merge_lora
-from offload.integrations.torchao import quantize_
-from offload.integrations.transformers import from_pretrained
-from offload.models.device_map import ON_DISK
-from offload.models.loader import (
-    LoadReport,
-    disk_offload,
-    load_checkpoint_and_dispatch,
-    load_checkpoint_in_model,
-    load_file,
-)
-from offload.models.saving import save_checkpoint
-from offload.models.values import MapReport, map_values, offloaded_like
-from offload.offloading.context import offloading
-from offload.planning.estimate import plan
-from offload.storage.subclasses import register_subclass
-from offload.tensor import groups as _groups  # noqa: F401  fills the tables of rules, as the next one
-from offload.tensor import ops as _ops  # noqa: F401
-from offload.tensor.locals import is_offloaded
-from offload.tensor.materialize import materialize
-from offload.tensor.processes import by_reference
-from offload.tensor.products import exact
-from offload.tensor.wrapper import OffloadedTensor
-from offload.tree.saved import load_tree, save_tree
 
 __all__ = [
     "ON_DISK",
@@ -115,4 +85,43 @@ __all__ = [
     "set_max_memory",
 ]
 __version__ = "0.1.0"
-_importing.end()
+
+if TYPE_CHECKING or _importing.is_wanted():
+    from offload import budget, distributed, errors, integrations, report, training  # noqa: F401
+    from offload.batches.mapping import map_batches
+    from offload.budget import memory_summary, set_max_memory
+    from offload.cache.table import TensorCache
+    from offload.errors import OffloadError
+    from offload.integrations.accelerate import init_empty_weights
+    from offload.integrations.peft import merge_lora
+    from offload.integrations.torchao import quantize_
+    from offload.integrations.transformers import from_pretrained
+    from offload.models.device_map import ON_DISK
+    from offload.models.loader import (
+        LoadReport,
+        disk_offload,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+        load_file,
+    )
+    from offload.models.saving import save_checkpoint
+    from offload.models.values import MapReport, map_values, offloaded_like
+    from offload.offloading.context import offloading
+    from offload.planning.estimate import plan
+    from offload.storage.subclasses import register_subclass
+    from offload.tensor import groups as _groups  # noqa: F401  fills the tables of rules, as the next one
+    from offload.tensor import ops as _ops  # noqa: F401
+    from offload.tensor.locals import is_offloaded
+    from offload.tensor.materialize import materialize
+    from offload.tensor.processes import by_reference
+    from offload.tensor.products import exact
+    from offload.tensor.wrapper import OffloadedTensor
+    from offload.tree.saved import load_tree, save_tree
+else:
+
+    def __getattr__(name: str) -> object:
+        """For a program that has the command's name, and is another."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _importing.library()
+        return globals()[name]

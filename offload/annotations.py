@@ -1,16 +1,20 @@
 """Names of types that signatures of several wings share.
 
 Always true:
-- nothing is imported from the package, and nothing but types is defined
+- nothing is imported from the package, nor torch, and nothing but types is defined
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.nn import Module
+else:
+    Module = object
 
 Args: TypeAlias = tuple[Any, ...]
 """Positional arguments, as `__torch_function__` and `__torch_dispatch__` receive them."""
@@ -41,7 +45,7 @@ class Config(Protocol):
     def to_json_string(self, use_diff: bool = True) -> str: ...
 
 
-class Pretrained(nn.Module):
+class Pretrained(Module):
     """What is used of transformers' `PreTrainedModel`, and noted on one that is on disk; for annotations alone."""
 
     config: Config

@@ -1,31 +1,47 @@
-"""What a terminal shows while the command `offload` imports torch, which takes seconds.
+"""When torch is imported, which takes seconds: by the command `offload` only once it knows what to do.
 
 Always true:
-- nothing but the standard library is imported before that is shown
-- without a terminal, and in programs that import `offload`, nothing is shown
-- the line is erased before anything else is printed
+- a program that imports `offload` has all of it at once, and nothing is shown
+- the command reads its line, and answers `--help`, with the standard library and two small packages
+- a terminal shows that torch is being imported, in a line that is erased before anything else is printed
 """
 
+import importlib
 import os
 import sys
 
-_COMMAND = "offload"
+_PACKAGE = "offload"
+
+
+def is_wanted() -> bool:
+    """Whether the package's `__init__` imports everything: not the first time that the command executes it."""
+    return "__getattr__" in vars(sys.modules[_PACKAGE]) or not _is_command()
+
+
+def library() -> None:
+    """Import what the package's `__init__` has left out, if anything."""
+    package = sys.modules[_PACKAGE]
+    if package.__all__[0] in vars(package):
+        return
+    show = sys.stderr.write if _is_seen() else len
+    try:
+        show("importing torch")
+        importlib.reload(package)
+    finally:
+        show("\r\x1b[K")
+
+
+def version() -> str:
+    """Of the package."""
+    return str(sys.modules[_PACKAGE].__version__)
+
+
+def _is_command() -> bool:
+    is_module = sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].partition(".")[0] == _PACKAGE
+    return is_module or os.path.basename("".join(sys.argv[:1])) == _PACKAGE
 
 
 def _is_seen() -> bool:
-    """Whether this process is the command, and both streams go to a terminal that can erase a line."""
-    words = sys.orig_argv
-    is_module = words[1:2] == ["-m"] and words[2].partition(".")[0] == _COMMAND
-    is_command = is_module or os.path.basename("".join(sys.argv[:1])) == _COMMAND
+    """Whether both streams go to a terminal that can erase a line, and belong to the command."""
     can_erase = os.environ.get("TERM") not in (None, "dumb", "unknown")
-    return is_command and can_erase and all(one and one.isatty() for one in (sys.stdout, sys.stderr))
-
-
-def end() -> None:
-    """Erase the line."""
-    if _is_seen():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-if _is_seen():
-    print("importing torch", end="", file=sys.stderr, flush=True)
+    return _is_command() and can_erase and all(one and one.isatty() for one in (sys.stdout, sys.stderr))

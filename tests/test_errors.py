@@ -58,6 +58,7 @@ OTHERS = {
     ("offload.storage.state_file", "raise kind."): "an error of ours, which the kind of file has",
     ("offload.storage.source", "raise AssertionError"): "the call before it raises",
     ("offload.tensor.replacing", "raise AttributeError"): "what `hasattr` asks for",
+    ("offload", "raise AttributeError"): "what `hasattr` asks for",
     ("offload.training.checkpoints", "raise ValueError"): "`_checked` tells of it, with the path",
     ("offload.models.values", "raise KeyboardInterrupt"): "still an interrupt, with what was done before it",
 }

@@ -31,8 +31,6 @@ from offload.cli.models import (
 from offload.cli.output import allow_json, counted, print_json, print_pairs, say
 from offload.cli.requests import Answer, Answers, BadRequest, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
-from offload.prefetch.engine import counts
-from offload.progress import Bar
 from offload.storage.reasons import first_line
 from offload.storage.regular import is_there
 
@@ -273,8 +271,12 @@ class _Progress:
     """How many lines were answered, how fast, and how much was read for it."""
 
     def __init__(self) -> None:
+        from offload.prefetch.engine import counts
+        from offload.progress import Bar
+
         self.lines = self._tokens = 0
-        self._start, self._read = time.perf_counter(), counts().bytes_read
+        self._start, self._counts = time.perf_counter(), counts
+        self._read = counts().bytes_read
         self._bar = Bar(desc="batch", unit=" lines", delay=1, disable=None, leave=False)
 
     def count(self, tokens: int) -> None:
@@ -288,7 +290,7 @@ class _Progress:
 
     def figures(self) -> dict[str, float]:
         """The figures so far."""
-        seconds, read = time.perf_counter() - self._start, counts().bytes_read - self._read
+        seconds, read = time.perf_counter() - self._start, self._counts().bytes_read - self._read
         return {
             "tokens": self._tokens,
             "tokens_per_second": self._tokens / seconds,

@@ -3,6 +3,7 @@
 Always true:
 - requested output goes to standard output, everything else to standard error
 - with `--json`, standard output is one JSON value, even for an error: `{"error": {"kind": ..., "message": ...}}`
+- a line is parsed, and `--help` answered, without torch, which takes seconds to import
 - exit codes: 0 done; 1 an error that the user can fix, in one line, or findings of `verify`; 2 a wrong command
   line; 130 interrupted
 """
@@ -18,6 +19,7 @@ from typing import Any
 from offload.cli import batch, files, machine, models, plan, rows, weights
 from offload.cli.output import complain, escaping, logging_to_stderr
 from offload.errors import OffloadError
+from offload.importing import library, version
 
 _EPILOG = """examples:
   offload generate MODEL --prompt "Once upon a time" --max-memory 8GiB
@@ -38,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().print_help()
         return 0
     try:
+        library()
         with escaping(), logging_to_stderr(options.verbose):
             code: int | None = options.run(options)
             if sys.stdout is not None:  # None if the shell closed it
@@ -67,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.set_defaults(run=None)
+    made.add_argument("--version", action="version", version=f"offload {version()}")
     made.add_argument("--traceback", action="store_true", help="show where an error comes from")
     made.add_argument(
         "-v", "--verbose", action="count", default=0, help="log what is done to standard error; -vv logs more"

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from offload.cli.main import parser
-from tests.processes import run_module
+from tests.processes import run_module, run_script
 
 NAME = "model.layers.10.block_sparse_moe.experts.7.down_projection_of_the_feed_forward_part.weight"
 
@@ -97,6 +97,42 @@ def test_a_terminal_shows_that_torch_is_being_imported(tmp_path: Path) -> None:
 
 def test_a_program_that_imports_offload_prints_nothing_on_a_terminal() -> None:
     assert "" == _sent_to_a_terminal([sys.executable, "-c", "import offload"])
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["--print-completion", "bash"], ["plan", "--help"], ["plan"]], ids=" ".join
+)
+def test_a_line_is_read_without_torch(words: list[str]) -> None:
+    """As the installed command calls it."""
+    script = """
+        import sys
+
+        sys.argv[0] = "/usr/bin/offload"
+        from offload.cli import main
+        try:
+            main()
+        except SystemExit as end:
+            print(end.code, [name for name in ("torch", "transformers", "rich") if name in sys.modules])
+    """
+    expected = 2 if words == ["plan"] else 0
+
+    said = run_script(script, *words, fresh=True)
+
+    assert said.endswith(f"{expected} []\n")
+    assert ("offload 0." in said) == (words == ["--version"])
+
+
+def test_a_program_with_the_name_of_the_command_has_the_package() -> None:
+    script = """
+        import sys
+
+        sys.argv[0] = "tools/offload"
+        import offload
+        print("torch" in sys.modules, hasattr(offload, "nothing"), offload.OffloadedTensor.__name__)
+        print(offload.offloading.__name__, offload.budget.__name__)
+    """
+
+    assert "False False OffloadedTensor\noffloading offload.budget\n" == run_script(script, fresh=True)
 
 
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
