@@ -110,7 +110,7 @@ PUBLIC = [
 IN_MODULES = {
     "budget": ["evict", "keep_resident", "set_read_ahead"],
     "distributed": ["FileStager"],
-    "integrations": ["cache_from", "kv_cache", "tensordict"],
+    "integrations": ["PromptCache", "cache_from", "kv_cache", "tensordict"],
     "report": ["memory_report"],
     "training": ["load_training", "offload_activations", "offload_optimizer", "save_training"],
 }

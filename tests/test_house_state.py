@@ -51,6 +51,7 @@ STATE = {
     "offload.batches.scheduler._CURRENT": "what a thread is in the middle of",
     "offload.cache.columns._start": "a pure function, remembered",
     "offload.integrations.keys_values._kind_on_disk": "a class made of each class of transformers'",
+    "offload.integrations.prompts.past._kept": "a class made of each class of transformers'",
     "offload.integrations.torchao._AT_WORK": "what `quantize_` is at, in this context",
     "offload.kernels.native._forked": "the team of threads is gone in a forked child",
     "offload.kernels.native._team": "does not change",

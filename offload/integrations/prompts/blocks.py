@@ -1,0 +1,329 @@
+"""A folder of kept prompts: keys and values of blocks of tokens, one file per block.
+
+Always true:
+- a block is found by the hash of its model, its tokens, and all tokens before it: prompts share what they have in
+  common; model and tokens are in the file as well, and are compared
+- a file gets its name when it is whole and on the disk; what a killed writer leaves is removed by the next one
+- writers exclude each other; readers wait for nobody: a block that is removed while it is used stays mapped
+- what is written never exceeds the budget: the block that was not used for longest goes first, later ones of a prompt
+  before earlier ones
+- a block that does not match its checksums is not used
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from offload.annotations import Json
+from offload.errors import CorruptFileError, FileError, ForeignFileError, MissingFileError
+from offload.integrations.log import log
+from offload.memory import as_bytes
+from offload.storage.file import TensorFile
+from offload.storage.header import build
+from offload.storage.layout import Layout, dtype_name, dtype_named
+from offload.storage.locks import FolderLock
+from offload.storage.pages import announce, bring_in
+from offload.storage.reasons import first_line, writing
+from offload.storage.regular import absolute, is_there, open_regular
+from offload.storage.replacing import TEMPORARY, create_folder, remove, sweep
+from offload.storage.state_file import Kind, read_state, write_state
+from offload.storage.write import write_values
+
+TOKENS = 64  # in a block
+MANIFEST = "prompts.json"
+LOCK = "prompts.lock"
+_KIND = Kind(
+    what="the manifest of a folder of kept prompts",
+    stamp={"format": "offload.PromptCache", "version": 1},
+    foreign=ForeignFileError,
+    later=ForeignFileError,
+)
+_NAME = re.compile(r"\d{5}-[0-9a-f]{40}\.safetensors")
+_KEY = "states"
+_NOTE = "prompt"
+
+
+class Form(NamedTuple):
+    """The keys and values of a token in a layer: how many heads, the sizes of a key and of a value, and the dtype."""
+
+    heads: int
+    key: int
+    value: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of a block."""
+        return self.heads * TOKENS * (self.key + self.value) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Form:
+        """Of states, (batch, heads, tokens, size)."""
+        return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+
+
+class Block:
+    """A block of tokens, mapped."""
+
+    def __init__(self, file: TensorFile, forms: list[Form], sums: list[list[int]]) -> None:
+        self.forms = forms
+        self.path = file.path
+        self._file = file  # keeps the mapping
+        self._bytes = file.tensor(file.entry(_KEY), shared=False)
+        self._sums = sums
+        self._begins = [0, *accumulate(form.nbytes for form in forms)]
+
+    @classmethod
+    def open(cls, path: Path, identity: str, tokens: list[int]) -> Block:
+        """The block at `path`, which must be that of these tokens of the model with this identity.
+
+        Raises:
+            CorruptFileError: it is damaged, or another one.
+            MissingFileError, ReadError, ChangedFileError
+        """
+        file = TensorFile.open(path)
+        try:
+            noted = file.notes[_NOTE]
+            forms = [form for noted_form, count in noted["forms"] for form in [_form(noted_form)] * count]
+            if noted["identity"] != identity or noted["tokens"] != tokens:
+                raise CorruptFileError(f"{path} is the block of other tokens, or of another model")
+            if sum(form.nbytes for form in forms) != file.entry(_KEY).layout.nbytes or len(forms) != len(noted["sums"]):
+                raise CorruptFileError(f"{path} does not have the size that its header says")
+            return cls(file, forms, noted["sums"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, CorruptFileError):
+                raise
+            raise CorruptFileError(f"{path} has no header of a block ({first_line(error)})") from error
+
+    def announce(self, first: int, end: int) -> None:
+        """Start reading the states of some layers."""
+        announce(*self._range(first, end))
+
+    def bring_in(self, first: int, end: int) -> None:
+        """Read the states of some layers, and wait.
+
+        Raises:
+            CorruptFileError: the disk does not return them.
+        """
+        try:
+            bring_in(*self._range(first, end))
+        except OSError as error:
+            raise CorruptFileError(f"{self.path} can't be read ({error.strerror})") from error
+
+    def _range(self, first: int, end: int) -> tuple[int, int]:
+        begins = self._begins
+        begin, end = begins[min(first, len(self.forms))], begins[min(end, len(self.forms))]
+        return self._bytes.data_ptr() + begin, end - begin
+
+    def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them."""
+        form, begin = self.forms[layer], self._begins[layer]
+        part = self._bytes[begin : begin + form.nbytes].view(form.dtype)
+        keys, values = part.split([form.heads * TOKENS * size for size in (form.key, form.value)])
+        shape = (1, form.heads, TOKENS)
+        return keys.view(*shape, form.key), values.view(*shape, form.value)
+
+    def check(self, layer: int, sums: Iterable[int]) -> None:
+        """
+        Raises:
+            CorruptFileError: these are not the checksums of keys and values of a layer.
+        """
+        if list(sums) != self._sums[layer]:
+            raise CorruptFileError(f"{self.path} is damaged: layer {layer} does not match its checksum")
+
+
+def sums_of(states: torch.Tensor) -> list[int]:
+    """A checksum for each block of the first row of states, (batch, heads, tokens, size)."""
+    row = states[0]
+    word = torch.int64 if row.shape[-1] * row.itemsize % 8 == 0 else torch.uint8
+    found: list[int] = row.view(word).unflatten(1, (-1, TOKENS)).sum((0, 2, 3), dtype=torch.int64).tolist()
+    return found
+
+
+class Blocks:
+    """The blocks in a folder, which is created if it is missing."""
+
+    def __init__(self, folder: str | os.PathLike[str], max_disk: int | float | str) -> None:
+        """`max_disk` is in bytes; a fraction is one of what is free on the disk.
+
+        Raises:
+            ForeignFileError: the folder holds something else.
+            ArgumentError: `max_disk` is not an amount.
+            WriteError, ReadError
+        """
+        as_bytes(max_disk, 0)
+        self.folder = absolute(folder)
+        with writing(self.folder):
+            create_folder(self.folder)
+            if not is_there(self.folder / MANIFEST):
+                self._begin()
+        read_state(self.folder / MANIFEST, _KIND)
+        self.max_disk = as_bytes(max_disk, shutil.disk_usage(self.folder).free)
+        self._lock = FolderLock(self.folder / LOCK, lambda path, flags: open_regular(path, flags | os.O_CREAT))
+
+    def _begin(self) -> None:
+        """Make an empty folder one of kept prompts; several processes may."""
+        own = (MANIFEST, LOCK)
+        others = [name for name in os.listdir(self.folder) if name not in own and not name.startswith(TEMPORARY)]
+        if others:
+            raise ForeignFileError(
+                f"{self.folder} is not empty, and not a folder of kept prompts: take a new or an empty one"
+            )
+        write_state(self.folder / MANIFEST, _KIND, {})
+
+    def find(self, identity: str, tokens: list[int]) -> list[Block]:
+        """The blocks that are there for the beginning of a prompt; they count as just used."""
+        found: list[Block] = []
+        for depth, name in enumerate(_names(identity, tokens)):
+            path = self.folder / name
+            try:
+                found.append(Block.open(path, identity, _tokens_of(tokens, depth)))
+            except MissingFileError:
+                break
+            except FileError as error:
+                log.warning("%s: its tokens are computed again", error)
+                if isinstance(error, CorruptFileError):
+                    self.drop(path)
+                break
+            _touch(path)
+        return found
+
+    def drop(self, path: Path) -> None:
+        """Remove a damaged block."""
+        with suppress(FileError), self._lock.held():
+            remove(path)
+
+    def put(
+        self, identity: str, tokens: list[int], states: Callable[[int], list[tuple[torch.Tensor, torch.Tensor]]]
+    ) -> None:
+        """Keep the blocks of a prompt that are not there yet, as far as the budget allows.
+
+        Args:
+            states: returns keys and values of a block by its number, for each layer, (1, heads, TOKENS, size).
+
+        Raises:
+            WriteError, ReadError
+        """
+        with self._lock.held():
+            with writing(self.folder):
+                sweep(self.folder)
+            names = _names(identity, tokens)
+            room = _Room(self.folder, self.max_disk, names)
+            for depth, name in enumerate(names):
+                path = self.folder / name
+                if is_there(path):
+                    _touch(path)
+                elif not self._write(path, identity, _tokens_of(tokens, depth), states(depth), room):
+                    log.info("%s: %d blocks of %d fit in max_disk", self.folder, depth, len(names))
+                    break
+
+    def _write(
+        self,
+        path: Path,
+        identity: str,
+        tokens: list[int],
+        states: list[tuple[torch.Tensor, torch.Tensor]],
+        room: _Room,
+    ) -> bool:
+        """Write one block; False if there is no room for it."""
+        forms = [Form.of(keys, values) for keys, values in states]
+        nbytes = sum(form.nbytes for form in forms)
+        whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        at, sums = 0, []
+        for layer, (keys, values) in zip(forms, states, strict=True):
+            flat = torch.cat([part.detach().to("cpu").reshape(-1) for part in (keys, values)])
+            whole[at : at + layer.nbytes] = flat.view(torch.uint8)
+            sums.append([*sums_of(keys), *sums_of(values)])
+            at += layer.nbytes
+        noted = {"identity": identity, "tokens": tokens, "forms": _runs(forms), "sums": sums}
+        layouts = {_KEY: Layout(torch.uint8, (nbytes,), (1,))}
+        if not room.make(build(layouts, {_NOTE: noted}).size):
+            return False
+        write_values(path, {_KEY: whole}, layouts, {_NOTE: noted}, durable=True)
+        room.take(path)
+        return True
+
+
+class _Room:
+    """How much of the budget is used, and by what; under the lock."""
+
+    def __init__(self, folder: Path, most: int, kept: list[str]) -> None:
+        """Blocks with the names in `kept` stay."""
+        self._most = most
+        self.used = 0
+        self._unused: list[tuple[int, int, int, Path]] = []
+        with os.scandir(folder) as items:
+            for item in items:
+                if _NAME.fullmatch(item.name):
+                    status = item.stat(follow_symlinks=False)
+                    self.used += status.st_size
+                    if item.name not in kept:
+                        place = Path(item.path)
+                        self._unused.append((status.st_atime_ns, -int(item.name[:5]), status.st_size, place))
+        self._unused.sort(reverse=True)
+
+    def make(self, nbytes: int) -> bool:
+        """Remove blocks until `nbytes` fit; False if that is impossible."""
+        if nbytes > self._most:
+            return False
+        while self.used + nbytes > self._most and self._unused:
+            *_, size, path = self._unused.pop()
+            remove(path)
+            if not is_there(path):
+                log.debug("%s goes: it was not used for longest", path)
+                self.used -= size
+        return self.used + nbytes <= self._most
+
+    def take(self, path: Path) -> None:
+        """Count a new file."""
+        self.used += os.stat(path).st_size
+
+
+def _names(identity: str, tokens: Sequence[int]) -> list[str]:
+    """The names of the files of a prompt's whole blocks, each a hash over all that is before it."""
+    names, digest = [], sha256(identity.encode())
+    for depth in range(len(tokens) // TOKENS):
+        digest.update(repr(_tokens_of(tokens, depth)).encode())
+        names.append(f"{depth:05d}-{digest.hexdigest()[:40]}.safetensors")
+    return names
+
+
+def _tokens_of(tokens: Sequence[int], depth: int) -> list[int]:
+    return list(tokens[depth * TOKENS : (depth + 1) * TOKENS])
+
+
+def _touch(path: Path) -> None:
+    """Note that a block was used: in its access time, since the time of its change belongs to its identity."""
+    with suppress(OSError):  # another user's, or just removed
+        os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+
+
+def _runs(forms: list[Form]) -> Json:
+    """Forms, and how many layers in a row have each."""
+    runs: list[list[Json]] = []
+    for form in forms:
+        noted = [form.heads, form.key, form.value, dtype_name(form.dtype)]
+        if runs and runs[-1][0] == noted:
+            runs[-1][1] += 1
+        else:
+            runs.append([noted, 1])
+    return runs
+
+
+def _form(noted: Json) -> Form:
+    heads, key, value, dtype = noted
+    found = dtype_named(dtype)
+    if found is None or not all(type(size) is int and size > 0 for size in (heads, key, value)):
+        raise CorruptFileError(f"a layer of the form {noted!r} is not possible")
+    return Form(heads, key, value, found)

@@ -1,0 +1,445 @@
+"""Kept prompts: the same tokens as without, from fewer computed; never those of another model or prompt."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen3NextConfig
+
+import offload
+from offload.errors import ArgumentError, ForeignFileError, UnsupportedOpError
+from offload.integrations import PromptCache
+from tests.campaigns import amount
+from tests.processes import ended, forked, in_fork
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 99,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.5,
+}
+CONFIGS = {
+    "full": LlamaConfig(**SIZES),
+    "sliding": MistralConfig(**SIZES, sliding_window=8),
+    "both": Gemma2Config(**SIZES, sliding_window=70),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3},
+    "from the prompt": {"prompt_lookup_num_tokens": 3},
+    "in pieces": {"prefill_chunk_size": 50},
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return model_of(CONFIGS[request.param])
+
+
+@pytest.fixture
+def llama() -> Any:
+    return model_of(CONFIGS["full"])
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> PromptCache:
+    return PromptCache(tmp_path / "prompts")
+
+
+def model_of(config: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def ids(length: int, seed: int = 0, rows: int = 1) -> torch.Tensor:
+    return torch.randint(1, 99, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def answer(generate: Callable[..., Any], *args: Any, **options: Any) -> torch.Tensor:
+    torch.manual_seed(5)
+    return generate(*args, max_new_tokens=12, min_new_tokens=12, **options)
+
+
+def known(prompts: PromptCache, model: Any, tokens: torch.Tensor) -> int:
+    return prompts.past_for(model, tokens).get_seq_length()
+
+
+def blocks(prompts: PromptCache) -> list[Path]:
+    return sorted(prompts.folder.glob("*.safetensors"))
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: torch.Tensor, past: Any = None) -> torch.Tensor:
+    """Of the last token."""
+    known = 0 if past is None else past.get_seq_length()
+    return model(tokens[:, known:], past_key_values=past, use_cache=True).logits[:, -1]
+
+
+# The same answers
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_equal_those_without_it(model: Any, prompts: PromptCache, way: str) -> None:
+    tokens = ids(200)
+    expected = answer(model.generate, tokens, **WAYS[way])
+
+    for length in (0, 192):
+        assert length == known(prompts, model, tokens)
+        assert torch.equal(expected, answer(prompts.generate, model, tokens, **WAYS[way]))
+
+
+def test_a_longer_prompt_begins_with_what_it_has_in_common(model: Any, prompts: PromptCache) -> None:
+    first, other = ids(200), torch.cat([ids(150), ids(120, seed=1)], dim=1)
+    answer(prompts.generate, model, first)
+
+    assert 128 == known(prompts, model, other)
+    assert torch.equal(answer(model.generate, other), answer(prompts.generate, model, other))
+    assert 256 == known(prompts, model, other)
+    assert 192 == known(prompts, model, first)
+    assert 5 == len(blocks(prompts))  # two of them in common
+
+
+@torch.no_grad()
+def test_logits_equal_those_of_a_pass_in_the_same_pieces_bit_for_bit(model: Any, prompts: PromptCache) -> None:
+    tokens = ids(150)
+    before = prompts.past_for(model, tokens)
+    logits(model, tokens[:, :128], before)
+    expected = model(tokens[:, 128:], past_key_values=before).logits
+    prompts.keep(before)
+
+    past = prompts.past_for(model, tokens)
+
+    assert 128 == past.get_seq_length()
+    assert torch.equal(expected, model(tokens[:, 128:], past_key_values=past).logits)
+
+
+def test_a_prompt_shorter_than_what_is_kept_computes_its_last_token(model: Any, prompts: PromptCache) -> None:
+    answer(prompts.generate, model, ids(200))
+
+    for length, found in ((192, 128), (193, 192), (64, 0), (65, 64), (3, 0)):
+        assert found == known(prompts, model, ids(200)[:, :length])
+    short = ids(200)[:, :128]
+    assert torch.equal(answer(model.generate, short), answer(prompts.generate, model, short))
+
+
+def test_rows_of_a_batch_use_what_is_known_of_each(model: Any, prompts: PromptCache) -> None:
+    rows = torch.cat([ids(150, rows=2), ids(40, seed=3, rows=2)], dim=1)
+    expected = answer(model.generate, rows)
+    for _ in range(2):
+        assert torch.equal(expected, answer(prompts.generate, model, rows))
+    assert 128 == known(prompts, model, rows)
+    assert 6 == len(blocks(prompts)) or 4 == len(blocks(prompts))
+
+
+def test_weights_on_disk_give_the_same(llama: Any, tmp_path: Path, prompts: PromptCache) -> None:
+    llama.save_pretrained(tmp_path / "llama")
+    on_disk = offload.from_pretrained(tmp_path / "llama", max_memory="1MiB")
+    tokens = ids(200)
+
+    for _ in range(2):
+        assert torch.equal(answer(llama.generate, tokens), answer(prompts.generate, on_disk, tokens))
+
+    again = offload.from_pretrained(tmp_path / "llama")
+    assert 192 == known(prompts, again, tokens)
+    assert 0 == known(prompts, llama, tokens)  # its numbers are the same, but not known to be
+
+
+# Other models, and prompts that are left out
+
+
+def changed(model: Any, how: str) -> Any:
+    if how == "weights":
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    elif how == "data":
+        model.model.layers[1].mlp.up_proj.weight.data.mul_(1.5)
+    elif how == "dtype":
+        model = model.to(torch.bfloat16)
+    elif how == "rope":
+        model = model_of(LlamaConfig(**{**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 99.0}}))
+    elif how == "attention":
+        model.set_attn_implementation("eager")
+    elif how == "a setting":
+        model.model.layers[2].self_attn.scaling *= 2
+    elif how == "revision":
+        model = model_of(CONFIGS["full"], seed=1)
+    return model
+
+
+@pytest.mark.parametrize("how", ["weights", "data", "dtype", "rope", "attention", "a setting", "revision"])
+def test_a_changed_model_is_another_one(llama: Any, prompts: PromptCache, how: str) -> None:
+    tokens = ids(100)
+    answer(prompts.generate, llama, tokens)
+    assert 64 == known(prompts, llama, tokens)
+
+    assert 0 == known(prompts, changed(copy.deepcopy(llama), how), tokens)
+    assert 0 == known(prompts, changed(llama, how), tokens)
+
+
+def test_a_checkpoint_with_the_size_and_time_of_another_is_another_one(tmp_path: Path, prompts: PromptCache) -> None:
+    tokens = ids(100)
+    for seed in (0, 1):
+        folder = tmp_path / str(seed)
+        model_of(CONFIGS["full"], seed).save_pretrained(folder)
+        os.utime(folder / "model.safetensors", (0, 0))
+    answer(prompts.generate, offload.from_pretrained(tmp_path / "0"), tokens)
+
+    assert 64 == known(prompts, offload.from_pretrained(tmp_path / "0"), tokens)
+    assert 0 == known(prompts, offload.from_pretrained(tmp_path / "1"), tokens)
+
+
+def test_weights_on_disk_that_are_written_to_are_others(llama: Any, tmp_path: Path, prompts: PromptCache) -> None:
+    llama.save_pretrained(tmp_path / "llama")
+    model = offload.from_pretrained(tmp_path / "llama")
+    tokens, weight = ids(100), model.model.layers[0].mlp.up_proj.weight
+    answer(prompts.generate, model, tokens)
+    assert 64 == known(prompts, model, tokens)
+
+    for _ in range(2):
+        with torch.no_grad():
+            weight[0] = 1
+        assert 0 == known(prompts, model, tokens)
+        answer(prompts.generate, model, tokens)
+        with torch.no_grad():
+            weight[0] = 2
+        assert 0 == known(prompts, model, tokens)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            Qwen3NextConfig(**SIZES, num_experts=4, linear_num_value_heads=4, linear_num_key_heads=4),
+            "layer 0 .* LinearAttention",
+        ),
+        (
+            LlamaConfig(**{**SIZES, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+            "rope is dynamic",
+        ),
+    ],
+    ids=["linear attention", "dynamic rope"],
+)
+def test_a_model_with_other_states_is_refused(config: Any, words: str, prompts: PromptCache) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        prompts.generate(model_of(config), ids(100), max_new_tokens=2)
+
+
+def test_padding_is_refused(llama: Any, prompts: PromptCache) -> None:
+    tokens = ids(80, rows=2)
+    mask = torch.ones_like(tokens)
+    mask[0, :9] = 0
+
+    with pytest.raises(ArgumentError, match="padding"):
+        prompts.generate(llama, tokens, attention_mask=mask)
+    llama.generation_config.pad_token_id = 0
+    tokens[0, :9] = 0
+    with pytest.raises(ArgumentError, match="padding"):
+        prompts.generate(llama, tokens)
+
+
+def test_inputs_beside_tokens_are_refused(llama: Any, prompts: PromptCache) -> None:
+    with pytest.raises(ArgumentError, match="inputs_embeds"):
+        prompts.generate(llama, ids(80), inputs_embeds=torch.ones(1, 80, 32))
+
+
+def test_gradients_are_refused(llama: Any, prompts: PromptCache) -> None:
+    answer(prompts.generate, llama, ids(100))
+
+    with pytest.raises(UnsupportedOpError, match="no_grad"):
+        llama(ids(100)[:, 64:], past_key_values=prompts.past_for(llama, ids(100)))
+
+
+def test_a_cache_that_was_reset_is_not_kept(model: Any, prompts: PromptCache) -> None:
+    """Its states are those of other tokens."""
+    past = prompts.past_for(model, ids(100))
+    logits(model, ids(100), past)
+    past.reset()
+    logits(model, ids(100, seed=1), past)
+    prompts.keep(past)
+
+    assert [] == blocks(prompts)
+
+
+# The folder
+
+
+def test_a_damaged_block_is_computed_again(model: Any, prompts: PromptCache, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = ids(200)
+    expected = answer(model.generate, tokens)
+    answer(prompts.generate, model, tokens)
+    sizes = [path.stat().st_size for path in blocks(prompts)]
+
+    for place, begin in ((1, 4096 + 9), (2, sizes[2] - 3), (0, 100)):  # the first layer, the last one, the header
+        path = blocks(prompts)[place]
+        data = bytearray(path.read_bytes())
+        data[begin] ^= 64
+        path.write_bytes(data)
+
+        assert torch.equal(expected, answer(prompts.generate, model, tokens))
+        assert "computed again" in caplog.text
+        caplog.clear()
+        answer(prompts.generate, model, tokens)
+        assert 192 == known(prompts, model, tokens)
+        assert "computed again" not in caplog.text
+
+
+@pytest.mark.parametrize("left", [0, 1, 3000, -1])
+def test_a_truncated_block_is_computed_again(llama: Any, prompts: PromptCache, left: int) -> None:
+    tokens = ids(200)
+    answer(prompts.generate, llama, tokens)
+    path = blocks(prompts)[1]
+    os.truncate(path, left % path.stat().st_size)
+
+    assert 64 == known(prompts, llama, tokens)
+    assert torch.equal(answer(llama.generate, tokens), answer(prompts.generate, llama, tokens))
+    assert 192 == known(prompts, llama, tokens)
+
+
+def test_a_block_of_other_tokens_under_its_name_is_not_used(llama: Any, prompts: PromptCache) -> None:
+    answer(prompts.generate, llama, ids(100))
+    (one,) = blocks(prompts)
+    answer(prompts.generate, llama, ids(100, seed=1))
+    (other,) = set(blocks(prompts)) - {one}
+    os.replace(one, other)
+
+    assert 0 == known(prompts, llama, ids(100, seed=1))
+
+
+def test_the_least_recently_used_blocks_go(llama: Any, tmp_path: Path) -> None:
+    prompts = PromptCache(tmp_path / "prompts")
+    answer(prompts.generate, llama, ids(200))
+    size = sum(path.stat().st_size for path in blocks(prompts))
+    bounded = PromptCache(prompts.folder, max_disk=2 * size + size // 2)
+    answer(bounded.generate, llama, ids(200, seed=1))
+    assert 192 == known(bounded, llama, ids(200))
+
+    answer(bounded.generate, llama, ids(200, seed=2))
+
+    assert 192 == known(bounded, llama, ids(200, seed=2))
+    assert 192 == known(bounded, llama, ids(200))
+    assert 64 >= known(bounded, llama, ids(200, seed=1))
+    assert bounded.max_disk >= sum(path.stat().st_size for path in prompts.folder.iterdir())
+
+
+def test_a_prompt_larger_than_the_budget_is_kept_in_part(llama: Any, tmp_path: Path) -> None:
+    prompts = PromptCache(tmp_path / "prompts", max_disk="200KB")
+    for _ in range(2):
+        assert torch.equal(answer(llama.generate, ids(900)), answer(prompts.generate, llama, ids(900)))
+
+    assert 0 < known(prompts, llama, ids(900)) < 896
+    assert 200_000 >= sum(path.stat().st_size for path in prompts.folder.iterdir())
+
+
+def test_a_block_that_is_removed_meanwhile_is_still_used(model: Any, prompts: PromptCache) -> None:
+    tokens = ids(200)
+    expected = logits(model, tokens, prompts.past_for(model, tokens))
+    answer(prompts.generate, model, tokens)
+    past = prompts.past_for(model, tokens)
+    for path in blocks(prompts):
+        path.unlink()
+
+    torch.testing.assert_close(expected, logits(model, tokens, past))
+    prompts.keep(past)
+    assert 192 == known(prompts, model, tokens)
+    torch.testing.assert_close(expected, logits(model, tokens, prompts.past_for(model, tokens)))
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("not yours")
+
+    with pytest.raises(ForeignFileError, match="not empty"):
+        PromptCache(tmp_path)
+    (tmp_path / "prompts.json").write_text("{}")
+    with pytest.raises(ForeignFileError, match=r"prompts\.json"):
+        PromptCache(tmp_path)
+    assert {"letter.txt", "prompts.json"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_an_answer_is_there_although_its_prompt_can_not_be_kept(
+    llama: Any, prompts: PromptCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    assert torch.equal(answer(llama.generate, ids(100)), answer(prompts.generate, llama, ids(100)))
+    assert "is not kept" in caplog.text
+    assert [] == [path for path in prompts.folder.iterdir() if path.name.startswith(".offload")]
+
+
+# Processes
+
+
+def test_two_processes_share_a_folder(llama: Any, prompts: PromptCache) -> None:
+    """They write the same prompts at once, and others."""
+
+    def writes(seed: int) -> Callable[[], None]:
+        def act() -> None:
+            for length in range(100, 800, 100):
+                answer(prompts.generate, llama, ids(length, seed=seed))
+                answer(prompts.generate, llama, ids(length))
+
+        return act
+
+    children = [forked(writes(seed)) for seed in (1, 2)]
+
+    assert [0, 0] == [ended(pid) for pid in children]
+    for seed in range(3):
+        tokens = ids(700, seed=seed)
+        assert 640 == known(prompts, llama, tokens)
+        assert torch.equal(answer(llama.generate, tokens), answer(prompts.generate, llama, tokens))
+
+
+@pytest.mark.campaign("kills")
+def test_a_kill_while_blocks_are_written_loses_nothing_else(llama: Any, tmp_path: Path) -> None:
+    """The kill comes at the nth call to the system that changes the folder."""
+    tokens, calls = ids(300), ("replace", "fsync", "pwrite", "posix_fallocate", "utime", "open", "unlink")
+    expected = answer(llama.generate, tokens)
+    prompts = PromptCache(tmp_path / "prompts", max_disk="200KB")
+
+    def dies(at: int) -> Callable[[], None]:
+        def act() -> None:
+            left = at
+
+            def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+                def counted(*args: Any, **options: Any) -> Any:
+                    nonlocal left
+                    left -= 1
+                    if left < 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return call(*args, **options)
+
+                return counted
+
+            for name in calls:
+                setattr(os, name, counting(getattr(os, name)))
+            answer(prompts.generate, llama, ids(300, seed=at + 1))
+            answer(prompts.generate, llama, tokens)
+
+        return act
+
+    killed = 0
+    for at in range(0, amount("kills", 24, 200), amount("kills", 4, 1)):
+        killed += ended(forked(dies(at))) == -signal.SIGKILL
+        assert in_fork(lambda: prompts.keep(prompts.past_for(llama, ids(3))))  # the lock is free
+        assert torch.equal(expected, answer(prompts.generate, llama, tokens))
+        assert 256 == known(prompts, llama, tokens)
+        assert {"prompts.json", "prompts.lock"} >= {
+            path.name for path in prompts.folder.iterdir() if path.suffix != ".safetensors"
+        }
+
+    assert killed >= amount("kills", 5, 100)
