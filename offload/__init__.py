@@ -37,7 +37,7 @@ In modules, which `import offload` brings along:
 | | save training as a whole, and resume after a crash | `save_training` `load_training` |
 | `offload.distributed` | save a snapshot through files while training goes on | `FileStager` |
 | `offload.report` | write a page about memory and disk usage | `memory_report` |
-| `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` |
+| `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` `PromptCache` |
 | | read files and tables of others into a cache | `cache_from` |
 | | open or write a folder of tensordict's | `tensordict` |
 | `offload.errors` | catch specific errors | |
