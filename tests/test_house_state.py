@@ -27,6 +27,7 @@ OF_OTHERS = {
     ("offload.cli.limited", "_exit"): "a forked child's",
     ("offload.cli.main", "_SubParsersAction"): "argparse's",
     ("offload.cli.main", "_actions"): "argparse's",
+    ("offload.integrations.prompts.identity", "_version"): "a tensor's, which counts the writes to it",
     ("offload.integrations.tensordict.reading", "_on_cpu"): "an offloaded tensor's: its value past every mode",
     ("offload.integrations.tensordict.writing", "_non_tensordict"): "a tensorclass's",
     ("offload.integrations.torchao", "_process_model_before_weight_loading"): "transformers' quantizers'",
