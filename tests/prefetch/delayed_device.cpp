@@ -1,6 +1,10 @@
-// An accelerator for tests: its memory is the machine's, its streams are threads that are late.
+// An accelerator for tests: its streams are threads that are late, its memory is not to be touched by the CPU.
 //
 // Always true:
+// - a tensor's address is in a mapping that nobody may read or write; the streams know the same memory under another
+//   address, so that reading a tensor of the device from the CPU is a segmentation fault
+// - memory is limited: allocation beyond that raises torch.OutOfMemoryError, after all streams were waited for
+// - bytes that cross the bus are counted, in both directions; those of operations of the CPU on copies are not
 // - what is put on a stream begins a random time later, and later than the stream's earlier work; two streams know
 //   nothing of each other but by events
 // - memory that was allocated has other bytes in it until the stream that it was allocated on has written to it
@@ -32,13 +36,52 @@
 #include <set>
 #include <thread>
 
+#include <sys/mman.h>
+
 namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr int kStreams = 32;
-constexpr int kLatest = 2000;  // microseconds
 constexpr int kGarbage = 0xA5;
+constexpr size_t kAddresses = 1ull << 36;  // memory is taken as it is touched
 const c10::Device kDevice(kType, 0);
+
+std::atomic<int> latest{2000};  // microseconds
+std::atomic<int64_t> sent{0}, returned{0};  // bytes to the device, and from it
+std::atomic<bool> heeds_events{true};
+thread_local bool computes = false;  // an operation of the CPU on copies
+
+// The device's memory, under two addresses.
+struct Arena {
+  char* guarded;
+  char* open;
+  size_t used = 0;
+
+  Arena() {
+    const int file = memfd_create("device", MFD_CLOEXEC);
+    TORCH_CHECK(file >= 0 && ftruncate(file, kAddresses) == 0, "no memory for the device");
+    auto map = [&](int how) {
+      return static_cast<char*>(mmap(nullptr, kAddresses, how, MAP_SHARED | MAP_NORESERVE, file, 0));
+    };
+    guarded = map(PROT_NONE);
+    open = map(PROT_READ | PROT_WRITE);
+    TORCH_CHECK(guarded != MAP_FAILED && open != MAP_FAILED, "no addresses for the device");
+    close(file);
+  }
+};
+
+Arena& arena() {
+  static auto* all = new Arena;
+  return *all;
+}
+
+// Where a stream finds what a tensor points to.
+void* opened(const void* address) {
+  auto* place = static_cast<const char*>(address);
+  auto& all = arena();
+  return place < all.guarded || place >= all.guarded + kAddresses ? const_cast<void*>(address)
+                                                                   : all.open + (place - all.guarded);
+}
 
 class Worker {
  public:
@@ -76,7 +119,7 @@ class Worker {
       changed_.wait(lock, [this] { return !tasks_.empty() && !held_; });
       auto task = tasks_.front();
       lock.unlock();
-      std::this_thread::sleep_for(std::chrono::microseconds(chance() % kLatest));
+      std::this_thread::sleep_for(std::chrono::microseconds(chance() % (latest + 1)));
       task();
       lock.lock();
       tasks_.pop_front();
@@ -111,7 +154,9 @@ class Event {
 
   void block(Worker& other) {
     std::lock_guard<std::mutex> lock(mutex_);
-    other.put([this, version = recorded_] { wait_for(version); });
+    if (heeds_events) {
+      other.put([this, version = recorded_] { wait_for(version); });
+    }
   }
 
   void wait() {
@@ -149,7 +194,7 @@ class Memory final : public c10::DeviceAllocator {
       return {nullptr, kDevice};
     }
     auto* block = taken(size);
-    worker(current).put([=] { memset(block->memory, kGarbage, size); });
+    worker(current).put([=] { memset(opened(block->memory), kGarbage, size); });
     return {block->memory, block, &Memory::free, kDevice};
   }
 
@@ -166,30 +211,53 @@ class Memory final : public c10::DeviceAllocator {
     return allocated_;
   }
 
+  void limit(int64_t capacity) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    capacity_ = capacity;
+  }
+
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
-    return {(1ull << 30) - allocated(), 1ull << 30};
+    std::lock_guard<std::mutex> lock(mutex_);
+    return {std::max<int64_t>(0, capacity_ - allocated_ - lent_), capacity_};
   }
 
   bool initialized() override {
     return true;
   }
   void copy_data(void* to, const void* from, size_t size) const override {
-    default_copy_data(to, from, size);
+    default_copy_data(opened(to), opened(from), size);
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
-    return {};
+    std::lock_guard<std::mutex> lock(mutex_);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.allocated_bytes[0].current = allocated_;
+    stats.allocated_bytes[0].peak = peak_;
+    return stats;
   }
   void emptyCache(c10::MempoolId_t) override {}
   void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    peak_ = allocated_;
+  }
 
  private:
   Block* taken(size_t size) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    auto fits = [&] { return allocated_ + lent_ + static_cast<int64_t>(size) <= capacity_; };
+    changed_.wait(lock, [&] { return fits() || lent_ == 0; });
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, fits(), "delayed out of memory: ", size, " bytes are asked for, ",
+        capacity_ - allocated_, " are free");
     allocated_ += size;
+    peak_ = std::max(peak_, allocated_);
     auto found = free_.find({current, size});
     if (found == free_.end()) {
-      return new Block{aligned_alloc(64, (size + 63) / 64 * 64), size, current, {}};
+      auto& all = arena();
+      auto* memory = all.guarded + all.used;
+      all.used += (size + 63) / 64 * 64;
+      TORCH_CHECK(all.used <= kAddresses, "the device has no addresses left");
+      return new Block{memory, size, current, {}};
     }
     auto* block = found->second;
     free_.erase(found);
@@ -206,19 +274,24 @@ class Memory final : public c10::DeviceAllocator {
       return;
     }
     auto left = std::make_shared<std::atomic<size_t>>(block->others.size());
+    lent_ += block->size;
     for (auto other : std::exchange(block->others, {})) {
       worker(other).put([=, this] {
         if (--*left == 0) {
           std::lock_guard<std::mutex> lock(mutex_);
+          lent_ -= block->size;
           free_.insert({{block->stream, block->size}, block});
+          changed_.notify_all();
         }
       });
     }
   }
 
   std::mutex mutex_;
+  std::condition_variable changed_;
   std::multimap<std::pair<c10::StreamId, size_t>, Block*> free_;
-  int64_t allocated_ = 0;
+  int64_t allocated_ = 0, peak_ = 0, capacity_ = 1ll << 30;
+  int64_t lent_ = 0;  // freed, and still used by other streams
 };
 
 Memory& device_memory() {
@@ -436,7 +509,7 @@ at::Tensor empty_strided(
 
 // The same memory as a tensor of the CPU, which does not hold it.
 at::Tensor alias(const at::Tensor& tensor) {
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
+  return at::from_blob(opened(tensor.data_ptr()), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
@@ -447,6 +520,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
   auto to = alias(target), from = alias(self);
   const void* host = !self.is_cpu() ? (target.is_cpu() ? target.data_ptr() : nullptr) : self.data_ptr();
   const bool is_pinned = host != nullptr && pinned_memory().holds(host);
+  if (!computes) {
+    sent += self.is_cpu() ? target.nbytes() : 0;
+    returned += target.is_cpu() ? target.nbytes() : 0;
+  }
   if (is_pinned) {
     pinned_memory().count(host, 1);
   }
@@ -490,7 +567,14 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 }
 
 void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  at::native::cpu_fallback(op, stack);
+  const bool before = std::exchange(computes, true);
+  try {
+    at::native::cpu_fallback(op, stack);
+  } catch (...) {
+    computes = before;
+    throw;
+  }
+  computes = before;
 }
 
 const int registered = [] {
@@ -525,4 +609,9 @@ TORCH_LIBRARY(delayed, m) {
   m.def("hold(int stream) -> ()", [](int64_t stream) { worker(stream).hold(true); });
   m.def("release(int stream) -> ()", [](int64_t stream) { worker(stream).hold(false); });
   m.def("allocated() -> int", [] { return device_memory().allocated(); });
+  m.def("limit(int bytes) -> ()", [](int64_t bytes) { device_memory().limit(bytes); });
+  m.def("late(int microseconds) -> ()", [](int64_t microseconds) { latest = microseconds; });
+  m.def("heed_events(bool heeds) -> ()", [](bool heeds) { heeds_events = heeds; });
+  m.def("sent() -> int", [] { return sent.load(); });
+  m.def("returned() -> int", [] { return returned.load(); });
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +21,7 @@ from offload import OffloadedTensor, map_batches
 from offload.prefetch import staging
 from offload.tensor.wrapper import guest_of
 from tests.prefetch import delayed_device as delayed
-from tests.processes import in_fork
+from tests.processes import forked, in_fork
 
 pytestmark = pytest.mark.skipif(delayed.COMPILER is None, reason="needs a C++ compiler, for an accelerator of its own")
 MIB = 1 << 20
@@ -223,6 +226,43 @@ def test_a_model_on_disk_runs_within_the_budget_of_the_device(device: torch.devi
         assert 3 * MIB <= delayed.ops.allocated() - before <= 4 * MIB
         offload.budget.evict(model)
         assert MIB > delayed.ops.allocated() - before
+
+
+@on_the_device
+def test_the_cpu_can_not_read_the_memory_of_the_device(device: torch.device) -> None:
+    there = torch.ones(16, device=device)
+    torch.accelerator.synchronize()
+
+    pid = forked(lambda: ctypes.string_at(there.data_ptr(), 4))
+
+    assert -signal.SIGSEGV == os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@on_the_device
+def test_an_allocation_beyond_the_size_of_the_device_is_refused(device: torch.device) -> None:
+    delayed.ops.limit(4 * MIB)
+    held_back = torch.empty(3 * MIB, dtype=torch.uint8, device=device)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 * MIB, dtype=torch.uint8, device=device)
+
+    del held_back
+    assert 2 * MIB == len(torch.empty(2 * MIB, dtype=torch.uint8, device=device))
+
+
+@on_the_device
+def test_without_events_a_copy_of_another_stream_is_garbage(device: torch.device) -> None:
+    """What the other tests here would miss is told by the device."""
+    values, out = torch.randn(1 << 18), torch.zeros(1 << 18, device=device)
+    staging.send(torch.zeros(1 << 18), device)  # the slots are there, and the stream that fills them
+    torch.accelerator.synchronize()
+    go_on = held(side_of(device))
+    delayed.ops.heed_events(False)
+
+    out.copy_(staging.send(values, device))
+
+    assert not torch.equal(values, out.cpu())
+    go_on()
 
 
 @on_the_device
