@@ -7,7 +7,6 @@ Always true:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from torch import nn
 from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
 from offload.prefetch.engine import POOL, UNTRACKED, counts, replanning, tracked
-from offload.prefetch.plan import Pool
+from offload.prefetch.plan import OnDevice, Pool
 from offload.prefetch.reader import Counts
 from offload.prefetch.value import Value, page_state_of
 from offload.storage.handle import Handle
@@ -226,14 +225,11 @@ def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | 
     return pool
 
 
-def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, Pool]]:
+def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, OnDevice]]:
     """The budget in main memory, in bytes, and those on accelerators."""
     shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
     amounts = {_accelerator(device): amount for device, amount in shares.items() if device != "cpu"}
-    on_devices = {
-        device: Pool(as_budget(amount, _device_bytes(device)), 0, available=lambda: sys.maxsize)
-        for device, amount in amounts.items()
-    }
+    on_devices = {device: OnDevice(as_budget(amount, _device_bytes(device))) for device, amount in amounts.items()}
     share = shares.get("cpu")
     return None if share is None else as_budget(share, available_bytes()), on_devices
 
@@ -263,7 +259,7 @@ def _window_of(window: Amount | bool) -> int | None:
     return as_budget(window, available_bytes())
 
 
-def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None:
+def _limit(max_memory: int | None, on_devices: dict[torch.device, OnDevice]) -> None:
     with replanning() as leaving:
         leaving.extend(value for pool in POOL.on_devices.values() for value in pool.values())
         POOL.max_memory, POOL.on_devices = max_memory, on_devices

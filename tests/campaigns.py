@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 CAMPAIGNS = {
     "bench": "every benchmark, at toy size",
+    "devices": "every form of checkpoint on an accelerator, and 10,000 steps of late streams",
     "faults": "every call to the system fails once, in every way",
     "interrupts": "Ctrl-C at every place of every public call",
     "kills": "writers are killed at every line, and at hundreds of random moments",

@@ -91,6 +91,17 @@ def still_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture(scope="session")
+def delayed_library(pytestconfig: pytest.Config) -> Path:
+    """The accelerator of `tests/prefetch/delayed_device.cpp`, built."""
+    from tests.prefetch import delayed_device
+
+    if delayed_device.COMPILER is None:
+        pytest.skip("needs a C++ compiler, for an accelerator of its own")
+    assert pytestconfig.cache is not None
+    return delayed_device.built(pytestconfig.cache.mkdir("delayed-device"))
+
+
+@pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in bfloat16 with tied embeddings, in several safetensors shards."""
     from offload.testing import tiny_checkpoint

@@ -35,6 +35,7 @@ from offload.storage import clock
 from offload.storage.handle import Access, Handle
 from offload.storage.pages import PAGE, announce, are_cached
 
+_CPU = torch.device("cpu")
 CHECKED_FOR = 2.0  # longest time in seconds for which a value seen in memory is assumed to be still there
 _FOREVER = float("inf")
 _MOST_OVERLAP = 2  # times a value's size that it and its parts may be tracked
@@ -205,8 +206,8 @@ def _pieces_brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
 class Engine:
     """What the threads of a process share: the reader with its lock and counters, and the streams of all threads."""
 
-    def __init__(self) -> None:
-        self.reader = Reader()
+    def __init__(self, device: torch.device = _CPU, lock: threading.RLock | None = None) -> None:
+        self.reader = Reader(device, lock)
         self.streams = Streams(self.reader)
         self._chance = random.Random()  # separate: the global one belongs to the user
         self._glance = Value.nowhere()  # shared by all small values that are read around this time
@@ -286,6 +287,20 @@ class Engine:
             reader.counts.missed += 1
             reader.counts.bytes_read += missing
             reader.count_waited(value, started)
+
+
+def range_of(handle: Handle, view_spec: torch.Tensor) -> Value:
+    """The bytes that a view spans, as one range, or the whole value if that is most of it.
+
+    `UNTRACKED` if the view is small or scattered.
+    """
+    start, most = handle.extent
+    nbytes, span = view_spec.numel() * view_spec.itemsize, span_of(view_spec)
+    if nbytes <= SMALL or span > _MOST_SCATTERED * nbytes:
+        return UNTRACKED
+    if span * _MOST > most:
+        return tracked(handle, start, most)
+    return tracked(handle, start + int(view_spec.storage_offset()) * view_spec.itemsize, span)
 
 
 def tracked(handle: Handle, start: int, nbytes: int) -> Value:
@@ -387,10 +402,25 @@ def _track(handle: Handle, key: tuple[int, int], page_state: PageState) -> Value
     return value
 
 
+def engine_of(device: torch.device) -> Engine:
+    """What the threads of the process share when they read to an accelerator."""
+    with lock():
+        if device not in _ON_DEVICES:
+            _ON_DEVICES[device] = Engine(device, lock())
+        return _ON_DEVICES[device]
+
+
+def arrive(value: Value) -> None:
+    """As `Engine.arrive`, in main memory; nothing if it was there a moment ago."""
+    if value.checked_until < clock.now():
+        _ENGINE.arrive(value)
+
+
 def _begin_anew() -> None:
     """A forked child has no reader, and nothing is in flight."""
     global _ENGINE
     _ENGINE = Engine()
+    _ON_DEVICES.clear()
     for pool in Pool.all():
         pool.users = []
         for value in pool.values():
@@ -401,4 +431,5 @@ def _begin_anew() -> None:
 POOL = Pool()  # the process's
 UNTRACKED = Value.nowhere()
 _ENGINE = Engine()
+_ON_DEVICES: dict[torch.device, Engine] = {}
 os.register_at_fork(after_in_child=_begin_anew)

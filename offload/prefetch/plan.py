@@ -16,6 +16,7 @@ Functions that change a plan return the values to evict; the caller drops them a
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ _SHARE = 0.85  # share of the available memory without a set budget; the rest is
 _LOOK_AGAIN = 2.0  # seconds between checks of available memory
 _BESIDE = 32 << 20  # bytes of a block that may stream beside the budget
 _TELLING = 4 << 20  # smallest read, in bytes, that says something about the disk rate
+_IN_FLIGHT = 4  # values of the largest size that may be on a device beside its budget: in use, just used, two ahead
+_WINDOW_ON_DEVICE = 256 << 20  # bytes up to which they are
 _NEWS = 0.1  # relative change of the total or the budget that triggers a new plan
 
 
@@ -78,7 +81,7 @@ class Pool:
         users: those that work block by block.
         at_a_time: most bytes that stream of any block, per group of users, as far as is known.
         picked: which of the picked values stay.
-        on_devices: budgets for what stays on accelerators.
+        on_devices: budgets for what stays on accelerators, and what is sent there ahead.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Pool:
         self.users: list[Users] = []
         self.at_a_time = 0
         self.picked = Picked()
-        self.on_devices: dict[torch.device, Pool] = {}
+        self.on_devices: dict[torch.device, OnDevice] = {}
         self._available = available
         _POOLS.add(self)
         self._values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()  # in order of arrival
@@ -274,6 +277,36 @@ class Pool:
 
     def _reserve(self, at_a_time: int) -> int:
         return max(0, len(self.users) * at_a_time - min(self.window // 2, _BESIDE))
+
+
+class OnDevice(Pool):
+    """Values that are copied to an accelerator.
+
+    Its window takes what is in use, and what two products later need: values come in the order of their use, and the
+    larger ones are the numbers of a weight.
+
+    Attributes:
+        sends_ahead: whether there is a window.
+    """
+
+    def __init__(self, max_memory: int = 0) -> None:
+        super().__init__(max_memory, available=lambda: sys.maxsize)
+        self.sends_ahead = True
+        self._largest = 0
+
+    def add(self, values: Iterable[Value]) -> list[Value]:
+        """As in all pools."""
+        values = list(values)
+        self._largest = max([self._largest, *(value.nbytes for value in values)])
+        return super().add(values)
+
+    def _window_beside(self, limit: int) -> int:
+        if not self.sends_ahead:
+            return 0
+        return min(_IN_FLIGHT * self._largest, max(_WINDOW_ON_DEVICE, int(limit * _PART)))
+
+    def _widest_beside(self, limit: int) -> int:
+        return self._window_beside(limit)
 
 
 def _size(values: Iterable[Value]) -> int:

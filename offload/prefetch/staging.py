@@ -1,8 +1,8 @@
 """Copies of values to an accelerator, through memory that is pinned once.
 
 Always true:
-- while the device reads one slot, the CPU fills the other; a slot is refilled only after its copy has ended
-- a copy is ordered before later work on the stream that was current at the call; the call does not wait for it
+- while the device reads one slot, the CPU fills another; a slot is refilled only after its copy has ended
+- a copy is on the copy stream: work of another stream is ordered after it by `Sent.here`, and the CPU waits for neither
 - no memory is pinned per value; small values, and devices without streams, get a plain copy
 """
 
@@ -18,31 +18,60 @@ import torch
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 
-_SLOT = 32 << 20  # bytes
-_SLOTS = 2
-_STAGED = 1 << 20  # smallest size in bytes that goes through the slots
+_SLOT = 16 << 20  # bytes
+_SLOTS = 4  # factors are sent between the numbers: two for each
+_UNUSED = 64 << 20  # bytes that may be sent and not used yet, beside the last value: they take memory there
+_STAGED = 64 << 10  # smallest size in bytes that goes through the slots: of less, a driver keeps a copy itself
 _NEEDED = ("Stream", "Event", "stream", "current_stream")  # what a device's torch module must have
 
 
 def send(values: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """A copy of a one-dimensional, contiguous CPU tensor on an accelerator."""
+    """A copy of a one-dimensional, contiguous CPU tensor on an accelerator, for the current stream."""
     nbytes = values.numel() * values.itemsize
     is_lazy = values.is_conj() or values.is_neg()
-    staging = _staging_for(target) if nbytes >= _STAGED and not is_lazy else None
-    if staging is None:
+    if nbytes < _STAGED or is_lazy or _staging_for(target) is None:
         return values.to(target)
     with no_functions(), no_modes():
-        return staging.send(values.detach().view(torch.uint8)).view(values.dtype)
+        return send_bytes(values.detach().view(torch.uint8), target).here(is_last=True).view(values.dtype)
 
 
-def settle(device: torch.device) -> None:
-    """Wait until everything sent to a device has arrived, for all of its streams."""
-    torch.get_device_module(device).current_stream(device).synchronize()
+def send_bytes(values: torch.Tensor, target: torch.device) -> Sent:
+    """A copy of one-dimensional, contiguous bytes on the CPU, which may still be on its way.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room.
+    """
+    staging = _staging_for(target)
+    return Sent(values.to(target)) if staging is None else staging.send(values)
 
 
-def lend(values: torch.Tensor, device: torch.device) -> None:
-    """Keep memory that stays on a device from being reused before the current stream is done with it."""
-    values.record_stream(torch.get_device_module(device).current_stream(device))
+class Sent:
+    """Bytes on a device, or on their way there."""
+
+    def __init__(self, values: torch.Tensor, staging: Staging | None = None, arrived: Any = None) -> None:
+        self._values = values
+        self._staging = staging
+        self._arrived = arrived
+
+    def here(self, *, is_last: bool) -> torch.Tensor:
+        """The bytes, for the current stream of the device: its work from now on comes after their arrival.
+
+        Args:
+            is_last: whether they are not kept beyond this use, so that the CPU may run ahead by a few of them only.
+        """
+        staging, arrived = self._staging, self._arrived
+        if staging is None:
+            return self._values
+        current = staging.current_stream()
+        if is_last:
+            staging.pace(current, len(self._values))
+        if arrived is not None:
+            if arrived.query():
+                self._arrived = None  # for every stream
+            else:
+                current.wait_event(arrived)
+        self._values.record_stream(current)
+        return self._values
 
 
 @dataclass(frozen=True)
@@ -61,38 +90,42 @@ class Staging:
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._slots = itertools.cycle([Slot(_pinned(_SLOT), self._module.Event()) for _ in range(_SLOTS)])
-        self._uses: deque[Any] = deque()  # events: the use of each previously sent value has ended
+        self._uses: deque[tuple[Any, int]] = deque()  # ends of uses, as events, and the bytes used after each
         self._lock = fork_safe_lock()
 
-    def send(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy of the bytes on the device."""
-        with self._lock:
-            with self._module.stream(self._stream):  # allocated from this stream's pool: waits for nobody else's work
-                copy = torch.empty(len(source), dtype=torch.uint8, device=self._device)
-                for part, place in zip(source.split(_SLOT), copy.split(_SLOT), strict=True):
-                    slot = self._copy(part, place)
-            current = self._module.current_stream(self._device)
-            self._pace(current)
-            current.wait_event(slot.copied)
-            copy.record_stream(current)
-            return copy
+    def current_stream(self) -> Any:
+        """That of the running thread."""
+        return self._module.current_stream(self._device)
 
-    def _pace(self, current: Any) -> None:
-        """The CPU may run ahead of the device, but only by a few values: they take memory there."""
+    def send(self, source: torch.Tensor) -> Sent:
+        """A copy of the bytes on the device."""
+        with self._lock, self._module.stream(self._stream):  # allocated from its pool: waits for nobody else's work
+            copy = torch.empty(len(source), dtype=torch.uint8, device=self._device)
+            for part, place in zip(source.split(_SLOT), copy.split(_SLOT), strict=True):
+                self._copy(part, place)
+            arrived = self._module.Event()
+            arrived.record(self._stream)
+            return Sent(copy, self, arrived)
+
+    def pace(self, current: Any, nbytes: int) -> None:
+        """Some bytes are about to be used, and then freed: wait until the device has used most of the earlier ones."""
         use = self._module.Event()
         use.record(current)
-        self._uses.append(use)
-        if len(self._uses) > _SLOTS:
-            self._uses.popleft().synchronize()
+        with self._lock:
+            self._uses.append((use, nbytes))
+            due = []
+            while len(self._uses) > 2 and sum(nbytes for _, nbytes in self._uses) > _UNUSED:
+                due.append(self._uses.popleft()[0])
+        for use in due:
+            use.synchronize()
 
-    def _copy(self, part: torch.Tensor, place: torch.Tensor) -> Slot:
+    def _copy(self, part: torch.Tensor, place: torch.Tensor) -> None:
         slot = next(self._slots)
         slot.copied.synchronize()
         pinned = slot.memory[: len(part)]
         pinned.copy_(part)
         place.copy_(pinned, non_blocking=True)
         slot.copied.record(self._stream)
-        return slot
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

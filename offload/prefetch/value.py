@@ -68,7 +68,10 @@ class Value(Range):
         is_held: whether it stays for now because several threads use it.
         seeded: its announced successor.
         waited: total seconds that ops have waited for it.
+        device: whose memory it is read into.
     """
+
+    device = torch.device("cpu")
 
     __slots__ = (
         "_branches",
@@ -150,7 +153,12 @@ class Value(Range):
         """Drop it from memory; the next read brings it back. One that is being read ahead still arrives."""
         before = self.stage
         super().let_go()
-        if self.stage is before and before in (RESIDENT, IN_USE, LEAVING):
+        if self.stage is before:
+            self.left()
+
+    def left(self) -> None:
+        """It is not in memory any more, unless it is on its way."""
+        if self.stage in (RESIDENT, IN_USE, LEAVING):
             self.move_to(AWAY)
 
     def learn(self, before: Value | None, following: Value) -> None:
@@ -178,7 +186,7 @@ class PageState:
     Attributes:
         pool: its budget; None for the process's.
         ranges: tracked ranges, by start and length.
-        copies: resident copies on accelerators, by device.
+        copies: those on accelerators, by device, start and length.
         checked_until: until when (`clock.now`) its rows are assumed to be in memory without checking.
         filling: reads in all of it, if rows are picked from it.
     """
@@ -188,7 +196,7 @@ class PageState:
     def __init__(self) -> None:
         self.pool: Pool | None = None
         self.ranges: dict[tuple[int, int], Value] = {}
-        self.copies: dict[torch.device, Value] = {}
+        self.copies: dict[tuple[torch.device, int, int], Value] = {}
         self.checked_until = 0.0
         self.filling: BroughtIn | None = None
 
@@ -197,7 +205,9 @@ class PageState:
         known, self.ranges = self.ranges, {}
         for value in list(known.values()):
             value.checked_until = 0.0  # users that hold on to one check again
-        self.copies = {}
+        copies, self.copies = self.copies, {}
+        for copy in list(copies.values()):
+            copy.let_go()
         self.forget_rows()
 
     def forget_rows(self) -> None:

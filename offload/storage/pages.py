@@ -80,6 +80,11 @@ class Range:
         self.checked_until = 0.0
         self.is_part = False
 
+    @property
+    def start(self) -> int:
+        """Its first byte in the file."""
+        return self._start
+
     def follows(self, other: Range) -> bool:
         """Whether it comes next in the same file."""
         return other._file is self._file and 0 <= self._start - other._start - other.nbytes < PAGE * 2

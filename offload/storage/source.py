@@ -24,6 +24,7 @@ from offload.storage.subclasses import Recipe, layout_from, unflatten
 if TYPE_CHECKING:
     from offload.storage.handle import Handle
 
+_CPU = torch.device("cpu")
 MADE_OF = "made of"  # a note in the file that stores a composed value: of what
 
 
@@ -42,8 +43,12 @@ class Composition(Protocol):
     def file(self) -> TensorFile:
         """The file of the first source value."""
 
-    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
-        """The view that a meta tensor describes, or the whole, as a plain tensor: do not write to it or keep it."""
+    def value(self, view_spec: torch.Tensor | None = None, device: torch.device = _CPU) -> torch.Tensor:
+        """The view that a meta tensor describes, or the whole, as a plain tensor: do not write to it or keep it.
+
+        Args:
+            device: where it is computed: only what is stored is sent there.
+        """
 
     def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
         """The views of stored values from which the view that a meta tensor describes is computed, as they are read."""

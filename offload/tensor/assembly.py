@@ -16,7 +16,7 @@ import torch
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import create_from_blocks
 from offload.storage.write import layout_of
-from offload.tensor.guests import CPU, copied, mapped_value, sent_to
+from offload.tensor.guests import copied, mapped_value
 from offload.tensor.recipes import Joined, Piece
 from offload.tensor.views import handle_of, metadata_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
@@ -100,6 +100,6 @@ class Assembly:
         source = self.as_it_is()
         if source is not None and handle_of(source).is_subclass:
             return copied(mapped_value(source), device)
-        whole = torch.empty_like(self.meta, device=CPU)
+        whole = torch.empty_like(self.meta, device=device)
         self.recipe().put_into(whole)
-        return sent_to(whole, device)
+        return whole

@@ -3,6 +3,7 @@
 Always true:
 - numbers are float32 and bit-identical to the `gguf` package's `dequantize`: each arithmetic step rounds as there
 - a row consists of whole blocks: rows can be decoded independently
+- they are decoded where they are; kinds that are left to numpy are decoded on the CPU
 
 Source: llama.cpp's `ggml-quants.c`, ported to numpy in `gguf.quants`, which decodes the kinds without a function below.
 """
@@ -78,7 +79,7 @@ def decode(rows: torch.Tensor, *, kind: str) -> torch.Tensor:
     from gguf.quants import dequantize
 
     with np.errstate(all="ignore"):  # factors may be any bit pattern
-        return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))
+        return torch.from_numpy(dequantize(rows.cpu().numpy(), GGMLQuantizationType[kind])).to(rows.device)
 
 
 @lru_cache(maxsize=64)
@@ -110,10 +111,36 @@ def _q8_0(rows: torch.Tensor) -> torch.Tensor:
 def _q4_0(rows: torch.Tensor) -> torch.Tensor:
     """A factor and 32 4-bit numbers, minus 8; the first 16 are the low halves of the bytes."""
     blocks = rows.view(-1, 18)
-    numbers = torch.empty(len(blocks), 2, 16, dtype=torch.uint8, device="cpu")
+    numbers = torch.empty(len(blocks), 2, 16, dtype=torch.uint8, device=rows.device)
     torch.bitwise_and(blocks[:, 2:], 15, out=numbers[:, 0])
     torch.bitwise_right_shift(blocks[:, 2:], 4, out=numbers[:, 1])
     return numbers.view(torch.int8).sub_(8).to(_F32).view(-1, 32).mul_(_halves(blocks[:, :2]))
+
+
+def _q4_1(rows: torch.Tensor) -> torch.Tensor:
+    """A factor, an offset, and 32 4-bit numbers in the order of Q4_0."""
+    blocks = rows.view(-1, 20)
+    numbers = torch.stack([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1).to(_F32).view(-1, 32)
+    return numbers.mul_(_halves(blocks[:, :2])).add_(_halves(blocks[:, 2:4]))
+
+
+def _q5_0(rows: torch.Tensor) -> torch.Tensor:
+    """A factor, the fifth bits of 32 numbers, minus 16, and the others in the order of Q4_0."""
+    blocks = rows.view(-1, 22)
+    return _with_fifth_bits(blocks[:, 2:6], blocks[:, 6:]).sub_(16).mul_(_halves(blocks[:, :2]))
+
+
+def _q5_1(rows: torch.Tensor) -> torch.Tensor:
+    """Like Q5_0, with an offset, and nothing subtracted."""
+    blocks = rows.view(-1, 24)
+    return _with_fifth_bits(blocks[:, 4:8], blocks[:, 8:]).mul_(_halves(blocks[:, :2])).add_(_halves(blocks[:, 2:4]))
+
+
+def _with_fifth_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """32 numbers of 5 bits, in float32, from 4 bytes with the highest bits and 16 with two numbers each."""
+    bits = high.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=high.device) & 1
+    numbers = torch.stack([low & 15, low >> 4], 1).view(-1, 32)
+    return (numbers | bits.view(-1, 32) << 4).to(_F32)
 
 
 def _q4_k(rows: torch.Tensor) -> torch.Tensor:
@@ -121,7 +148,7 @@ def _q4_k(rows: torch.Tensor) -> torch.Tensor:
     blocks = rows.view(-1, 144)
     factors, offsets = _of_groups(blocks)
     packed = blocks[:, 16:].view(-1, 4, 32)
-    numbers = torch.empty(len(blocks), 4, 2, 32, dtype=_F32, device="cpu")
+    numbers = torch.empty(len(blocks), 4, 2, 32, dtype=_F32, device=rows.device)
     numbers[:, :, 0].copy_(packed & 15)
     numbers[:, :, 1].copy_(packed >> 4)
     return numbers.view(-1, 8, 32).mul_(factors).sub_(offsets)
@@ -132,8 +159,8 @@ def _q5_k(rows: torch.Tensor) -> torch.Tensor:
     blocks = rows.view(-1, 176)
     factors, offsets = _of_groups(blocks)
     packed, high = blocks[:, 48:].view(-1, 4, 32), blocks[:, 16:48].unsqueeze(1)
-    numbers = torch.empty(len(blocks), 8, 32, dtype=torch.uint8, device="cpu")
-    torch.bitwise_right_shift(high, torch.arange(8, dtype=torch.uint8, device="cpu").view(8, 1), out=numbers)
+    numbers = torch.empty(len(blocks), 8, 32, dtype=torch.uint8, device=rows.device)
+    torch.bitwise_right_shift(high, torch.arange(8, dtype=torch.uint8, device=rows.device).view(8, 1), out=numbers)
     numbers.bitwise_and_(1).bitwise_left_shift_(4)
     numbers[:, 0::2].bitwise_or_(packed & 15)
     numbers[:, 1::2].bitwise_or_(packed >> 4)
@@ -155,7 +182,7 @@ def _q6_k(rows: torch.Tensor) -> torch.Tensor:
     blocks = rows.view(-1, 210)
     factors = blocks[:, 192:208].view(torch.int8).to(_F32).mul_(_halves(blocks[:, 208:]))
     low, high = blocks[:, :128].view(-1, 2, 2, 32), blocks[:, 128:192].view(-1, 2, 32)
-    numbers = torch.empty(len(blocks), 2, 4, 32, dtype=torch.uint8, device="cpu")
+    numbers = torch.empty(len(blocks), 2, 4, 32, dtype=torch.uint8, device=rows.device)
     torch.bitwise_and(low, 15, out=numbers[:, :, :2])
     torch.bitwise_right_shift(low, 4, out=numbers[:, :, 2:])
     for place, moved in enumerate((high << 4, high << 2, high, high >> 2)):
@@ -166,6 +193,9 @@ def _q6_k(rows: torch.Tensor) -> torch.Tensor:
 _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,

@@ -53,7 +53,7 @@ def recut(found: torch.Tensor, first: int, spec: torch.Tensor) -> torch.Tensor:
         value = found.as_strided(spec.shape, spec.stride(), offset)
     else:
         offset = (found.storage_offset() * found.itemsize - first) // spec.itemsize + int(spec.storage_offset())
-        value = torch.empty(0, dtype=spec.dtype)
+        value = torch.empty(0, dtype=spec.dtype, device=found.device)
         value.set_(found.untyped_storage(), offset, spec.shape, spec.stride())
     return with_bits_of(value, spec) if spec.is_conj() or spec.is_neg() else value
 

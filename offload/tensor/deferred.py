@@ -472,7 +472,7 @@ def _row_by_row(tensor: DeferredTensor, decode: Decode, meta: torch.Tensor) -> D
 
 
 def _columns(rows: torch.Tensor, *, order: torch.Tensor) -> torch.Tensor:
-    return rows.index_select(1, order)
+    return rows.index_select(1, order.to(rows.device))
 
 
 def _applied(rows: torch.Tensor, *, name: str, others: tuple[Any, ...]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from offload.annotations import Args, Kwargs
 from offload.prefetch.engine import are_staying, brought_in, coming, shared
 from offload.storage.handle import Handle
 from offload.storage.source import Composition
-from offload.tensor.guests import CPU, mapped_value, sent_to
+from offload.tensor.guests import CPU, mapped_value, value_on
 from offload.tensor.products import is_apart, multiplied
 from offload.tensor.recipes import Piece
 from offload.tensor.registry import implements
@@ -46,11 +46,13 @@ def multiply_groups(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), rest, kwargs)
     parts = [view_spec_of(matrices).select(0, group) for group in groups.tolist()]
     coming((matrices._handle, part) for part in parts)
-    for part in parts:
-        brought_in(matrices._handle, part)
     if matrices._target == CPU:
+        for part in parts:
+            brought_in(matrices._handle, part)
         return read(func, args, kwargs, {id(matrices): mapped_value(matrices)})
-    chosen = sent_to(_chosen(mapped_value(matrices), groups), matrices._target)
+    if not parts:  # torch has no product of none
+        return guest_of(rows).new_zeros(len(rows), matrices.shape[-1])
+    chosen = _stacked([value_on(handle_of(matrices), part, matrices._target) for part in parts])
     ends = ends[groups.to(ends.device)]
     return call(func, [guest_of(rows), chosen, ends, *guests_of(rest[1:], {})], _without_ends(kwargs))
 
@@ -83,10 +85,11 @@ def _multiply_one_by_one(
                 continue
         if matrix is None:
             cut = view_spec[group : group + 1]
-            matrix = recipe.value(cut)
-            if noted is not None and _is_staying(recipe, cut):
+            is_here = matrices._target == CPU
+            matrix = recipe.value(cut) if is_here else value_on(handle, cut, matrices._target)
+            if noted is not None and is_here and _is_staying(recipe, cut):
                 noted[group] = matrix
-        given = [some, sent_to(matrix, matrices._target), each[group].to(rows.device)]
+        given = [some, matrix, each[group].to(rows.device)]
         results.append(call(func, [*given, *rest], kwargs))
     if begin < len(rows) or not results:  # rows of no group: torch leaves their memory uninitialized
         results.append(rows.new_zeros(len(rows) - begin, matrices.shape[-1]))
@@ -119,11 +122,11 @@ def _is_staying(recipe: Composition, view_spec: torch.Tensor) -> bool:
     return not views or (recipe.stands(view_spec) and are_staying(views))
 
 
-def _chosen(matrices: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Some of the matrices, with the same memory order."""
-    if matrices.stride(-2) == 1:
-        return matrices.mT.index_select(0, groups).mT
-    return matrices.index_select(0, groups)
+def _stacked(matrices: list[torch.Tensor]) -> torch.Tensor:
+    """Matrices as one tensor, with the same memory order."""
+    if matrices[0].stride(-2) == 1:
+        return torch.stack([matrix.mT for matrix in matrices]).mT
+    return torch.stack(matrices)
 
 
 def _without_ends(kwargs: Kwargs) -> Kwargs:

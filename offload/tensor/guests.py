@@ -2,9 +2,8 @@
 
 Always true:
 - a guest of a value on the CPU maps the file, on another device it is a copy; it is neither kept nor handed out
+- what crosses the bus is what is stored: a recipe is carried out where the op computes
 - a read writes nothing, but for what compiled code has stored into a mapping (`store_what_compiled_code_wrote`)
-- only values in files that are never written to stay on an accelerator, and only within a budget: no copy can become
-  stale
 """
 
 from __future__ import annotations
@@ -13,22 +12,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload.prefetch.engine import POOL, brought_in, replanning
-from offload.prefetch.plan import Pool
-from offload.prefetch.staging import lend, send, settle
-from offload.prefetch.value import Value, page_state_of
+from offload.prefetch.copies import there, with_room
+from offload.prefetch.engine import brought_in
+from offload.prefetch.staging import send
 from offload.storage import clock
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import replace_whole
 from offload.storage.subclasses import is_subclass_value, with_inner
-from offload.tensor.views import Traced, cut, handle_of, meta_of, uncut, view_spec_of
+from offload.tensor.boxes import recut
+from offload.tensor.views import Traced, cut, handle_of, uncut, view_spec_of
 from offload.torch_api import version_of
 
 if TYPE_CHECKING:
     from offload.tensor.wrapper import OffloadedTensor
 
 CPU = torch.device("cpu")
+_MOST_SCATTERED = 2  # bytes that are sent, as a multiple of those that are needed
 _AS_MAPPED = version_of(torch.empty(0).set_(torch.empty(0).untyped_storage()))  # version of an unwritten mapping
 
 
@@ -43,9 +43,9 @@ def guest(tensor: OffloadedTensor) -> torch.Tensor:
     target = tensor._target
     if target is CPU or target == CPU:
         return value_on_cpu(tensor)
-    handle = tensor._handle
-    resident = resident_guest(handle, view_spec_of(tensor), target) if type(handle) is Handle else None
-    return sent_to(value_on_cpu(tensor), target) if resident is None else resident
+    if type(tensor._handle) is not Handle:
+        return sent_to(value_on_cpu(tensor), target)
+    return value_on(tensor._handle, view_spec_of(tensor), target)
 
 
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
@@ -98,17 +98,53 @@ def where_torch_expects(value: torch.Tensor, handle: Handle | Traced, view_spec:
     return cut(torch.empty(0, dtype=base.dtype, device=CPU).set_(span, 0, base.shape, base.stride()), view_spec)
 
 
-# Copies, and those that stay on an accelerator
+# On an accelerator
+
+
+def value_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """The cut by `view_spec` of a value, on an accelerator: do not write to it or keep it.
+
+    Raises: as `Handle.base`, and
+        torch.OutOfMemoryError: the device has no room, even if nothing stays there.
+    """
+    composed = handle.source.composed
+    if composed is not None:
+        return with_room(target, lambda: composed.value(view_spec, target))
+    return with_room(target, lambda: stored_on(handle, view_spec, target))
+
+
+def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """The cut by `view_spec` of a stored value on a device; on an accelerator, from what stays there or is sent ahead.
+
+    Raises: as `Handle.base`, even if the file is not read, and
+        torch.OutOfMemoryError: the device has no room.
+    """
+    base = handle.base()
+    if target != CPU and not handle.owned and handle.recipe is None:
+        if version_of(base) > _AS_MAPPED:
+            store_what_compiled_code_wrote(handle)
+            return stored_on(handle, view_spec, target)
+        with no_functions(), no_modes():  # it may outlive the mode in which it is first used
+            found = there(handle, view_spec, target)
+            if found is not None:
+                return recut(*found, view_spec)
+    brought_in(handle, view_spec)
+    return sent_to(cut(base, view_spec) if handle.recipe is None else uncut(base, view_spec, handle.name), target)
 
 
 def sent_to(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """A copy of `guest` on `target`, with the same strides; transfers only the bytes that it spans."""
+    """A copy of `guest` on `target`, with the same strides; transfers what it spans, or what it has if that is less."""
     if guest.device == target:
         return guest
     if is_subclass_value(guest):
         return guest.to(target)
-    span = 1 + sum((size - 1) * step for size, step in zip(guest.shape, guest.stride(), strict=True))
-    copy = send(guest.as_strided((max(span, 0) if guest.numel() else 0,), (1,)), target)
+    steps = zip(guest.shape, guest.stride(), strict=True)
+    span = 1 + sum((size - 1) * step for size, step in steps) if guest.numel() else 0
+    if span > _MOST_SCATTERED * guest.numel():
+        dense = send(guest.contiguous().view(-1), target).view(guest.shape)
+        place = torch.empty(span, dtype=guest.dtype, device=target).as_strided(guest.shape, guest.stride())
+        return dense if guest.is_conj() or guest.is_neg() else place.copy_(dense)
+    copy = send(guest.as_strided((max(span, 0),), (1,)), target)
     return copy.as_strided(guest.shape, guest.stride(), 0)
 
 
@@ -126,56 +162,6 @@ def copied(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
         if guest.itemsize == 1:
             return guest.view(torch.uint8).clone().view(guest.dtype)
         return guest.clone()
-
-
-class Copy(Value):
-    """A whole value on a device. `base` is None while it is not there."""
-
-    __slots__ = ("base",)
-
-    def __init__(self, pool: Pool, handle: Handle) -> None:
-        super().__init__(pool, handle.file, *handle.extent, shared=False)
-        self.base: torch.Tensor | None = None
-
-    def cached_bytes(self) -> int:
-        """How many of its bytes are on the device."""
-        return 0 if self.base is None else self.nbytes
-
-    def let_go(self) -> None:
-        """Drop it from the device."""
-        self.base = None
-
-
-def resident_guest(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor | None:
-    """The cut by `view_spec` of a value that stays on a device; None if it has to be sent for each op.
-
-    Raises: as `Handle.base`, even if the file is not read.
-    """
-    copy = _copy_to_stay(handle, target)
-    if copy is None:
-        return None
-    base, resident = handle.base(), copy.base
-    if resident is None:
-        brought_in(handle, meta_of(handle))
-        with no_functions(), no_modes():  # it outlives the mode in which it is first used
-            resident = sent_to(base, target)
-            settle(target)
-        copy.base = resident
-    lend(resident, target)
-    return cut(resident, view_spec)
-
-
-def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
-    page_state = page_state_of(handle)
-    pool = (page_state.pool or POOL).on_devices.get(target)
-    if pool is None or handle.owned or handle.recipe is not None or handle.composed is not None:
-        return None
-    with replanning() as leaving:
-        copy = page_state.copies.get(target)
-        if type(copy) is not Copy or copy.pool is not pool:
-            copy = page_state.copies[target] = Copy(pool, handle)
-            leaving.extend(pool.add([copy]))
-        return copy if copy.kept else None
 
 
 # Stand-ins while a value is traced

@@ -27,7 +27,7 @@ from offload.kernels.packed import NumberRows, Packed
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.guests import CPU, sent_to
+from offload.tensor.guests import CPU, value_on
 from offload.tensor.recipes import Decoded, Joined, Piece, stored_in, values_in_order
 from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
@@ -329,8 +329,11 @@ def _sum_of_parts(x: torch.Tensor, weight: OffloadedTensor) -> torch.Tensor | No
 
 def _decoded(weight: OffloadedTensor, begin: int, end: int) -> torch.Tensor:
     """Some rows, where the product is computed."""
-    rows: torch.Tensor = handle_of(weight).composed.value(view_spec_of(weight)[begin:end])  # type: ignore[union-attr]
-    return sent_to(rows, weight._target)
+    handle, part = handle_of(weight), view_spec_of(weight)[begin:end]
+    if weight._target != CPU:
+        return value_on(handle, part, weight._target)
+    rows: torch.Tensor = handle.composed.value(part)  # type: ignore[union-attr]
+    return rows
 
 
 def _rows_at_a_time(x: torch.Tensor, weight: OffloadedTensor) -> int | None:

@@ -16,6 +16,7 @@ from offload.prefetch.engine import brought_in
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming
 from offload.storage.subclasses import layout_from, unflatten
+from offload.tensor.guests import CPU
 from offload.tensor.recipes import Digest, Piece, Recipe
 from offload.tensor.views import uncut
 
@@ -52,11 +53,16 @@ class Rebuilt(Recipe):
         super().note(digest)
         digest.update(repr(self.recipe).encode())
 
-    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
+    def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
         """See `Composition`.
 
         Raises: as `unflatten`, as `uncut`, and as `Handle.base`.
         """
+        if device != CPU:
+            with no_functions(), no_modes(), naming(self._name, self.file.path):
+                sent = [piece.value(device=device) for piece in self.pieces]
+                made_there = unflatten(dict(zip(self._keys, sent, strict=True)), self.recipe or {}, self._name)
+                return made_there if view_spec is None else uncut(made_there, view_spec, self._name)
         bases = [piece.handle.base() for piece in self.pieces]
         for piece in self.pieces:
             brought_in(piece.handle, piece.view_spec)

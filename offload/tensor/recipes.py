@@ -26,17 +26,19 @@ from offload.kernels.native import DTYPES, library
 from offload.kernels.native import decode as decode_rows
 from offload.kernels.packed import Packed
 from offload.memory import count_freed
-from offload.prefetch.engine import brought_in, coming, computed_before, computed_once
+from offload.prefetch.engine import coming, computed_before, computed_once
 from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.boxes import Box, lies_as, recut, start_in
+from offload.tensor.guests import CPU, stored_on
 from offload.tensor.scratch import LEAST, scratch_for
 from offload.tensor.steps import Unit, steps
-from offload.tensor.views import cut, meta_of, metadata_of
+from offload.tensor.views import meta_of, metadata_of
 
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
+_ON_DEVICE = 32 << 20  # the same on an accelerator, where each step has its price; decoders take some times as much
 _CAST = 1 << 20  # the same, if the only step is a cast
 _TRIMMED = 8  # what is decoded, over what counts as freed: giving memory back takes some ms
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
@@ -62,17 +64,15 @@ class Piece:
         self.handle = handle
         self.view_spec = meta_of(handle) if view_spec is None else view_spec
 
-    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
-        """The value of `view_spec`, a cut of this piece: mapped if possible.
+    def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
+        """The value of `view_spec`, a cut of this piece: on the CPU, mapped if possible.
 
-        Raises: as `Handle.base`.
+        Raises: as `stored_on`.
         """
         handle, view_spec = self.handle, self.view_spec if view_spec is None else view_spec
         if handle.composed is not None:
-            return handle.composed.value(view_spec)
-        base = handle.base()
-        brought_in(handle, view_spec)
-        return cut(base, view_spec)
+            return handle.composed.value(view_spec, device)
+        return stored_on(handle, view_spec, device)
 
     def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
         """The views of stored values that are read to compute `view_spec`, a cut of this piece."""
@@ -119,12 +119,12 @@ class Piece:
         if isinstance(composed, Decoded):
             composed.put(place, view_spec)
         else:
-            _put(place, self.value(view_spec))
+            _put(place, self.value(view_spec, place.device))
 
 
 def _put(place: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a tensor; a cast is faster in blocks than as a whole (torch 2.13)."""
-    if place.dtype == value.dtype or place.dim() == 0 or place.nbytes <= _CAST:
+    """Copy a tensor; on the CPU, a cast is faster in blocks than as a whole (torch 2.13)."""
+    if place.dtype == value.dtype or place.dim() == 0 or place.nbytes <= _CAST or not place.is_cpu:
         place.copy_(value)
         return
     rows = max(1, _CAST * len(place) // place.nbytes)
@@ -181,7 +181,7 @@ class Recipe(ABC):
             piece.note(digest)
 
     @abstractmethod
-    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
+    def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
         """See `Composition`."""
 
     def reads(self, _: torch.Tensor, /) -> Iterator[tuple[Handle, torch.Tensor]]:
@@ -199,17 +199,17 @@ class Plain(Recipe):
 
     __slots__ = ()
 
-    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
+    def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
         """See `Composition`."""
         with no_functions(), no_modes():
             layout = self.layout
             if view_spec is None:
                 box = Box((0,) * len(layout.shape), tuple(layout.shape[dim] for dim in layout.order), 0)
-                return self._in_box(box).as_strided(layout.shape, layout.stride)
+                return self._in_box(box, device).as_strided(layout.shape, layout.stride)
             if view_spec.numel() == 0:
-                return torch.empty_strided(view_spec.shape, view_spec.stride(), dtype=view_spec.dtype)
+                return torch.empty_strided(view_spec.shape, view_spec.stride(), dtype=view_spec.dtype, device=device)
             box = Box.around(layout, view_spec)
-            return recut(self._in_box(box), box.first * layout.dtype.itemsize, view_spec)
+            return recut(self._in_box(box, device), box.first * layout.dtype.itemsize, view_spec)
 
     def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
         """See `Composition`: only what `view_spec` needs."""
@@ -222,14 +222,14 @@ class Plain(Recipe):
         for piece, part in self._read_in(box):
             yield from piece.reads(part)
 
-    def _in_box(self, box: Box) -> torch.Tensor:
+    def _in_box(self, box: Box, device: torch.device) -> torch.Tensor:
         """A tensor whose elements are in the same memory order as those of the box in the whole value."""
-        if math.prod(box.size) * self.layout.dtype.itemsize < LEAST:
-            return self._computed(box)
-        return computed_once((self, box), partial(self._computed, box), partial(self._views, box))
+        if device != CPU or math.prod(box.size) * self.layout.dtype.itemsize < LEAST:
+            return self._computed(box, device)
+        return computed_once((self, box), partial(self._computed, box, CPU), partial(self._views, box))
 
     @abstractmethod
-    def _computed(self, box: Box) -> torch.Tensor:
+    def _computed(self, box: Box, device: torch.device) -> torch.Tensor:
         """Such a tensor, in memory of its own."""
 
     @abstractmethod
@@ -239,7 +239,7 @@ class Plain(Recipe):
     def put_into(self, place: torch.Tensor) -> None:
         """Compute all of it into a plain tensor of its shape, in the dtype of that tensor."""
         with no_functions(), no_modes():
-            place.copy_(self.value())
+            place.copy_(self.value(device=place.device))
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """See `Composition`."""
@@ -338,19 +338,19 @@ class Joined(Plain):
     def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
         return ((piece, view_spec) for piece, view_spec, _ in self._inside(box))
 
-    def _in_box(self, box: Box) -> torch.Tensor:
-        found = computed_before((self, box))
+    def _in_box(self, box: Box, device: torch.device) -> torch.Tensor:
+        found = computed_before((self, box)) if device == CPU else None
         if found is not None:
             return found
         only = self._only_one(self._inside(box))
         if only is None:
-            return super()._in_box(box)
+            return super()._in_box(box, device)
         piece, view_spec = only
-        return piece.value(view_spec)
+        return piece.value(view_spec, device)
 
-    def _computed(self, box: Box) -> torch.Tensor:
+    def _computed(self, box: Box, device: torch.device) -> torch.Tensor:
         inside = self._inside(box)
-        whole = scratch_for(contiguous(self.layout.dtype, box.size))
+        whole = scratch_for(contiguous(self.layout.dtype, box.size), device)
         if len(inside) > 1:
             coming(view for piece, view_spec, _ in inside for view in piece.reads(view_spec))
         for piece, view_spec, at in inside:
@@ -562,10 +562,10 @@ class Decoded(Plain):
             view_spec = view_spec[only] if self.stacked else view_spec
             yield number, view_spec if per is None else view_spec[first * per : last * per]
 
-    def _computed(self, box: Box) -> torch.Tensor:
+    def _computed(self, box: Box, device: torch.device) -> torch.Tensor:
         step = math.prod(self._row)
         start, end = self._rows_of(box)
-        whole = scratch_for(contiguous(self.layout.dtype, (end - start, *self._row)))
+        whole = scratch_for(contiguous(self.layout.dtype, (end - start, *self._row)), device)
         self._into(whole, start)
         inside = box.first - start * step
         return whole.view(-1)[inside:] if inside else whole
@@ -584,7 +584,7 @@ class Decoded(Plain):
         if lies_so and view_spec.dtype == self.layout.dtype and offset % step == 0:
             self._into(place, offset // step)
         else:
-            place.copy_(self.value(view_spec))
+            place.copy_(self.value(view_spec, place.device))
 
     def _into(self, place: torch.Tensor, start: int) -> None:
         """Compute the rows that `place` has room for, beginning with row `start`."""
@@ -606,17 +606,19 @@ class Decoded(Plain):
 
     def _decode_into(self, place: torch.Tensor, start: int) -> None:
         """Compute rows within one element, block by block."""
-        parts = self.parts_of_pieces(start, len(place))
-        found = values_in_order((number, Piece(self.pieces[number].handle, part)) for number, part in parts)
+        parts, device = self.parts_of_pieces(start, len(place)), place.device
+        found = values_in_order(((number, Piece(self.pieces[number].handle, part)) for number, part in parts), device)
         first = start % self.layout.shape[1] if self.stacked else start
         if self._decoded_by_kernel(found, first % self.granule, place):
             return
-        most = max(1, BLOCK // max(1, math.prod(self._row) * self.layout.dtype.itemsize))
+        most = BLOCK if device == CPU else _ON_DEVICE
+        most = max(1, most // max(1, math.prod(self._row) * self.layout.dtype.itemsize))
         unit = Unit(self.granule, self.per, self.is_divisible)
         for low, high, taken, skipped in steps(first, len(place), most, unit):
             given = [value if rows is None else value[slice(*rows)] for value, rows in zip(found, taken, strict=True)]
             _put_rows(place[low:high], self.decode(*given), skipped, self.layout.dtype)
-        count_freed(place.nbytes // _TRIMMED)  # of the blocks, among which settles what stays, as of new experts
+        if device == CPU:
+            count_freed(place.nbytes // _TRIMMED)  # of the blocks, among which settles what stays, as of new experts
 
     def has_kernel(self) -> bool:
         """Whether the kernels give its numbers, row by row."""
@@ -647,9 +649,9 @@ class Decoded(Plain):
         return True
 
 
-def values_in_order(pieces: Iterable[tuple[int, Piece]]) -> list[torch.Tensor]:
+def values_in_order(pieces: Iterable[tuple[int, Piece]], device: torch.device = CPU) -> list[torch.Tensor]:
     """The values of pieces, in the order of their numbers; read in the order in which they are given."""
-    made = {number: piece.value() for number, piece in pieces}
+    made = {number: piece.value(device=device) for number, piece in pieces}
     return [made[number] for number in range(len(made))]
 
 

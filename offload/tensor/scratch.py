@@ -60,8 +60,10 @@ def _is_free(storage: torch.UntypedStorage) -> bool:
     return storage_uses(storage_id(storage)) == _BY_US
 
 
-def scratch_for(layout: Layout) -> torch.Tensor:
-    """A plain tensor of that dense layout, uninitialized."""
+def scratch_for(layout: Layout, device: torch.device) -> torch.Tensor:
+    """A plain tensor of that dense layout, uninitialized. An accelerator's own allocator reuses memory."""
+    if device.type != "cpu":
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
     flat = _SCRATCH.take(max(layout.nbytes, 1))
     return torch.empty(0, dtype=layout.dtype, device="cpu").set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
 

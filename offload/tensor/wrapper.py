@@ -256,7 +256,8 @@ class OffloadedTensor(torch.Tensor):
             A `torch.Tensor` with memory of its own, on the target device.
         """
         with DisableTorchFunctionSubclass(), no_grad():
-            return copied(value_on_cpu(self), self._target)
+            is_computed_there = self._target != CPU and self._handle.source.composed is not None
+            return copied(guest(self) if is_computed_there else value_on_cpu(self), self._target)
 
     def flush(self) -> None:
         """Wait until everything written to the file so far is on the disk."""

@@ -262,7 +262,7 @@ def _unpaired(values: torch.Tensor, *, rows: int, decode: Decode | None = None) 
 
 def _log_of_negated(values: torch.Tensor) -> torch.Tensor:
     """With numpy, as in transformers: the last bits differ from torch's."""
-    return torch.from_numpy(np.log(-values.numpy()))
+    return torch.from_numpy(np.log(-values.cpu().numpy())).to(values.device)
 
 
 # Conversions

@@ -120,10 +120,11 @@ def _decode_gptq(
     points = of_words(zeros.contiguous().view(-1, 1), bits).view(*zeros.shape, -1).transpose(1, 2).flatten(0, 1)
     points = (points.to(torch.float32) + (half + less)).remainder_(2 * half).sub_(half)
     groups = scales.shape[1]
-    usual = torch.arange(len(order), dtype=order.dtype, device="cpu") // -(-len(order) // groups)
     factors = scales.to(torch.float32)
-    if len(order) % groups == 0 and torch.equal(order, usual):
-        return _scaled(numbers, points, factors)
+    if order.is_cpu and len(order) % groups == 0:  # elsewhere the CPU would have to wait for it
+        usual = torch.arange(len(order), dtype=order.dtype, device="cpu") // -(-len(order) // groups)
+        if torch.equal(order, usual):
+            return _scaled(numbers, points, factors)
     return numbers.sub_(points.index_select(1, order)).mul_(factors.index_select(1, order))
 
 
@@ -141,7 +142,7 @@ def _decode_awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) 
 def _awq_rows(words: torch.Tensor) -> torch.Tensor:
     """The integers in the words, (8 * rows, inputs)."""
     words = words.contiguous()
-    rows = torch.empty(len(words), 8, words.shape[1], dtype=torch.float32, device="cpu")
+    rows = torch.empty(len(words), 8, words.shape[1], dtype=torch.float32, device=words.device)
     for place, row in enumerate(_AWQ_ROWS):
         rows[:, row].copy_((words >> (4 * place)).bitwise_and_(15))
     return rows.flatten(0, 1)

@@ -67,13 +67,13 @@ def _decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         scales: (blocks, outputs) bytes.
     """
     turned = blocks.transpose(1, 2).contiguous()  # (blocks, 16, outputs): pairs of input rows
-    bits = torch.empty(len(blocks), _BLOCK // 2, 2, turned.shape[2], dtype=torch.int16, device="cpu")
+    bits = torch.empty(len(blocks), _BLOCK // 2, 2, turned.shape[2], dtype=torch.int16, device=blocks.device)
     bits[:, :, 0].copy_(turned & 0x0F)
     bits[:, :, 1].copy_(turned >> 4)
     bits.mul_(1 << 9).add_(0x7000).bitwise_and_(_OF_FLOAT16)  # the addition carries the sign to its place
     numbers = bits.view(torch.float16).to(torch.float32).view(len(blocks), _BLOCK, -1)
     factors = of_exponents(scales).unsqueeze(1)
-    if bool(factors.max() < _LARGE):
+    if factors.is_cpu and bool(factors.max() < _LARGE):
         factors = factors * _LESS
     else:
         numbers.mul_(_LESS)

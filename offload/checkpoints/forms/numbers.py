@@ -1,7 +1,9 @@
 """Packed numbers as 32-bit floats, and factors shared by blocks.
 
 Always true:
-- functions take plain tensors and don't modify them, except the first argument where the docstring says in place
+- functions take plain tensors and don't modify them, except the first argument where the docstring says in place; they
+  compute where these are, and tables are there once per device
+- on an accelerator nothing depends on the numbers in a tensor: the CPU would have to wait for them
 - every number of up to 8 bits is exact as a float, and so is its product with a factor of a 16-bit dtype: rounding it
   to that dtype gives the same as arithmetic in that dtype
 
@@ -34,17 +36,17 @@ def of_halves(packed: torch.Tensor, numbers: tuple[float, ...], *, high_first: b
     """
     flat = _bytes(packed).to(torch.int64)
     rows = math.gcd(flat.numel(), _ROWS)  # torch (2.13) uses all cores for a matrix, but one for a list
-    pairs = _pairs_of_halves(numbers, high_first).expand(rows, -1)
+    pairs = _pairs_of_halves(numbers, high_first, flat.device).expand(rows, -1)
     found = pairs.gather(1, flat.view(rows, flat.numel() // rows))
     return found.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 @lru_cache(maxsize=16)
-def _pairs_of_halves(numbers: tuple[float, ...], high_first: bool) -> torch.Tensor:
+def _pairs_of_halves(numbers: tuple[float, ...], high_first: bool, device: torch.device) -> torch.Tensor:
     byte = torch.arange(256, device="cpu")
     halves = [byte >> 4, byte & 15] if high_first else [byte & 15, byte >> 4]
     of_each = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-    return torch.stack([of_each[half] for half in halves], -1).view(torch.int64).flatten()
+    return torch.stack([of_each[half] for half in halves], -1).view(torch.int64).flatten().to(device)
 
 
 def product(packed: torch.Tensor, factors: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -55,7 +57,7 @@ def product(packed: torch.Tensor, factors: torch.Tensor, rows: int, columns: int
 
 
 def numbers_of(packed: torch.Tensor) -> torch.Tensor:
-    """Numbers in float32. torch casts 8-bit floats one by one (2.13)."""
+    """Numbers in float32. torch casts 8-bit floats one by one on the CPU (2.13)."""
     if packed.dtype == torch.float8_e4m3fn and _has_numbers_alone(packed):
         return _of_e4m3(packed).mul_(_LESS)
     if packed.dtype == torch.float8_e5m2:  # the upper half of a float16
@@ -64,10 +66,10 @@ def numbers_of(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _has_numbers_alone(packed: torch.Tensor) -> bool:
-    """Whether there is no NaN (127 or 255)."""
-    return (
-        packed.numel() > 0 and bool(packed.view(torch.uint8).max() < 255) and bool(packed.view(torch.int8).max() < 127)
-    )
+    """Whether there is no NaN (127 or 255), if that can be asked."""
+    if not packed.is_cpu or packed.numel() == 0:
+        return False
+    return bool(packed.view(torch.uint8).max() < 255) and bool(packed.view(torch.int8).max() < 127)
 
 
 def _of_e4m3(packed: torch.Tensor) -> torch.Tensor:
@@ -94,7 +96,7 @@ def of_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
         return apart.view(torch.int8).view(rows, -1).sub_(8)
     count = 32 * packed.shape[1] // bits
     words = torch.nn.functional.pad(packed, (0, -packed.shape[1] % bits)).view(rows, -1, bits)
-    numbers = torch.empty(rows, words.shape[1], 32, dtype=torch.int8, device="cpu")
+    numbers = torch.empty(rows, words.shape[1], 32, dtype=torch.int8, device=packed.device)
     for number in range(32):
         word, first = divmod(number * bits, 32)
         found = words[..., word] >> first
@@ -106,12 +108,12 @@ def of_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 def of_exponents(packed: torch.Tensor) -> torch.Tensor:
     """Powers of two, given by their exponents plus 127 (e8m0)."""
-    return _powers().index_select(0, _bytes(packed).to(torch.int32)).view(packed.shape)
+    return _powers(packed.device).index_select(0, _bytes(packed).to(torch.int32)).view(packed.shape)
 
 
 @lru_cache(maxsize=16)
-def _powers() -> torch.Tensor:
-    return (torch.arange(256, dtype=torch.float32, device="cpu") - 127.0).exp2()
+def _powers(device: torch.device) -> torch.Tensor:
+    return (torch.arange(256, dtype=torch.float32, device="cpu") - 127.0).exp2().to(device)
 
 
 def _bytes(packed: torch.Tensor) -> torch.Tensor:
