@@ -91,14 +91,14 @@ def still_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture(scope="session")
-def delayed_library(pytestconfig: pytest.Config) -> Path:
+def delayed_library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The accelerator of `tests/prefetch/delayed_device.cpp`, built."""
     from tests.prefetch import delayed_device
 
     if delayed_device.COMPILER is None:
         pytest.skip("needs a C++ compiler, for an accelerator of its own")
-    assert pytestconfig.cache is not None
-    return delayed_device.built(pytestconfig.cache.mkdir("delayed-device"))
+    cache = getattr(pytestconfig, "cache", None)
+    return delayed_device.built(cache.mkdir("delayed-device") if cache else tmp_path_factory.mktemp("delayed-device"))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import threading
@@ -20,7 +21,6 @@ from offload.tensor.wrapper import guest_of
 from tests.prefetch import delayed_device as delayed
 from tests.prefetch.delayed_device import MIB, held, on_disk, on_the_device, side_of
 from tests.processes import forked
-
 
 
 @on_the_device
@@ -184,6 +184,7 @@ def test_the_cpu_can_not_read_the_memory_of_the_device(device: torch.device) -> 
     there = torch.ones(16, device=device)
     torch.accelerator.synchronize()
 
+    faulthandler.disable()  # it is no accident
     pid = forked(lambda: ctypes.string_at(there.data_ptr(), 4))
 
     assert -signal.SIGSEGV == os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -112,7 +112,7 @@ def test_only_chosen_experts_are_sent_to_another_device(
     matrices = plain.transpose(-2, -1) if transposed else plain.transpose(-2, -1).contiguous()
     groups = torch.tensor([1, 3])
 
-    chosen = of_groups._chosen(matrices, groups)
+    chosen = of_groups._stacked([matrices[group] for group in groups])
 
     assert matrices.stride()[1:] == chosen.stride()[1:]
     assert torch.equal(F.grouped_mm(rows, matrices, offs=ENDS), F.grouped_mm(rows, chosen, offs=ENDS[groups]))

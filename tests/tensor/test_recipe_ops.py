@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,8 +47,8 @@ def carried_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     value = Plain.value
 
-    def look(self: Plain, view_spec: torch.Tensor | None = None) -> torch.Tensor:
-        found = value(self, view_spec)
+    def look(self: Plain, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = value(self, *args, **kwargs)
         seen.append(found.numel())
         return found
 

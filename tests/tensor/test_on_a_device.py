@@ -1,0 +1,241 @@
+"""Values on disk whose ops compute on an accelerator: what stays there, what is sent ahead, and what is waited for."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+import offload
+from offload import OffloadedTensor
+from offload.checkpoints.checkpoint import open_checkpoint
+from offload.checkpoints.forms.decoding import unpacked
+from offload.errors import ChangedFileError
+from offload.prefetch.engine import POOL, engine_of
+from offload.prefetch.value import page_state_of
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import guest_of
+from tests.campaigns import amount
+from tests.prefetch import delayed_device as delayed
+from tests.prefetch.delayed_device import MIB, held, on_disk, on_the_device
+
+LAYERS, SIDE = 8, 1024  # 1 MiB of 8-bit floats each, and 256 bytes of scales
+
+
+def packed_layers(folder: Path, device: torch.device) -> list[OffloadedTensor]:
+    """Weights of 8-bit floats in blocks, on disk, for a device."""
+    pieces: dict[str, torch.Tensor] = {}
+    for layer in range(LAYERS):
+        pieces[f"{layer}.weight"] = (torch.randn(SIDE, SIDE) * 0.1).to(torch.float8_e4m3fn)
+        pieces[f"{layer}.weight_scale_inv"] = torch.rand(SIDE // 128, SIDE // 128) + 0.5
+    save_file(pieces, folder / "model.safetensors")
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    dense = unpacked(open_checkpoint(folder).tensors(None), quantization)
+    assert dense is not None
+    return [dense[f"{layer}.weight"].to(device) for layer in range(LAYERS)]  # type: ignore[misc]
+
+
+def crossing(act: Callable[[], object]) -> int:
+    """How many bytes an action sends to the device."""
+    torch.accelerator.synchronize()
+    before = delayed.ops.sent()
+    act()
+    torch.accelerator.synchronize()
+    return int(delayed.ops.sent() - before)
+
+
+def until(fact: Callable[[], bool]) -> bool:
+    """Whether something becomes true; a minute is long enough."""
+    ends = time.monotonic() + 60
+    while not fact() and time.monotonic() < ends:
+        time.sleep(0.005)
+    return fact()
+
+
+@on_the_device
+def test_packed_values_stay_within_the_budget_of_the_device(device: torch.device, folder: Path) -> None:
+    """With half of the packed bytes as a budget, a pass sends half of them; and it has room in its budget."""
+    delayed.ops.late(50)
+    weights = packed_layers(folder, device)
+    expected = [weight.to("cpu").materialize() for weight in weights]
+    scales = LAYERS * 4 * (SIDE // 128) ** 2
+
+    def run() -> None:
+        for weight, value in zip(weights, expected, strict=True):
+            assert torch.equal(value, guest_of(weight).cpu())
+
+    with offload.set_max_memory({"delayed:0": LAYERS // 2 * MIB + scales}), offload.budget.set_read_ahead(False):
+        before = delayed.ops.allocated()
+        first, second, third = crossing(run), crossing(run), crossing(run)
+        stays = delayed.ops.allocated() - before
+
+    assert LAYERS * MIB + scales == first
+    assert LAYERS // 2 * MIB <= second < LAYERS * MIB  # the plan was made as values came: what it moved is sent again
+    assert LAYERS // 2 * MIB == third
+    assert LAYERS // 2 * MIB <= stays <= LAYERS // 2 * MIB + 2 * MIB
+
+
+@on_the_device
+def test_a_pass_sends_what_does_not_stay_and_memory_is_within_budget_and_window(
+    device: torch.device, folder: Path
+) -> None:
+    """Sent ahead or not: half of the packed bytes stay, and the other half crosses once a pass."""
+    delayed.ops.late(50)
+    weights, x = packed_layers(folder, device), torch.ones(1, SIDE, device=device)
+    budget, window, dense = LAYERS // 2 * MIB + (128 << 10), 4 * MIB, 3 * 4 * SIDE * SIDE
+
+    def run() -> None:
+        for weight in weights:
+            F.linear(x, weight)
+
+    with offload.set_max_memory({"delayed:0": budget}):
+        crossing(run)
+        crossing(run)
+        torch.accelerator.reset_peak_memory_stats()
+        sent = crossing(lambda: [run() for _ in range(4)])
+        peak = torch.accelerator.max_memory_allocated()
+        ahead = engine_of(device).reader.counts.ahead
+
+    half = LAYERS // 2 * MIB
+    assert 3 * half <= sent <= 1.02 * 5 * half  # what the pass before sent ahead, and what is ahead of the next one
+    assert peak <= budget + window + dense + MIB
+    assert ahead > 0
+
+
+@on_the_device
+def test_the_next_pieces_are_on_their_way_while_an_op_computes(device: torch.device, folder: Path) -> None:
+    """The copy stream goes on while the op's stream stands still; two values at most, and the CPU waits for neither."""
+    weights = [on_disk(folder, f"w{number}", torch.full((1 << 18,), float(number))) for number in range(8)]
+    out = torch.zeros(1 << 18, device=device)
+    for _ in range(3):
+        for weight in weights:
+            out.copy_(guest_of(weight))
+    torch.accelerator.synchronize()
+    copies = [next(iter(page_state_of(handle_of(weight)).copies.values())) for weight in weights]
+    go_on = held(torch.accelerator.current_stream())
+
+    out.copy_(guest_of(weights[0]))
+
+    assert until(lambda: copies[1].is_cached() and copies[2].is_cached())
+    assert sum(copy.nbytes for copy in copies if copy.is_cached()) <= 4 * MIB
+    assert not copies[5].is_cached()
+    go_on()
+    assert out.cpu().eq(0).all()
+
+
+@on_the_device
+def test_experts_that_are_on_the_device_cost_no_byte(device: torch.device, folder: Path) -> None:
+    """Of a stack, those that were picked stay one by one."""
+    delayed.ops.late(50)
+    stack = torch.randn(8, 256, 512)
+    experts = on_disk(folder, "experts", stack)
+    budget = {"delayed:0": 3 * MIB}  # of 4: half a MiB each
+
+    def pick(*numbers: int) -> None:
+        for number in numbers:
+            assert torch.equal(stack[number], guest_of(experts[number]).cpu())
+
+    with offload.set_max_memory(budget), offload.budget.set_read_ahead(False):
+        first, again, other = (crossing(partial(pick, *numbers)) for numbers in ((1, 4, 6), (6, 1, 4), (1, 2)))
+
+    assert 3 * MIB // 2 == first
+    assert 0 == again
+    assert MIB // 2 == other
+
+
+@on_the_device
+def test_a_device_without_room_keeps_less(device: torch.device, folder: Path) -> None:
+    """The budget is larger than the device: what it has no room for streams, and no op fails."""
+    delayed.ops.late(50)
+    values = [torch.full((1 << 18,), float(number)) for number in range(10)]
+    weights = [on_disk(folder, f"w{number}", value) for number, value in enumerate(values)]
+    out = torch.zeros(1 << 18, device=device)
+    torch.accelerator.synchronize()
+    delayed.ops.limit(delayed.ops.allocated() + 6 * MIB)
+
+    with offload.set_max_memory({"delayed:0": 10 * MIB}):
+        for _ in range(3):
+            for value, weight in zip(values, weights, strict=True):
+                out.copy_(guest_of(weight))
+                assert torch.equal(value, out.cpu())
+        kept = sum(value.nbytes for value in POOL.on_devices[device].values() if value.kept)
+
+    assert 0 < kept <= 6 * MIB
+
+
+@on_the_device
+def test_a_value_that_is_larger_than_the_device_is_an_error(device: torch.device, folder: Path) -> None:
+    weight = on_disk(folder, "w", torch.ones(1 << 20))
+    delayed.ops.limit(2 * MIB)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        guest_of(weight)
+
+
+@on_the_device
+def test_a_changed_file_is_an_error_though_its_value_was_sent_ahead(device: torch.device, folder: Path) -> None:
+    weights = [on_disk(folder, f"w{number}", torch.full((1 << 18,), float(number))) for number in range(3)]
+    for _ in range(3):
+        for weight in weights:
+            guest_of(weight)
+
+    save_file({"w0": torch.ones(1 << 18)}, folder / "w0.safetensors")
+
+    with pytest.raises(ChangedFileError):
+        guest_of(weights[0])
+
+
+def many_steps(device: torch.device, folder: Path, steps: int) -> int:
+    """How many values were wrong on streams that are late: threads use values while budgets change."""
+    count, size = 12, 40 << 10  # elements, of 4 bytes: more than is sent as one
+    weights = [on_disk(folder, f"w{number}", torch.full((size,), float(number))) for number in range(count)]
+    delayed.ops.limit(64 * MIB)
+    wrong: list[int] = []
+
+    def use(thread: int) -> None:
+        chance = random.Random(thread)
+        with torch.Stream(device):
+            outs = [torch.zeros(size, device=device) for _ in range(4)]
+            asked: list[int] = []
+            for step in range(steps // 2):
+                number = step % count if chance.random() < 0.9 else chance.randrange(count)
+                outs[len(asked)].copy_(guest_of(weights[number]))
+                asked.append(number)
+                if len(asked) == len(outs):
+                    found = [out.cpu() for out in outs]
+                    wrong.extend(n for n, out in zip(asked, found, strict=True) if not out.eq(n).all())
+                    asked.clear()
+                if chance.random() < 0.01:
+                    offload.budget.evict(weights[chance.randrange(count)])
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(2)]
+    with offload.set_max_memory({"delayed:0": MIB}):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return len(wrong)
+
+
+@on_the_device
+def test_no_value_is_stale_or_torn_on_streams_that_are_late(device: torch.device, folder: Path) -> None:
+    delayed.ops.late(300)
+
+    assert 0 == many_steps(device, folder, amount("devices", usual=400, whole=10_000))
+
+
+@on_the_device
+def test_without_the_waits_values_are_wrong_on_streams_that_are_late(device: torch.device, folder: Path) -> None:
+    """That the test before this one can fail."""
+    delayed.ops.late(300)
+    delayed.ops.heed_events(False)
+
+    assert 0 < many_steps(device, folder, 400)
