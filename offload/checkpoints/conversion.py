@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -59,6 +60,19 @@ _KIND = Kind(
 )
 
 
+@dataclass(frozen=True)
+class Source:
+    """A model that is to be written anew.
+
+    Attributes:
+        tensors: its values, under the names that its class has; they are decoded and cast when they are read.
+        companions: the configuration, the tokenizer... that belong beside them, by file name.
+    """
+
+    tensors: dict[str, OffloadedTensor]
+    companions: dict[str, bytes]
+
+
 def convert_checkpoint(
     source: PathLike,
     target: PathLike,
@@ -76,9 +90,9 @@ def convert_checkpoint(
         target: the new folder; it may be there if it is empty.
         dtype, max_shard_size: see `save_checkpoint`.
         to_offload_folder: one file per name, which can be written to in place, instead of a checkpoint.
-        dequantize: for a quantized checkpoint, or a GGUF file, write the dense one that transformers would have in
-            memory. What is packed is in `dtype` then, or, if that is None, in the dtype of the configuration; a GGUF
-            file has none, and is computed in float32. Its tokenizer is written, too.
+        dequantize: for a quantized checkpoint, write the dense one that transformers would have in memory. What is
+            packed is in `dtype` then, or, if that is None, in the dtype of the configuration. A GGUF file, whose names
+            are llama.cpp's, is always dequantized: in float32 if `dtype` is None. Its tokenizer is written, too.
         resume: go on with a run of `dequantize` that was killed, from the folder `target` + ".partial".
 
     Returns:
@@ -90,27 +104,19 @@ def convert_checkpoint(
             arguments.
         ArgumentError: `resume` without `dequantize`.
         CheckpointError: a quantized checkpoint, in a form that would not outlive this, or is not decoded; one that is
-            to be dequantized, and is dense; a GGUF file without `dequantize`; no JSON in its `config.json`.
+            to be dequantized, and is dense; no JSON in its `config.json`.
         MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened, target = open_checkpoint(source), absolute(target)
-    if dequantize:
+    if dequantize or opened.is_gguf:
         options = {"dtype": None if dtype is None else dtype_name(dtype), "to_offload_folder": to_offload_folder}
         run = {**options, "max_shard_size": max_shard_size, "source": identities_of(opened)}
         _convert_dense(opened, target, dtype, run, resume=resume)
         return target
-    if opened.is_gguf:
-        raise CheckpointError(
-            f"{opened.path} is a GGUF file, and its tensors would keep llama.cpp's names, which no model has: "
-            "dequantize=True (--dequantize) writes the checkpoint of its model. For the tensors alone, save what "
-            "offload.load_file gives with offload.save_checkpoint"
-        )
     if resume:
         raise ArgumentError("resume=True needs dequantize=True: other runs leave nothing behind, so run it again")
     with replacing_folder(target) as folder:
-        if is_folder(opened.path):
-            with reading(opened.path):
-                copy_companions(opened.path, folder, dtype)
+        put_files(folder, companions_beside(opened.path, dtype))
         if to_offload_folder:
             _write_one_by_one(opened, folder, dtype)
         else:
@@ -120,35 +126,47 @@ def convert_checkpoint(
 
 def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, run: Settings, *, resume: bool) -> None:
     """Write the dense checkpoint, file by file, in the folder of the run, and then put it at the target."""
-    config, values, companions = _dequantized(source, dtype)
+    made = _dequantized(source, dtype)
     with resumable_folder(target, run, resume=resume) as work:
         new = work / "new"
         made_folder(new)
         if run["to_offload_folder"]:
             done = {path.name for path in new.iterdir()}
-            left = {name: tensor for name, tensor in values.items() if file_name(name) not in done}
+            left = {name: tensor for name, tensor in made.tensors.items() if file_name(name) not in done}
             _write_one_by_one(left, new, dtype)
         else:
-            write_file_by_file(contents_of(values, dtype), new, largest_shard(run["max_shard_size"]))
-        if is_folder(source.path):
-            with reading(source.path):
-                copy_companions(source.path, new, dtype, config)
-        for name, data in companions.items():
-            put_file(new / name, data)
+            write_file_by_file(contents_of(made.tensors, dtype), new, largest_shard(run["max_shard_size"]))
+        put_files(new, made.companions)
         with writing(target):
             os.rename(new, target)
         sync_folder(target.parent)
 
 
-def _dequantized(
-    source: Checkpoint, dtype: torch.dtype | None
-) -> tuple[Json, dict[str, OffloadedTensor], dict[str, bytes]]:
-    """The dense model: its configuration, its tensors, which are decoded when they are read, and new files beside."""
+def source_of(source: Checkpoint, dtype: torch.dtype | None) -> Source:
+    """A dense model, from a folder or a GGUF file.
+
+    Args:
+        source: of a model that is not quantized, or a GGUF file.
+        dtype: of the floating-point values; None for the dtype they have, and for float32 where a GGUF file is packed.
+
+    Raises:
+        CheckpointError: no JSON in its `config.json`, or a GGUF file that transformers can't read.
+        ReadError
+    """
+    if source.is_gguf:
+        return _dequantized(source, dtype)
+    tensors = source.tensors()
+    if dtype is not None:
+        tensors = {name: _stored(_cast(tensor, dtype), name) for name, tensor in tensors.items()}
+    return Source(tensors, companions_beside(source.path, dtype))
+
+
+def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> Source:
     if source.is_gguf:
         model = empty_model(source, dtype)
         values = values_in(source, None, model=model)
         tensors = {name: _stored(tensor, name) for name, tensor in values.tensors.items()}
-        return None, tensors, companions_of(model)
+        return Source(tensors, companions_of(model))
     path = source.path / _CONFIG
     config = _read_config(path) if is_folder(source.path) and is_file(path) else {}
     quantization = _parts_of(config, "quantization_config")
@@ -160,10 +178,9 @@ def _dequantized(
             f"the weights of {source.path} are packed for special kernels ({method_of(quantization[0])}), "
             "and are not decoded: load the model, and save the result of its dequantize()"
         )
-    dtypes = [dtype_named(name) for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str)]
-    wanted = dtype or next((one for one in dtypes if one is not None), None)
+    wanted = dtype or _dtype_of(config)
     dense = {name: _stored(_in_dtype(tensor, wanted), name) for name, tensor in values.tensors.items()}
-    return _without(config, "quantization_config"), dense, {}
+    return Source(dense, companions_beside(source.path, dtype, _without(config, "quantization_config")))
 
 
 def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -171,6 +188,12 @@ def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype is not None and is_offloaded(tensor) and handle_of(tensor).composed is not None:
         return deferred(tensor).to(dtype)
     return tensor
+
+
+def _cast(tensor: OffloadedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """A value in another dtype, if it is one of numbers that can be cast."""
+    is_cast = tensor.is_floating_point() and tensor.itemsize > 1 and subclass_value(tensor) is None
+    return deferred(tensor).to(dtype) if is_cast and tensor.dtype != dtype else tensor
 
 
 def _stored(tensor: torch.Tensor, name: str) -> OffloadedTensor:
@@ -247,23 +270,58 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
     return found
 
 
-def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None, dense: Json = None) -> None:
-    """Copy the configuration and tokenizer files of a model's folder (`COMPANIONS`).
+def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Json = None) -> dict[str, bytes]:
+    """The configuration and tokenizer files in a model's folder (`COMPANIONS`), by name; none beside a lone file.
 
     Args:
-        source, folder: from where and to where.
-        dtype: what the configuration says afterwards, if given.
-        dense: a configuration that replaces the one there, if given.
+        source: the folder, or the file.
+        dtype: what the configuration is to say, if given.
+        dense: a configuration in place of the one there, if given.
+
+    Raises:
+        CheckpointError: there is no JSON in `config.json`.
+        ReadError
     """
-    for path in sorted(source.iterdir()):
-        wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
-        if not wanted or path.name.endswith(INDEX) or not is_file(path):
-            continue
-        if path.name != _CONFIG or (dtype is None and dense is None):
-            put_file(folder / path.name, path.read_bytes())
-            continue
-        config = _read_config(path) if dense is None else dense
-        put_file(folder / path.name, _text_of(config if dtype is None else _config_with(config, path, dtype)))
+    found: dict[str, bytes] = {}
+    if not is_folder(source):
+        return found
+    with reading(source):
+        for path in sorted(source.iterdir()):
+            wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
+            if not wanted or path.name.endswith(INDEX) or not is_file(path):
+                continue
+            if path.name != _CONFIG or (dtype is None and dense is None):
+                found[path.name] = path.read_bytes()
+                continue
+            config = _read_config(path) if dense is None else dense
+            found[path.name] = _text_of(config if dtype is None else _config_with(config, path, dtype))
+    return found
+
+
+def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files, each as a whole.
+
+    Raises:
+        WriteError
+    """
+    for name, data in files.items():
+        put_file(folder / name, data)
+
+
+def dtype_in(folder: Path) -> str | None:
+    """The name of the dtype that a model's folder says it computes in.
+
+    Raises:
+        CheckpointError: there is no JSON in its `config.json`.
+    """
+    path = folder / _CONFIG
+    found = _dtype_of(_read_config(path)) if is_file(path) else None
+    return None if found is None else dtype_name(found)
+
+
+def _dtype_of(config: Json) -> torch.dtype | None:
+    names = (name for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str))
+    return next((found for found in map(dtype_named, names) if found is not None), None)
 
 
 def _read_config(path: Path) -> Json:

@@ -14,6 +14,8 @@ from offload.cli import arguments
 from offload.cli.output import allow_json, cell, console, counted, doing, print_json, say, table
 
 if TYPE_CHECKING:
+    import torch
+
     from offload.checkpoints.checkpoint import Value
 
 
@@ -21,14 +23,10 @@ def add_to(commands: arguments.Commands) -> None:
     """Add these commands to a parser."""
     command = commands.add_parser("convert", help="write a checkpoint in another form", description=convert.__doc__)
     source = command.add_argument(
-        "source", type=arguments.path, help="a checkpoint's file, index or folder, or an offload folder"
+        "source", type=arguments.path, help="a checkpoint's file, index or folder, a GGUF file, or an offload folder"
     )
     arguments.complete_with_folders(command.add_argument("target", type=arguments.path, help="the new folder"))
-    command.add_argument(
-        "--dtype",
-        type=arguments.dtype,
-        help="of the floating-point values: bfloat16, float16, float32... (default: as they are)",
-    )
+    add_dtype(command)
     add_shard_size(command)
     command.add_argument(
         "--to",
@@ -36,8 +34,12 @@ def add_to(commands: arguments.Commands) -> None:
         default="safetensors",
         help="the kind of folder to write (default: %(default)s)",
     )
-    command.add_argument("--dequantize", action="store_true", help="of a quantized checkpoint, write the dense one")
-    command.add_argument("--resume", action="store_true", help="resume a run of --dequantize that was killed")
+    command.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="of a quantized checkpoint, write the dense one (of a GGUF file always)",
+    )
+    command.add_argument("--resume", action="store_true", help="resume a run that dequantizes, and was killed")
     command.set_defaults(run=convert)
 
     looking = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
@@ -50,6 +52,25 @@ def add_to(commands: arguments.Commands) -> None:
     checking.set_defaults(run=verify)
     allow_json(looking, checking)
     arguments.complete_with_files(source, inspected, verified)
+
+
+def add_dtype(command: argparse.ArgumentParser) -> None:
+    """Add the option for the dtype of what is written."""
+    command.add_argument(
+        "--dtype",
+        type=arguments.dtype,
+        help="of the floating-point values, and to compute in: bfloat16, float16, float32... "
+        "(default: as they are; bfloat16 for a GGUF file that is packed)",
+    )
+
+
+def dtype_of_copy(source: Path) -> torch.dtype | None:
+    """The dtype to write a GGUF file's model in, if none is asked for; None for another checkpoint."""
+    from offload.checkpoints.checkpoint import open_checkpoint
+    from offload.checkpoints.forms.gguf import computing_dtype
+
+    opened = open_checkpoint(source)
+    return computing_dtype(opened) if opened.is_gguf else None
 
 
 def add_shard_size(command: argparse.ArgumentParser) -> None:
@@ -71,7 +92,7 @@ def convert(options: argparse.Namespace) -> None:
     convert_checkpoint(
         options.source,
         options.target,
-        dtype=options.dtype,
+        dtype=options.dtype or dtype_of_copy(options.source),
         max_shard_size=options.max_shard_size,
         to_offload_folder=options.to == "offload",
         dequantize=options.dequantize,
@@ -85,11 +106,13 @@ def print_written(target: Path) -> None:
     from rich.filesize import decimal
 
     from offload.checkpoints.checkpoint import open_checkpoint
+    from offload.checkpoints.conversion import dtype_in
 
     written = open_checkpoint(target)
     files = {file.path for value in written.values() for file in value.files}
     held = f"{counted(len(files), 'file')}, {counted(len(written), 'tensor')}, {decimal(written.nbytes)}"
-    say(f"{target}: written ({held})")
+    dtype = dtype_in(target)
+    say(f"{target}: written ({held}{f'; it computes in {dtype}' if dtype else ''})")
 
 
 def inspect(options: argparse.Namespace) -> None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from offload.cli import arguments
-from offload.cli.files import add_shard_size, print_written
+from offload.cli.files import add_dtype, add_shard_size, dtype_of_copy, print_written
 from offload.cli.models import add_revision, folder_of_model
 from offload.cli.output import counted, doing, say
-from offload.errors import CheckpointError
-from offload.storage.regular import is_folder
 
 _FORMS = {"int8": "8-bit integers", "int4": "4-bit integers", "fp8": "8-bit floating-point numbers (E4M3)"}
 
@@ -42,6 +39,7 @@ def add_to(commands: arguments.Commands) -> None:
     _add_folders(merging, "model", "adapter")
     merging.set_defaults(run=merge_lora)
     for made in (command, merging):
+        add_dtype(made)
         add_shard_size(made)
         add_revision(made)
         made.add_argument("--resume", action="store_true", help="resume a run that was killed")
@@ -49,7 +47,7 @@ def add_to(commands: arguments.Commands) -> None:
 
 def _add_folders(command: argparse.ArgumentParser, *sources: str) -> None:
     about = {
-        "model": "a folder with a checkpoint, or a model on the hub",
+        "model": "a folder with a checkpoint, a GGUF file, or a model on the hub",
         "adapter": "a folder that peft saved, or an adapter on the hub",
     }
     made = [command.add_argument(source, help=about[source]) for source in sources]
@@ -57,23 +55,12 @@ def _add_folders(command: argparse.ArgumentParser, *sources: str) -> None:
     arguments.complete_with_folders(*made)
 
 
-def _folder(options: argparse.Namespace) -> Path:
-    """The folder of the model, which needs a configuration beside its weights."""
-    folder = folder_of_model(options)
-    if not is_folder(folder):
-        raise CheckpointError(
-            f"{folder} is a GGUF file, and this takes the folder of a model: "
-            f"offload.from_pretrained({str(folder)!r}).save_pretrained(FOLDER) writes one, in Python"
-        )
-    return folder
-
-
 def quantize(options: argparse.Namespace) -> None:
     """Write a model with its linear layers in 8 or 4 bits, in the format of compressed-tensors, without calibration.
 
     offload, transformers, vLLM and others load it. One weight at a time is in memory.
     """
-    folder = _folder(options)
+    source = folder_of_model(options)
     with doing("importing transformers and compressed-tensors"):
         import compressed_tensors.quantization.quant_scheme  # noqa: F401 - here, as it takes seconds
         import transformers.models.auto  # noqa: F401
@@ -81,10 +68,11 @@ def quantize(options: argparse.Namespace) -> None:
         from offload.integrations.compressed_tensors import quantize_checkpoint
 
     left = quantize_checkpoint(
-        folder,
+        source,
         options.target,
         options.form,
         group_size=options.group_size,
+        dtype=options.dtype or dtype_of_copy(source),
         max_shard_size=options.max_shard_size,
         resume=options.resume,
     )
@@ -100,7 +88,7 @@ def quantize(options: argparse.Namespace) -> None:
 
 def merge_lora(options: argparse.Namespace) -> None:
     """Write a model with an adapter of peft merged into it: the values of peft's merge_and_unload, bit for bit."""
-    folder = _folder(options)
+    source = folder_of_model(options)
     with doing("importing transformers and peft"):
         import peft  # noqa: F401 - here, as it takes seconds
         import transformers.models.auto  # noqa: F401
@@ -108,6 +96,11 @@ def merge_lora(options: argparse.Namespace) -> None:
         from offload.integrations.peft import merge_checkpoint
 
     merge_checkpoint(
-        folder, options.adapter, options.target, max_shard_size=options.max_shard_size, resume=options.resume
+        source,
+        options.adapter,
+        options.target,
+        dtype=options.dtype or dtype_of_copy(source),
+        max_shard_size=options.max_shard_size,
+        resume=options.resume,
     )
     print_written(options.target)

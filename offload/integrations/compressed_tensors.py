@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from offload.checkpoints.conversion import copy_companions, identities_of, resumable_folder
+from offload.checkpoints.conversion import identities_of, put_files, resumable_folder, source_of
 from offload.errors import CheckpointError
 from offload.integrations.log import log
 from offload.integrations.transformers import model_on_meta
@@ -30,6 +30,7 @@ from offload.storage.reasons import reading
 from offload.storage.regular import absolute
 from offload.storage.replacing import put_file, replacing_folder
 from offload.storage.state_file import read_json
+from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike
 
 # A scheme of the package, of which only the weights' part is used; the format that it is stored in; and whether each
@@ -49,6 +50,7 @@ def quantize_checkpoint(
     form: str,
     *,
     group_size: int = 128,
+    dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     resume: bool = False,
     progress: bool = True,
@@ -60,11 +62,13 @@ def quantize_checkpoint(
     is read by `offload.from_pretrained`, transformers, vLLM and others.
 
     Args:
-        source: the folder of a model that is not quantized.
+        source: the folder of a model that is not quantized, or a GGUF file, which is decoded first.
         target: the new folder; it may be there if it is empty.
         form: "int8" or "int4", with a scale for each row and group of columns; "fp8" (E4M3) with a scale for each row.
         group_size: columns that share a scale, for "int8" and "int4". A layer whose columns are no multiple of it has
             groups of the largest size that divides both, or stays as it is if that is less than 32.
+        dtype: that the model computes in, and of what is not quantized; None for the one it has, which is float32 for
+            a GGUF file that is packed.
         max_shard_size: see `save_checkpoint`.
         resume: go on with a run that was killed, from the folder `target` + ".partial".
         progress: show a bar, on a terminal.
@@ -87,15 +91,16 @@ def quantize_checkpoint(
         []
     """
     opened, target = open_checkpoint(source), absolute(target)
-    chosen, left = _layers(opened, group_size if FORMS[form][2] else None)
+    model = source_of(opened, dtype)
+    chosen, left = _layers(opened, model.tensors, group_size if FORMS[form][2] else None)
     schemes = {size: _scheme(form, size) for size in sorted(set(chosen.values()), reverse=True)}
     scheme_of = {name: schemes[size] for name, size in chosen.items()}
-    run = {"form": form, "group_size": group_size, "source": identities_of(opened)}
+    run = {"form": form, "group_size": group_size, "dtype": str(dtype), "source": identities_of(opened)}
     with resumable_folder(target, run, resume=resume) as work:
-        quantized = _quantized(opened, scheme_of, work, _done_in(work), progress=progress)
-        others = {name: tensor for name, tensor in opened.tensors().items() if name not in chosen}
+        quantized = _quantized(model.tensors, scheme_of, work, _done_in(work), progress=progress)
+        others = {name: tensor for name, tensor in model.tensors.items() if name not in chosen}
         with replacing_folder(target) as folder:
-            copy_companions(opened.path, folder)
+            put_files(folder, model.companions)
             _note(folder, scheme_of, FORMS[form][1], left)
             save_checkpoint(quantized | others, folder, max_shard_size)
     log.info("quantized %d layers of %s, and left %d as they are", len(chosen), source, len(left))
@@ -113,7 +118,9 @@ def _scheme(form: str, group_size: int) -> Any:
     return scheme
 
 
-def _layers(source: Checkpoint, group_size: int | None) -> tuple[dict[str, int], dict[str, bool]]:
+def _layers(
+    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], group_size: int | None
+) -> tuple[dict[str, int], dict[str, bool]]:
     """The weights to quantize, with the size of their groups, 0 for none; and the layers to leave.
 
     Of these, each with whether it is the output layer.
@@ -125,20 +132,15 @@ def _layers(source: Checkpoint, group_size: int | None) -> tuple[dict[str, int],
     modules = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "weight")}
     chosen, left = {}, {}
     least = min(_LEAST_GROUP, group_size or 0)
-    for name, value in source.items():
-        layout = value.layout
-        if layout is not None and len(layout.shape) == 3 and ".experts." in name:
+    for name, tensor in tensors.items():
+        if tensor.ndim == 3 and ".experts." in name:
             left[name] = False
-        if (
-            layout is None
-            or len(layout.shape) != 2
-            or not layout.dtype.is_floating_point
-            or not name.endswith(".weight")
-        ):
+        is_matrix = tensor.ndim == 2 and tensor.is_floating_point() and subclass_value(tensor) is None
+        if not is_matrix or not name.endswith(".weight"):
             continue
         module = modules.get(name)
         is_linear = isinstance(module, nn.Linear) if module is not None else ".experts." in name
-        size = math.gcd(layout.shape[1], group_size) if group_size else 0
+        size = math.gcd(tensor.shape[1], group_size) if group_size else 0
         if is_linear and module is not head and size >= least:
             chosen[name] = size
         elif is_linear or (module is not None and not isinstance(module, nn.Embedding)):
@@ -160,7 +162,7 @@ def _done_in(work: Path) -> dict[str, dict[str, OffloadedTensor]]:
 
 
 def _quantized(
-    source: Checkpoint,
+    tensors: Mapping[str, OffloadedTensor],
     schemes: Mapping[str, Any],
     work: Path,
     done: Mapping[str, Mapping[str, OffloadedTensor]],
@@ -168,16 +170,15 @@ def _quantized(
     progress: bool,
 ) -> dict[str, torch.Tensor]:
     """The quantized weights, each piece in a file of the work folder."""
-    tensors = source.tensors()
     found: dict[str, torch.Tensor] = {}
-    with progress_in_bytes(sum(source[name].nbytes for name in schemes), "quantizing", shown=progress) as advance:
+    with progress_in_bytes(sum(tensors[name].nbytes for name in schemes), "quantizing", shown=progress) as advance:
         for name, scheme in schemes.items():
             if name in done:
                 found |= done[name]
             else:
                 found |= _stored(name.removesuffix("weight"), tensors[name].materialize(), scheme, work)
-                count_freed(source[name].nbytes)
-            advance(source[name].nbytes)
+                count_freed(tensors[name].nbytes)
+            advance(tensors[name].nbytes)
     return dict(sorted(found.items()))
 
 

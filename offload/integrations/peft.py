@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from offload.checkpoints.checkpoint import open_checkpoint
-from offload.checkpoints.conversion import copy_companions, identities_of, resumable_folder
+from offload.checkpoints.companions import companions_of
+from offload.checkpoints.conversion import companions_beside, identities_of, put_files, resumable_folder
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
 from offload.integrations.transformers import from_pretrained
@@ -108,6 +109,7 @@ def merge_checkpoint(
     adapter: PathLike,
     target: PathLike,
     *,
+    dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     resume: bool = False,
     progress: bool = True,
@@ -115,9 +117,11 @@ def merge_checkpoint(
     """Write a checkpoint of transformers anew, with an adapter of peft merged into it.
 
     Args:
-        source: the folder of the base.
+        source: the folder of the base, or a GGUF file, which is decoded first.
         adapter: see `merge_lora`.
         target: the new folder; it may be there if it is empty.
+        dtype: that the model computes in, and is merged in; None for the one it has, which is float32 for a GGUF file
+            that is packed.
         max_shard_size: see `save_checkpoint`.
         resume: go on with a run that was killed, from the folder `target` + ".partial".
         progress: show a bar, on a terminal.
@@ -131,12 +135,14 @@ def merge_checkpoint(
         CheckpointError, UnsupportedOpError, MapError, WriteError: as `merge_lora`.
     """
     folder, target = absolute(source), absolute(target)
-    run = {"adapter": _name_of(text_of(adapter)), "source": identities_of(open_checkpoint(folder))}
+    run = {"adapter": _name_of(text_of(adapter)), "dtype": str(dtype)}
+    run["source"] = identities_of(open_checkpoint(folder))
     with resumable_folder(target, run, resume=resume) as work:
-        model = from_pretrained(folder, offload_dir=work)
+        model = from_pretrained(folder, dtype=dtype, offload_dir=work)
+        files = companions_beside(folder, dtype) or companions_of(model)  # a GGUF file has them within
         report = merge_lora(model, adapter, resume=True, progress=progress)
         with replacing_folder(target) as made:
-            copy_companions(folder, made)
+            put_files(made, files)
             model.save_pretrained(made, max_shard_size=max_shard_size)
             sync_whole(made)
         del model

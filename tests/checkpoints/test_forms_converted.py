@@ -86,17 +86,6 @@ def test_a_model_of_a_gguf_file_is_saved_with_its_tokenizer(tmp_path: Path) -> N
     assert CHAT == AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template
 
 
-def test_a_gguf_file_is_not_written_under_names_that_no_model_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = chat_gguf(tmp_path)
-
-    assert 1 == cli.main(["convert", str(file), str(tmp_path / "target")])
-
-    assert "(--dequantize) writes the checkpoint of its model" in capsys.readouterr().err
-    assert [file] == list(tmp_path.iterdir())
-
-
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
 
 

@@ -168,7 +168,7 @@ def test_a_chat_model_answers_from_its_gguf_file_and_from_what_it_is_converted_t
     [file] = Path(package.origin).parent.glob("*.gguf")
     asked = ["--prompt", "What is the capital of France?", "--max-new-tokens", "12", "--dtype", "bfloat16"]
 
-    assert 0 == cli.main(["convert", str(file), str(tmp_path / "made"), "--dequantize", "--dtype", "bfloat16"])
+    assert 0 == cli.main(["convert", str(file), str(tmp_path / "made")])
     capsys.readouterr()
     assert 0 == cli.main(["generate", str(file), *asked])
     from_file = capsys.readouterr().out.strip()

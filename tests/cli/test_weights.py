@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import offload
 from offload import cli
+from offload.checkpoints.conversion import convert_checkpoint
 from tests.checkpoints.forms import FORMS
+from tests.checkpoints.test_forms_converted import CHAT, chat_gguf
 from tests.processes import ended, forked
 
 SIZES = {
@@ -220,21 +222,6 @@ def test_models_that_can_not_be_quantized_are_refused_and_leave_nothing(
     assert ["model"] == os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "command", [["quantize", "{model}", "{target}", "--int8"], ["merge-lora", "{model}", "x", "{target}"]]
-)
-def test_a_gguf_file_is_refused_in_place_of_a_folder(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, target = tmp_path / "model.gguf", tmp_path / "new"
-    model.write_bytes(b"GGUF")
-
-    assert 1 == cli.main([word.format(model=model, target=target) for word in command])
-
-    assert f"{model} is a GGUF file, and this takes the folder of a model: offload." in capsys.readouterr().err
-    assert not target.exists()
-
-
 @pytest.fixture(scope="module")
 def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     from peft import LoraConfig, get_peft_model
@@ -260,6 +247,46 @@ def test_a_merged_model_equals_that_of_peft(models: dict[str, Path], adapter: Pa
     assert (tmp_path / "new" / "tokenizer_config.json").exists()
     assert before == contents(models["dense"])
     assert ["new"] == os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "dtype"), [("convert", None), ("quantize", None), ("merge-lora", None), ("merge-lora", "float32")]
+)
+def test_a_gguf_file_becomes_a_folder_that_generates(
+    command: str, dtype: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As its dense model does: in bfloat16, or as told, with the tokenizer and its chat template."""
+    from peft import LoraConfig, get_peft_model
+
+    file, options = chat_gguf(tmp_path), [] if dtype is None else ["--dtype", dtype]
+    dense, target, expected = (str(tmp_path / name) for name in ("dense", "new", "expected"))
+    convert_checkpoint(file, dense, dtype=getattr(torch, dtype or "bfloat16"))
+    base = AutoModelForCausalLM.from_pretrained(dense)
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(tmp_path / "x")
+    between = [str(tmp_path / "x")] if command == "merge-lora" else []
+    form = ["--int8", "--group-size", "32"] if command == "quantize" else []
+
+    assert 0 == cli.main([command, str(file), *between, target, *form, *options])
+    assert f"it computes in {dtype or 'bfloat16'})" in capsys.readouterr().out
+    assert 0 == cli.main([command, dense, *between, expected, *form])
+    for folder in (target, expected):
+        assert 0 == cli.main(["generate", folder, "--prompt", "!!", "--max-new-tokens", "3", "--json"])
+
+    of_file, of_folder = map(json.loads, capsys.readouterr().out.splitlines()[-2:])
+    assert of_folder["tokens"] == of_file["tokens"]
+    first, second = (load_file(Path(folder) / "model.safetensors") for folder in (expected, target))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert CHAT == (Path(target) / "chat_template.jinja").read_text()
+
+
+def test_a_folder_is_quantized_in_another_dtype(models: dict[str, Path], tmp_path: Path) -> None:
+    words = ["quantize", str(models["dense"]), str(tmp_path / "new"), "--int8", "--group-size", "32"]
+
+    assert 0 == cli.main([*words, "--dtype", "float32"])
+
+    assert "float32" == json.loads((tmp_path / "new" / "config.json").read_text())["dtype"]
+    assert torch.float32 == load_file(tmp_path / "new" / "model.safetensors")["model.norm.weight"].dtype
 
 
 def test_a_stopped_merge_can_be_resumed(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -111,6 +112,15 @@ def is_new(source: Checkpoint) -> bool:
 def architecture_of(source: Checkpoint) -> str:
     """The file's name for its architecture."""
     return str(source.metadata.get(ARCHITECTURE))
+
+
+def computing_dtype(source: Checkpoint) -> torch.dtype:
+    """The dtype to compute a file's model in: that of most of its bytes; bfloat16, as models are made in, if packed."""
+    sizes: Counter[torch.dtype] = Counter()
+    for value in source.values():
+        sizes[value.file.entries[value.key].layout.dtype] += value.nbytes
+    dtype = max(sizes, key=sizes.__getitem__, default=torch.uint8)
+    return dtype if dtype.is_floating_point else torch.bfloat16
 
 
 def usual_dtype(source: Checkpoint) -> torch.dtype:
