@@ -3,6 +3,7 @@
 Always true:
 - a pass takes as long as the slower of the two: reading what does not stay in memory, and computing
 - a way that is worse than another in every respect is not shown
+- the first line of a plan answers the question; with the commands there are ten
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _DECODING = {
 }
 _OTHER = 5.0  # of other forms
 _ON_META = 2.0  # cost of calling a CPU kernel, relative to the same call on the meta device
-_SHOWN = 3
+_SHOWN, _PRINTED = 3, 2
+_SLOW = 1.0  # seconds per token that nobody waits for
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Plan:
         disk_rate: of reading.
         computing: of the device.
         context_bytes: what keys and values take, for all of a batch.
+        runs: whether there is memory for keys and values.
         fits: whether all of the model stays in memory.
         as_it_is: one pass per token, of the model as it is stored.
         ways: the best of the others, the quickest first.
@@ -91,40 +94,50 @@ class Plan:
     disk_rate: float
     computing: Computing
     context_bytes: int | None
+    runs: bool
     fits: bool
     as_it_is: Way
     ways: tuple[Way, ...]
+
+    @property
+    def answer(self) -> str:
+        """Whether it runs here, and how fast, in one sentence."""
+        from rich.filesize import decimal
+
+        if not self.runs:
+            return (
+                f"Does not run here: keys and values of the context take {decimal(self.context_bytes or 0)} of memory."
+            )
+        seconds = self.as_it_is.token_seconds
+        said = f"Runs here{', slowly' if seconds > _SLOW else ''}: {_in_words(seconds)} per token"
+        if self.fits:
+            return f"{said}. It fits in memory: use plain transformers, no setting of offload makes it faster."
+        return said + "".join(f"; {way.what} {_in_words(way.token_seconds)}" for way in self.ways[:1]) + "."
 
     def __str__(self) -> str:
         from rich.filesize import decimal
 
         model, way = self.model, self.as_it_is
+        kept = "" if self.context_bytes is None else f" (keys and values {decimal(self.context_bytes)})"
+        reading = f"reads {decimal(way.reads)}" if way.reads else "reads nothing"
+        bound = "reading" if way.is_read_bound else "computing"
         lines = [
+            self.answer,
             f"{model.name}: {_count(model.parameters)} parameters, {decimal(model.stored)} ({model.form})",
-            f"here: {decimal(self.budget)} may stay in memory, the disk reads {decimal(int(self.disk_rate))}/s",
+            f"here: {decimal(self.budget)} may stay in memory{kept}, the disk reads {decimal(int(self.disk_rate))}/s",
+            f"as it is, bound by {bound}: a pass {reading}, {decimal(way.stays)} stay; "
+            f"the first takes {_in_words(way.first_seconds)}",
+            *(f"  {command}" for command in way.commands),
         ]
-        if self.context_bytes:
-            takes = f"keys and values of the context take {decimal(self.context_bytes)} of the memory"
-            if self.context_bytes < self.budget:
-                lines.append(takes)
-            else:
-                reading = _in_words(self.context_bytes / self.disk_rate)
-                lines += [
-                    f"{takes}, which leaves none for the weights: shorten the context,",
-                    f"or keep them on disk, which adds up to {reading} of reading per step:",
-                    "  model.generate(..., past_key_values=offload.integrations.kv_cache(model))",
-                ]
-        if self.fits:
-            lines.append("It fits in memory: use plain transformers. No setting of offload makes it faster.")
-        for one in (way, *self.ways):
-            bound = "reading" if one.is_read_bound else "computing"
+        if self.context_bytes and self.context_bytes >= self.budget:
             lines += [
-                "",
-                f"{one.what}: {_in_words(one.token_seconds)} per token, bound by {bound}"
-                + (f"; the first pass takes {_in_words(one.first_seconds)}" if one is way else ""),
-                f"  {decimal(one.stays)} of {decimal(one.stored)} stay in memory, "
-                + (f"a pass reads {decimal(one.reads)}" if one.reads else "everything that a pass needs")
-                + (f" for {one.tokens} tokens" if one.tokens > 1 else ""),
+                "keys and values leave no memory for the weights: shorten the context, or keep them on disk,",
+                f"which adds up to {_in_words(self.context_bytes / self.disk_rate)} of reading per step:",
+                "  model.generate(..., past_key_values=offload.integrations.kv_cache(model))",
+            ]
+        for one in self.ways[:_PRINTED]:
+            lines += [
+                f"{one.what}: {_in_words(one.token_seconds)} per token; a pass reads {decimal(one.reads)}",
                 *(f"  {command}" for command in one.commands),
             ]
         return "\n".join(lines)
@@ -202,6 +215,7 @@ def plan(
         disk_rate=measured,
         computing=computing,
         context_bytes=context_bytes,
+        runs=(context_bytes or 0) < max(available_bytes(), budget),
         fits=fits,
         as_it_is=estimate.of("as it is", sizes, 1, (estimate.generating(sizes.name),)),
         ways=() if fits else tuple(estimate.others()),

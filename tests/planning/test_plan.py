@@ -195,7 +195,9 @@ def test_the_command_prints_a_plan_in_words_and_as_json(saved: Any, capsys: pyte
     assert [0, 0] == [cli.main(["plan", folder, *options]), cli.main(["plan", folder, *options, "--json"])]
 
     *words, last = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("as it is: ") for line in words)
+    assert words[0].startswith("Runs here: ")
+    assert any(line.startswith("as it is, bound by ") for line in words)
+    assert 10 + 3 >= len(words)  # three about keys and values, which have no memory here
     assert json.loads(last)["as_it_is"]["reads"] == sizes_of(folder).needed(1)
 
 
@@ -221,10 +223,10 @@ def test_small_numbers_are_written_in_full(saved: Any, monkeypatch: pytest.Monke
 
     said = str(offload.plan(folder, disk_rate="1GB"))
 
-    assert "as it is: under 1 ms per token" in said
+    assert said.startswith("Runs here: under 1 ms per token. It fits in memory: use plain transformers, ")
     assert " 0 ms" not in said
     assert f": {sizes_of(folder).parameters:,} parameters, " in said
-    assert "stay in memory, everything that a pass needs" in said
+    assert "a pass reads nothing, " in said
 
 
 @pytest.mark.usefixtures("machine")
@@ -233,10 +235,26 @@ def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any) -> 
     said = str(plan)
 
     assert plan.context_bytes is not None
-    assert "of the memory, which leaves none for the weights: shorten the context," in said
+    assert "keys and values leave no memory for the weights: shorten the context," in said
     assert f"adds up to {plan.context_bytes / 1e6:.0f} ms of reading per step" in said
     assert "past_key_values=offload.integrations.kv_cache(model)" in said
-    assert "\n  0 bytes of " in said
+    assert "0 bytes stay" in said
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_first_line_answers_the_question(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024}))
+
+    slow = offload.plan(folder, max_memory=0, disk_rate=1000, context=1)
+    quick = offload.plan(saved(LlamaConfig(**SIZES)), max_memory=0, disk_rate="1GB", context=1)
+    monkeypatch.setattr("offload.planning.estimate.available_bytes", lambda: 1000)
+    never = offload.plan(folder, max_memory=0, disk_rate=1000)
+
+    best = slow.ways[0]
+    assert f"Runs here, slowly: {slow.as_it_is.token_seconds:.2g} s per token; {best.what} " in str(slow)
+    assert quick.as_it_is.token_seconds < 1
+    assert str(quick).startswith("Runs here: ")
+    assert (False, "Does not run here: keys and values of the context take ") == (never.runs, never.answer[:55])
 
 
 def test_a_folder_that_is_not_a_model_is_an_error(tmp_path: Path, saved: Any) -> None:
