@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 # One test worker a core, eight at most: each of them imports torch.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
 
-.PHONY: run test campaign lint format bench docs kernels-asan kernels-arm clean
+.PHONY: run test campaign lint format bench gpu docs kernels-asan kernels-arm clean
 
 # make run [MODEL=org/name] [PROMPT="..."]
 # The shell reads both from its environment, so a quote in a prompt is safe.
@@ -39,6 +39,11 @@ format: $(VENV)/.installed
 # make bench [ARGS="--quick --only cold,capped"]
 bench: $(VENV)/.installed
 	$(PY) -m bench $(ARGS)
+
+# make gpu [DRY=1] [OUT=folder]: tests and figures of an accelerator in nine minutes, on a machine with torch and numpy.
+# Nothing is installed: it runs in .venv if there is one, else with $(PYTHON). DRY=1 runs it on the tests' stand-in.
+gpu:
+	$(or $(wildcard $(PY)),$(PYTHON)) -m bench.gpu $(if $(DRY),--dry)
 
 docs: $(VENV)/.docs
 	$(PY) -m mkdocs build --strict

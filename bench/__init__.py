@@ -5,6 +5,7 @@
 | `__main__` | the command: `python -m bench` |
 | `dispatch` `load` `decode` `generate` `cold` `capped` `larger` `update` `small` | the cases |
 | `cache` `row_stores` | tables of rows: the case, and the stores that are compared |
+| `gpu` | the tests and figures of an accelerator: `make gpu` |
 | `main_job` | the main job on real input: `make run` |
 | `architectures` | every transformers architecture, from disk: `python -m bench.architectures` |
 | `tiny` `overrides` `probes` `equality` | its configurations, exceptions, inputs, and definition of equal |

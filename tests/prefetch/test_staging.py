@@ -22,7 +22,6 @@ from offload.tensor.wrapper import guest_of
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture
@@ -257,37 +256,3 @@ def test_a_materialized_value_is_an_independent_copy(tmp_path, sent, budget):
     w.materialize().zero_()
 
     assert guest_of(w).eq(1).all()
-
-
-@needs_gpu
-@pytest.mark.gpu
-def test_values_reach_a_gpu_through_pinned_memory():
-    values = torch.randn(40 << 20)  # 160 MiB, several slots
-
-    for _ in range(3):
-        assert torch.equal(values, staging.send(values, GPU).cpu())
-
-
-@needs_gpu
-@pytest.mark.gpu
-def test_a_model_on_disk_runs_on_a_gpu_within_its_budget(tmp_path):
-    """Equal to the model on the GPU; with a budget for half of it, no more than that stays."""
-    from safetensors.torch import save_file
-    from torch import nn
-
-    plain = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
-    save_file(plain.state_dict(), tmp_path / "model.safetensors")
-    with offload.init_empty_weights():
-        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
-    offload.load_checkpoint_and_dispatch(
-        model, tmp_path / "model.safetensors", device_map="disk:cuda:0", max_memory={0: 16 << 20}
-    )
-    x = torch.randn(4, 1024, device=GPU)
-    with torch.no_grad():
-        expected = plain.to(GPU)(x)
-        plain.to(CPU)
-        before = torch.cuda.memory_allocated()
-        for _ in range(3):
-            assert torch.equal(expected, model(x))
-
-        assert torch.cuda.memory_allocated() - before <= 17 << 20

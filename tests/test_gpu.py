@@ -1,0 +1,51 @@
+"""`make gpu`: all of it goes through on the stand-in, and what fails is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import gpu
+
+
+def test_everything_for_an_accelerator_goes_through_on_the_stand_in(
+    tmp_path: Path, delayed_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_STAND_IN", str(delayed_library))
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+    code = gpu.main(["--dry", "--out", str(tmp_path)])
+
+    [result], [log] = tmp_path.glob("*.json"), tmp_path.glob("*.log")
+    found = json.loads(result.read_text(encoding="utf-8"))
+    assert list(gpu.STEPS) == list(found)
+    assert {} == {name: facts["error"] for name, facts in found.items() if "error" in facts}, log.read_text()
+    assert " passed" in log.read_text(encoding="utf-8")
+    assert " failed" not in log.read_text(encoding="utf-8")
+    for form in ("bfloat16", "FP8", "W4A16", "Q4_K"):
+        stored, per_token = found[form]["stored bytes"], found[form]["nothing stays"]["bytes sent per token"]
+        assert found[form]["equal to the CPU"]
+        assert 0 < per_token <= 1.5 * stored
+        assert 0 == found[form]["everything stays"]["bytes sent per token"]
+    assert 0 == code
+
+
+def test_a_step_that_fails_is_told(tmp_path: Path) -> None:
+    def fail() -> gpu.Facts:
+        raise RuntimeError("no device")
+
+    found = gpu.in_child(fail, tmp_path / "log", 60, is_dry=False)
+
+    assert "RuntimeError: no device" == found["error"]
+    assert "Traceback" in (tmp_path / "log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("act", [lambda: time.sleep(1000), lambda: os._exit(3)], ids=["hangs", "ends"])
+def test_a_step_that_does_not_answer_is_told(tmp_path: Path, act: object) -> None:
+    found = gpu.in_child(act, tmp_path / "log", 0.3, is_dry=False)  # type: ignore[arg-type]
+
+    assert found["error"].startswith(("it was stopped", "it ended without a word"))
