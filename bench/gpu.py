@@ -118,7 +118,7 @@ def _be_a_child(act: Callable[[], Facts], log: Path, writing: int, *, is_dry: bo
         opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, 1)
         os.dup2(opened, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
         _with_what_is_needed(is_dry=is_dry)
         found = act()
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""`make gpu`: all of it goes through on the stand-in, and what fails is told."""
+"""`make gpu`: all of it goes through on the stand-in, and errors are in the result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_everything_for_an_accelerator_goes_through_on_the_stand_in(
     assert 0 == code
 
 
-def test_a_step_that_fails_is_told(tmp_path: Path) -> None:
+def test_the_error_of_a_step_is_in_the_result(tmp_path: Path) -> None:
     def fail() -> gpu.Facts:
         raise RuntimeError("no device")
 
@@ -45,7 +45,7 @@ def test_a_step_that_fails_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("act", [lambda: time.sleep(1000), lambda: os._exit(3)], ids=["hangs", "ends"])
-def test_a_step_that_does_not_answer_is_told(tmp_path: Path, act: object) -> None:
+def test_a_step_that_does_not_answer_is_an_error_in_the_result(tmp_path: Path, act: object) -> None:
     found = gpu.in_child(act, tmp_path / "log", 0.3, is_dry=False)  # type: ignore[arg-type]
 
     assert found["error"].startswith(("it was stopped", "it ended without a word"))

@@ -1,4 +1,4 @@
-"""Packed bytes: decoded and multiplied where they lie, in plain C behind ctypes.
+"""Packed bytes: decoded and multiplied where they lie, in plain C behind ctypes; on a GPU, by Triton.
 
 Always true:
 - decoding gives the bits of the torch chain that does the same; where no library was built, that chain runs
@@ -9,6 +9,8 @@ Always true:
 | module | what |
 | --- | --- |
 | `native` | the compiled library and its threads: decode rows, pick some, multiply by rows |
+| `accelerated` | products with packed rows on a GPU, by Triton where it is installed |
+| `triton_rows` | the functions that Triton compiles |
 | `packed` | how rows are packed, and the matrices that the library is given |
 
 | source | what |

@@ -25,6 +25,7 @@ from statistics import median
 import torch
 
 from offload.errors import MissingFileError
+from offload.kernels import accelerated
 from offload.kernels.native import description, library, most_rows, multiply
 from offload.kernels.packed import BLOCKS, GgufRows
 from offload.memory import available_bytes, cgroup_room, total_bytes
@@ -108,7 +109,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
     pool.reconsider(anew=True)
     return Diagnosis(
         versions={"python": platform.python_version(), "torch": str(torch.__version__), **_installed()},
-        kernels=description(),
+        kernels=f"{description()}; on a GPU: {accelerated.description()}",
         devices=_devices(),
         memory=total_bytes(),
         available=available_bytes(),

@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from offload.annotations import Args, Kwargs
+from offload.kernels import accelerated
 from offload.kernels.native import DTYPES, library, most_rows
 from offload.kernels.native import multiply as multiply_rows
 from offload.kernels.packed import NumberRows, Packed
+from offload.prefetch.copies import with_room
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.modes import no_functions, no_modes
@@ -131,12 +133,12 @@ class _Rows:
 
     Attributes:
         count: of packed rows.
-        stored: gives the pieces that they are packed in.
+        stored: gives the pieces that they are packed in, on a device.
     """
 
     packed: Packed
     count: int
-    stored: Callable[[], list[torch.Tensor]]
+    stored: Callable[[torch.device], list[torch.Tensor]]
 
 
 def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
@@ -148,9 +150,37 @@ def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> t
 def _product(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` from the packed bytes of the weight; None if the kernels do not take it."""
     handle = weight._handle
-    if type(handle) is Traced or handle.composed is None or weight._target != CPU:
+    if type(handle) is Traced or handle.composed is None:
         return None
+    if weight._target != CPU:
+        return _product_there(x, Piece(handle, view_spec_of(weight)), bias, weight._target)
     return multiplied(x, Piece(handle, view_spec_of(weight)), bias)
+
+
+def _product_there(x: torch.Tensor, weight: Piece, bias: Any, device: torch.device) -> torch.Tensor | None:
+    """The same on an accelerator, where its kernels take all of the weight."""
+    shape, dtype = weight.view_spec.shape, weight.view_spec.dtype
+    if _exact.get() or transform_on_top() is not None or is_dual_level() or not accelerated.is_there(device):
+        return None
+    if x.device != device or x.dtype != dtype or len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
+        return None
+    if not 0 < x.numel() <= accelerated.MOST_ROWS * x.shape[-1]:
+        return None
+    with no_functions(), no_modes():
+        flat, made = x.resolve_neg().reshape(-1, x.shape[-1]), []
+        parts = _parts(weight) or []
+        if not parts or not all(accelerated.takes(rows.packed, dtype) for rows in parts):
+            return None
+        for rows in parts:
+            pieces = with_room(device, partial(rows.stored, device))
+            found = accelerated.multiply(cast("NumberRows", rows.packed), pieces, flat, rows.count)
+            if found is None:
+                return None
+            made.append(found)
+        out = made[0] if len(made) == 1 else torch.cat(made, 1)
+        if bias is not None:
+            out = out + guest_of(bias)
+        return out.view(*x.shape[:-1], len(weight.view_spec))
 
 
 def is_apart() -> bool:
@@ -192,7 +222,7 @@ def _multiplied(x: torch.Tensor, weight: Piece, bias: Any, dense_too: bool) -> t
     begin = 0
     for rows in parts:
         end = begin + rows.count
-        pieces = rows.stored()
+        pieces = rows.stored(CPU)
         matrix = rows.packed.matrix(pieces, x.shape[-1])
         if matrix is None:
             return None
@@ -226,7 +256,7 @@ def _found_parts(composed: Joined | Decoded, view_spec: torch.Tensor, dense_too:
 
 
 def _dense_rows(piece: Piece) -> _Rows:
-    return _Rows(_DENSE[piece.view_spec.dtype], len(piece.view_spec), lambda: [piece.value()])
+    return _Rows(_DENSE[piece.view_spec.dtype], len(piece.view_spec), lambda device: [piece.value(device=device)])
 
 
 def _parts_of_joined(joined: Joined, view_spec: torch.Tensor, dense_too: bool) -> list[_Rows] | None:

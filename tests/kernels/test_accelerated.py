@@ -1,0 +1,164 @@
+"""Triton's kernels for packed rows, run by its interpreter on the CPU: as torch's chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import offload
+from bench import gpu
+from offload.checkpoints.forms.fp8 import _decode
+from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
+from offload.kernels import accelerated
+from offload.kernels.packed import NumberRows
+from tests.prefetch import delayed_device
+from tests.processes import run_script
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+LEVELS = tuple(number - 8.0 for number in range(16))
+ROWS, COLUMNS = 80, 160  # no whole tiles
+
+
+def bits(high: int, wide: int) -> torch.Tensor:
+    """Every byte, and random ones."""
+    found = torch.randint(0, 256, (high, wide), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
+    return found
+
+
+def factors(high: int, wide: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random ones, and zero, a subnormal, a large one, infinity and not a number."""
+    found = torch.rand(high, wide, generator=torch.Generator().manual_seed(1)) + 0.01
+    some = torch.tensor([0.0, 1e-40, 3e38, float("inf"), float("nan"), -1.5])
+    found.view(-1)[: len(some)] = some
+    return found.to(dtype)
+
+
+def halves(numbers: torch.Tensor, scales: torch.Tensor, *, table: tuple[float, ...], group: int) -> torch.Tensor:
+    return scaled(of_halves(numbers, table), scales.float(), 1, group)
+
+
+FORMS: dict[str, tuple[NumberRows, Callable[..., torch.Tensor], tuple[int, int], tuple[int, int]]] = {
+    "FP8 in blocks": (
+        NumberRows("e4m3", group=64, rows_per_scale=32),
+        partial(_decode, rows=32, columns=64, is_fp4=False),
+        (ROWS, COLUMNS),
+        (3, 3),
+    ),
+    "FP8 in rows": (
+        NumberRows("e4m3", group=0),
+        partial(_decode, rows=1, columns=COLUMNS, is_fp4=False),
+        (ROWS, COLUMNS),
+        (ROWS, 1),
+    ),
+    "4-bit integers in groups": (
+        NumberRows("halves_low", group=32, table=LEVELS),
+        partial(halves, table=LEVELS, group=32),
+        (ROWS, COLUMNS // 2),
+        (ROWS, COLUMNS // 32),
+    ),
+    "4-bit floats in groups": (
+        NumberRows("halves_low", group=32, table=E2M1),
+        partial(halves, table=E2M1, group=32),
+        (ROWS, COLUMNS // 2),
+        (ROWS, COLUMNS // 32),
+    ),
+}
+
+
+def pieces_of(form: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    packed, _, numbers, scales = FORMS[form]
+    stored = bits(*numbers)
+    return [stored.view(torch.float8_e4m3fn) if packed.kind == "e4m3" else stored, factors(*scales, dtype)]
+
+
+def test_the_kernels_are_as_the_chain(delayed_library: Path) -> None:
+    """In one process with Triton's interpreter, which it has to know before it is imported."""
+    code = "import sys; from tests.kernels.test_accelerated import check; check(sys.argv[1])"
+
+    assert "checked" in run_script(code, delayed_library, env={"TRITON_INTERPRET": "1"}, fresh=True)
+
+
+def check(library: str) -> None:
+    """All that the interpreter is asked."""
+    torch.set_num_threads(1)
+    assert accelerated._works(torch.device("cpu"))
+    for form in FORMS:
+        rows_are_decoded_to_the_bits_of_the_chain(form)
+        a_product_is_no_further_from_the_truth_than_possible(form)
+    a_layer_on_a_device_is_multiplied_by_its_packed_bytes(Path(library))
+    print("checked")
+
+
+def rows_are_decoded_to_the_bits_of_the_chain(form: str) -> None:
+    """Whatever the numbers and factors; with factors of each dtype."""
+    packed, chain, _, _ = FORMS[form]
+    for dtype in (torch.float32, torch.bfloat16):
+        pieces = pieces_of(form, dtype)
+        expected, found = chain(*pieces), torch.empty(ROWS, COLUMNS)
+        assert accelerated.decode(packed, pieces, found)
+        assert torch.equal(expected.isnan(), found.isnan())
+        assert torch.equal(expected.nan_to_num(0).view(torch.int32), found.nan_to_num(0).view(torch.int32))
+
+
+def a_product_is_no_further_from_the_truth_than_possible(form: str) -> None:
+    """With float32 sums; and its rows do not depend on the rows beside them."""
+    packed, chain, _, _ = FORMS[form]
+    numbers, scales = pieces_of(form)
+    if packed.kind == "e4m3":
+        numbers = (numbers.view(torch.uint8) & 0xBF).view(torch.float8_e4m3fn)  # no NaN
+    pieces = [numbers, torch.rand_like(scales) + 0.5]
+    dense, x = chain(*pieces), torch.randn(16, COLUMNS)
+    found, alone = (accelerated.multiply(packed, pieces, rows, ROWS) for rows in (x, x[5:6]))
+    assert found is not None
+    assert alone is not None
+    limit = (x.abs().double() @ dense.abs().double().T) * COLUMNS * 2.0**-24
+    assert bool(((found.double() - x.double() @ dense.double().T).abs() <= limit).all())
+    assert torch.equal(found[5], alone[0])
+
+
+def a_layer_on_a_device_is_multiplied_by_its_packed_bytes(library: Path) -> None:
+    """On the stand-in; within `exact()`, with the dense weight."""
+    device = delayed_device.register(library)
+    delayed_device.ops.late(20)
+    kernel, pieces_seen = accelerated.multiply, []
+
+    def multiply(packed: NumberRows, pieces: list[torch.Tensor], x: torch.Tensor, count: int) -> torch.Tensor:
+        """The interpreter has no way to the memory of this device."""
+        pieces_seen.extend(piece.device for piece in (*pieces, x))
+        found = kernel(packed, [piece.cpu() for piece in pieces], x.cpu(), count)
+        assert found is not None
+        return found.to(device)
+
+    accelerated.is_there, accelerated.multiply = lambda _: True, multiply
+    with TemporaryDirectory() as folder:
+        weight = gpu.in_fp8(gpu.Scale(layers=1, side=256, passes=1, copied=1), Path(folder), device)[0]
+        x, dense = torch.randn(2, 3, 256).bfloat16(), weight.to("cpu").materialize()
+        bias = torch.randn(256).bfloat16()
+        found = F.linear(x.to(device), weight, bias.to(device)).cpu()
+        with offload.exact():
+            exact = F.linear(x.to(device), weight).cpu()
+    assert [device] * 3 == pieces_seen
+    truth = x.double() @ dense.double().T
+    assert torch.equal(F.linear(x, dense), exact)
+    limit = 2.0**-8 * (x.abs().double() @ dense.abs().double().T + bias.abs())  # weights, product and sum are rounded
+    assert bool(((found.double() - truth - bias.double()).abs() <= limit).all())
+
+
+def test_pieces_of_other_sizes_are_not_taken() -> None:
+    packed = NumberRows("e4m3", group=64, rows_per_scale=32)
+    numbers, scales = bits(ROWS, COLUMNS).view(torch.float8_e4m3fn), torch.ones(3, 3)
+    place = torch.empty(ROWS, COLUMNS)
+
+    assert not accelerated.decode(packed, [numbers[:-1], scales], place)
+    assert not accelerated.decode(packed, [numbers, scales[:2]], place)
+    assert not accelerated.decode(packed, [numbers, scales.double()], place)
+    assert accelerated.multiply(packed, [numbers, scales], torch.ones(17, COLUMNS), ROWS) is None
