@@ -135,8 +135,8 @@ def merge_checkpoint(
         CheckpointError, UnsupportedOpError, MapError, WriteError: as `merge_lora`.
     """
     folder, target = absolute(source), absolute(target)
-    run = {"adapter": _name_of(text_of(adapter)), "dtype": str(dtype)}
-    run["source"] = identities_of(open_checkpoint(folder))
+    found = identities_of(open_checkpoint(folder))
+    run = {"adapter": _name_of(text_of(adapter)), "dtype": str(dtype), "source": found}
     with resumable_folder(target, run, resume=resume) as work:
         model = from_pretrained(folder, dtype=dtype, offload_dir=work)
         files = companions_beside(folder, dtype) or companions_of(model)  # a GGUF file has them within
