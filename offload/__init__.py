@@ -36,8 +36,9 @@ In modules, which `import offload` brings along:
 | `offload.training` | train with state on disk | `offload_optimizer` `offload_activations` |
 | | save training as a whole, and resume after a crash | `save_training` `load_training` |
 | `offload.distributed` | save a snapshot through files while training goes on | `FileStager` |
+| `offload.prompts` | keep the keys and values of prompts for later runs | `PromptCache` |
 | `offload.report` | write a page about memory and disk usage | `memory_report` |
-| `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` `PromptCache` |
+| `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` |
 | | read files and tables of others into a cache | `cache_from` |
 | | open or write a folder of tensordict's | `tensordict` |
 | `offload.errors` | catch specific errors | |
@@ -87,7 +88,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING or _importing.is_wanted():
-    from offload import budget, distributed, errors, integrations, report, training  # noqa: F401
+    from offload import budget, distributed, errors, integrations, prompts, report, training  # noqa: F401
     from offload.batches.mapping import map_batches
     from offload.budget import memory_summary, set_max_memory
     from offload.cache.table import TensorCache

@@ -34,6 +34,7 @@ FLOORS = {
     "budget": 4,
     "checkpoints": 4,
     "distributed": 4,
+    "prompts": 4,
     "report": 4,
     "cache": 5,
     "models": 5,
@@ -70,6 +71,8 @@ GUESTS = {
     "models.hooks": {"accelerate"},
     "models.pretrained": {"transformers"},
     "checkpoints.writing": {"huggingface_hub"},
+    "prompts.identity": {"transformers"},
+    "prompts.past": {"transformers"},
     "storage.gguf_header": {"gguf"},
     "tensor.blocks": {"gguf"},
     "testing.checkpoints": {"transformers"},
@@ -110,7 +113,8 @@ PUBLIC = [
 IN_MODULES = {
     "budget": ["evict", "keep_resident", "set_read_ahead"],
     "distributed": ["FileStager"],
-    "integrations": ["PromptCache", "cache_from", "kv_cache", "tensordict"],
+    "integrations": ["cache_from", "kv_cache", "tensordict"],
+    "prompts": ["PromptCache"],
     "report": ["memory_report"],
     "training": ["load_training", "offload_activations", "offload_optimizer", "save_training"],
 }

@@ -22,11 +22,13 @@ from offload.cli.models import (
     ONLY_TOKENS,
     TOKENS_ALONE,
     add_model_options,
+    add_prompt_cache,
     ends_of,
     first_new,
     folder_of_model,
     in_chat,
     loaded_model,
+    prompt_cache_of,
 )
 from offload.cli.output import allow_json, counted, print_json, print_pairs, say
 from offload.cli.requests import Answer, Answers, BadRequest, Request, custom_id_of, lines_of, parsed, refusal
@@ -67,6 +69,7 @@ def add_to(commands: arguments.Commands) -> None:
         metavar="K",
         help="requests that share one reading of the model (default: as many as fit in memory)",
     )
+    add_prompt_cache(command)
     command.set_defaults(run=batch)
     allow_json(command)
     arguments.complete_with_files(source, target)
@@ -125,9 +128,10 @@ def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]
     if first is None:
         return
     folder = folder_of_model(options)
+    kept = prompt_cache_of(options)
     model = loaded_model(folder, options)
     tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
-    answer = _Answering(model, tokenizer, options.max_new_tokens, ends_of(model, folder))
+    answer = _Answering(model, tokenizer, options.max_new_tokens, ends_of(model, folder), kept)
     with torch.inference_mode():
         yield from map_batches(
             answer,
@@ -163,8 +167,10 @@ def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[t
 class _Answering:
     """Answers one request; called in lockstep with others."""
 
-    def __init__(self, model: Any, tokenizer: Any, most: int, ends: list[int]) -> None:
+    def __init__(self, model: Any, tokenizer: Any, most: int, ends: list[int], more: Kwargs) -> None:
+        """`more` are options for each call of `generate`."""
         self.model = model
+        self._more = more
         self._ends = ends
         self._tokenizer = tokenizer
         self._most = most
@@ -197,7 +203,7 @@ class _Answering:
         first = first_new(self.model, length)
         try:
             options = self._options(request.options, most, first)
-            tokens = self.model.generate(**inputs.to(self.model.device), **options)[0, first:]
+            tokens = self.model.generate(**inputs.to(self.model.device), **options, **self._more)[0, first:]
         except (OffloadError, OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a temperature close to 0, an unknown token, an odd generation_config.json

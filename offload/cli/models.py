@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from offload.annotations import Json
+from offload.annotations import Json, Kwargs
 from offload.cli import arguments
 from offload.cli.limited import within_limits
 from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
@@ -50,6 +50,7 @@ def add_to(commands: arguments.Commands) -> None:
     command.add_argument(
         "--max-new-tokens", type=arguments.count, default=64, metavar="N", help="at most (default: %(default)s)"
     )
+    add_prompt_cache(command)
     command.add_argument("--sample", action="store_true", help="sample (default: take the most likely token)")
     command.add_argument(
         "--report",
@@ -106,6 +107,32 @@ def add_max_memory(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_prompt_cache(command: argparse.ArgumentParser) -> None:
+    """Add the options for keys and values that are kept."""
+    command.add_argument(
+        "--prompt-cache",
+        type=arguments.path,
+        metavar="FOLDER",
+        help="keep the keys and values of prompts there, for later prompts that begin alike (default: keep none)",
+    )
+    command.add_argument(
+        "--prompt-cache-size",
+        type=arguments.size,
+        default="10GiB",
+        metavar="SIZE",
+        help="how much it may take: what was not used for longest goes (default: %(default)s)",
+    )
+
+
+def prompt_cache_of(options: argparse.Namespace) -> Kwargs:
+    """Options for `generate`."""
+    from offload.prompts import PromptCache
+
+    if options.prompt_cache is None:
+        return {}
+    return {"prompt_cache": PromptCache(options.prompt_cache, max_disk=options.prompt_cache_size)}
+
+
 def add_revision(command: argparse.ArgumentParser) -> None:
     """Add the option for the revision of a model on the hub."""
     command.add_argument("--revision", help="branch, tag or commit on the hub (default: main)")
@@ -137,6 +164,7 @@ def generate(options: argparse.Namespace) -> None:
     if inputs["input_ids"].numel() == 0:
         raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: give some text")
     before = anonymous_bytes()
+    kept = prompt_cache_of(options)
     model = loaded_model(folder, options)
     ends_of(model, folder)
     inputs = inputs.to(model.device)
@@ -149,6 +177,7 @@ def generate(options: argparse.Namespace) -> None:
             tokens = model.generate(
                 **inputs,
                 **TOKENS_ALONE,
+                **kept,
                 max_new_tokens=options.max_new_tokens,
                 do_sample=options.sample,
                 streamer=_marking(recording.mark) if options.json else _printing(tokenizer, recording.mark, begun),

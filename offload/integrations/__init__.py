@@ -6,7 +6,6 @@
 | `transformers` `hub` | `from_pretrained`, and finding a model's files |
 | `experts` | an implementation of transformers' experts that joins none |
 | `keys_values` | `kv_cache`: keys and values of a transformers model, on disk |
-| `prompts` | `PromptCache`: keys and values of the beginnings of prompts, kept for later runs |
 | `peft` | `merge_lora`, and adapters over values on disk |
 | `compressed_tensors` | quantizing a checkpoint to 8 or 4 bits, from file to file |
 | `torchao` | `quantize_` |
@@ -18,7 +17,6 @@
 
 from offload.integrations import tensordict
 from offload.integrations.keys_values import kv_cache
-from offload.integrations.prompts import PromptCache
 from offload.integrations.rows import cache_from
 
-__all__ = ["PromptCache", "cache_from", "kv_cache", "tensordict"]
+__all__ = ["cache_from", "kv_cache", "tensordict"]

@@ -37,6 +37,7 @@ from offload.errors import CheckpointError, OffloadError
 from offload.memory import uncollected
 from offload.models import log
 from offload.models.saving import save_checkpoint
+from offload.prompts.keeping import keeping_prompts
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_grad, no_inference, no_modes
 from offload.storage.reasons import writing
@@ -296,13 +297,18 @@ class _SavesFromDisk:
 
 @cache
 def _kind_from_disk(kind: Any) -> Any:
-    """A subclass of a model's class whose `save_pretrained` first looks which files live tensors refer to."""
+    """A subclass of a model's class whose `save_pretrained` first looks which files live tensors refer to.
+
+    One that generates takes a `prompt_cache`.
+    """
 
     @wraps(kind.save_pretrained)
     def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
         return _save(self, partial(kind.save_pretrained, self), args, options)
 
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if hasattr(kind, "generate"):
+        own.update(keeping_prompts(kind))
     return type(kind.__name__, (_SavesFromDisk, kind), {**own, "_own_class": kind, "save_pretrained": save_pretrained})
 
 

@@ -96,6 +96,20 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, t
     assert re.fullmatch(r"5 tokens: [\d.e+]+ tokens/s, 0 bytes read per token, .+ of memory at the peak\n", done.stderr)
 
 
+def test_generate_keeps_prompts(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, kept = tmp_path / "model", tmp_path / "kept"
+    shutil.copytree(llama_folder, folder)
+    _tokenizer(folder)
+    words = ["generate", str(folder), "--prompt", "w3 w5 w7 " * 30, "--max-new-tokens", "4", "--json"]
+    cli.main(words)
+    expected = _said(capsys)["tokens"]
+
+    for _ in range(2):
+        assert 0 == cli.main([*words, "--prompt-cache", str(kept)])
+        assert expected == _said(capsys)["tokens"]
+    assert 1 == len(list(kept.glob("*.safetensors")))
+
+
 TEMPLATE = (
     "{% for one in messages %}{{ 'w1' if one['role'] == 'system' else 'w2' }} {{ one['content'] }} w3 {% endfor %}"
 )

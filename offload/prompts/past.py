@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
-from offload.integrations.log import log
-from offload.integrations.prompts.blocks import TOKENS, Block, Form, sums_of
+from offload.prompts.blocks import TOKENS, Block, Form, sums_of
+from offload.prompts.log import log
 from offload.tensor.rules import is_followed
 
 _AHEAD = 4  # layers that are read together

@@ -27,8 +27,8 @@ import torch
 
 from offload.annotations import Json
 from offload.errors import CorruptFileError, FileError, ForeignFileError, MissingFileError
-from offload.integrations.log import log
 from offload.memory import as_bytes
+from offload.prompts.log import log
 from offload.storage.file import TensorFile
 from offload.storage.header import build
 from offload.storage.layout import Layout, dtype_name, dtype_named

@@ -7,11 +7,13 @@ Always true:
 | module | what |
 | --- | --- |
 | `prompt_cache` | `PromptCache`: finds the longest known beginning of a prompt, and keeps what a run computed |
+| `keeping` | `generate(..., prompt_cache=)` of models from disk |
 | `past` | a cache of transformers whose first tokens come from blocks, layer by layer |
 | `blocks` | the folder: a file per block of tokens, found by hash, under a budget of disk |
 | `identity` | what distinguishes a model from all others that could give other keys and values |
+| `log` | the logger of this package |
 """
 
-from offload.integrations.prompts.prompt_cache import PromptCache
+from offload.prompts.prompt_cache import PromptCache
 
 __all__ = ["PromptCache"]

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from offload.errors import ArgumentError, ArgumentTypeError, FileError
-from offload.integrations.log import log
-from offload.integrations.prompts.blocks import TOKENS, Block, Blocks
-from offload.integrations.prompts.identity import Identities
-from offload.integrations.prompts.past import Prefix, past_of
+from offload.prompts.blocks import TOKENS, Block, Blocks
+from offload.prompts.identity import Identities
+from offload.prompts.log import log
+from offload.prompts.past import Prefix, past_of
 
+BEGINS = "drafts_begin_after_a_prefix"  # an attribute of a class of models
 _LEAVE_OUT = ": leave prompt_cache out"
 _DEPENDS_ON_LENGTH = ("dynamic", "longrope")  # kinds of rope whose angles depend on how long the whole text is
 _OF_TEXT = ("bos", "cls", "eos", "mask", "pad", "sep", "unk", "decoder_start")
@@ -194,8 +195,12 @@ class PromptCache:
             options.get(name) or getattr(settings, name, None) or 1 for name in ("num_beams", "num_return_sequences")
         )
         drafts = options.get("assistant_model") or options.get("prompt_lookup_num_tokens")
-        is_new = bool(drafts or getattr(settings, "prompt_lookup_num_tokens", None))  # they begin with the whole prompt
-        past = self._past(model, input_ids, options.get("attention_mask"), copies, is_new=is_new)
+        drafts = bool(drafts or getattr(settings, "prompt_lookup_num_tokens", None))
+        may_begin = not drafts or getattr(
+            type(model), BEGINS, False
+        )  # transformers (5.23) begins with the whole prompt
+        past = self._past(model, input_ids, options.get("attention_mask"), copies, is_new=not may_begin)
+        past.drafts = drafts
         try:
             return model.generate(input_ids, past_key_values=past, **options)
         finally:

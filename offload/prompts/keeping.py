@@ -1,0 +1,34 @@
+"""`model.generate(..., prompt_cache=)`: methods that a class of models gets.
+
+Always true:
+- without a prompt cache, they do what those of the class do
+- drafts begin after what is known of a prompt, as all else does
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from offload.prompts.prompt_cache import BEGINS, PromptCache
+
+
+def keeping_prompts(kind: Any) -> dict[str, Any]:
+    """Members of a class, by name, with which a class of transformers' models that generate takes a prompt cache."""
+
+    @wraps(kind.generate)
+    def generate(self: Any, *args: Any, prompt_cache: Any = None, **options: Any) -> Any:
+        if prompt_cache is None:
+            return kind.generate(self, *args, **options)
+        prompts = prompt_cache if isinstance(prompt_cache, PromptCache) else PromptCache(prompt_cache)
+        return prompts.generate(self, *args, **options)
+
+    @wraps(kind.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self: Any, input_ids: Any, *args: Any, **options: Any) -> Any:
+        begins = options.get("is_first_iteration") and not args and options.get("next_sequence_length") is None
+        if begins and getattr(options.get("past_key_values"), "drafts", False):
+            known = options["past_key_values"].get_seq_length()
+            options["next_sequence_length"] = input_ids.shape[1] - known  # transformers (5.23) gives all of them
+        return kind.prepare_inputs_for_generation(self, input_ids, *args, **options)
+
+    return {BEGINS: True, **{one.__name__: one for one in (generate, prepare_inputs_for_generation)}}
