@@ -18,6 +18,7 @@ from offload import OffloadedTensor, TensorCache
 from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import OffloadError
 from offload.integrations import tensordict
+from offload.prompts import PromptCache
 
 ANYTHING = {
     "None": None,
@@ -261,6 +262,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "plan(device)": lambda bad: offload.plan("llama", disk_rate="1GB", device=bad),
     "plan(disk_rate)": lambda bad: offload.plan("llama", disk_rate=bad),
     "kv_cache(offload_dir)": lambda bad: offload.integrations.kv_cache(llama_config(), bad),
+    "PromptCache(folder)": lambda bad: PromptCache(bad),
+    "PromptCache(max_disk)": lambda bad: PromptCache("prompts", max_disk=bad),
     "quantize_(device)": lambda bad: offload.quantize_(model(), int8_weights(), device=bad, progress=False),
     "load_memmap(folder)": lambda bad: tensordict.load_memmap(bad),
     "load_memmap(device)": lambda bad: tensordict.load_memmap("memmap", device=bad),

@@ -14,6 +14,7 @@ MODULES = (
     offload.distributed,
     offload.errors,
     offload.integrations,
+    offload.prompts,
     offload.report,
     testing,
     offload.training,

@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from operator import is_not
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from offload.storage.subclasses import is_subclass_value
 from offload.storage.write import bytes_of
 from offload.tensor.guests import CPU
 from offload.tensor.locals import is_dtensor
-from offload.tensor.recipes import Piece, stored_in
+from offload.tensor.recipes import Piece, files_in, stored_in
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import is_offloaded
 
@@ -46,6 +47,7 @@ class Identities:
     def __init__(self) -> None:
         self._samples: weakref.WeakKeyDictionary[TensorFile, bytes] = weakref.WeakKeyDictionary()
         self._in_memory: Any = WeakIdKeyDictionary()
+        self._stored: Any = WeakIdKeyDictionary()
 
     def of(self, model: Any) -> str:
         """The identity of a transformers model, as text of 64 digits.
@@ -83,8 +85,16 @@ class Identities:
             digest.update(self._numbers(tensor))
 
     def _add_stored(self, digest: Any, tensor: Any) -> None:
-        handle = handle_of(tensor)
-        Piece(handle, view_spec_of(tensor)).note(digest)
+        handle, view_spec = handle_of(tensor), view_spec_of(tensor)
+        state = [handle, view_spec, *(stored.source for stored in stored_in([handle]))]
+        known = self._stored.get(tensor)
+        if known is None or len(known[0]) != len(state) or any(map(is_not, known[0], state)):
+            found = blake2b(digest_size=16)
+            Piece(handle, view_spec).note(found)
+            for file in files_in(handle):
+                found.update(self._sampled(file))
+            known = self._stored[tensor] = state, found.digest()
+        digest.update(known[1])
         for stored in stored_in([handle]):
             if stored.owned:  # in place: the time of change is only that of what has been written out
                 stored.flush()
@@ -92,8 +102,6 @@ class Identities:
                     status = os.stat(stored.path)
                 written = (process_tag(), id(stored), tensor._version) if tensor._version else None
                 _note(digest, status.st_ino, status.st_size, status.st_mtime_ns, written)
-            else:
-                digest.update(self._sampled(stored.file))
 
     def _sampled(self, file: TensorFile) -> bytes:
         """Some bytes of many values: files of two revisions may have the same size and time."""
