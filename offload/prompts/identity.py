@@ -30,7 +30,7 @@ from offload.storage.subclasses import is_subclass_value
 from offload.storage.write import bytes_of
 from offload.tensor.guests import CPU
 from offload.tensor.locals import is_dtensor
-from offload.tensor.recipes import Piece, files_in, stored_in
+from offload.tensor.recipes import Piece, stored_in
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import is_offloaded
 
@@ -91,7 +91,7 @@ class Identities:
         if known is None or len(known[0]) != len(state) or any(map(is_not, known[0], state)):
             found = blake2b(digest_size=16)
             Piece(handle, view_spec).note(found)
-            for file in files_in(handle):
+            for file in dict.fromkeys(stored.file for stored in stored_in([handle]) if not stored.owned):
                 found.update(self._sampled(file))
             known = self._stored[tensor] = state, found.digest()
         digest.update(known[1])
