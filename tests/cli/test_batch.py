@@ -439,7 +439,7 @@ def test_generation_settings_that_are_malformed_refuse_each_request(settings, fo
 
 def test_prompts_are_kept_for_later_requests(folder: Path, tmp_path: Path) -> None:
     """A model of at most 64 tokens keeps none of these, but answers."""
-    source = written(tmp_path / "in.jsonl", [request(at) for at in range(6)])
+    source = written(tmp_path / "in.jsonl", [request(at) for at in range(2)])
     run(folder, source, tmp_path / "a")
 
     assert 0 == run(folder, source, tmp_path / "b", "--prompt-cache", str(tmp_path / "kept"))
