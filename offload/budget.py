@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +22,17 @@ from offload.prefetch.engine import POOL, UNTRACKED, counts, replanning, tracked
 from offload.prefetch.plan import OnDevice, Pool
 from offload.prefetch.reader import Counts
 from offload.prefetch.value import Value, page_state_of
-from offload.storage.handle import Handle
+from offload.storage.handle import Access, Handle
 from offload.storage.pages import joined
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import is_offloaded
 from offload.torch_api import tree_leaves
+
+log = logging.getLogger("offload.budget")
+
+_OF_TABLES = 2  # dimensions of a table, of which rows are read
 
 __all__ = ["evict", "keep_resident", "set_read_ahead"]
 
@@ -149,6 +154,58 @@ def evict(*what: Any) -> None:
         for pool in {value.pool for value in values}:
             leaving.extend(pool.reconsider(anew=True))
         leaving.extend([*values, *(copy for one in states for copy in one.copies.values())])
+
+
+def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
+    """Keep a model that drafts for another one in memory, and count it in the other one's budget, while both live.
+
+    An assistant on disk that does not fit in its own budget streams like other values.
+
+    Args:
+        model: on disk.
+        assistant: on disk, or in memory.
+    """
+    pools = {page_state_of(handle).pool or POOL for handle in stored_in(_handles_in([model]))}
+    if assistant is model or not pools or any(assistant in pool.beside for pool in pools):
+        return
+    try:
+        keep_resident(assistant)
+    except BudgetError as error:
+        log.info("the assistant does not stay in memory: %s", error)
+        return
+    plain = {id(one): one for one in (*assistant.parameters(), *assistant.buffers()) if not is_offloaded(local_of(one))}
+    values = _values_in([assistant])
+    with replanning() as leaving:
+        for pool in pools:
+            elsewhere = (value for value in values if value.pool is not pool)
+            pool.beside[assistant] = sum(one.nbytes for one in plain.values()) + _bytes_in(elsewhere)
+            leaving.extend(pool.reconsider(anew=True))
+
+
+def read_by_a_pass(model: nn.Module) -> tuple[int, int, float]:
+    """What each pass of a model reads from the disk, by the plan of what stays in memory.
+
+    Returns:
+        Bytes of values that every pass needs and that do not stay; bytes of those of which it picks some, such as
+        experts; and the disk's rate in bytes per second, 0 if it is not known yet.
+    """
+    streams, picked, rate = 0, 0, 0.0
+    with replanning() as leaving:
+        for handle in stored_in(_handles_in([model])):
+            state = page_state_of(handle)
+            pool, whole = state.pool or POOL, state.ranges.get(handle.extent)
+            leaving.extend(pool.reconsider())
+            rate = max(rate, pool.rate)
+            if whole is None or whole.is_picked:
+                picked += handle.extent[1] if _is_picked(handle) else 0
+            elif not whole.kept:
+                streams += whole.nbytes
+    return streams, picked, rate
+
+
+def _is_picked(handle: Handle) -> bool:
+    """Whether ops read some of many matrices, not rows of a table."""
+    return handle.access is Access.PICKED or len(handle.layout.shape) > _OF_TABLES
 
 
 @dataclass(frozen=True)

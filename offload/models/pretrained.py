@@ -33,6 +33,8 @@ from offload.checkpoints.forms.packing import Packed, packed_state
 from offload.checkpoints.forms.torchao import in_torchaos_form
 from offload.checkpoints.forms.values import Form, Values, values_in
 from offload.distributed.together import Ranks
+from offload.drafts.alike import alike_rows
+from offload.drafts.candidates import drafts_for
 from offload.errors import CheckpointError, OffloadError
 from offload.memory import uncollected
 from offload.models import log
@@ -297,9 +299,10 @@ class _SavesFromDisk:
 
 @cache
 def _kind_from_disk(kind: Any) -> Any:
-    """A subclass of a model's class whose `save_pretrained` first looks which files live tensors refer to.
+    """A subclass of a model's class that saves itself, and generates, as a model whose weights may be on disk does.
 
-    One that generates takes a `prompt_cache`.
+    Its `save_pretrained` first looks which files live tensors refer to. One that generates takes a `prompt_cache`, and
+    drafts as many tokens as pay for what a pass costs.
     """
 
     @wraps(kind.save_pretrained)
@@ -309,7 +312,25 @@ def _kind_from_disk(kind: Any) -> Any:
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     if hasattr(kind, "generate"):
         own.update(keeping_prompts(kind))
+    if hasattr(kind, "_assisted_decoding"):
+        own.update(_drafting(kind))
     return type(kind.__name__, (_SavesFromDisk, kind), {**own, "_own_class": kind, "save_pretrained": save_pretrained})
+
+
+def _drafting(kind: Any) -> dict[str, Callable[..., Any]]:
+    """Methods of a class of models that generates text, with which the length of drafts follows what a pass costs."""
+
+    @wraps(kind._assisted_decoding)
+    def _assisted_decoding(self: Any, *args: Any, **options: Any) -> Any:
+        with alike_rows(self):
+            return kind._assisted_decoding(self, *args, **options)
+
+    @wraps(kind._get_candidate_generator)
+    def _get_candidate_generator(self: Any, *args: Any, **options: Any) -> Any:
+        given = inspect.signature(kind._get_candidate_generator).bind(self, *args, **options).arguments
+        return drafts_for(self, partial(kind._get_candidate_generator, self), given)
+
+    return {one.__name__: one for one in (_assisted_decoding, _get_candidate_generator)}
 
 
 def _save(model: nn.Module, save: Callable[..., object], args: Args, options: Settings) -> object:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+from torch import nn
 
 from offload.memory import available_bytes
 from offload.prefetch.picked import Picked
@@ -82,6 +83,7 @@ class Pool:
         at_a_time: most bytes that stream of any block, per group of users, as far as is known.
         picked: which of the picked values stay.
         on_devices: budgets for what stays on accelerators, and what is sent there ahead.
+        beside: models that stay in memory and count in this budget, and their bytes under no plan of it.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Pool:
         self.at_a_time = 0
         self.picked = Picked()
         self.on_devices: dict[torch.device, OnDevice] = {}
+        self.beside: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._available = available
         _POOLS.add(self)
         self._values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()  # in order of arrival
@@ -151,10 +154,10 @@ class Pool:
         return max(0, self._limit_now() - self.nbytes)
 
     def _limit_now(self) -> int:
-        available = (self._available or available_bytes)()
-        if self.max_memory is None:
-            return int(available * _SHARE)
-        limit = min(self.max_memory, available)
+        available, beside = (self._available or available_bytes)(), sum(self.beside.values())
+        if self.max_memory is None:  # those in anonymous memory are not available already; mapped ones seem to be
+            return max(0, min(int(available * _SHARE), available - beside))
+        limit = min(max(0, self.max_memory - beside), available)
         return max(0, min(limit, available - self._window_beside(limit)))  # beside the new budget, not the one before
 
     def _window_beside(self, limit: int) -> int:

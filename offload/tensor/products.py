@@ -19,10 +19,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from offload.annotations import Args, Kwargs
 from offload.kernels import accelerated
-from offload.kernels.native import DTYPES, library, most_rows
+from offload.kernels.native import DTYPES, MOST_ROWS, library, most_rows
 from offload.kernels.native import multiply as multiply_rows
 from offload.kernels.packed import NumberRows, Packed
 from offload.prefetch.copies import with_room
@@ -30,6 +31,7 @@ from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import CPU, value_on
+from offload.tensor.locals import local_of
 from offload.tensor.recipes import Decoded, Joined, Piece, stored_in, values_in_order
 from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
@@ -45,6 +47,8 @@ _MOST_NOTED = 1024  # cuts of a recipe whose rows are noted: experts of a layer
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
 _apart: ContextVar[bool] = ContextVar("apart", default=False)
+any_rows: ContextVar[bool] = ContextVar("any_rows", default=False)
+"""Whether the kernels multiply any number of rows that they can, also where it is slower than decoding the weight."""
 
 
 @contextmanager
@@ -79,6 +83,14 @@ def apart() -> Iterator[None]:
         yield
     finally:
         _apart.reset(before)
+
+
+def are_multiplied_packed(model: nn.Module) -> bool:
+    """Whether products with some weights of a model are computed from packed bytes."""
+    if library() is None or _exact.get():
+        return False
+    found = (handle_of(local).composed for local in map(local_of, model.parameters()) if type(local) is OffloadedTensor)
+    return any(isinstance(one, Decoded) and one.packed is not None and not one.is_exact for one in found)
 
 
 @overrides(F.linear)
@@ -202,7 +214,8 @@ def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None, *, dense_too: b
         return None
     if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
         return None
-    if not 0 < x.numel() <= most_rows(x.dtype) * x.shape[-1]:
+    most = MOST_ROWS if any_rows.get() else most_rows(x.dtype)
+    if not 0 < x.numel() <= most * x.shape[-1]:
         return None
     with no_functions(), no_modes():
         return _multiplied(x, weight, bias, dense_too)

@@ -1,0 +1,304 @@
+"""Drafts for one call of `generate`, in the interface of transformers' candidate generators.
+
+Always true:
+- transformers' own generators draft with an assistant; decided here is how many tokens, and whether from the text
+- what was measured serves later calls with the same model and assistant
+- an assistant whose `generation_config` says how many tokens it drafts is left to transformers, as is every other way
+
+Source of the interface: `CandidateGenerator` in transformers' generation/candidate_generator.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.budget import count_assistant, read_by_a_pass
+from offload.drafts.alike import is_switchable, switch_alike
+from offload.drafts.costs import FIRST, MOST, Acceptance, Pass, PassCosts, Source, Trials, of_assistant
+from offload.drafts.lookup import looked_up
+from offload.prefetch.engine import counts
+from offload.storage import clock
+from offload.storage.locks import fork_safe_lock
+
+_CAUGHT_UP = 16  # tokens without a draft that an assistant goes through quickly: more tell nothing about drafting
+_LOOKED_UP = ((1, 0.2), (2, 0.4), (4, 0.6), (8, 0.8))  # from how long a match on, and what is assumed to be accepted
+
+
+@dataclass
+class DraftSummary:
+    """What drafts have brought for a model since it was loaded.
+
+    Attributes:
+        passes: of the model.
+        tokens: that these gave.
+        drafted: tokens that were drafted.
+        accepted: of these.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """1.0 without drafts."""
+        return self.tokens / self.passes if self.passes else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_pass:.2f} tokens per pass: {self.tokens} tokens in {self.passes} passes; "
+            f"{self.accepted} of {self.drafted} drafted tokens were accepted"
+        )
+
+
+@dataclass(eq=False)
+class Measured:
+    """What is known of a model: what its passes take, and what drafts for it are worth. Used under its lock.
+
+    Attributes:
+        costs: of its passes.
+        lookups: sources of drafts from the text, by the least length of the match.
+        assistants: sources of drafts, by the assistant.
+    """
+
+    costs: PassCosts
+    lookups: dict[int, Source] = field(
+        default_factory=lambda: {least: Source(Acceptance(rate)) for least, rate in _LOOKED_UP}
+    )
+    assistants: weakref.WeakKeyDictionary[nn.Module, Source] = field(default_factory=weakref.WeakKeyDictionary)
+    trials: Trials = field(default_factory=Trials)
+    summary: DraftSummary = field(default_factory=DraftSummary)
+    lock: Any = field(default_factory=fork_safe_lock)
+
+    def lookup_of(self, matched: int) -> Source:
+        """The source of drafts from the text, where so many tokens stood before."""
+        return self.lookups[max(least for least in self.lookups if least <= matched)]
+
+
+_MEASURED: weakref.WeakKeyDictionary[nn.Module, Measured] = weakref.WeakKeyDictionary()
+_LOCK = fork_safe_lock()
+
+
+def measured(model: nn.Module) -> Measured:
+    """What is known of a model."""
+    with _LOCK:
+        if model not in _MEASURED:
+            _MEASURED[model] = Measured(PassCosts(*read_by_a_pass(model)))
+        return _MEASURED[model]
+
+
+def draft_summary(model: nn.Module) -> DraftSummary:
+    """How many tokens the passes of a model have given, since it was loaded, in calls of `generate` with drafts.
+
+    Args:
+        model: a transformers model on disk.
+
+    Example:
+        >>> print(draft_summary(torch.nn.Linear(1, 1)))
+        1.00 tokens per pass: 0 tokens in 0 passes; 0 of 0 drafted tokens were accepted
+    """
+    known = _MEASURED.get(model)
+    return DraftSummary() if known is None else copy.copy(known.summary)
+
+
+class Drafts:
+    """Drafts whose length follows the cost of a pass: transformers' interface of a candidate generator.
+
+    `model.generate(..., assistant_model=small)` and `prompt_lookup_num_tokens=` make one, for a model on disk.
+    """
+
+    requires_model_outputs = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Any = None,
+        *,
+        max_length: int,
+        most: int = MOST,
+        looks_up: bool = True,
+        ends: Any = None,
+    ) -> None:
+        """Drafts for one call.
+
+        Args:
+            model: that is drafted for.
+            inner: transformers' generator of candidates with an assistant; None for the text alone.
+            max_length: of prompt and answer, in tokens.
+            most: tokens of a draft from the text.
+            looks_up: whether to draft from the text.
+            ends: tokens after which nothing follows, as a tensor.
+        """
+        self._known = measured(model)
+        self._inner = inner
+        self._max_length = max_length
+        self._most = min(most, MOST)
+        self._looks_up = looks_up
+        self._ends = set() if ends is None else set(ends.reshape(-1).tolist())
+        self._source: Source | None = None
+        self._drafted: list[int] = []
+        self._from_inner = False
+        self._begun = self._read = 0.0
+        self._length = self._caught_up = 0
+        self._is_first = True
+        self._waited = 0.0
+        self._assistant: Source | None = None
+        if inner is not None:
+            with self._known.lock:
+                self._assistant = self._known.assistants.setdefault(inner.assistant_model, of_assistant())
+            if self._known.costs.streams:  # a token costs much less than a pass: even an unlikely one is worth it
+                for config in (inner.generation_config, inner.assistant_generation_config):
+                    config.assistant_confidence_threshold = 0.0
+
+    def get_candidates(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The text so far with a draft after it: (1, tokens).
+
+        Args:
+            input_ids: (1, tokens).
+
+        Returns:
+            The longer text; and the assistant's scores for the draft, (1, drafted, vocabulary), or None.
+        """
+        self._length = input_ids.shape[1]
+        candidates, scores = self._drafted_after(input_ids)
+        self._drafted = candidates[0, self._length :].tolist()
+        switch_alike(on=bool(self._drafted))
+        now = counts()
+        self._begun, self._read, self._waited = clock.now(), now.bytes_read, now.waited
+        return candidates, scores
+
+    def _drafted_after(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        room = self._max_length - self._length - 1
+        self._source, self._from_inner = None, False
+        if room <= 0 or (self._is_first and is_switchable()):  # all tokens of a prompt are computed as without
+            return input_ids, None
+        found, matched = looked_up(input_ids[0].tolist(), min(self._most, room)) if self._looks_up else ([], 0)
+        found = self._cut_at_end(found)
+        sources = [(self._known.lookup_of(matched), len(found))] if found else []
+        if self._assistant is not None:
+            sources.append((self._assistant, min(MOST, room)))
+        with self._known.lock:
+            tokens, place = self._chosen(sources)
+        if not tokens or place is None:
+            return input_ids, None
+        self._source = sources[place][0]
+        if self._source is not self._assistant:
+            draft = torch.tensor([found[:tokens]], dtype=input_ids.dtype, device=input_ids.device)
+            return torch.cat([input_ids, draft], dim=1), None
+        return self._from_assistant(input_ids, tokens)
+
+    def _chosen(self, sources: list[tuple[Source, int]]) -> tuple[int, int | None]:
+        """How many tokens to draft, and from which source."""
+        if not self._known.costs.number and sources:
+            place = len(sources) - 1
+            return min(FIRST, sources[place][1]), place
+        best = self._known.trials.best(self._known.costs, sources)
+        return best.tokens, best.source
+
+    def _cut_at_end(self, found: list[int]) -> list[int]:
+        end = next((place for place, token in enumerate(found) if token in self._ends), len(found))
+        return found[:end]
+
+    def _from_assistant(self, input_ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        started, self._inner.num_assistant_tokens = clock.now(), tokens
+        if self._inner.assistant_kwargs.get("past_key_values") is None:
+            _continue(self._inner.assistant_kwargs, self._length)
+        candidates: torch.Tensor
+        candidates, scores = self._inner.get_candidates(input_ids)
+        self._from_inner, drafted = True, candidates.shape[1] - self._length
+        assert self._assistant is not None
+        assert self._assistant.drafting is not None
+        if drafted > 0 and self._length - self._caught_up <= _CAUGHT_UP:
+            with self._known.lock:
+                self._assistant.drafting.learn(drafted, clock.now() - started, self._known.costs.number)
+        self._caught_up = self._length + drafted
+        return candidates, scores
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Learn from a pass.
+
+        Args:
+            input_ids: the text with what was accepted, and the model's own token: (1, tokens).
+            scores: of the model: (1, drafted + 1, vocabulary).
+            num_matches: how many of the drafted tokens were accepted.
+        """
+        now, seconds = counts(), clock.now() - self._begun
+        new = input_ids[0, self._length :].tolist()
+        pairs = zip(new, self._drafted, strict=False)  # an accepted token that ends the text counts as the model's own
+        accepted = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+        accepted = min(len(new), len(self._drafted)) if accepted is None else accepted
+        tokens = len(self._drafted) + (self._length if self._is_first else 1)
+        done = Pass(tokens, seconds, now.waited - self._waited, int(now.bytes_read - self._read), self._is_first)
+        with self._known.lock:
+            self._known.costs.learn(done)
+            self._known.trials.earn(seconds)
+            if self._source is not None:
+                self._source.acceptance.learn(accepted, len(self._drafted))
+            summary = self._known.summary
+            summary.passes += 1
+            summary.tokens += len(new)
+            summary.drafted += len(self._drafted)
+            summary.accepted += accepted
+        if self._from_inner:
+            self._inner.update_candidate_strategy(input_ids, scores, num_matches)
+        self._is_first = False
+
+
+def _continue(inputs: dict[str, Any], length: int) -> None:
+    """Extend what an assistant is given beside the text, if the model has gone on without it."""
+    for name in ("attention_mask", "decoder_attention_mask", "token_type_ids", "position_ids"):
+        given = inputs.get(name)
+        missing = 0 if given is None else length - given.shape[-1]
+        if missing > 0:
+            steps = torch.arange(1, missing + 1, device=given.device) * (name == "position_ids")
+            inputs[name] = torch.cat([given, given[..., -1:] + steps.to(given.dtype)], dim=-1)
+
+
+def drafts_for(model: Any, make: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Transformers' generator of candidates, or ours in its place.
+
+    Args:
+        model: of transformers, on disk.
+        make: the class's own `_get_candidate_generator`.
+        given: its arguments, by name; perhaps with the model itself as "self".
+    """
+    options = {name: value for name, value in given.items() if name not in ("self", "generation_config")}
+    generation_config = given["generation_config"]
+    assistant, most = options.get("assistant_model"), generation_config.prompt_lookup_num_tokens
+    if assistant is not None and most is not None:  # transformers has one or the other
+        generation_config = copy.copy(generation_config)
+        generation_config.prompt_lookup_num_tokens = None
+    inner = make(generation_config=generation_config, **options)
+    if (assistant is None and most is None) or type(inner).__name__ not in _WITH_LENGTH:
+        return inner
+    if assistant is not None:
+        count_assistant(model, assistant)
+        said = assistant.generation_config
+        if said.num_assistant_tokens is not None or said.num_assistant_tokens_schedule is not None:
+            return inner
+    return Drafts(
+        model,
+        None if assistant is None else inner,
+        max_length=generation_config.max_length,
+        most=most or MOST,
+        looks_up=generation_config.assistant_ensemble_weight is None,
+        ends=generation_config._eos_token_tensor,
+    )
+
+
+_WITH_LENGTH = frozenset(
+    {
+        "AssistedCandidateGenerator",
+        "AssistedCandidateGeneratorDifferentTokenizers",
+        "UniversalSpeculativeDecodingGenerator",
+        "PromptLookupCandidateGenerator",
+    }
+)

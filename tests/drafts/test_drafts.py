@@ -1,0 +1,242 @@
+"""Drafts for models on disk: the text is the one without them, and `generate` is transformers' own."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+from transformers.generation.streamers import BaseStreamer
+
+import offload
+from offload.drafts import candidates, draft_summary
+from offload.drafts.candidates import Drafts, measured
+from offload.drafts.costs import Length, Trials
+from offload.prefetch.value import page_state_of
+from offload.tensor.views import handle_of
+from tests.checkpoints.gguf_files import write_gguf
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+PROMPT = torch.tensor([[5, 6, 7, 8, 9, 5, 6]])
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "output_logits": True, "return_dict_in_generate": True}
+
+
+def llama(seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes})).eval()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    llama().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Any:
+    """A model whose every product is with packed weights."""
+    return offload.from_pretrained(write_gguf(llama(), tmp_path / "model.gguf", "Q8_0"))
+
+
+@pytest.fixture
+def _all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of these lengths, whatever they cost, from each source in turn; as of a model that streams."""
+    script = cycle([0, 3, 1, 12, 2, 0, 0, 5])
+
+    def best(_: Trials, __: object, sources: list[Any]) -> Length:
+        number = next(script)
+        place = number % len(sources) if sources else None
+        most = 0 if place is None else min(number, sources[place][1])
+        return Length(most, place if most else None, 1.0, 1.0)
+
+    monkeypatch.setattr(Trials, "best", best)
+    monkeypatch.setattr(candidates, "read_by_a_pass", lambda _: (1, 0, 0.0))
+
+
+def logits_of(found: Any) -> torch.Tensor:
+    return torch.cat(found.logits)
+
+
+@pytest.mark.usefixtures("_all_lengths")
+@pytest.mark.parametrize("seed", [0, 1])  # the model itself, and another one
+def test_greedy_text_of_a_dense_model_is_the_same_with_drafts(folder: Path, seed: int):
+    model = offload.from_pretrained(folder)
+    expected = model.generate(PROMPT, **GREEDY)
+    found = model.generate(PROMPT, assistant_model=llama(seed), **GREEDY)
+    from_text = model.generate(PROMPT, prompt_lookup_num_tokens=10, **GREEDY)
+
+    assert expected.sequences.tolist() == found.sequences.tolist() == from_text.sequences.tolist()
+    torch.testing.assert_close(logits_of(expected), logits_of(found))
+    assert draft_summary(model).accepted > 0
+
+
+@pytest.mark.fused
+@pytest.mark.usefixtures("_all_lengths")
+@pytest.mark.parametrize(("seed", "padding"), [(0, 0), (1, 2)])
+def test_logits_of_a_packed_model_are_the_same_bits_with_drafts(packed: Any, seed: int, padding: int):
+    prompt = torch.cat([torch.zeros(1, padding, dtype=torch.int64), PROMPT], dim=1)
+    mask = (torch.arange(prompt.shape[1]) >= padding).long()[None]
+    expected = packed.generate(prompt, attention_mask=mask, **GREEDY)
+    found = packed.generate(prompt, attention_mask=mask, assistant_model=llama(seed), **GREEDY)
+
+    assert torch.equal(expected.sequences, found.sequences)
+    assert torch.equal(logits_of(expected), logits_of(found))
+    assert draft_summary(packed).drafted > 12
+
+
+@pytest.mark.fused
+def test_a_packed_model_attends_as_before_after_drafts(packed: Any):
+    with pytest.raises(ZeroDivisionError):
+        packed.generate(PROMPT, assistant_model=llama(), stopping_criteria=[lambda *_: 1 / 0], **GREEDY)
+
+    assert "sdpa" == packed.config._attn_implementation
+
+
+def test_a_sampled_draft_of_the_model_itself_is_always_accepted(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(candidates, "looked_up", lambda *_: ([], 0))
+    model = offload.from_pretrained(folder)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model.generate(PROMPT, assistant_model=llama(), do_sample=True, max_new_tokens=12, top_k=0)
+    summary = draft_summary(model)
+
+    assert summary.drafted == summary.accepted > 0
+
+
+@pytest.mark.usefixtures("_all_lengths")
+def test_drafted_tokens_are_streamed_in_order(folder: Path):
+    class Listed(BaseStreamer):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.reshape(-1).tolist()
+
+        def end(self) -> None:
+            self.tokens.append(-1)
+
+    model, streamer = offload.from_pretrained(folder), Listed()
+    found = model.generate(PROMPT, assistant_model=llama(), streamer=streamer, **GREEDY)
+
+    assert [*found.sequences[0].tolist(), -1] == streamer.tokens
+
+
+@pytest.mark.usefixtures("_all_lengths")
+def test_a_draft_ends_where_the_text_ends(folder: Path):
+    model = offload.from_pretrained(folder)
+    text = model.generate(PROMPT, **GREEDY).sequences[0].tolist()
+    end = text[PROMPT.shape[1] + 9]
+    found = model.generate(PROMPT, assistant_model=llama(), eos_token_id=end, pad_token_id=0, **GREEDY)
+
+    assert text[: text.index(end, PROMPT.shape[1]) + 1] == found.sequences[0].tolist()
+
+
+@pytest.mark.usefixtures("_all_lengths")
+def test_stopping_criteria_see_the_text_with_its_drafts(folder: Path):
+    class Longer(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.tensor([input_ids.shape[1] >= PROMPT.shape[1] + 6])
+
+    model = offload.from_pretrained(folder)
+    found = model.generate(PROMPT, assistant_model=llama(), stopping_criteria=[Longer()], **GREEDY).sequences
+    text = model.generate(PROMPT, **GREEDY).sequences
+
+    assert 6 <= found.shape[1] - PROMPT.shape[1] < 24
+    assert torch.equal(text[:, : found.shape[1]], found)
+
+
+@pytest.mark.usefixtures("_all_lengths")
+@pytest.mark.parametrize("samples", [False, True])
+def test_an_assistant_may_have_another_vocabulary(folder: Path, samples: bool):
+    def words(count: int, step: int) -> PreTrainedTokenizerFast:
+        known = Tokenizer(models.WordLevel({f"w{n * step % count}": n for n in range(count)}, unk_token="w0"))
+        known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=known, unk_token="w0", pad_token="w0")
+
+    model, assistant = offload.from_pretrained(folder), llama(1, vocab_size=97)
+    tokenizers = {"tokenizer": words(96, 5), "assistant_tokenizer": words(97, 3)}
+    options = {"max_new_tokens": 12, "do_sample": samples}
+    found = model.generate(PROMPT, assistant_model=assistant, **tokenizers, **options)
+
+    assert PROMPT.shape[1] + 12 == found.shape[1]
+    assert samples or torch.equal(model.generate(PROMPT, **options), found)
+    assert draft_summary(model).drafted > 0
+
+
+@pytest.mark.usefixtures("_all_lengths")
+def test_batches_in_flight_may_draft(folder: Path):
+    model, assistant = offload.from_pretrained(folder), llama(1)
+    batches = [PROMPT + number for number in range(4)]
+    options = {"do_sample": False, "max_new_tokens": 12}
+    expected = [model.generate(batch, **options) for batch in batches]
+    found = list(
+        offload.map_batches(lambda batch: model.generate(batch, assistant_model=assistant, **options), batches, model)
+    )
+
+    assert [one.tolist() for one in expected] == [one.tolist() for one in found]
+
+
+def generator_of(model: Any, assistant: Any = None, **options: Any) -> Any:
+    config, _ = model._prepare_generation_config(None, max_length=20, **options)
+    model._prepare_special_tokens(config, device=torch.device("cpu"))
+    return model._get_candidate_generator(config, PROMPT, PROMPT, [], {}, assistant)
+
+
+def test_an_assistant_that_says_how_many_tokens_it_drafts_is_left_to_transformers(folder: Path):
+    model, free, said = offload.from_pretrained(folder), llama(), llama()
+    said.generation_config.num_assistant_tokens = 3
+
+    assert type(generator_of(model, free)) is Drafts
+    assert type(generator_of(model, said)) is AssistedCandidateGenerator
+    assert type(generator_of(model, prompt_lookup_num_tokens=4)) is Drafts
+
+
+def test_models_in_memory_draft_as_transformers_has_it(folder: Path):
+    assert type(generator_of(LlamaForCausalLM.from_pretrained(folder), llama())) is AssistedCandidateGenerator
+
+
+def test_an_assistant_in_memory_counts_in_the_budget_while_it_lives(folder: Path):
+    model, assistant = offload.from_pretrained(folder, max_memory="64MiB"), llama(1)
+    pool = page_state_of(handle_of(model.lm_head.weight)).pool
+    assert pool is not None
+    pool.reconsider(anew=True)
+    free = pool.capacity
+    model.generate(PROMPT, assistant_model=assistant, max_new_tokens=2)
+    nbytes = sum(value.nbytes for value in (*assistant.parameters(), *assistant.buffers()))
+    counted = pool.capacity
+    del assistant
+    pool.reconsider(anew=True)
+
+    assert free - nbytes == counted
+    assert free == pool.capacity
+
+
+def test_an_assistant_on_disk_stays_in_memory(folder: Path, tmp_path: Path):
+    llama(1, hidden_size=128, intermediate_size=512).save_pretrained(tmp_path / "small")
+    model, assistant = offload.from_pretrained(folder), offload.from_pretrained(tmp_path / "small")
+    model.generate(PROMPT, assistant_model=assistant, max_new_tokens=2)
+    layers = [handle_of(layer.mlp.up_proj.weight) for layer in assistant.model.layers]
+
+    assert all(value.pinned for handle in layers for value in page_state_of(handle).ranges.values())
+    assert not any(value.pinned for value in page_state_of(handle_of(model.lm_head.weight)).ranges.values())
+
+
+def test_a_summary_counts_tokens_and_passes(folder: Path):
+    model = offload.from_pretrained(folder)
+    model.generate(PROMPT, assistant_model=llama(), do_sample=False, max_new_tokens=24)
+    summary = draft_summary(model)
+
+    assert (24, summary.passes) == (summary.tokens, measured(model).costs.number)
+    assert f"{24 / summary.passes:.2f} tokens per pass" in str(summary)
