@@ -256,8 +256,7 @@ def _continue(inputs: dict[str, Any], length: int) -> None:
     """Extend what an assistant is given beside the text, if the model has gone on without it."""
     for name in ("attention_mask", "decoder_attention_mask", "token_type_ids", "position_ids"):
         given = inputs.get(name)
-        missing = 0 if given is None else length - given.shape[-1]
-        if missing > 0:
+        if given is not None and (missing := length - given.shape[-1]) > 0:
             steps = torch.arange(1, missing + 1, device=given.device) * (name == "position_ids")
             inputs[name] = torch.cat([given, given[..., -1:] + steps.to(given.dtype)], dim=-1)
 
