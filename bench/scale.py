@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +35,7 @@ class Scale:
     Attributes:
         model: creates the checkpoint of a language model.
         experts: creates that of a mixture of experts.
+        draft_model: creates that of a model that is drafted for.
         larger: by kind, creates a checkpoint of this many gigabytes in a folder.
         packed_experts: the same for a mixture of experts in FP8; its files may have holes instead of values.
         larger_times: size relative to the machine's memory.
@@ -45,6 +47,7 @@ class Scale:
         packed_pairs: the same for packed models.
         tokens: tokens decoded by a warm trial.
         capped_tokens: tokens decoded by a capped trial.
+        drafted_tokens: tokens generated with drafts.
         prompts: tokens per cold pass.
         picks: reads of matrices picked from a stack.
         factors: sizes of a model relative to the budget.
@@ -63,6 +66,7 @@ class Scale:
     name: str
     model: Callable[[], Path]
     experts: Callable[[], Path]
+    draft_model: Callable[[], Path]
     packed_experts: Callable[..., Path]
     larger: dict[str, Callable[[Path, float], Path]]
     larger_times: float
@@ -74,6 +78,7 @@ class Scale:
     packed_pairs: int
     tokens: int
     capped_tokens: int
+    drafted_tokens: int
     prompts: tuple[int, ...]
     picks: int
     factors: tuple[float, ...]
@@ -103,6 +108,7 @@ FULL = Scale(
     name="full",
     model=llama,
     experts=experts,
+    draft_model=partial(llama, 2.0),
     packed_experts=fp8_experts,
     larger={"dense": larger_llama, "experts": larger_experts},
     larger_times=1.2,
@@ -114,6 +120,7 @@ FULL = Scale(
     packed_pairs=15,
     tokens=8,
     capped_tokens=3,
+    drafted_tokens=160,
     prompts=(1, 16, 256),
     picks=4_000,
     factors=(1.5, 3.0),
@@ -132,6 +139,7 @@ TOY = Scale(
     name="toy",
     model=toy_llama,
     experts=toy_experts,
+    draft_model=toy_llama,
     packed_experts=toy_fp8_experts,
     larger={"dense": toy_sliced_llama, "experts": toy_sliced_experts},
     larger_times=0,
@@ -143,6 +151,7 @@ TOY = Scale(
     packed_pairs=3,
     tokens=2,
     capped_tokens=2,
+    drafted_tokens=12,
     prompts=(1, 4),
     picks=200,
     factors=(3.0,),

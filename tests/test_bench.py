@@ -33,6 +33,7 @@ CASES = (
     "capped",
     "larger",
     "larger-packed",
+    "drafts",
     "plan",
     "batches",
     "larger-batches",

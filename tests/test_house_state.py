@@ -30,6 +30,7 @@ OF_OTHERS = {
     ("offload.prompts.identity", "_version"): "a tensor's, which counts the writes to it",
     ("offload.integrations.tensordict.reading", "_on_cpu"): "an offloaded tensor's: its value past every mode",
     ("offload.integrations.tensordict.writing", "_non_tensordict"): "a tensorclass's",
+    ("offload.cli.models", "_is_stateful"): "a transformers model's, whose states can't be taken back",
     ("offload.drafts.alike", "_attn_implementation"): "a transformers configuration's",
     ("offload.drafts.candidates", "_eos_token_tensor"): "a generation configuration's, once `generate` has prepared it",
     ("offload.integrations.torchao", "_process_model_before_weight_loading"): "transformers' quantizers'",

@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload.annotations import Json, Kwargs
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
 
 ONLY_TOKENS = {"return_token_type_ids": False}
 """For a tokenizer: language models take no segment ids, which some tokenizers return by default."""
+_MODES = ("greedy_search", "sample")  # that take drafts
+_LOOKED_UP = 63  # most tokens of a draft from the text
 TOKENS_ALONE = {"return_dict_in_generate": False}
 """For `generate`, whatever the model's generation settings ask for."""
 
@@ -52,6 +52,7 @@ def add_to(commands: arguments.Commands) -> None:
     )
     add_prompt_cache(command)
     command.add_argument("--sample", action="store_true", help="sample (default: take the most likely token)")
+    add_drafts(command)
     command.add_argument(
         "--report",
         type=arguments.path,
@@ -89,6 +90,24 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     )
     add_revision(command)
     add_trust(command)
+
+
+def add_drafts(command: argparse.ArgumentParser) -> None:
+    """Add the options for drafts."""
+    about = "a smaller model that drafts tokens, which one pass of MODEL then checks (default: none)"
+    arguments.complete_with_folders(command.add_argument("--assistant", metavar="SMALL", help=about))
+    command.add_argument(
+        "--draft",
+        type=_draft,
+        default="auto",
+        metavar="N",
+        help="tokens of a draft, 0 for none; auto: as many as pay for what a pass costs (default: %(default)s)",
+    )
+
+
+def _draft(text: str) -> int | None:
+    """A number of tokens; None for what follows from the cost of a pass."""
+    return None if text == "auto" else 0 if text == "0" else arguments.count(text)
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
@@ -167,26 +186,36 @@ def generate(options: argparse.Namespace) -> None:
     kept = prompt_cache_of(options)
     model = loaded_model(folder, options)
     ends_of(model, folder)
+    drafts = _drafts(model, tokenizer, options)
     inputs = inputs.to(model.device)
+    passes: list[int] = []  # their tokens
     with (
         _watched(options, model) as recording,
         doing("reading the prompt") as begun,
         torch.inference_mode(),
     ):
+
+        def mark(count: int) -> None:
+            passes.append(count)
+            for _ in range(count):
+                recording.mark()
+
         try:
             tokens = model.generate(
                 **inputs,
                 **TOKENS_ALONE,
                 **kept,
+                **drafts,
                 max_new_tokens=options.max_new_tokens,
                 do_sample=options.sample,
-                streamer=_marking(recording.mark) if options.json else _printing(tokenizer, recording.mark, begun),
+                streamer=_marking(mark) if options.json else _printing(tokenizer, mark, begun),
             )
         except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
             raise CheckpointError(
                 f"{folder} can't generate, perhaps because of its generation_config.json: {first_line(error)}"
             ) from error
-    figures = {**_figures(recording), "anonymous_bytes": recording.peak - before}
+    per_pass = sum(passes) / len(passes) if drafts else None
+    figures = {**_figures(recording), "tokens_per_pass": per_pass, "anonymous_bytes": recording.peak - before}
     if options.json:
         new = tokens[0, first_new(model, inputs["input_ids"].shape[1]) :]
         print_json({"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new.tolist(), **figures})
@@ -222,13 +251,13 @@ def in_chat(tokenizer: Any, messages: list[Json]) -> Any:
 
 
 def _figures(recording: Recording) -> dict[str, float | None]:
-    """Figures for the first token, and medians for the others."""
-    first, pairs = recording.marks[0], list(pairwise(recording.marks))
+    """Figures for the first token, and means for the others: with drafts, several come at once."""
+    first, last, others = recording.marks[0], recording.marks[-1], len(recording.marks) - 1
     return {
         "first_token_seconds": first.second,
-        "token_seconds": median(now.second - last.second for last, now in pairs) if pairs else None,
+        "token_seconds": (last.second - first.second) / others if others else None,
         "first_token_read_bytes": first.read,
-        "token_read_bytes": median(now.read - last.read for last, now in pairs) if pairs else None,
+        "token_read_bytes": (last.read - first.read) / others if others else None,
         "waited_seconds": recording.samples[-1].waited,
     }
 
@@ -241,7 +270,9 @@ def _in_words(tokens: int, figures: dict[str, Any]) -> str:
     if figures["token_seconds"] is None:
         return f"{counted(tokens, 'token')} in {figures['first_token_seconds']:.3g} s, {peak}"
     read = decimal(int(figures["token_read_bytes"]))
-    return f"{counted(tokens, 'token')}: {1 / figures['token_seconds']:.3g} tokens/s, {read} read per token, {peak}"
+    rate = f"{1 / figures['token_seconds']:.3g} tokens/s"
+    per_pass = "" if figures["tokens_per_pass"] is None else f"{figures['tokens_per_pass']:.3g} tokens per pass, "
+    return f"{counted(tokens, 'token')}: {rate}, {per_pass}{read} read per token, {peak}"
 
 
 def folder_of_model(options: argparse.Namespace) -> Path:
@@ -276,6 +307,38 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
         return model
 
 
+def _drafts(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """What `generate` is told about drafts: from an assistant, or from the text if a pass reads from the disk.
+
+    Raises:
+        CheckpointError: as `loaded_model`, of the assistant; or the model takes no drafts.
+    """
+    from offload.budget import read_by_a_pass
+
+    if options.draft == 0:
+        return {}
+    mode = model.generation_config.get_generation_mode()
+    takes_drafts = not (model._is_stateful or model.config.is_encoder_decoder) and mode in _MODES
+    if options.assistant is None:
+        streams, picked, _ = read_by_a_pass(model)
+        is_wanted = options.draft is not None or streams + picked > 0
+        return {"prompt_lookup_num_tokens": options.draft or _LOOKED_UP} if is_wanted and takes_drafts else {}
+    if not takes_drafts:
+        raise CheckpointError(f"{options.model} can't take back what it has computed, so leave out --assistant")
+    folder = folder_of_model(argparse.Namespace(model=options.assistant, revision=None))
+    chosen = {**vars(options), "dtype": None, "max_memory": None, "offload_dir": None, "store": False}
+    assistant = loaded_model(folder, argparse.Namespace(**chosen))
+    if options.draft is not None:
+        said = assistant.generation_config
+        said.num_assistant_tokens, said.assistant_confidence_threshold = options.draft, 0.0
+    if assistant.config.get_text_config().vocab_size == model.config.get_text_config().vocab_size:
+        return {"assistant_model": assistant}
+    from offload.checkpoints.companions import tokenizer_in
+
+    others = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
+    return {"assistant_model": assistant, "tokenizer": tokenizer, "assistant_tokenizer": others}
+
+
 def first_new(model: Any, length: int) -> int:
     """Where what a model generates begins in its output, for a prompt of this length: a decoder of its own has none."""
     return 1 if model.config.is_encoder_decoder else length
@@ -290,7 +353,7 @@ def _watched(options: argparse.Namespace, model: Any) -> Any:
     return memory_report(options.report, model, title=f"offload {options.model}")
 
 
-def _printing(tokenizer: Any, mark: Callable[[], None], begun: Callable[[], None]) -> Any:
+def _printing(tokenizer: Any, mark: Callable[[int], None], begun: Callable[[], None]) -> Any:
     """A streamer that prints and marks tokens; `begun` is called before the first one."""
     from transformers import TextStreamer
 
@@ -299,7 +362,7 @@ def _printing(tokenizer: Any, mark: Callable[[], None], begun: Callable[[], None
             is_prompt = self.next_tokens_are_prompt
             if not is_prompt:
                 begun()
-                mark()
+                mark(value.numel())
             super().put(value)
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -308,16 +371,16 @@ def _printing(tokenizer: Any, mark: Callable[[], None], begun: Callable[[], None
     return Printing(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-def _marking(mark: Callable[[], None]) -> Any:
+def _marking(mark: Callable[[int], None]) -> Any:
     """A streamer that marks tokens."""
     from transformers.generation.streamers import BaseStreamer
 
     class Marking(BaseStreamer):  # type: ignore[misc]
         is_prompt = True
 
-        def put(self, _: torch.Tensor) -> None:
+        def put(self, value: torch.Tensor) -> None:
             if not self.is_prompt:
-                mark()
+                mark(value.numel())
             self.is_prompt = False
 
         def end(self) -> None:

@@ -316,3 +316,21 @@ def test_a_token_reads_everything_if_nothing_stays_in_memory(saved: Any) -> None
     assert found.model.needed(1) == found.as_it_is.reads
     assert "0 bytes may stay in memory" in str(found)
     assert "requests in flight" in str(found)
+
+
+def test_an_assistant_is_offered_for_a_large_model_that_streams(saved: Any) -> None:
+    """With the tokens per pass that are assumed; it takes its part of the budget, and time of its own."""
+    sizes = sizes_of(saved(LlamaConfig(**SIZES)))
+    counts = {"parameters": 8 * 10**9, "linear": 8 * 10**9, "looked_up": 0, "stored": 16 * 10**9, "rows": 0}
+    large = replace(sizes, dispatch=0.0, **counts)
+    rates = Computing(streams=2e10, multiplies=1e12, casts=1e10)
+
+    *_, way = Estimate(large, 10 * 10**9, 1e9, rates, batch=1).others()
+    [*others] = Estimate(large, 10 * 10**9, 1e9, rates, batch=2).others()
+
+    assert "with an assistant of 600 million parameters, some 6 tokens per pass (assumed)" == way.what
+    assert 10**10 - 12 * 10**8 == way.stays
+    assert 16 * 10**9 - way.stays == pytest.approx(way.reads)
+    assert (7.2 + 16 * 0.06) / 6 == pytest.approx(way.token_seconds)
+    assert "--assistant SMALL" in way.commands[0]
+    assert not any("assistant" in other.what for other in others)

@@ -1,0 +1,85 @@
+"""`offload generate` with drafts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
+
+from offload import budget, cli
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+ASKED = ["--prompt", "w5 w6 w7 w5 w6", "--max-new-tokens", "12", "--json"]
+
+
+def saved(folder: Path, words: int = 96, kind: Any = LlamaForCausalLM, config: Any = LlamaConfig) -> str:
+    torch.manual_seed(0)
+    sizes = SIZES if kind is LlamaForCausalLM else {"hidden_size": 32, "num_hidden_layers": 1}
+    kind(config(vocab_size=words, eos_token_id=None, **sizes)).save_pretrained(folder)
+    known = Tokenizer(models.WordLevel({f"w{number}": number for number in range(words)}, unk_token="w0"))
+    known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=known, unk_token="w0", pad_token="w0")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return saved(tmp_path / "model")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert 0 == cli.main(["generate", *words, *ASKED])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_drafts_of_a_fixed_length_give_one_token_more_per_pass(folder: str, capsys: pytest.CaptureFixture[str]):
+    plain = answer(capsys, folder)
+    drafted = answer(capsys, folder, "--assistant", folder, "--draft", "3")
+
+    assert plain["tokens"] == drafted["tokens"]
+    assert (None, 4.0) == (plain["tokens_per_pass"], drafted["tokens_per_pass"])
+
+
+def test_an_assistant_may_have_another_vocabulary(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    other = saved(tmp_path / "other", words=97)
+
+    assert answer(capsys, folder)["tokens"] == answer(capsys, folder, "--assistant", other)["tokens"]
+
+
+@pytest.mark.parametrize(("streams", "options"), [(0, ["--draft", "4"]), (1 << 40, []), (1 << 40, ["--sample"])])
+def test_the_text_is_looked_up_where_a_pass_reads_from_the_disk_or_on_request(
+    folder: str, streams: int, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(budget, "read_by_a_pass", lambda _: (streams, 0, 0.0))
+    found = answer(capsys, folder, *options)
+
+    assert found["tokens_per_pass"] >= 1
+    assert options == ["--sample"] or answer(capsys, folder, "--draft", "0")["tokens"] == found["tokens"]
+
+
+def test_the_last_line_says_tokens_per_pass(folder: str, capsys: pytest.CaptureFixture[str]):
+    assert 0 == cli.main(["generate", folder, "--assistant", folder, "--draft", "3", *ASKED[:-1]])
+
+    assert ", 4 tokens per pass, " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_model_whose_states_can_t_be_taken_back_refuses_an_assistant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model = saved(tmp_path / "mamba", kind=MambaForCausalLM, config=MambaConfig)
+
+    assert 1 == cli.main(["generate", model, "--assistant", model, *ASKED[:-1]])
+    assert "leave out --assistant" in capsys.readouterr().err
+
+
+def test_a_length_of_drafts_is_a_number_or_auto(folder: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", folder, "--draft", "many", *ASKED])
+
+    assert "'many' is not a number" in capsys.readouterr().err
