@@ -35,6 +35,7 @@ from bench import (
     ranks,
     report,
     routed,
+    serve,
     small,
     update,
 )
@@ -58,6 +59,7 @@ CASES = {
     "plan": planned.figures,
     "batches": batches.figures,
     "larger-batches": larger_batches.figures,
+    "serve": serve.figures,
     "ranks": ranks.figures,
     "update": update.figures,
     "small": small.figures,

@@ -37,6 +37,7 @@ CASES = (
     "plan",
     "batches",
     "larger-batches",
+    "serve",
     "ranks",
     "update",
     "small",

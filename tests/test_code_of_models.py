@@ -82,6 +82,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "offload plan": lambda folder: main(["plan", str(folder), "--disk-rate", "1GB"]),
     "offload generate": lambda folder: main(["generate", str(folder), "--prompt", "x"]),
     "offload batch": lambda folder: main(["batch", str(folder), str(requests_beside(folder)), str(folder / "out")]),
+    "offload serve": lambda folder: main(["serve", str(folder), "--port", "0"]),
     "offload quantize": lambda folder: main(["quantize", str(folder), str(folder.with_name("new")), "--int8"]),
 }
 

@@ -45,6 +45,7 @@ FLOORS = {
     "training": 7,
     "integrations": 8,
     "planning": 9,
+    "serving": 9,
     "cli": 10,
 }
 GROUND = ("errors", "annotations", "importing", "memory", "progress", "torch_api")  # one may import those before it

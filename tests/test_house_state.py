@@ -24,7 +24,7 @@ def trees() -> Trees:
 # Private names of others: module, name, and whose it is.
 OF_OTHERS = {
     ("offload.cache.incoming", "_fields"): "a named tuple's",
-    ("offload.cli.limited", "_exit"): "a forked child's",
+    ("offload.serving.limited", "_exit"): "a forked child's",
     ("offload.cli.main", "_SubParsersAction"): "argparse's",
     ("offload.cli.main", "_actions"): "argparse's",
     ("offload.prompts.identity", "_version"): "a tensor's, which counts the writes to it",

@@ -215,11 +215,13 @@ class Scheduler:
     Attributes:
         spills: whether waiting tensors go to disk.
         lease: holds the values on disk that calls at the current stage use.
+        sweeps: how often it has come back to the first stage.
     """
 
     def __init__(self, stages: Sequence[nn.Module], blocks: Sequence[Sequence[Handle]], *, spills: bool) -> None:
         """`blocks` are the values that each stage is expected to use."""
         self.spills = spills
+        self.sweeps = 0
         self._stages, self._blocks = stages, blocks
         self._places = 2 * max(len(stages), 1)
         self._at = 0
@@ -255,6 +257,7 @@ class Scheduler:
         first, *others = sorted(self._calls, key=self._distance)
         assert first.place is not None
         if first.place != self._at:
+            self.sweeps += first.place == 0
             self._at = first.place
             self.lease.move_on()
         for call in others[:1]:

@@ -5,11 +5,11 @@
 | `plan` | `plan` |
 | `models` | `generate` |
 | `batch` `requests` | `batch`, and the lines it reads and writes |
+| `serve` | `serve` |
 | `weights` | `quantize` `merge-lora` |
 | `files` | `inspect` `convert` `verify` |
 | `rows` | `cache info` `cache verify` `cache export` |
 | `machine` | `doctor` |
-| `limited` | computing what a file of others says, such as a chat template, within limits |
 | `arguments` | parsing arguments |
 | `main` `output` | the command line as a whole, and its output |
 """

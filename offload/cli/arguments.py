@@ -75,6 +75,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """A port to listen at; 0 for a free one."""
+    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a port: a number from 0 to 65535")
+    return int(text)
+
+
 def dtype(text: str) -> torch.dtype:
     """A floating-point dtype."""
     from offload.storage.layout import dtype_named

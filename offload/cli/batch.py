@@ -19,20 +19,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from offload.annotations import Json, Kwargs
 from offload.cli import arguments
 from offload.cli.models import (
-    ONLY_TOKENS,
-    TOKENS_ALONE,
     add_model_options,
     add_prompt_cache,
-    ends_of,
     first_new,
     folder_of_model,
-    in_chat,
     loaded_model,
     prompt_cache_of,
 )
 from offload.cli.output import allow_json, counted, print_json, print_pairs, say
-from offload.cli.requests import Answer, Answers, BadRequest, Request, custom_id_of, lines_of, parsed, refusal
+from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
+from offload.serving.bodies import BadRequest
+from offload.serving.chat import ONLY_TOKENS, TOKENS_ALONE, ends_of, in_chat
 from offload.storage.reasons import first_line
 from offload.storage.regular import is_there
 

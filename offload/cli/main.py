@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from offload.cli import batch, files, machine, models, plan, rows, weights
+from offload.cli import batch, files, machine, models, plan, rows, serve, weights
 from offload.cli.output import complain, escaping, logging_to_stderr
 from offload.errors import OffloadError
 from offload.importing import library, version
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     about = 'print a completion script for a shell, as: eval "$(offload --print-completion bash)"'
     shtab.add_argument_to(made, ["--print-completion"], help=about)
     commands = made.add_subparsers(metavar="COMMAND")
-    for room in (plan, models, batch, weights, files, rows, machine):
+    for room in (plan, models, batch, serve, weights, files, rows, machine):
         room.add_to(commands)
     _allow_everywhere(commands)
     return made

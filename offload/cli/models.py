@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.annotations import Json, Kwargs
+from offload.annotations import Kwargs
 from offload.cli import arguments
-from offload.cli.limited import within_limits
 from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError, visible_lines
+from offload.serving.chat import ONLY_TOKENS, TOKENS_ALONE, ends_of, in_chat
 from offload.storage.reasons import first_line
 
 if TYPE_CHECKING:
@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 
     from offload.report import Recording
 
-ONLY_TOKENS = {"return_token_type_ids": False}
-"""For a tokenizer: language models take no segment ids, which some tokenizers return by default."""
 _MODES = ("greedy_search", "sample")  # that take drafts
 _LOOKED_UP = 63  # most tokens of a draft from the text
-TOKENS_ALONE = {"return_dict_in_generate": False}
-"""For `generate`, whatever the model's generation settings ask for."""
 
 
 def add_to(commands: arguments.Commands) -> None:
@@ -238,18 +234,6 @@ def _inputs(tokenizer: Any, options: argparse.Namespace) -> Any:
         ) from error
 
 
-def in_chat(tokenizer: Any, messages: list[Json]) -> Any:
-    """Messages in tokens, in the form of the model's chat template, up to where the model answers.
-
-    Raises:
-        ArgumentError: the template refuses them, or takes too long.
-    """
-    text = within_limits(
-        lambda: tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), "the chat template"
-    )
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt", **ONLY_TOKENS)
-
-
 def _figures(recording: Recording) -> dict[str, float | None]:
     """Figures for the first token, and means for the others: with drafts, several come at once."""
     first, last, others = recording.marks[0], recording.marks[-1], len(recording.marks) - 1
@@ -387,19 +371,3 @@ def _marking(mark: Callable[[int], None]) -> Any:
             pass
 
     return Marking()
-
-
-def ends_of(model: Any, folder: Path) -> list[int]:
-    """The tokens after which nothing follows.
-
-    Raises:
-        CheckpointError: the model's generation settings say something else.
-    """
-    said = model.generation_config.eos_token_id
-    ends = [] if said is None else said if isinstance(said, list) else [said]
-    if not all(type(end) is int for end in ends):
-        raise CheckpointError(
-            f"{folder} says in its generation_config.json, or in its config.json, that the eos_token_id is {said!r}: "
-            "it should be the number of a token, or a list of them"
-        )
-    return ends

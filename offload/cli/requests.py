@@ -22,20 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offload.annotations import Json
-from offload.errors import ArgumentError, ForeignFileError, OffloadError, ReadError, WriteError
+from offload.errors import ArgumentError, ForeignFileError, ReadError, WriteError
+from offload.serving.bodies import OPTIONS, BadRequest, max_tokens_in, messages_in, options_in
 from offload.storage.locks import flock
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import closed_on_error, owned
 from offload.storage.replacing import sync_folder
 
-_OPTIONS = {"temperature", "top_p", "seed", "stop"}
-_KNOWN = {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", *_OPTIONS}
+_KNOWN = {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", *OPTIONS}
 _ENVELOPE = {"custom_id", "method", "url", "body"}  # around the body, if there is one
 _LONGEST = 64 << 20  # longest line in bytes
-
-
-class BadRequest(OffloadError, ValueError):
-    """A line that can't be answered, and why."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +129,10 @@ def parsed(line: bytes, number: int) -> Request:
     known = _KNOWN | _ENVELOPE if body is request else _KNOWN
     return Request(
         custom_id=_custom_id(request, number),
-        messages=_messages(body),
+        messages=messages_in(body),
         prompt=_prompt(body),
-        max_tokens=_max_tokens(body),
-        options=_options(body),
+        max_tokens=max_tokens_in(body),
+        options=options_in(body),
         ignored=[name for name, value in body.items() if name not in known and value is not None],
     )
 
@@ -158,18 +154,6 @@ def _custom_id(request: Json, number: int) -> str:
     return found
 
 
-def _messages(body: Json) -> list[Json] | None:
-    if "messages" not in body:
-        return None
-    found = body["messages"]
-    if not isinstance(found, list) or not found:
-        raise BadRequest("messages is not a list of messages")
-    for message in found:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRequest("a message has no role")
-    return found
-
-
 def _prompt(body: Json) -> str | None:
     if "messages" in body:
         if "prompt" in body:
@@ -179,31 +163,6 @@ def _prompt(body: Json) -> str | None:
     if not isinstance(found, str) or not found:
         raise BadRequest("neither messages nor a prompt is given, or the prompt is not text")
     return found
-
-
-def _max_tokens(body: Json) -> int | None:
-    found = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
-    if found is not None and (type(found) is not int or found < 1):
-        raise BadRequest(f"max_tokens is {found!r}, not a positive integer")
-    return found
-
-
-def _options(body: Json) -> Json:
-    options = {name: body[name] for name in _OPTIONS if body.get(name) is not None}
-    for name, least, most in (("temperature", 0, 100), ("top_p", 0, 1)):
-        value = options.get(name, 0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise BadRequest(f"{name} is {value!r}, not a number from {least} to {most}")
-    seed = options.get("seed", 0)
-    if type(seed) is not int or not -(2**63) <= seed < 2**64:  # the range that torch accepts
-        raise BadRequest(f"seed is {seed!r}, not a 64-bit integer")
-    stop = options.get("stop", [])
-    options |= {"stop": [stop] if isinstance(stop, str) else stop} if stop else {}
-    if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(one, str) for one in stop)):
-        raise BadRequest(f"stop is {stop!r}, not a string or a list of strings")
-    if "stop" in options:
-        options["stop"] = [one for one in options["stop"] if one]
-    return options
 
 
 class Answers:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from offload.cli import limited, main
+from offload.cli import main
 from offload.cli.requests import lines_of, parsed
+from offload.serving import limited
 from tests.campaigns import amount
 from tests.processes import run_module, run_script
 

@@ -1,0 +1,144 @@
+"""`offload serve`: an OpenAI-compatible server over a language model on disk.
+
+Always true:
+- it listens on this machine alone, unless told
+- requests share the passes through the model
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from offload.cli import arguments
+from offload.cli.models import add_model_options, add_prompt_cache, folder_of_model, loaded_model, prompt_cache_of
+from offload.cli.output import say
+from offload.errors import ArgumentError
+from offload.serving.chat import ends_of
+
+_LOOPBACK = "127.0.0.1"
+_KEY = "OFFLOAD_API_KEY"
+
+
+def add_to(commands: arguments.Commands) -> None:
+    """Add this command to a parser."""
+    command = commands.add_parser("serve", help="serve a language model to OpenAI's clients", description=serve.__doc__)
+    add_model_options(command)
+    add_prompt_cache(command)
+    command.add_argument("--host", default=_LOOPBACK, help="address to listen at (default: %(default)s)")
+    command.add_argument(
+        "--port", type=arguments.port, default=8000, help="to listen at; 0 for a free one (default: %(default)s)"
+    )
+    command.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"that clients must have; others on this machine see a command line, and not {_KEY} (default: ${_KEY})",
+    )
+    command.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="of pages in browsers that may ask, such as https://chat.example.org (default: none)",
+    )
+    command.add_argument(
+        "--max-new-tokens",
+        type=arguments.count,
+        default=1024,
+        metavar="N",
+        help="per answer, where a request does not say (default: %(default)s)",
+    )
+    command.add_argument(
+        "--in-flight",
+        type=arguments.count,
+        metavar="K",
+        help="answers that share one reading of the model (default: as many as fit in memory, up to 64)",
+    )
+    command.add_argument(
+        "--queue", type=arguments.count, default=256, metavar="N", help="answers that may wait (default: %(default)s)"
+    )
+    command.add_argument(
+        "--grace",
+        type=arguments.count,
+        default=30,
+        metavar="SECONDS",
+        help="that answers in progress have after SIGTERM (default: %(default)s)",
+    )
+    command.set_defaults(run=serve)
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Serve a language model on disk at /v1/chat/completions and /v1/completions, as OpenAI's servers do.
+
+    Requests share the passes: each reads the model once for all answers in progress. SIGTERM or Ctrl-C ends the server.
+    """
+    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise ArgumentError(f"{missing[0]} is missing: install offload[serve]")
+    from offload.serving.server import listening
+
+    with listening(options.host, options.port) as at, _logging_accesses():
+        _serve(options, at)
+
+
+def _serve(options: argparse.Namespace, at: socket.socket) -> None:
+    from offload.checkpoints.companions import tokenizer_in
+    from offload.serving.answering import Answering
+    from offload.serving.app import App, Prompts
+    from offload.serving.engine import Engine
+    from offload.serving.server import is_loopback, serve
+
+    folder = folder_of_model(options)
+    model = loaded_model(folder, options)
+    if model.config.is_encoder_decoder:
+        raise ArgumentError(f"{folder} has an encoder of its own for prompts: use offload generate or offload batch")
+    kept = prompt_cache_of(options)
+    tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
+    ends = ends_of(model, folder)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    answer = Answering(model, tokenizer, ends, kept)
+    engine = Engine(model, answer, in_flight=options.in_flight, most_waiting=options.queue)
+    host, port = at.getsockname()[:2]
+    app = App(
+        engine,
+        Prompts(tokenizer, longest, options.max_new_tokens),
+        _names(options.model),
+        key=options.api_key or os.environ.get(_KEY) or None,
+        origins=options.allow_origin,
+        hosts=[options.host.lower(), "localhost", _LOOPBACK, "[::1]"] if is_loopback(options.host) else [],
+    )
+    shown = f"[{host}]" if ":" in host else host
+
+    def ready() -> None:
+        say(f"offload: {_names(options.model)[0]} at http://{shown}:{port}/v1", file=sys.stderr)
+
+    serve(app, engine, at, grace=options.grace, ready=ready)
+
+
+def _names(model: str) -> list[str]:
+    """What clients may call the model: for a folder or a file, its own name, first, and the path."""
+    path = Path(model)
+    return [path.resolve().name, model] if path.exists() else [model]
+
+
+@contextmanager
+def _logging_accesses() -> Iterator[None]:
+    """Show requests, and what goes wrong, on standard error."""
+    log, handler = logging.getLogger("offload.serving"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    before, passes_on = log.level, log.propagate
+    try:
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        yield
+    finally:
+        log.setLevel(before)
+        log.propagate = passes_on
+        log.removeHandler(handler)

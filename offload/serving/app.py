@@ -1,0 +1,391 @@
+"""HTTP: what may be asked for, by whom, and how much of it.
+
+Always true:
+- a body is bounded in size and time before it is looked at; templates and tokenizers run in threads, a few at a time
+- a client that goes away cancels its answers; one that does not read is left after a while
+- errors have OpenAI's form, and no client's text makes a traceback
+- keys are compared in constant time; browsers' pages of other origins get nothing unless told
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.responses import Response as Reply
+from starlette.routing import Route
+
+from offload.annotations import Json
+from offload.errors import OffloadError, visible
+from offload.serving.answering import End, Job, Piece
+from offload.serving.bodies import Asked, BadRequest, Refused, chat_body, error_body, text_body
+from offload.serving.chat import ONLY_TOKENS, in_chat
+from offload.serving.engine import Engine
+from offload.serving.figures import exposition
+from offload.serving.responses import Response
+from offload.storage.reasons import first_line
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+Items: TypeAlias = "asyncio.Queue[tuple[int, Piece | End] | None]"
+
+_MOST_BYTES = 4 << 20  # of a body
+_DRAINED = 64 << 20  # bytes of a larger one that are read, so that its client reads the refusal
+_PATIENCE = 30.0  # seconds for a body to arrive, and for a client to read a piece
+_AT_ONCE = 4  # prompts that are made ready at a time
+_log = logging.getLogger("offload.serving")
+_access = logging.getLogger("offload.serving.access")
+
+
+class _Gone(OffloadError, ConnectionError):
+    """The client has gone away."""
+
+
+class Prompts:
+    """What requests say, in tokens."""
+
+    def __init__(self, tokenizer: Any, longest: int | None, most_new: int) -> None:
+        """`longest` is the model's context, in tokens; `most_new` of an answer whose request does not say."""
+        self.tokenizer = tokenizer
+        self._longest, self._most_new = longest, most_new
+        self._vocabulary = len(tokenizer)
+        tokenizer("", **ONLY_TOKENS)  # the first call sets truncation and padding: later ones, in threads, only read
+
+    def of(self, asked: Asked) -> list[tuple[list[int], int]]:
+        """The tokens of each prompt, and how many may follow.
+
+        Raises:
+            BadRequest: the template or the tokenizer refuses it, or it is too long.
+        """
+        if asked.messages is not None:
+            return [self._with_room(self._in_chat(asked.messages), asked)]
+        return [self._with_room(self._tokens(prompt), asked) for prompt in asked.prompts]
+
+    def _in_chat(self, messages: list[Json]) -> list[int]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise Refused("the model has no chat template: use /v1/completions", param="messages")
+        try:
+            return [int(token) for token in in_chat(self.tokenizer, messages)["input_ids"][0]]
+        except OSError:  # the system's; a template has nothing to do with it
+            raise
+        except Exception as error:  # chat templates and tokenizers can raise anything
+            raise Refused(f"the model's chat template refuses it: {first_line(error)}", param="messages") from error
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            if not all(0 <= token < self._vocabulary for token in prompt):
+                raise Refused(f"a token is not one of the model's {self._vocabulary}", param="prompt")
+            return prompt
+        try:
+            return [int(token) for token in self.tokenizer(prompt, **ONLY_TOKENS)["input_ids"]]
+        except Exception as error:  # half of a character, for example
+            raise Refused(f"the model's tokenizer refuses it: {first_line(error)}", param="prompt") from error
+
+    def _with_room(self, tokens: list[int], asked: Asked) -> tuple[list[int], int]:
+        if not tokens:
+            raise Refused("the prompt has no tokens for this model")
+        most = self._most_new if asked.max_tokens is None else asked.max_tokens
+        if self._longest is None:
+            return tokens, most
+        if asked.max_tokens is None:
+            most = min(most, max(self._longest - len(tokens), 1))
+        if len(tokens) + most > self._longest:
+            message = f"the model's context has {self._longest} tokens: {len(tokens)} of the prompt and {most} more"
+            raise Refused(f"{message} are too many", code="context_length_exceeded")
+        return tokens, most
+
+
+class App:
+    """The application: an ASGI callable."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Prompts,
+        names: Sequence[str],
+        *,
+        key: str | None = None,
+        origins: Sequence[str] = (),
+        hosts: Sequence[str] = (),
+    ) -> None:
+        """Make it.
+
+        Args:
+            engine: answers.
+            prompts: requests in tokens.
+            names: of the model; the first one is shown.
+            key: that clients must have; None for no key.
+            origins: of pages in browsers that may ask.
+            hosts: names of this server, without a port, by which it may be asked; empty for any.
+        """
+        self._engine, self._prompts, self._names = engine, prompts, names
+        self._key, self._hosts = key, hosts
+        self._since = int(time.time())
+        self._limiter: anyio.CapacityLimiter | None = None
+        routes = [
+            Route("/v1/chat/completions", partial(self._complete, chat_body), methods=["POST"]),
+            Route("/v1/completions", partial(self._complete, text_body), methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._models),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+        ]
+        allowed = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
+        )
+        self._routes = Starlette(
+            routes=routes,
+            middleware=[*([allowed] if origins else []), Middleware(_Guard, app=self)],
+            exception_handlers={BadRequest: _refusal, HTTPException: _unknown},
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, and log it."""
+        if scope["type"] != "http":
+            return
+        begun, status = time.monotonic(), 0
+
+        async def told(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            async with asyncio.timeout(_PATIENCE):
+                await send(message)
+
+        try:
+            await self._routes(scope, receive, told)
+        except (_Gone, TimeoutError):
+            status = status or 499  # as nginx says it
+        finally:
+            client = (scope.get("client") or ("-",))[0]
+            seconds = time.monotonic() - begun
+            path = visible(scope["path"])[:200]
+            _access.info('%s "%s %s" %d %.3f s', client, visible(scope["method"]), path, status, seconds)
+
+    def refuse(self, scope: Scope) -> Reply | None:
+        """A refusal, if the client may not ask."""
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if self._hosts:
+            host = headers.get(b"host", b"").decode("latin-1").lower()
+            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+            if name not in self._hosts:
+                return _json(error_body("this server has another name", "invalid_request_error"), 421)
+        if self._key is not None and scope["path"] != "/health":
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, b"Bearer " + self._key.encode()):
+                body = error_body("the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
+                return _json(body, 401)
+        return None
+
+    async def _models(self, request: Request) -> Reply:
+        mine = {"id": self._names[0], "object": "model", "created": self._since, "owned_by": "offload"}
+        name = request.path_params.get("name")
+        if name is None:
+            return _json({"object": "list", "data": [mine]})
+        if name not in self._names:
+            raise Refused(f"there is no model {name[:200]!r}", 404, code="model_not_found", param="model")
+        return _json(mine)
+
+    async def _health(self, _request: Request) -> Reply:
+        return _json({"status": "ok"}) if self._engine.is_well else _json({"status": "ending"}, 503)
+
+    async def _metrics(self, _request: Request) -> Reply:
+        text = await anyio.to_thread.run_sync(exposition, self._engine)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def _complete(self, parsed: Callable[[bytes, Sequence[str]], Asked], request: Request) -> Reply:
+        """Answer a request for text."""
+        if not request.headers.get("content-type", "").split(";")[0].strip().lower().endswith("json"):
+            raise Refused("the content-type is not application/json", 415)
+        asked = parsed(await _body(request), self._names)
+        if self._limiter is None:
+            self._limiter = anyio.CapacityLimiter(_AT_ONCE)
+        prompts = await anyio.to_thread.run_sync(self._prompts.of, asked, limiter=self._limiter)
+        items: Items = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(index: int, item: Piece | End) -> None:
+            if isinstance(item, Piece):
+                self._engine.count_tokens(item)
+            with suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(items.put_nowait, (index, item))
+
+        many = [one for one in prompts for _ in range(asked.choices)]
+        jobs = [
+            Job(tokens, most, partial(tell, index), asked.options_of(index % asked.choices), asked.top, asked.echo)
+            for index, (tokens, most) in enumerate(many)
+        ]
+        self._engine.submit(jobs)
+        tokenizer = self._prompts.tokenizer
+        response = Response(
+            self._names[0],
+            tokenizer,
+            [tokenizer.decode(tokens, skip_special_tokens=True) if asked.echo else "" for tokens, _ in many],
+            sum(len(tokens) for tokens, _ in prompts),
+            is_chat=asked.messages is not None,
+            scored=asked.top is not None,
+        )
+        return _Answer(response, asked, jobs, items)
+
+
+class _Guard:
+    """Middleware: who may ask."""
+
+    def __init__(self, inner: Callable[[Scope, Receive, Send], Awaitable[None]], app: App) -> None:
+        self._inner, self._app = inner, app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._app.refuse(scope)
+        await (self._inner if refusal is None else refusal)(scope, receive, send)
+
+
+class _Answer(Reply):
+    """A response that is sent as its answers come, or when they have."""
+
+    def __init__(self, response: Response, asked: Asked, jobs: Sequence[Job], items: Items) -> None:
+        super().__init__()
+        self._response, self._asked, self._jobs, self._items = response, asked, jobs, items
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            if self._asked.streams:
+                await self._stream(send)
+            else:
+                await (await self._whole())(scope, receive, send)
+        finally:
+            watcher.cancel()
+            for job in self._jobs:
+                job.is_cancelled = True
+
+    async def _watch(self, receive: Receive) -> None:
+        """Tell when the client has gone."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._items.put_nowait(None)
+
+    async def _next(self) -> tuple[int, Piece] | None:
+        """The next piece; None once all answers have ended.
+
+        Raises:
+            _Gone: the client has gone away.
+            Refused: an answer has failed.
+        """
+        while any(choice.reason is None for choice in self._response.choices):
+            item = await self._items.get()
+            if item is None:
+                raise _Gone
+            index, part = item
+            choice = self._response.choices[index]
+            if isinstance(part, Piece):
+                choice.add(part)
+                return index, part
+            if part.error is not None:
+                raise _failure(part.error)
+            choice.reason = part.reason
+            return index, Piece("")
+        return None
+
+    async def _whole(self) -> Reply:
+        try:
+            while await self._next():
+                pass
+        except Refused as error:
+            return _json(error.body(), error.status)
+        return _json(self._response.whole())
+
+    async def _stream(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def event(data: Json) -> None:
+            body = data if isinstance(data, str) else json.dumps(data, ensure_ascii=True)
+            await send({"type": "http.response.body", "body": f"data: {body}\n\n".encode(), "more_body": True})
+
+        response = self._response
+        try:
+            for data in response.first():
+                await event(data)
+            while (part := await self._next()) is not None:
+                index, piece = part
+                if piece.text or piece.scores:
+                    await event(response.piece(index, piece))
+                elif response.choices[index].reason is not None:
+                    await event(response.last(index))
+            if self._asked.with_usage:
+                await event(response.counted())
+        except Refused as error:
+            await event(error.body())
+        await event("[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request.
+
+    Raises:
+        Refused: it is too large, or does not come.
+    """
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise _Gone
+                part = message.get("body", b"")
+                size += len(part)
+                if size <= _MOST_BYTES:
+                    parts.append(part)
+                if not message.get("more_body") or size > _DRAINED:
+                    break
+    except TimeoutError as error:
+        raise Refused(f"the body did not come within {_PATIENCE:.0f} s", 408) from error
+    if size > _MOST_BYTES:
+        raise Refused(f"the body has more than {_MOST_BYTES:,} bytes", 413, code="request_too_large")
+    return b"".join(parts)
+
+
+def _failure(error: Exception) -> Refused:
+    """What a client is told about an answer that failed."""
+    if isinstance(error, Refused):
+        return error
+    _log.error("an answer failed: %s: %s", type(error).__name__, visible(first_line(error)))
+    return Refused(f"the model failed: {first_line(error)}", 500, "server_error")
+
+
+def _json(body: Json, status: int = 200) -> Reply:
+    """A reply; lone surrogates of a text are escaped."""
+    return Reply(json.dumps(body, ensure_ascii=True), status, media_type="application/json")
+
+
+async def _refusal(_request: Request, error: Exception) -> Reply:
+    refused = error if isinstance(error, Refused) else Refused(str(error))
+    reply = _json(refused.body(), refused.status)
+    if refused.status == 429:
+        reply.headers["retry-after"] = "1"
+    if refused.status in (408, 413):
+        reply.headers["connection"] = "close"
+    return reply
+
+
+async def _unknown(request: Request, error: Exception) -> Reply:
+    """There is no such path, or method."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    what = f"{request.method} {request.url.path}"[:200]
+    return _json(error_body(f"there is no {what} here", "invalid_request_error"), status)

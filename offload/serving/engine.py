@@ -1,0 +1,272 @@
+"""Answers on their way through the model: each pass reads it once for all of them.
+
+Every answer is a call of `generate` in a thread of its own, in lockstep with the others as batches are
+(`offload.batches`): it begins at the next pass, and leaves when it is done. transformers' own server (5.23) is not
+used: with continuous batching it takes temperature, top_p and sampling of its first request for all, ignores stop
+strings and seeds, can't score a prompt, has no drafts, and stops for good after one failure in a pass; without it, it
+answers one request after the other. Its models are loaded by a private method, and any client may unload them.
+
+Always true:
+- one thread computes, and no client makes it wait: what is told to one is only handed over
+- an error ends the answer that met it, and no other
+- answers in progress have room in memory for the keys and values of all their tokens
+- a job that was accepted is told an `End`, whatever happens
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.batches.scheduler import Call, Scheduler
+from offload.batches.stages import handles_of, models_of, stages_of
+from offload.batches.states import Settings, ThreadState
+from offload.memory import available_bytes
+from offload.prefetch.engine import counts
+from offload.serving.answering import End, Job, Piece, bytes_per_token
+from offload.serving.bodies import Refused
+
+MOST = 64  # answers in flight by default
+_SHARE = 0.25  # of available memory, for keys and values
+_A_THREAD = 6 << 20  # memory per answer: its thread's stack, and what kernels allocate per thread
+_PATIENCE = 20.0  # seconds that the last pass may take when the engine is closed
+_log = logging.getLogger("offload.serving")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was done since the engine was started.
+
+    Attributes:
+        answers: that ended, by why: "stop", "length", "cancelled", "error".
+        prompt_tokens: of the answers that were begun.
+        tokens: that were generated.
+        passes: through the model.
+        seconds: in which there was something to do.
+        read: bytes from the disk in that time.
+        running: answers in progress.
+        waiting: jobs that have not begun.
+    """
+
+    answers: dict[str, int]
+    prompt_tokens: int = 0
+    tokens: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+    read: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+class Engine:
+    """Answers jobs, many at a time, in a thread of its own."""
+
+    def __init__(
+        self,
+        model: Any,
+        answer: Callable[[Job], str],
+        *,
+        in_flight: int | None = None,
+        most_waiting: int = 256,
+        room: int | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            model: what `answer` calls.
+            answer: gives an answer's pieces to its job, and returns why it ended; called in lockstep.
+            in_flight: answers in progress at a time; None: up to 64, as many as there is room for.
+            most_waiting: jobs that may wait; more are refused.
+            room: bytes for keys and values; None: a quarter of the available memory.
+        """
+        self.room = int(available_bytes() * _SHARE) if room is None else room
+        self.most_waiting = most_waiting
+        self._model: nn.Module = model
+        self._answer = answer
+        self._per_token = bytes_per_token(model)
+        self._most = in_flight or MOST
+        self._waiting: deque[Job] = deque()
+        self._running: dict[int, Job] = {}  # by the number of the call
+        self._figures = Figures({})
+        self._begun = 0
+        self._deadline: float | None = None  # after which answers are cut
+        self._is_closed = False
+        self._changed = threading.Condition()  # guards everything above
+        self._thread = threading.Thread(target=self._run, name="offload-engine", daemon=True)
+        self._thread.start()
+
+    def size_of(self, job: Job) -> int:
+        """The bytes that a job needs at most."""
+        return _A_THREAD + self._per_token * (len(job.prompt) + job.most)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Have jobs answered, all of them or none.
+
+        Raises:
+            Refused: there is no room for them, or the server is ending.
+        """
+        largest = max(map(self.size_of, jobs))
+        if largest > self.room:
+            message = f"prompt and answer need up to {largest:,} bytes of memory, and the server has {self.room:,}"
+            raise Refused(f"{message}: ask for fewer tokens", code="context_length_exceeded")
+        if len(jobs) > self.most_waiting:
+            raise Refused(f"a request has at most {self.most_waiting} answers, and this one {len(jobs)}")
+        with self._changed:
+            if self._is_closed or self._deadline is not None:
+                raise Refused("the server is ending", 503, "server_error", "shutting_down")
+            self._drop_cancelled()
+            if len(self._waiting) + len(jobs) > self.most_waiting:
+                message = f"{len(self._waiting)} answers are waiting already: try again later"
+                raise Refused(message, 429, "rate_limit_error", "rate_limit_exceeded")
+            self._waiting.extend(jobs)
+            self._changed.notify_all()
+
+    def figures(self) -> Figures:
+        """What was done so far."""
+        with self._changed:
+            self._drop_cancelled()
+            answers = dict(self._figures.answers)
+            return replace(self._figures, answers=answers, running=len(self._running), waiting=len(self._waiting))
+
+    @property
+    def is_well(self) -> bool:
+        """Whether new jobs are accepted."""
+        with self._changed:
+            return self._thread.is_alive() and not self._is_closed and self._deadline is None
+
+    def end(self, seconds: float) -> None:
+        """Begin no more answers; those in progress are cut after so many seconds."""
+        with self._changed:
+            self._deadline = time.monotonic() + seconds
+            left, self._waiting = [*self._waiting], deque()
+            self._changed.notify_all()
+        for job in left:
+            self._told_end(job, End(error=Refused("the server is ending", 503, "server_error", "shutting_down")))
+
+    def close(self) -> None:
+        """End every answer, and the thread."""
+        self.end(0)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(_PATIENCE)
+
+    # In its thread
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            models = models_of(self._model)
+            stages = stages_of(models, None)
+            handles = handles_of(models, stages)
+            while self._has_work():
+                try:
+                    self._work(Scheduler(stages, handles, spills=False))
+                except Exception as error:
+                    _log.exception("a pass failed")
+                    self._fail_all(error)
+
+    def _has_work(self) -> bool:
+        """Wait for a job; False if there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            return bool(self._waiting)
+
+    def _work(self, scheduler: Scheduler) -> None:
+        """Answer jobs until none is left."""
+        state, settings = ThreadState(), Settings.now()
+        begun, read, sweeps = time.monotonic(), counts().bytes_read, -1  # the first pass begins without a sweep's end
+        with scheduler.hooked():
+            while True:
+                while (job := self._admitted()) is not None:
+                    self._look_at(self._begin(scheduler, job, state, settings))
+                if not scheduler.count:
+                    return
+                self._cut_late()
+                self._look_at(scheduler.go_on())
+                now, read_now = time.monotonic(), counts().bytes_read
+                self._count(passes=scheduler.sweeps - sweeps, seconds=now - begun, read=read_now - read)
+                begun, read, sweeps = now, read_now, scheduler.sweeps
+
+    def _admitted(self) -> Job | None:
+        """The next job, if there is room for it beside those in progress."""
+        with self._changed:
+            self._drop_cancelled()
+            if not self._waiting or len(self._running) >= self._most:
+                return None
+            used = sum(map(self.size_of, self._running.values()))
+            if used + self.size_of(self._waiting[0]) > self.room:
+                return None
+            job = self._waiting.popleft()
+            self._begun += 1
+            self._running[self._begun] = job
+            self._figures = replace(self._figures, prompt_tokens=self._figures.prompt_tokens + len(job.prompt))
+            return job
+
+    def _drop_cancelled(self) -> None:
+        """Forget jobs that wait, and that nobody waits for. Called with the lock."""
+        for job in [job for job in self._waiting if job.is_cancelled]:
+            self._waiting.remove(job)
+            self._finish(job, "cancelled")
+
+    def _begin(self, scheduler: Scheduler, job: Job, state: ThreadState, settings: Settings) -> Call:
+        is_alone = not scheduler.count and not self._waiting
+        return scheduler.begin(self._begun, partial(self._answer, job), state, settings, alone=is_alone)
+
+    def _look_at(self, call: Call) -> None:
+        """Handle a call that has run and now waits, or has ended."""
+        if not call.has_ended:
+            return
+        error, call.error = call.error, None  # its frames refer to the call
+        with self._changed:
+            job = self._running.pop(call.number)
+            if error is None:
+                self._finish(job, str(call.result))
+            else:
+                self._finish(job, "error", error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    def _finish(self, job: Job, reason: str, error: Exception | None = None) -> None:
+        """Count a job that has ended, and tell it."""
+        kind = "cancelled" if job.is_cancelled else reason
+        self._figures.answers[kind] = self._figures.answers.get(kind, 0) + 1
+        self._told_end(job, End(reason, error))
+
+    def _told_end(self, job: Job, end: End) -> None:
+        try:
+            job.tell(end)
+        except Exception:
+            _log.exception("an answer could not be handed over")
+
+    def _cut_late(self) -> None:
+        """Cut what runs after the deadline."""
+        with self._changed:
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                for job in self._running.values():
+                    job.is_cut = True
+
+    def _count(self, passes: int, seconds: float, read: int) -> None:
+        with self._changed:
+            so_far = self._figures
+            self._figures = replace(
+                so_far, passes=so_far.passes + passes, seconds=so_far.seconds + seconds, read=so_far.read + read
+            )
+
+    def count_tokens(self, piece: Piece) -> None:
+        """Count generated tokens."""
+        if piece.tokens:
+            with self._changed:
+                self._figures = replace(self._figures, tokens=self._figures.tokens + piece.tokens)
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._changed:
+            failed, self._running = [*self._running.values()], {}
+            for job in failed:
+                self._finish(job, "error", error)

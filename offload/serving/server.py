@@ -1,0 +1,142 @@
+"""The listening socket, and the end of a server.
+
+Always true:
+- the port is taken before the model is opened: one in use is an error at once
+- at SIGTERM or SIGINT no answer is begun any more; those in progress finish, or are cut with a finish_reason
+- a connection that asks for nothing is closed, and so is one too many; the process's signal handlers are put back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from offload.errors import ArgumentError
+from offload.serving.app import App
+from offload.serving.engine import Engine
+
+_PATIENCE = 30.0  # seconds in which a connection asks for something
+_AFTER_CUT = 15  # seconds for clients to read the ends of answers that were cut
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_log = logging.getLogger("offload.serving")
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A listening socket; a port of 0 is a free one.
+
+    Raises:
+        ArgumentError: the address can't be listened at.
+    """
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+        )
+    except OSError as error:  # gaierror is one
+        if error.errno == errno.EADDRINUSE:
+            raise ArgumentError(f"port {port} of {host} is in use: choose another one with --port") from error
+        raise ArgumentError(f"can't listen at port {port} of {host}: {error.strerror or error}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can ask."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def serve(app: App, engine: Engine, at: socket.socket, *, grace: float, ready: Callable[[], None]) -> None:
+    """Answer requests until a signal comes.
+
+    Args:
+        app: answers them.
+        engine: of the application; closed at the end.
+        at: a listening socket; closed at the end.
+        grace: seconds that answers in progress have when the server ends.
+        ready: called when requests are accepted.
+    """
+    config = uvicorn.Config(
+        app,
+        http=_Connection,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=int(_PATIENCE),
+        timeout_graceful_shutdown=int(grace) + _AFTER_CUT,
+    )
+    server = _Server(config, engine, grace, ready)
+    try:
+        asyncio.run(server.serve(sockets=[at]))
+    finally:
+        engine.close()
+
+
+class _Server(uvicorn.Server):
+    """A server that ends its engine."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._engine, self._grace, self._ready = engine, grace, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.end(0 if self.force_exit else self._grace)
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """The first signal ends the server, the second one at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Without raising the signal again: the command ends with its own exit code."""
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if it asks for nothing for a while, or does not finish what it asks."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._was_idle = False
+        self._look_later()
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:  # the model's files need some
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _look_later(self) -> None:
+        self._timer = self.loop.call_later(_PATIENCE, self._look)
+
+    def _look(self) -> None:
+        cycle: RequestResponseCycle | None = self.cycle
+        is_idle = cycle is None or cycle.response_complete
+        if is_idle and self._was_idle:
+            self.transport.close()
+            return
+        self._was_idle = is_idle
+        self._look_later()

@@ -1,0 +1,73 @@
+"""Tokens as text, as they come.
+
+Always true:
+- the pieces, joined, are the text of all tokens up to the first stop string
+- a piece never ends inside a character, nor inside what may become a stop string
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+_UNFINISHED = "\ufffd"  # what a tokenizer makes of a part of a character
+
+
+class Text:
+    """The text of an answer, token by token.
+
+    Attributes:
+        tokens: so far.
+        has_stopped: whether there was a stop string; nothing follows.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), ends: Collection[int] = ()) -> None:
+        """`ends` are tokens after which nothing follows; they have no text."""
+        self.tokens: list[int] = []
+        self.has_stopped = False
+        self._tokenizer, self._stops, self._ends = tokenizer, stops, ends
+        self._start = self._done = 0  # tokens before which text does not matter any more, and that were given
+        self._held = ""  # may become a stop string
+
+    def add(self, token: int) -> str:
+        """Add a token; returns the text that is certain now."""
+        self.tokens.append(token)
+        if token in self._ends:
+            return ""
+        before = self._decoded(self._start, self._done)
+        text = self._decoded(self._start, len(self.tokens))
+        if len(text) <= len(before) or text.endswith(_UNFINISHED):
+            return ""
+        self._start, self._done = self._done, len(self.tokens)
+        return self._up_to_stop(text[len(before) :])
+
+    def rest(self) -> str:
+        """What was held back, once there are no more tokens."""
+        if self.has_stopped:
+            return ""
+        last = self._decoded(self._start, len(self.tokens))[len(self._decoded(self._start, self._done)) :]
+        self._start = self._done = len(self.tokens)
+        text = self._up_to_stop(last)
+        held, self._held = self._held, ""
+        return text + held
+
+    def _decoded(self, start: int, stop: int) -> str:
+        tokens = [token for token in self.tokens[start:stop] if token not in self._ends]
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
+
+    def _up_to_stop(self, text: str) -> str:
+        if self.has_stopped:
+            return ""
+        text = self._held + text
+        places = [text.find(stop) for stop in self._stops if stop in text]
+        if places:
+            self.has_stopped, self._held = True, ""
+            return text[: min(places)]
+        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of a text are the beginning of a stop string."""
+    return next((count for count in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:count])), 0)

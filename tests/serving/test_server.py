@@ -1,0 +1,429 @@
+"""`offload serve`, asked by the clients that people have: openai, litellm, langchain, curl."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.cli import main
+from tests.processes import ended, forked
+
+openai = pytest.importorskip("openai")
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+JSON = "content-type: application/json"
+
+
+@dataclass
+class Server:
+    """A server in a forked child."""
+
+    url: str
+    pid: int
+    log: Path
+    folder: Path
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """The status and the body of what it answers."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        asked = urllib.request.Request(f"{self.url}{path}", data, {"content-type": "application/json", **headers})
+        try:
+            with urllib.request.urlopen(asked, timeout=100) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=100) as reply:
+            lines = reply.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def started(folder: Path, log: Path, *options: str) -> Server:
+    """A server over the model in a folder, which listens."""
+    reader, writer = os.pipe()
+
+    def serve() -> None:
+        os.close(reader)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        os.dup2(writer, 3)
+        sys.stderr = _Told(open(2, "w", buffering=1, closefd=False), writer)  # noqa: SIM115
+        assert 0 == main(["serve", str(folder), "--port", "0", *options])
+
+    pid = forked(serve)
+    os.close(writer)
+    with open(reader) as said:
+        line = said.readline()
+    assert " at http://" in line, log.read_text()
+    return Server(line.split(" at ")[1].strip().removesuffix("/v1"), pid, log, folder)
+
+
+class _Told:
+    """Standard error, whose first line goes to a pipe, too."""
+
+    def __init__(self, file: Any, pipe: int) -> None:
+        self._file, self._pipe = file, pipe
+
+    def write(self, text: str) -> int:
+        if self._pipe is not None and " at http://" in text:
+            os.write(self._pipe, text.encode() + b"\n")
+            os.close(self._pipe)
+            self._pipe = None
+        return self._file.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a 96-word tokenizer and a chat template. No word ends an answer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    place = tmp_path_factory.mktemp("served") / "tiny"
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 96}
+    config = LlamaConfig(**shape, num_attention_heads=2, max_position_embeddings=4096, eos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(place)
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(96)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests of this module; its log has no traceback at the end."""
+    log = tmp_path_factory.mktemp("log") / "log"
+    running = started(folder, log, "--max-new-tokens", "8", "--queue", "40")
+    yield running
+    os.kill(running.pid, signal.SIGTERM)
+    assert 0 == ended(running.pid), log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return offload.from_pretrained(folder)
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    with torch.inference_mode():
+        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def words(tokens: list[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens if token)  # w0 is special
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "w3 w4"}], "temperature": 0}
+
+
+# Clients
+
+
+def test_openai_gets_the_text_that_the_model_generates(server, model):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+    said = client.chat.completions.create(**CHAT, max_tokens=6)
+    continued = client.completions.create(model="tiny", prompt="w3 w4", max_tokens=6, temperature=0)
+
+    expected = words(greedy(model, [3, 4], 6))
+    assert (expected, "length", 6) == (
+        said.choices[0].message.content,
+        said.choices[0].finish_reason,
+        said.usage.completion_tokens,
+    )
+    assert expected == continued.choices[0].text
+    assert ["tiny"] == [one.id for one in client.models.list().data]
+
+
+def test_openai_gets_the_same_text_in_pieces(server, model):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+    chunks = [*client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})]
+
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert words(greedy(model, [3, 4], 8)) == "".join(texts)
+    assert len([text for text in texts if text]) > 3
+    assert ("length", 8) == (chunks[-2].choices[0].finish_reason, chunks[-1].usage.completion_tokens)
+
+
+def test_requests_at_once_share_the_passes_and_each_gets_its_own_answer(server, model):
+    prompts = [[n + 1, n + 2] for n in range(16)]
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            asked = (
+                client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0)
+                for prompt in prompts
+            )
+            return [one.choices[0].text for one in await asyncio.gather(*asked)]
+
+    before = server.metrics()
+    said = asyncio.run(ask())
+    after = server.metrics()
+
+    assert [words(greedy(model, prompt, 24)) for prompt in prompts] == said
+    tokens, passes = (after[name] - before[name] for name in ("offload_tokens_total", "offload_passes_total"))
+    assert 16 * 24 == tokens
+    assert passes < tokens / 2
+
+
+def test_litellm_and_langchain_get_the_text(server, model):
+    litellm = pytest.importorskip("litellm")
+    langchain = pytest.importorskip("langchain_openai")
+    url = f"{server.url}/v1"
+
+    said = litellm.completion(
+        "openai/tiny", CHAT["messages"], api_base=url, api_key="none", max_tokens=6, temperature=0
+    )
+    chat = langchain.ChatOpenAI(model="tiny", base_url=url, api_key="none", max_tokens=6, temperature=0)
+
+    expected = words(greedy(model, [3, 4], 6))
+    assert expected == said.choices[0].message.content
+    assert expected == chat.invoke("w3 w4").content
+    assert expected == "".join(part.content for part in chat.stream("w3 w4"))
+
+
+def test_curl_gets_events(server):
+    body = json.dumps({"prompt": "w3", "max_tokens": 2, "stream": True})
+
+    done = subprocess.run(
+        ["curl", "-sN", f"{server.url}/v1/completions", "-H", JSON, "-d", body], capture_output=True, text=True
+    )
+
+    events = [line.removeprefix("data: ") for line in done.stdout.split("\n\n") if line]
+    assert "[DONE]" == events.pop()
+    assert "length" == json.loads(events[-1])["choices"][0]["finish_reason"]
+
+
+@pytest.mark.campaign("bench", only=True)
+def test_lm_eval_gets_what_it_gets_from_the_model_itself(server, model):
+    api = pytest.importorskip("lm_eval.models.openai_completions")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer
+
+    here = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(server.folder, eos_token="w95"), device="cpu")
+    there = api.LocalCompletionsAPI(
+        model="tiny", base_url=f"{server.url}/v1/completions", tokenizer=str(server.folder), max_length=4000
+    )
+    scored = [("w3 w4 w5", " w6 w7"), ("w9", " w1"), ("w3 w4", " " + words(greedy(model, [3, 4], 2)))]
+    continued = [(f"w3 w{n}", {"until": ["w50"], "max_gen_toks": 9, "do_sample": False}) for n in range(1, 5)]
+    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(scored)]
+    expected, said = here.loglikelihood(asked), there.loglikelihood(asked)
+    asked = [Instance("generate_until", {}, pair, number) for number, pair in enumerate(continued)]
+
+    assert [is_greedy for _, is_greedy in expected] == [is_greedy for _, is_greedy in said]
+    assert all(abs(one - other) < 1e-5 for (one, _), (other, _) in zip(expected, said, strict=True))
+    assert here.generate_until(asked) == there.generate_until(asked)
+
+
+# What is asked for
+
+
+def test_log_probabilities_are_those_of_the_model(server, model):
+    """As lm-eval asks for them: the prompt's, and one token more."""
+    prompt = [5, 6, 7, 8]
+
+    status, said = server.post(
+        "/v1/completions", {"prompt": [prompt], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    )
+
+    with torch.inference_mode():
+        scores = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
+    logprobs = said["choices"][0]["logprobs"]
+    following = [*prompt[1:], int(scores[-1].argmax())]
+    assert (200, None) == (status, logprobs["token_logprobs"][0])
+    assert [float(scores[at, token]) for at, token in enumerate(following)] == logprobs["token_logprobs"][1:]
+    assert scores.max(-1).values.tolist() == [max(top.values()) for top in logprobs["top_logprobs"][1:]]
+
+
+def test_an_answer_ends_before_a_stop_string(server, model):
+    tokens = greedy(model, [3, 4], 8)
+    stop = words(tokens[3:5])[:-1]  # in the middle of a word
+
+    _, said = server.post("/v1/chat/completions", {**CHAT, "stop": [stop]})
+
+    text = words(tokens)
+    assert (text[: text.index(stop)], "stop") == (
+        said["choices"][0]["message"]["content"],
+        said["choices"][0]["finish_reason"],
+    )
+
+
+def test_a_seed_gives_the_same_sample_and_answers_of_one_request_differ(server):
+    asked = {"prompt": "w3", "max_tokens": 8, "temperature": 1.0, "n": 3}
+
+    _, first = server.post("/v1/completions", {**asked, "n": 1, "seed": 7})
+    _, again = server.post("/v1/completions", {**asked, "n": 1, "seed": 7})
+    _, many = server.post("/v1/completions", {**asked, "seed": 7})
+
+    assert many["choices"][0]["text"] == first["choices"][0]["text"]
+    assert first["choices"][0]["text"] == again["choices"][0]["text"]
+    assert 3 == len({choice["text"] for choice in many["choices"]})
+
+
+WRONG = {
+    "no JSON": (b'{"prompt":', 400, None),
+    "deep JSON": (b"[" * 100_000, 400, None),
+    "a list": (b"[]", 400, None),
+    "nothing": ({}, 400, None),
+    "another model": ({"model": "gpt", "prompt": "w3"}, 404, "model_not_found"),
+    "a token that is none": ({"prompt": [96]}, 400, None),
+    "half of a character": ({"prompt": "\ud800"}, 400, None),
+    "hardly a temperature": ({"prompt": "w3", "temperature": 1e-9}, 400, None),
+    "tools": ({"prompt": "w3", "tools": [{}]}, 400, None),
+    "a temperature that is none": (b'{"prompt": "w3", "temperature": NaN}', 400, None),
+    "no number of tokens": ({"prompt": "w3", "max_tokens": -1}, 400, None),
+    "too many tokens": ({"prompt": "w3", "max_tokens": 4096}, 400, "context_length_exceeded"),
+    "a long prompt": ({"prompt": "w3 " * 5000}, 400, "context_length_exceeded"),
+    "10 MB": ({"prompt": "w" * 10_000_000}, 413, "request_too_large"),
+    "too many answers": ({"prompt": ["w3"] * 30, "n": 2}, 400, None),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_request_is_refused_in_the_words_that_clients_know(server, what):
+    body, status, code = WRONG[what]
+
+    said = server.post("/v1/completions", body)
+
+    assert (status, code) == (said[0], said[1]["error"]["code"])
+    assert "invalid_request_error" == said[1]["error"]["type"]
+
+
+def test_a_page_in_a_browser_gets_nothing(server):
+    """It may send text without asking first, and give a name of its own to this machine."""
+    assert 415 == server.post("/v1/completions", {"prompt": "w3"}, **{"content-type": "text/plain"})[0]
+    assert 421 == server.post("/v1/completions", {"prompt": "w3"}, host="page.example")[0]
+
+
+# Clients that are no good
+
+
+def connection(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A connection that has asked for something."""
+    host, port = server.url.removeprefix("http://").split(":")
+    made = socket.create_connection((host, int(port)))
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    made.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return made
+
+
+def test_a_client_that_goes_away_cancels_its_answer(server):
+    """4,000 tokens would take minutes."""
+    for streams in (True, False):
+        before = server.metrics().get('offload_requests_total{reason="cancelled"}', 0)
+        with connection(server, {"prompt": "w3", "max_tokens": 4000, "stream": streams}) as gone:
+            while not server.metrics()["offload_running"]:
+                pass
+            if streams:
+                assert gone.recv(10)
+        while server.metrics().get('offload_requests_total{reason="cancelled"}', 0) == before:
+            pass
+
+        assert 0 == server.metrics()["offload_running"]
+
+
+HALVES = [b"", b"GET /", b"\x00\xff garbage\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"]
+
+
+def test_clients_that_send_garbage_or_nothing_hold_up_no_other(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port))) for _ in range(8)]
+    for number, one in enumerate(idle):
+        one.sendall(
+            [b"", b"GET /", b"\x00\xff garbage\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"][number % 4]
+        )
+
+    status, _ = server.post("/v1/completions", {"prompt": "w3", "max_tokens": 2})
+
+    for one in idle:
+        one.close()
+    assert 200 == status
+
+
+def test_a_full_queue_is_a_429(folder, tmp_path):
+    """And a key is needed, and a signal cuts what is in progress."""
+    small = started(
+        folder, tmp_path / "log", "--in-flight", "1", "--queue", "1", "--grace", "1", "--api-key", "open sesame"
+    )
+    key = {"authorization": "Bearer open sesame"}
+    client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="open sesame", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="open says me").models.list()
+
+    long = client.completions.create(model="tiny", prompt="w3", max_tokens=4000, stream=True)
+    next(long)
+    statuses = {small.post("/v1/completions", {"prompt": ["w3", "w4"]}, **key)[0]}  # more than may wait at all
+    waiting = client.with_options(timeout=100)
+    refused: list[int] = []
+
+    def wait() -> None:
+        try:
+            waiting.completions.create(model="tiny", prompt="w3")
+        except openai.APIStatusError as error:
+            refused.append(error.status_code)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while True:
+        asked = urllib.request.Request(f"{small.url}/metrics", headers=key)
+        if b"\noffload_waiting 1\n" in urllib.request.urlopen(asked).read():
+            break
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(model="tiny", prompt="w3")
+    os.kill(small.pid, signal.SIGTERM)
+    last = [chunk.choices[0].finish_reason for chunk in long][-1]
+    thread.join()
+
+    assert {400} == statuses
+    assert "length" == last
+    assert [503] == refused
+    assert 0 == ended(small.pid)
+    assert "Traceback" not in small.log.read_text()
+
+
+def test_kept_prompts_give_the_same_answers_again(folder, model, tmp_path):
+    place = tmp_path / "prompts"
+    prompt = [number % 90 + 1 for number in range(150)]
+    asked = {"prompt": [prompt], "max_tokens": 4, "temperature": 0}
+    served = started(folder, tmp_path / "log", "--prompt-cache", str(place))
+
+    said = [served.post("/v1/completions", asked)[1]["choices"][0]["text"] for _ in range(2)]
+    os.kill(served.pid, signal.SIGTERM)
+
+    assert [words(greedy(model, prompt, 4))] * 2 == said
+    assert 0 == ended(served.pid), served.log.read_text()
+    assert any(path.is_file() for path in place.rglob("*"))
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_a_port_in_use_is_an_error_before_the_model_is_opened(server, capsys):
+    port = server.url.rsplit(":", 1)[1]
+
+    assert 1 == main(["serve", "no such model", "--port", port])
+
+    assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
