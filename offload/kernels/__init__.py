@@ -2,8 +2,8 @@
 
 Always true:
 - decoding gives the bits of the torch chain that does the same; where no library was built, that chain runs
-- a product with packed rows is accumulated in float32 from unrounded numbers: a row of the result depends neither on
-  the number of threads nor on the rows beside it
+- a product with packed rows is accumulated in float32 from unrounded numbers, or from exact sums of integers: a row of
+  the result depends neither on the number of threads nor on the rows beside it
 - sizes are checked in one place, before an address is passed on
 
 | module | what |
@@ -18,7 +18,8 @@ Always true:
 | `kernels.c` | the functions that are exported; how rows are divided among threads |
 | `kernels.h` | the kinds of rows, and what the sources share |
 | `rows.h` | decoding and multiplying rows; `rows_avx512.c` and others compile it for an instruction set each |
-| `gguf.h` | the kinds of blocks in GGUF files |
+| `gguf.h` | the kinds of blocks in GGUF files, as floats |
+| `limbs.h` | products with such blocks, in integers |
 | `numbers.h` | numbers whose factors are stored elsewhere |
 | `words.h` | integers in words, outputs innermost |
 | `pairs.h` | products of bfloat16 numbers, two at a time |

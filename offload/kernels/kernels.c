@@ -35,11 +35,15 @@ typedef struct {
   const void *x;        /* rows of floats, or of bfloat16 numbers if there are `pairs`; null: decode */
   int64_t x_step;
   const pairs_of_kind *pairs;
+  const chunk *chunks; /* the rows of x as integers, for blocks; null if they are multiplied as floats */
+  int64_t chunks_step;
+  uint8_t as_floats[MOST_ROWS]; /* rows of x that integers do not hold */
   int64_t x_rows;
   const void *bias;
   void *out;
   int64_t out_step; /* elements from a row of the result to the next */
   int32_t bias_dtype, out_dtype;
+  int64_t next, piece; /* rows that no thread has taken yet; how many a thread takes at a time */
   float *scratch; /* of each thread: a row of floats, and its factors; for words, all products */
 } task;
 
@@ -170,11 +174,24 @@ static void finish(const task *what, int64_t n, const float *found) {
     put_number(what->out, r * what->out_step + n, what->out_dtype, what->bias ? found[r] + bias : found[r]);
 }
 
+/* The products of one row of blocks with all rows of x. */
+static void multiply_blocks(const task *what, const stored_row *row, float *found) {
+  int64_t columns = what->packed->columns;
+  int kind = what->packed->kind;
+  if (what->chunks)
+    what->functions->limbs[kind](row->bytes, columns, what->chunks, what->chunks_step, what->x_rows, found);
+  for (int64_t r = 0; r < what->x_rows; r++)
+    if (what->as_floats[r])
+      found[r] = what->functions->rows[kind].dot(row, columns, (const float *)what->x + r * what->x_step);
+}
+
 /* The products of one row, or of some rows, with all rows of x. */
 static void multiply_rows(const task *what, const stored_row *rows, int64_t count, float (*found)[MOST_ROWS]) {
   int64_t columns = what->packed->columns;
   const rows_of_kind *kind = what->functions->rows + what->packed->kind;
-  if (what->pairs && what->x_rows == 1)
+  if (what->packed->kind < BLOCKS)
+    multiply_blocks(what, rows, found[0]);
+  else if (what->pairs && what->x_rows == 1)
     found[0][0] = what->pairs->dot(rows, columns, what->x);
   else if (what->pairs)
     what->functions->multiply_pairs(what->pairs, rows, count, columns, what->x, what->x_step, what->x_rows, found);
@@ -185,12 +202,19 @@ static void multiply_rows(const task *what, const stored_row *rows, int64_t coun
       kind->multiply(rows, columns, (const float *)what->x + r * what->x_step, what->x_step, found[0] + r, MOST_ROWS);
 }
 
+/* The next rows for a thread: a late one, or one that is interrupted, keeps the others from few of them. */
+static int takes(task *what, int64_t *begin, int64_t *end) {
+  *begin = __atomic_fetch_add(&what->next, what->piece, __ATOMIC_RELAXED);
+  *end = *begin + what->piece < what->count ? *begin + what->piece : what->count;
+  return *begin < what->count;
+}
+
 static void work_on_rows(void *data) {
-  const task *what = data;
+  task *what = data;
   const matrix *packed = what->packed;
-  int64_t threads = what->threads ? what->threads->count() : 1, number = what->threads ? what->threads->number() : 0;
-  int64_t begin = what->count * number / threads, end = what->count * (number + 1) / threads;
-  int64_t most = !what->x || what->x_rows == 1 ? 1 : what->pairs ? AT_ONCE : 2, resolved[AT_ONCE];
+  int64_t number = what->threads ? what->threads->number() : 0, begin, end;
+  int64_t most = !what->x || what->x_rows == 1 || packed->kind < BLOCKS ? 1 : what->pairs ? AT_ONCE : 2;
+  int64_t resolved[AT_ONCE];
   float found[AT_ONCE][MOST_ROWS], *scratch = what->scratch + number * scratch_of(packed);
   stored_row rows[AT_ONCE];
   for (int64_t p = 0; p < most; p++) {
@@ -198,34 +222,26 @@ static void work_on_rows(void *data) {
     memcpy(rows[p].table, packed->table, sizeof rows->table);
     resolved[p] = -1;
   }
-  for (int64_t n = begin, count; n < end; n += count) {
-    count = n + most <= end ? most : end - n;
-    for (int64_t p = 0; p < most; p++) /* the last one more than once, where rows are multiplied two at a time */
-      find(what, p < count ? n + p : end - 1, scratch + p * factors_of(packed), rows + p, resolved + p);
-    if (what->x) {
-      multiply_rows(what, rows, count, found);
-      for (int64_t p = 0; p < count; p++) finish(what, n + p, found[p]);
-    } else {
-      char *place = (char *)what->out + n * what->out_step * (int64_t)size_of(what->out_dtype);
-      what->functions->rows[packed->kind].decode(rows, packed->columns, place, what->out_dtype);
+  while (takes(what, &begin, &end))
+    for (int64_t n = begin, count; n < end; n += count) {
+      count = n + most <= end ? most : end - n;
+      for (int64_t p = 0; p < most; p++) /* the last one more than once, where rows are multiplied two at a time */
+        find(what, p < count ? n + p : end - 1, scratch + p * factors_of(packed), rows + p, resolved + p);
+      if (what->x) {
+        multiply_rows(what, rows, count, found);
+        for (int64_t p = 0; p < count; p++) finish(what, n + p, found[p]);
+      } else {
+        char *place = (char *)what->out + n * what->out_step * (int64_t)size_of(what->out_dtype);
+        what->functions->rows[packed->kind].decode(rows, packed->columns, place, what->out_dtype);
+      }
     }
-  }
 }
 
-#define BLOCKS_AND_NUMBERS (0 BLOCK_KINDS(COUNT_BLOCKS) NUMBER_KINDS(COUNT_NUMBERS))
-#define COUNT_BLOCKS(kind, numbers, nbytes) +1
-#define COUNT_NUMBERS(kind, nbytes) +1
 #define OUTPUTS 32 /* of words, that one thread takes at the least */
 
-static void work_on_words(void *data) {
-  const task *what = data;
+static void take_words(task *what, int64_t begin, int64_t end) {
   const matrix *packed = what->packed;
   const words_of_kind *functions = what->functions->words + (packed->kind - BLOCKS_AND_NUMBERS);
-  int64_t threads = what->threads ? what->threads->count() : 1, number = what->threads ? what->threads->number() : 0;
-  int64_t parts = (what->count + OUTPUTS - 1) / OUTPUTS;
-  int64_t begin = parts * number / threads * OUTPUTS, end = parts * (number + 1) / threads * OUTPUTS;
-  if (end > what->count) end = what->count;
-  if (begin >= end) return;
   if (!what->x) {
     for (int64_t n = begin, some = what->picked ? 1 : end - begin; n < end; n += some) {
       char *place = (char *)what->out + n * what->out_step * (int64_t)size_of(what->out_dtype);
@@ -242,11 +258,22 @@ static void work_on_words(void *data) {
     }
 }
 
+static void work_on_words(void *data) {
+  int64_t begin, end;
+  while (takes(data, &begin, &end)) take_words(data, begin, end);
+}
+
+#define PIECES 8 /* that each thread takes, if all are as fast */
+
 static void run(task *what, unsigned threads) {
-  void (*work)(void *) = what->packed->kind < BLOCKS_AND_NUMBERS ? work_on_rows : work_on_words;
-  if (what->threads && what->threads->parallel && threads > 1)
+  int is_words = what->packed->kind >= BLOCKS_AND_NUMBERS;
+  int64_t least = is_words ? OUTPUTS : AT_ONCE, some = what->count / (PIECES * (int64_t)threads);
+  void (*work)(void *) = is_words ? work_on_words : work_on_rows;
+  if (what->threads && what->threads->parallel && threads > 1) {
+    what->piece = (some / least + 1) * least;
     what->threads->parallel(work, what, threads, 0);
-  else {
+  } else {
+    what->piece = what->count;
     what->threads = NULL;
     work(what);
   }
@@ -278,19 +305,26 @@ EXPORT int offload_multiply(const matrix *packed, int64_t count, const void *x, 
                             int x_dtype, const void *bias, int bias_dtype, void *out, int64_t out_step, int out_dtype,
                             int level, const team *threads, unsigned most_threads) {
   const functions *functions = at_level(level);
-  int is_words = packed->kind >= BLOCKS_AND_NUMBERS, is_pairs = functions->pairs && x_dtype == BFLOAT16 && !is_words;
+  int is_words = packed->kind >= BLOCKS_AND_NUMBERS, is_blocks = packed->kind < BLOCKS;
+  int is_pairs = functions->pairs && x_dtype == BFLOAT16 && !is_words && !is_blocks;
   int64_t columns = packed->columns, wide = padded(columns) + ASIDE;
-  int64_t together = is_pairs ? 1 : functions->together, whole = (x_rows + together - 1) / together * together;
+  int64_t chunks_step = is_blocks && functions->limbs[packed->kind] ? (columns + CHUNK - 1) / CHUNK : 0;
+  int64_t together = is_pairs || is_blocks ? 1 : functions->together;
+  int64_t whole = (x_rows + together - 1) / together * together;
   int64_t scratch = is_words ? count * x_rows : scratch_of(packed) * most_threads;
-  float *floats = malloc(sizeof(float) * (size_t)(wide * whole + scratch));
+  size_t nbytes = sizeof(float) * (size_t)(wide * whole + scratch) + sizeof(chunk) * (size_t)(chunks_step * x_rows);
+  float *floats = malloc(nbytes);
   if (!floats) return 1;
+  static const int KINDS[] = {KIND_float32, KIND_float16, KIND_bfloat16};
+  const rows_of_kind *floats_of_kind = functions->rows + KINDS[x_dtype];
   memset(floats, 0, sizeof(float) * (size_t)(wide * whole));
   for (int64_t r = 0; r < x_rows; r++) {
     const char *row = (const char *)x + r * x_step * (int64_t)size_of(x_dtype);
     if (is_pairs)
       memcpy((uint16_t *)floats + r * wide, row, (size_t)columns * 2);
     else
-      for (int64_t c = 0; c < columns; c++) floats[r * wide + c] = number_at(row, c, x_dtype);
+      floats_of_kind->decode(&(stored_row){.bytes = (const uint8_t *)row, .group = wide, .last = 1}, columns,
+                             floats + r * wide, FLOAT32);
   }
   task what = {.packed = packed,
                .functions = functions,
@@ -299,13 +333,21 @@ EXPORT int offload_multiply(const matrix *packed, int64_t count, const void *x, 
                .x = floats,
                .x_step = wide,
                .x_rows = x_rows,
-               .pairs = is_pairs ? functions->pairs + packed->kind : NULL,
+               .pairs = is_pairs ? functions->pairs + (packed->kind - BLOCKS) : NULL,
+               .chunks_step = chunks_step,
                .bias = bias,
                .bias_dtype = bias_dtype,
                .out = out,
                .out_step = out_step,
                .out_dtype = out_dtype,
                .scratch = floats + wide * whole};
+  if (is_blocks) {
+    chunk *chunks = (chunk *)(void *)(floats + wide * whole + scratch);
+    what.chunks = chunks_step ? chunks : NULL;
+    for (int64_t r = 0; r < x_rows; r++)
+      what.as_floats[r] =
+          !chunks_step || functions->prepare_limbs(floats + r * wide, columns, chunks + r * chunks_step) != 0;
+  }
   run(&what, most_threads);
   free(floats);
   return 0;

@@ -40,6 +40,13 @@ enum { FLOAT32, FLOAT16, BFLOAT16, E8M0, E4M3, INT8, NIBBLES_OF_ROWS, NESTED };
   DO(float16, 64)         \
   DO(float32, 128)
 
+#define NAME_BLOCKS(kind, numbers, nbytes) KIND_##kind,
+#define NAME_NUMBERS(kind, nbytes) KIND_##kind,
+enum { BLOCK_KINDS(NAME_BLOCKS) BLOCKS, LAST_BLOCK = BLOCKS - 1, NUMBER_KINDS(NAME_NUMBERS) BLOCKS_AND_NUMBERS };
+
+#define SIZES_OF_BLOCKS(kind, numbers, nbytes) NUMBERS_##kind = numbers, BYTES_##kind = nbytes,
+enum { BLOCK_KINDS(SIZES_OF_BLOCKS) };
+
 /* Words of integers, outputs innermost: a word holds some inputs of an output (GPTQ), or eight outputs of an input (AWQ). */
 #define WORD_KINDS(DO) DO(inputs_in_words) DO(outputs_in_words)
 
@@ -79,10 +86,23 @@ typedef struct {
   void (*decode)(const stored_row *row, int64_t columns, void *out, int dtype);
   /* The product with a row of floats, filled up with zeros to a multiple of 32. */
   float (*dot)(const stored_row *row, int64_t columns, const float *x);
-  /* The products of two rows with `together` rows of floats, `step` apart, each as `dot` gives it. */
+  /* The products of two rows with `together` rows of floats, `step` apart, each as `dot` gives it; null for blocks. */
   void (*multiply)(const stored_row rows[2], int64_t columns, const float *x, int64_t step, float *out,
                    int64_t out_step);
 } rows_of_kind;
+
+#define CHUNK 256
+
+/* CHUNK activations as integers, in groups of 32 that have a factor each: see limbs.h. */
+typedef struct {
+  float scales[8], sums[8];               /* factors of groups; the sums of their numbers */
+  float scales_of_16[16], sums_of_16[16]; /* the same for 16 columns each */
+  int16_t limbs[4][2][2][2][16];          /* [pair of groups][limb][even, odd columns][group of the pair][column / 2] */
+} chunk;
+
+/* The products of a row of blocks with `count` rows of x, `step` chunks apart. */
+typedef void (*multiply_limbs)(const uint8_t *bytes, int64_t columns, const chunk *x, int64_t step, int64_t count,
+                               float *out);
 
 #define MOST_ROWS 64 /* of x, in one call */
 #define AT_ONCE 8    /* rows that are decoded together */
@@ -109,6 +129,9 @@ typedef struct {
   void (*multiply_pairs)(const pairs_of_kind *kind, const stored_row *rows, int64_t count, int64_t columns,
                          const uint16_t *x, int64_t step, int64_t x_rows, float (*out)[MOST_ROWS]);
   const words_of_kind *words;
+  const multiply_limbs *limbs; /* of blocks; null for a kind that is multiplied as floats alone */
+  /* Makes chunks of a row of floats; 1 if it has to be multiplied as floats. */
+  int (*prepare_limbs)(const float *x, int64_t columns, chunk *to);
   int together; /* rows of x that `multiply` takes */
 } functions;
 

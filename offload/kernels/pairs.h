@@ -1,4 +1,4 @@
-/* Products of bfloat16 numbers, two and two, as processors with AVX512_BF16 have them.
+/* Products of bfloat16 numbers, two and two, as processors with AVX512_BF16 have them; but for GGUF blocks.
  *
  * Always true:
  * - a weight is rounded to bfloat16 as the dense weight is, but that a subnormal one becomes zero
@@ -18,32 +18,13 @@ typedef __m512bh vp;
 INLINE vp p_load(const void *from) { return (vp)_mm512_loadu_si512(from); }
 INLINE vp p_of(const vf w[NV]) { return _mm512_cvtne2ps_pbh(w[1], w[0]); }
 
-#define PAIRS_OF(kind, by)                                    \
-  INLINE vp pair_##kind(const uint8_t *bytes, by) {           \
-    vf w[NV];                                                 \
-    unpack_##kind(bytes, which, w);                           \
-    return p_of(w);                                           \
+#define PAIRS_OF_NUMBERS(kind, nbytes)                                \
+  INLINE vp pair_##kind(const uint8_t *bytes, const scale *which) {   \
+    vf w[NV];                                                         \
+    unpack_##kind(bytes, which, w);                                   \
+    return p_of(w);                                                   \
   }
-#define PAIRS_OF_BLOCKS(kind, numbers, nbytes) PAIRS_OF(kind, int which)
-#define PAIRS_OF_NUMBERS(kind, nbytes) PAIRS_OF(kind, const scale *which)
-BLOCK_KINDS(PAIRS_OF_BLOCKS)
 NUMBER_KINDS(PAIRS_OF_NUMBERS)
-
-#define ROUND_BLOCKS(kind, numbers, nbytes)                                                                            \
-  static void round_##kind(const stored_row *row, int64_t begin, int64_t end, uint16_t *out) {                         \
-    const uint8_t *bytes = row->bytes + begin / numbers * nbytes;                                                      \
-    for (int64_t at = 0; at < end - begin; at += numbers, bytes += nbytes)                                             \
-      _Pragma("GCC unroll 8") for (int group = 0; group < numbers / 32; group++)                                       \
-        _mm512_storeu_si512(out + at + 32 * group, (__m512i)pair_##kind(bytes, group));                                \
-  }                                                                                                                    \
-  static float dot_pairs_##kind(const stored_row *row, int64_t columns, const uint16_t *x) {                           \
-    const uint8_t *bytes = row->bytes;                                                                                 \
-    vf sum = f_zero();                                                                                                 \
-    for (int64_t at = 0; at < columns; at += numbers, bytes += nbytes)                                                 \
-      _Pragma("GCC unroll 8") for (int group = 0; group < numbers / 32; group++)                                       \
-          sum = _mm512_dpbf16_ps(sum, pair_##kind(bytes, group), p_load(x + at + 32 * group));                         \
-    return f_sum(sum);                                                                                                 \
-  }
 
 #define ROUND_NUMBERS(kind, nbytes)                                                                                    \
   INLINE vp last_pair_##kind(const stored_row *row, int64_t columns) {                                                 \
@@ -72,7 +53,6 @@ NUMBER_KINDS(PAIRS_OF_NUMBERS)
     return f_sum(sum);                                                                                                 \
   }
 
-BLOCK_KINDS(ROUND_BLOCKS)
 NUMBER_KINDS(ROUND_NUMBERS)
 
 /* Adds the products of ROWS decoded rows with some rows of x. */
@@ -139,7 +119,7 @@ static void multiply_pairs(const pairs_of_kind *kind, const stored_row *rows, in
 #pragma GCC pop_options
 #endif
 
-#define BLOCK_PAIRS(kind, numbers, nbytes) {round_##kind, dot_pairs_##kind},
 #define NUMBER_PAIRS(kind, nbytes) {round_##kind, dot_pairs_##kind},
-static const pairs_of_kind PAIRS[] = {BLOCK_KINDS(BLOCK_PAIRS) NUMBER_KINDS(NUMBER_PAIRS)};
-const functions NAME(functions_of_pairs) = {ROWS_OF_KINDS, PAIRS, multiply_pairs, WORDS, TOGETHER};
+static const pairs_of_kind PAIRS[] = {NUMBER_KINDS(NUMBER_PAIRS)};
+const functions NAME(functions_of_pairs) = {ROWS_OF_KINDS,  PAIRS,         multiply_pairs, WORDS,
+                                            LIMBS_OF_KINDS, prepare_limbs, TOGETHER};

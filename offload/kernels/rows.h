@@ -1,7 +1,8 @@
 /* Decoding rows, and multiplying by rows, for one instruction set: NAME(x) is x with its suffix.
  *
  * Always true:
- * - a product is summed in one order, whatever the number of rows that are multiplied together or of threads
+ * - a product is summed in one order, whatever the number of rows that are multiplied together or of threads; one with
+ *   GGUF blocks is in limbs.h, and here for rows of x that integers do not hold
  * - nothing outside of the given rows is read
  */
 
@@ -72,18 +73,6 @@ INLINE void all_totals(vf sums[2][TOGETHER][SUMS], float *out, int64_t out_step)
         add_products(sums, w, x + at + 32 * group);                                                                    \
       }                                                                                                                \
     return total(sums);                                                                                                \
-  }                                                                                                                    \
-  static void multiply_##kind(const stored_row rows[2], int64_t columns, const float *x, int64_t step, float *out,     \
-                              int64_t out_step) {                                                                      \
-    vf w[2][NV], sums[2][TOGETHER][SUMS];                                                                              \
-    for (int p = 0; p < 2; p++)                                                                                        \
-      for (int r = 0; r < TOGETHER; r++) NO_SUMS(sums[p][r])                                                           \
-    for (int64_t at = 0, block = 0; at < columns; at += numbers, block += nbytes)                                      \
-      _Pragma("GCC unroll 8") for (int group = 0; group < numbers / 32; group++) {                                     \
-        for (int p = 0; p < 2; p++) unpack_##kind(rows[p].bytes + block, group, w[p]);                                 \
-        add_all_products(sums, w, x + at + 32 * group, step);                                                          \
-      }                                                                                                                \
-    all_totals(sums, out, out_step);                                                                                   \
   }
 
 #define DEFINE_NUMBERS(kind, nbytes)                                                                                   \
@@ -159,14 +148,15 @@ INLINE void all_totals(vf sums[2][TOGETHER][SUMS], float *out, int64_t out_step)
 BLOCK_KINDS(DEFINE_BLOCKS)
 NUMBER_KINDS(DEFINE_NUMBERS)
 
+#include "limbs.h"
 #include "words.h"
 
-#define BLOCK_ENTRY(kind, numbers, nbytes) {decode_##kind, dot_##kind, multiply_##kind},
+#define BLOCK_ENTRY(kind, numbers, nbytes) {decode_##kind, dot_##kind, NULL},
 #define NUMBER_ENTRY(kind, nbytes) {decode_##kind, dot_##kind, multiply_##kind},
 #define WORD_ENTRY(kind) {decode_##kind, multiply_##kind},
 static const rows_of_kind ROWS_OF_KINDS[] = {BLOCK_KINDS(BLOCK_ENTRY) NUMBER_KINDS(NUMBER_ENTRY)};
 static const words_of_kind WORDS[] = {WORD_KINDS(WORD_ENTRY)};
-const functions NAME(functions) = {ROWS_OF_KINDS, NULL, NULL, WORDS, TOGETHER};
+const functions NAME(functions) = {ROWS_OF_KINDS, NULL, NULL, WORDS, LIMBS_OF_KINDS, prepare_limbs, TOGETHER};
 
 #ifdef WITH_AVX512
 #include "pairs.h"

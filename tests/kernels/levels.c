@@ -11,7 +11,8 @@
 #include "../../offload/kernels/kernels.h"
 
 extern int offload_kernels_levels(void);
-extern int offload_decode(const matrix *, int64_t, int64_t, void *, int64_t, int, int, const void *, unsigned);
+extern int offload_decode(const matrix *, const int64_t *, int64_t, int64_t, void *, int64_t, int, int, const void *,
+                          unsigned);
 extern int offload_multiply(const matrix *, int64_t, const void *, int64_t, int64_t, int, const void *, int, void *,
                             int64_t, int, int, const void *, unsigned);
 
@@ -38,7 +39,7 @@ static void compare(const char *kind, const matrix *packed, int rows, int level)
   int columns = (int)packed->columns;
   for (int dtype = FLOAT32; dtype <= BFLOAT16; dtype++) {
     int size = dtype == FLOAT32 ? 4 : 2;
-    for (int n = 0; n < 2; n++) offload_decode(packed, 0, rows, found[n], columns, dtype, n ? level : 0, NULL, 1);
+    for (int n = 0; n < 2; n++) offload_decode(packed, NULL, 0, rows, found[n], columns, dtype, n ? level : 0, NULL, 1);
     for (int at = 0; at < rows * columns; at++) {
       int is_same = !memcmp((char *)found[0] + at * size, (char *)found[1] + at * size, (size_t)size);
       if (is_same || (is_nan(found[0], at, dtype) && is_nan(found[1], at, dtype))) continue;
@@ -47,11 +48,19 @@ static void compare(const char *kind, const matrix *packed, int rows, int level)
       break;
     }
   }
-  offload_decode(packed, 0, rows, found[0], columns, FLOAT32, 0, NULL, 1);
+  offload_decode(packed, NULL, 0, rows, found[0], columns, FLOAT32, 0, NULL, 1);
   static float product[X_ROWS * ROWS], alone[ROWS];
   offload_multiply(packed, rows, x, X_ROWS, MOST_COLUMNS, FLOAT32, NULL, 0, product, rows, FLOAT32, level, NULL, 1);
   offload_multiply(packed, rows, x + 3 * MOST_COLUMNS, 1, MOST_COLUMNS, FLOAT32, NULL, 0, alone, rows, FLOAT32, level,
                    NULL, 1);
+  static float plain[X_ROWS * ROWS];
+  offload_multiply(packed, rows, x, X_ROWS, MOST_COLUMNS, FLOAT32, NULL, 0, plain, rows, FLOAT32, 0, NULL, 1);
+  for (int n = 0; packed->kind < BLOCKS && n < X_ROWS * rows; n++) {
+    if (!memcmp(&plain[n], &product[n], 4) || (isnan(plain[n]) && isnan(product[n]))) continue;
+    printf("%s: product %d is %g, in plain C %g\n", kind, n, (double)product[n], (double)plain[n]);
+    failed = 1;
+    break;
+  }
   for (int n = 0; n < rows; n++) {
     double exact = 0, total = 0;
     for (int c = 0; c < columns; c++) {

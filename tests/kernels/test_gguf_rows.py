@@ -17,7 +17,6 @@ gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
 
 LEVELS = range(native.best_level() + 1)
-BFLOAT16 = 3  # the level whose products of bfloat16 are of numbers that are rounded to it
 DTYPES = list(native.DTYPES)
 
 
@@ -98,22 +97,101 @@ def test_products_are_as_exact_as_those_of_the_decoded_rows(kind, level):
     assert 3e-7 > error.max()
 
 
-def as_multiplied(dense: torch.Tensor, level: int) -> torch.Tensor:
-    """The numbers of decoded rows by which bfloat16 numbers are multiplied."""
-    return dense.bfloat16().double() if level == BFLOAT16 else dense.double()
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_products_of_bfloat16_numbers_are_accumulated_in_float32(kind, level):
     rows = tame_bytes(kind, 43, 1536)
-    dense = as_multiplied(dequantized(rows, kind), level)
+    dense = dequantized(rows, kind).double()
     x = torch.randn(7, 1536, generator=torch.Generator().manual_seed(2)).bfloat16()
     exact, size = x.double() @ dense.T, x.abs().double() @ dense.abs().T
 
     error = (multiplied(x, rows, kind, level, dtype=torch.float32).double() - exact).abs() / size
 
     assert 1e-6 > error.max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_all_instruction_sets_give_the_same_products(kind, dtype):
+    columns = 7 * BLOCKS[kind][0]
+    rows = tame_bytes(kind, 5, columns)
+    x = (torch.randn(6, columns, generator=torch.Generator().manual_seed(2)) ** 5).to(dtype)
+    expected = multiplied(x, rows, kind, 0, dtype=torch.float32)
+
+    for level in LEVELS:
+        assert torch.equal(expected, multiplied(x, rows, kind, level, dtype=torch.float32)), level
+
+
+def errors(found: torch.Tensor, x: torch.Tensor, dense: torch.Tensor) -> tuple[float, float]:
+    error = (found.double() - x.double() @ dense.double().T).abs()
+    return float(error.max()), float(error.mean())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K"])
+def test_large_activations_among_small_ones_cost_no_more_than_in_the_dense_product(kind, level):
+    """Also if all are positive, where what is added to the integers has to cancel out."""
+    dense = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    rows = as_blocks(dense, kind)
+    dense = dequantized(rows, kind)
+    x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(2))
+    x[:, ::100] *= 1000
+    x[4:] = x[4:].abs()
+
+    for some in (x[:4], x[4:]):
+        largest, mean = errors(multiplied(some, rows, kind, level), some, dense)
+        largest_of_dense, mean_of_dense = errors(some @ dense.T, some, dense)
+        assert largest <= largest_of_dense
+        assert mean <= mean_of_dense
+
+
+def as_blocks(dense: torch.Tensor, kind: str) -> torch.Tensor:
+    """Blocks whose numbers are about those of a matrix; random integers where the package does not quantize."""
+    try:
+        return torch.from_numpy(gguf.quants.quantize(dense.numpy(), gguf.GGMLQuantizationType[kind]))
+    except NotImplementedError:
+        rows = some_bytes(kind, *dense.shape)
+        blocks = rows.view(-1, BLOCKS[kind][1])
+        for at, factor in {"Q2_K": [(80, 0.1), (82, 0.15)], "Q4_K": [(0, 0.01), (2, 0.075)], "Q6_K": [(208, 1e-3)]}[
+            kind
+        ]:
+            blocks[:, at : at + 2] = torch.tensor([factor], dtype=torch.float16).view(torch.uint8)
+        return rows
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_activation_that_meets_a_zero_costs_its_neighbours_a_known_part_of_it(dtype, level):
+    """2 to the power of -29 of the largest of 32 activations, for each of them."""
+    rows = as_blocks(torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)), "Q8_0")
+    rows.view(64, -1, 34)[:, :, 2] = 0
+    dense = dequantized(rows, "Q8_0").double()
+    x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x[:, ::32] = 60_000
+    exact, size = x.double() @ dense.T, x.abs().double() @ dense.abs().T
+
+    error = (multiplied(x, rows, "Q8_0", level, dtype=torch.float32).double() - exact).abs()
+
+    assert bool((error <= 3e-7 * size + 60_000 / 2**29 * dense.abs().sum(1)).all())
+    assert bool((size > 500).all())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K"])
+def test_activations_that_integers_do_not_hold_are_multiplied_as_floats(kind, level):
+    rows = tame_bytes(kind, 9, 512)
+    dense = dequantized(rows, kind)
+    x = torch.randn(7, 512, generator=torch.Generator().manual_seed(2))
+    usual = multiplied(x[[1, 6]], rows, kind, level)
+    x[0, 5], x[2, 300], x[3], x[4], x[5] = torch.inf, torch.nan, x[3] * 1e-30, x[4] * 1e30, 0
+
+    found = multiplied(x, rows, kind, level)
+
+    assert torch.equal(usual, found[[1, 6]])
+    assert torch.equal((x @ dense.T)[[0, 2]].isfinite(), found[[0, 2]].isfinite())
+    assert torch.equal(torch.zeros(9), found[5])
+    size = x[3:5].abs().double() @ dense.abs().double().T
+    assert 3e-7 > ((found[3:5].double() - x[3:5].double() @ dense.double().T).abs() / size).max()
 
 
 @pytest.mark.parametrize("level", LEVELS)
