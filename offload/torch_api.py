@@ -86,6 +86,7 @@ try:
     kernel_of: Callable[[Any], Any] = attrgetter("_op_dk")  # of an op: calls its kernel of one dispatch key
     parameters_of: Callable[[nn.Module], Any] = attrgetter("_parameters")  # the dict itself, with its Nones
     buffers_of: Callable[[nn.Module], Any] = attrgetter("_buffers")
+    hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
     pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
     unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 

@@ -24,6 +24,7 @@ CAMPAIGNS = {
     "faults": "every call to the system fails once, in every way",
     "interrupts": "Ctrl-C at every place of every public call",
     "kills": "writers are killed at every line, and at hundreds of random moments",
+    "mixtures": "experts in every form that checkpoints store them in",
     "ops": "torch's whole databases of ops and modules: more samples and dtypes, traces",
     "rows": "a cache of a million rows",
     "storms": "100,000 real signals at random moments of every public call",

@@ -4,7 +4,7 @@
 | --- | --- |
 | `accelerate` | accelerate's empty weights |
 | `transformers` `hub` | `from_pretrained`, and finding a model's files |
-| `experts` | an implementation of transformers' experts that joins none |
+| `experts` | an implementation of transformers' experts: all of a layer in one act |
 | `keys_values` | `kv_cache`: keys and values of a transformers model, on disk |
 | `peft` | `merge_lora`, and adapters over values on disk |
 | `compressed_tensors` | quantizing a checkpoint to 8 or 4 bits, from file to file |

@@ -1,8 +1,10 @@
 """An implementation of transformers' experts: `from_pretrained(..., experts_implementation="offload")`.
 
 Always true:
-- it computes what transformers' `grouped_mm` does; but experts whose parts are stored apart are multiplied where they
-  lie, and not joined first, which gives other last bits
+- experts on disk are multiplied where they lie, in one act for all experts of a layer, which gives other last bits than
+  decoded or joined ones
+- a model whose experts are all packed runs them so unless another implementation is asked for
+- what that does not take, and everything within `offload.exact()`, is computed as transformers' `grouped_mm` does it
 """
 
 from __future__ import annotations
@@ -11,10 +13,15 @@ from typing import Any
 
 import torch
 
-from offload.annotations import Pretrained
-from offload.tensor.products import apart
+from offload.tensor.experts import Between, multiplied_by_experts
+from offload.tensor.products import is_packed
+from offload.tensor.views import handle_of
+from offload.tensor.wrapper import is_offloaded
+from offload.torch_api import hooks_of, parameters_of, pre_hooks_of
 
 NAME = "offload"
+_USUAL = "grouped_mm"  # transformers' default
+_OF_MATRICES = 3  # dimensions of a stack of matrices
 
 
 def register_experts() -> None:
@@ -24,17 +31,68 @@ def register_experts() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, multiply_experts)
 
 
+def prefer_experts(model: Any) -> None:
+    """Have a model run its experts by this implementation if all of them are packed, on disk, and none was chosen."""
+    if model.config._experts_implementation != _USUAL or not model._can_set_experts_implementation():
+        return
+    stacks = [
+        stack
+        for module in model.modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
+        for stack in parameters_of(module).values()
+        if stack is not None and stack.dim() == _OF_MATRICES
+    ]
+    if stacks and all(is_offloaded(stack) and is_packed(handle_of(stack).composed) for stack in stacks):
+        model.set_experts_implementation(NAME)
+
+
 def multiply_experts(
-    experts: Pretrained, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> Any:
     """The sum of the outputs of the experts that each token is routed to: (tokens, width).
 
     Args:
         experts: the module with a layer's experts.
         hidden_states: (tokens, width).
-        top_k_index, top_k_weights: (tokens, experts per token).
+        top_k_index, top_k_weights: (tokens, experts per token). The number after the last expert stands for none.
+
+    Raises:
+        RowIndexError: there is no such expert.
     """
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    with apart():
-        return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    if not (experts.has_post_expert_norm or torch.compiler.is_compiling()):
+        up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+        if experts._is_expert_parallel:  # others' experts
+            top_k_index = top_k_index.clamp(max=len(up))
+        found = multiplied_by_experts(
+            *(hidden_states, top_k_index, top_k_weights, up, experts.down_proj, _between(experts)),
+            is_turned=experts.is_transposed,
+        )
+        if found is not None:
+            return found
+    return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def _between(experts: Any) -> Between:
+    """What a module computes between and after the products."""
+    gate = experts._apply_gate if experts.has_gate else experts.act_fn
+    if not experts.has_bias:
+        return Between(lambda products, _: gate(products), is_silu=_is_silu(experts))
+    up = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
+    down = experts.down_proj_bias
+    return Between(
+        lambda products, numbers: gate(products + up[numbers]),
+        finish=lambda products, numbers: products + down[numbers],
+    )
+
+
+def _is_silu(experts: Any) -> bool:
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import _default_apply_gate
+
+    if not experts.has_gate or type(experts)._apply_gate is not _default_apply_gate:
+        return False
+    return type(experts.act_fn) in (SiLUActivation, torch.nn.SiLU) and not (
+        pre_hooks_of(experts.act_fn) or hooks_of(experts.act_fn)
+    )

@@ -24,7 +24,7 @@ from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
-from offload.integrations.experts import register_experts
+from offload.integrations.experts import NAME, prefer_experts, register_experts
 from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.memory import return_freed
@@ -89,8 +89,9 @@ def from_pretrained(
         trust_remote_code: whether code that comes with the model may run, which can do whatever you can.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
             for the class's own `from_pretrained`: there `tp_plan="auto"`, or a `distributed_config`, has each rank of
-            torch.distributed have its share, on disk as all else; `experts_implementation="offload"` multiplies dense
-            experts that are stored apart where they lie, faster, and with other last bits than joined ones.
+            torch.distributed have its share, on disk as all else; `experts_implementation="offload"` multiplies experts
+            where they lie, all of a layer in one call, faster, and with other last bits than dense or joined ones; it
+            is the default for experts that are packed.
 
     Returns:
         The model, in evaluation mode; with `output_loading_info` a pair of it and a dictionary.
@@ -110,6 +111,9 @@ def from_pretrained(
         torch.Size([1, 2, 9])
     """
     asks_to_decode = bool(options.get("quantization_config"))
+    is_chosen = options.get("experts_implementation") is not None
+    if exact and options.get("experts_implementation") == NAME:
+        del options["experts_implementation"]
     _refuse_options(options)
     register_experts()
     refuse_to_store_nowhere(offload_dir, store=store)
@@ -164,6 +168,8 @@ def from_pretrained(
         exact=exact,
     )
     note_form(model, values)
+    if not (exact or is_chosen):
+        prefer_experts(model)
     return (model, {**info, "forms": report.forms}) if output_loading_info else model
 
 

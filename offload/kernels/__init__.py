@@ -8,7 +8,7 @@ Always true:
 
 | module | what |
 | --- | --- |
-| `native` | the compiled library and its threads: decode rows, pick some, multiply by rows |
+| `native` | the compiled library and its threads: decode rows, pick some, multiply by rows, experts of a layer |
 | `accelerated` | products with packed rows on a GPU, by Triton where it is installed |
 | `triton_rows` | the functions that Triton compiles |
 | `packed` | how rows are packed, and the matrices that the library is given |
@@ -16,6 +16,7 @@ Always true:
 | source | what |
 | --- | --- |
 | `kernels.c` | the functions that are exported; how rows are divided among threads |
+| `experts.h` | the experts of a layer in one call |
 | `kernels.h` | the kinds of rows, and what the sources share |
 | `rows.h` | decoding and multiplying rows; `rows_avx512.c` and others compile it for an instruction set each |
 | `gguf.h` | the kinds of blocks in GGUF files, as floats |

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -61,6 +62,52 @@ class Matrix(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("less", ctypes.c_int32),
         ("outputs", ctypes.c_int64),
+    )
+
+
+class Part(ctypes.Structure):
+    """Packed rows whose products are columns of a result: `part` in experts.h."""
+
+    _fields_ = (("packed", ctypes.c_void_p), ("count", ctypes.c_int64), ("column", ctypes.c_int64))
+
+
+class Expert(ctypes.Structure):
+    """An expert, and the rows that it is given: `expert` in experts.h."""
+
+    _fields_ = (
+        ("up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("up_count", ctypes.c_int64),
+        ("down_count", ctypes.c_int64),
+        ("begin", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("to", ctypes.c_int64),
+    )
+
+
+class Layer(ctypes.Structure):
+    """What is computed with some experts of a layer: `layer` in experts.h, which says what each field is."""
+
+    _fields_ = (
+        ("experts", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("x_step", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("wide", ctypes.c_int64),
+        ("up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("all_tokens", ctypes.c_int64),
+        ("picks", ctypes.c_int64),
+        ("x_dtype", ctypes.c_int32),
+        ("out_dtype", ctypes.c_int32),
     )
 
 
@@ -228,3 +275,29 @@ def multiply(
     )
     if failed:
         raise MemoryError(f"no memory for {len(x)} x {x.shape[1]} floats")
+
+
+@lru_cache(maxsize=1)
+def _experts() -> Callable[..., int]:
+    """The function for the experts of a layer."""
+    found = library()
+    assert found is not None, "callers ask `library` first"
+    function = found.offload_experts
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint)
+    function.restype = ctypes.c_int
+    return function
+
+
+def multiply_experts(layer: Layer, *, level: int | None = None) -> None:
+    """What the layer's fields ask for: products with experts, and their weighted sum.
+
+    Args:
+        layer: whose memory is alive; an expert is given at most `MOST_ROWS` rows.
+        level: another instruction set than the best.
+
+    Raises:
+        MemoryError
+    """
+    count, team = _threads(layer.rows * layer.hidden * layer.inner)
+    if _experts()(ctypes.addressof(layer), best_level() if level is None else level, team, count):
+        raise MemoryError(f"no memory for {layer.rows} rows of experts")

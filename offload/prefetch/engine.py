@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
@@ -110,6 +110,25 @@ def are_staying(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
     """
     found = [_range_of(handle, view_spec) for handle, view_spec in views]
     return all(one is UNTRACKED or (one is not None and one.stays) for one in found)
+
+
+def were_here(views: Sequence[tuple[Handle, torch.Tensor]]) -> bool:
+    """Whether all that several views need was in memory; then it counts as used, as after `brought_in`.
+
+    Raises: as `brought_in`.
+    """
+    now, found = clock.now(), []
+    for handle, view_spec in views:
+        value = _range_of(handle, view_spec)
+        if value is None or (value.checked_until < now and (value.is_ahead or not value.is_cached())):
+            return False
+        found.append(value)
+    for (handle, view_spec), value in zip(views, found, strict=True):
+        if value.checked_until < now or value is UNTRACKED:
+            brought_in(handle, view_spec)
+        elif value.is_picked:
+            value.pool.picked.count(value)
+    return True
 
 
 def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:

@@ -6,6 +6,7 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,15 @@ def start_in(layout: Layout, spec: torch.Tensor) -> tuple[int, ...] | None:
     for dim in layout.order:
         start[dim], left = divmod(left, layout.stride[dim])
     return tuple(start)
+
+
+def first_row(shape: Sequence[int], at: Sequence[int], size: Sequence[int]) -> int | None:
+    """The row of a box that a part of it begins with; None if other rows are between those of the part."""
+    shape, at, size = shape[:-1], at[:-1], size[:-1]
+    outer = next((dim for dim, rows in enumerate(shape) if rows > 1), len(shape))
+    if tuple(shape[outer + 1 :]) != tuple(size[outer + 1 :]):
+        return None
+    return sum(begin * step for begin, step in zip(at, contiguous_stride(tuple(size)), strict=True))
 
 
 def lies_as(view_spec: torch.Tensor, strides: tuple[int, ...]) -> bool:

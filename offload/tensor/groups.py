@@ -2,8 +2,8 @@
 
 Always true:
 - only matrices of groups with rows are read
-- of a recipe, the kernels multiply by the packed pieces where they lie, and within `apart()` by dense ones; where they
-  can't, one matrix at a time is computed: a whole layer would take many times its stored size
+- of a recipe, the kernels multiply by the packed pieces where they lie; where they can't, one matrix at a time is
+  computed: a whole layer would take many times its stored size
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload.prefetch.engine import are_staying, brought_in, coming, shared
 from offload.storage.handle import Handle
 from offload.storage.source import Composition
 from offload.tensor.guests import CPU, mapped_value, value_on
-from offload.tensor.products import is_apart, multiplied
+from offload.tensor.products import multiplied
 from offload.tensor.recipes import Piece
 from offload.tensor.registry import implements
 from offload.tensor.rules import call, guests_of, has_file, named_guests, read
@@ -79,7 +79,7 @@ def _multiply_one_by_one(
         some, matrix = rows[begin : ends[group]], known.get(group)
         begin = ends[group]
         if matrix is None and is_plain and matrices._target == CPU:
-            found = multiplied(some, Piece(handle, view_spec[group].t()), dense_too=is_apart())
+            found = multiplied(some, Piece(handle, view_spec[group].t()))
             if found is not None:
                 results.append(found)
                 continue

@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -43,10 +43,11 @@ _PART = 16 << 20  # bytes of a dense weight that are decoded at a time if the wh
 
 _DENSE = {dtype: NumberRows(str(dtype).removeprefix("torch."), ("numbers",)) for dtype in DTYPES}
 
+_MOST_PARTS = 16  # that a matrix is multiplied in
+
 _MOST_NOTED = 1024  # cuts of a recipe whose rows are noted: experts of a layer
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
-_apart: ContextVar[bool] = ContextVar("apart", default=False)
 any_rows: ContextVar[bool] = ContextVar("any_rows", default=False)
 """Whether the kernels multiply any number of rows that they can, also where it is slower than decoding the weight."""
 
@@ -73,16 +74,6 @@ def exact() -> Iterator[None]:
         yield
     finally:
         _exact.reset(before)
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Within it, dense pieces that are stored apart are multiplied where they lie, in products of groups."""
-    before = _apart.set(True)
-    try:
-        yield
-    finally:
-        _apart.reset(before)
 
 
 def are_multiplied_packed(model: nn.Module) -> bool:
@@ -140,17 +131,17 @@ def multiply_matrices_and_add(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Packed rows whose products are part of a product.
 
     Attributes:
         count: of packed rows.
-        stored: gives the pieces that they are packed in, on a device.
+        pieces: that they are packed in, and the number of each, in the order in which they are read.
     """
 
     packed: Packed
     count: int
-    stored: Callable[[torch.device], list[torch.Tensor]]
+    pieces: Sequence[tuple[int, Piece]]
 
 
 def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
@@ -180,11 +171,11 @@ def _product_there(x: torch.Tensor, weight: Piece, bias: Any, device: torch.devi
         return None
     with no_functions(), no_modes():
         flat, made = x.resolve_neg().reshape(-1, x.shape[-1]), []
-        parts = _parts(weight) or []
+        parts = parts_of(weight) or []
         if not parts or not all(accelerated.takes(rows.packed, dtype) for rows in parts):
             return None
         for rows in parts:
-            pieces = with_room(device, partial(rows.stored, device))
+            pieces = with_room(device, partial(values_in_order, rows.pieces, device))
             found = accelerated.multiply(cast("NumberRows", rows.packed), pieces, flat, rows.count)
             if found is None:
                 return None
@@ -195,22 +186,14 @@ def _product_there(x: torch.Tensor, weight: Piece, bias: Any, device: torch.devi
         return out.view(*x.shape[:-1], len(weight.view_spec))
 
 
-def is_apart() -> bool:
-    """Whether this is within `apart()`."""
-    return _apart.get()
-
-
-def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None, *, dense_too: bool = False) -> torch.Tensor | None:
-    """`F.linear(x, weight, bias)` from the stored bytes of a cut of a recipe; None if the kernels do not take it.
+def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None) -> torch.Tensor | None:
+    """`F.linear(x, weight, bias)` from the packed bytes of a cut of a recipe; None if the kernels do not take it.
 
     Args:
         x: a plain tensor.
-        dense_too: whether pieces that are not packed are multiplied apart, too, in place of being joined first.
     """
     shape = weight.view_spec.shape
-    if _exact.get() or transform_on_top() is not None or is_dual_level():  # tensors without memory, or with a tangent
-        return None
-    if library() is None or x.dtype != weight.view_spec.dtype or x.dtype not in DTYPES or not x.is_cpu:
+    if not may_be_fused(x, weight.view_spec.dtype):
         return None
     if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
         return None
@@ -218,11 +201,18 @@ def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None, *, dense_too: b
     if not 0 < x.numel() <= most * x.shape[-1]:
         return None
     with no_functions(), no_modes():
-        return _multiplied(x, weight, bias, dense_too)
+        return _multiplied(x, weight, bias)
 
 
-def _multiplied(x: torch.Tensor, weight: Piece, bias: Any, dense_too: bool) -> torch.Tensor | None:
-    parts, height = _parts(weight, dense_too), len(weight.view_spec)
+def may_be_fused(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernels may multiply a plain tensor by weights of that dtype."""
+    if _exact.get() or transform_on_top() is not None or is_dual_level():  # tensors without memory, or with a tangent
+        return False
+    return library() is not None and x.dtype == dtype and dtype in DTYPES and x.is_cpu
+
+
+def _multiplied(x: torch.Tensor, weight: Piece, bias: Any) -> torch.Tensor | None:
+    parts, height = parts_of(weight), len(weight.view_spec)
     if parts is None:
         return None
     if bias is not None:
@@ -235,7 +225,7 @@ def _multiplied(x: torch.Tensor, weight: Piece, bias: Any, dense_too: bool) -> t
     begin = 0
     for rows in parts:
         end = begin + rows.count
-        pieces = rows.stored(CPU)
+        pieces = values_in_order(rows.pieces, CPU)
         matrix = rows.packed.matrix(pieces, x.shape[-1])
         if matrix is None:
             return None
@@ -244,8 +234,12 @@ def _multiplied(x: torch.Tensor, weight: Piece, bias: Any, dense_too: bool) -> t
     return out.view(*x.shape[:-1], height)
 
 
-def _parts(piece: Piece, dense_too: bool = False) -> list[_Rows] | None:
-    """The rows that are those of a matrix, one after the other; None if the kernels do not take some of them."""
+def parts_of(piece: Piece, *, dense_too: bool = False) -> list[Rows] | None:
+    """The rows that are those of a matrix, one after the other; None if the kernels do not take some of them.
+
+    Args:
+        dense_too: whether rows that are not packed are taken, too, in place of being joined first.
+    """
     composed, view_spec = piece.handle.composed, piece.view_spec
     if composed is None:
         return [_dense_rows(piece)] if dense_too and view_spec.dtype in _DENSE and view_spec.stride(1) == 1 else None
@@ -256,10 +250,10 @@ def _parts(piece: Piece, dense_too: bool = False) -> list[_Rows] | None:
         if len(composed.products) >= _MOST_NOTED:
             composed.products.clear()
         composed.products[cut] = _found_parts(composed, view_spec, dense_too)
-    return cast("list[_Rows] | None", composed.products.get(cut))
+    return cast("list[Rows] | None", composed.products.get(cut))
 
 
-def _found_parts(composed: Joined | Decoded, view_spec: torch.Tensor, dense_too: bool) -> list[_Rows] | None:
+def _found_parts(composed: Joined | Decoded, view_spec: torch.Tensor, dense_too: bool) -> list[Rows] | None:
     if isinstance(composed, Joined):
         return None if dense_too and composed.is_exact else _parts_of_joined(composed, view_spec, dense_too)
     if composed.packed is None or composed.is_exact:
@@ -268,26 +262,45 @@ def _found_parts(composed: Joined | Decoded, view_spec: torch.Tensor, dense_too:
     return None if found is None else [found]
 
 
-def _dense_rows(piece: Piece) -> _Rows:
-    return _Rows(_DENSE[piece.view_spec.dtype], len(piece.view_spec), lambda device: [piece.value(device=device)])
+def _dense_rows(piece: Piece) -> Rows:
+    return Rows(_DENSE[piece.view_spec.dtype], len(piece.view_spec), [(0, piece)])
 
 
-def _parts_of_joined(joined: Joined, view_spec: torch.Tensor, dense_too: bool) -> list[_Rows] | None:
+def _parts_of_joined(joined: Joined, view_spec: torch.Tensor, dense_too: bool) -> list[Rows] | None:
     only = joined.only_cast(view_spec)
     if only is not None:
-        return _parts(only, dense_too)
+        return parts_of(only, dense_too=dense_too)
     if not _is_of_rows(joined.layout.shape, view_spec):
         return None
-    found: list[_Rows] = []
-    for part in joined.parts(view_spec):
-        if part.view_spec.dim() < 2 or part.view_spec.shape[-1] != view_spec.shape[1]:
+    found: list[Rows] = []
+    count = 0
+    for piece, begin in joined.rows_of(view_spec):
+        if begin != count or piece.view_spec.shape[-1] != view_spec.shape[1]:
             return None
-        flat = part if part.view_spec.dim() == 2 else Piece(part.handle, part.view_spec.flatten(0, -2))
-        some = _parts(flat, dense_too)
-        if some is None:
-            return None
-        found.extend(some)
-    return found if sum(rows.count for rows in found) == len(view_spec) else None
+        for matrix in _matrices_of(piece.view_spec):
+            some = parts_of(Piece(piece.handle, matrix), dense_too=dense_too)
+            if some is None or len(found) + len(some) > _MOST_PARTS:
+                return None
+            found.extend(some)
+            count += len(matrix)
+    return found if count == len(view_spec) else None
+
+
+def _matrices_of(view_spec: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The cuts (rows, columns) of a cut of more dimensions, in the order of its rows: as few as its strides allow."""
+    if view_spec.dim() == 2:
+        yield view_spec
+    elif len(view_spec) > 1 and _rows_follow(view_spec):
+        yield view_spec.flatten(0, -2)
+    else:
+        for part in view_spec.unbind():
+            yield from _matrices_of(part)
+
+
+def _rows_follow(view_spec: torch.Tensor) -> bool:
+    """Whether the rows of a cut are at equal distances."""
+    steps = list(zip(view_spec.shape[1:-1], view_spec.stride()[1:-1], view_spec.stride()[:-2], strict=True))
+    return all(size * step == outer for size, step, outer in steps)
 
 
 def _is_of_rows(shape: tuple[int, ...], view_spec: torch.Tensor) -> bool:
@@ -296,7 +309,7 @@ def _is_of_rows(shape: tuple[int, ...], view_spec: torch.Tensor) -> bool:
     return view_spec.shape[1] == width and view_spec.stride() == (width, 1) and view_spec.storage_offset() % width == 0
 
 
-def _rows_in(recipe: Decoded, view_spec: torch.Tensor) -> _Rows | None:
+def _rows_in(recipe: Decoded, view_spec: torch.Tensor) -> Rows | None:
     """The packed rows of a cut; None if it is not whole granules of them."""
     packed, shape = recipe.packed, recipe.layout.shape
     assert packed is not None
@@ -318,15 +331,15 @@ def _rows_in(recipe: Decoded, view_spec: torch.Tensor) -> _Rows | None:
     return _rows_of(recipe, first, count, count) if is_whole else None
 
 
-def _rows_of(recipe: Decoded, start: int, read: int, count: int) -> _Rows:
+def _rows_of(recipe: Decoded, start: int, read: int, count: int) -> Rows:
     """The rows in `read` of a recipe's rows, from row `start` on: `count` packed ones."""
     assert recipe.packed is not None
     parts = recipe.parts_of_pieces(start, read)
     pieces = [(number, Piece(recipe.pieces[number].handle, part)) for number, part in parts]
-    return _Rows(recipe.packed, count, partial(values_in_order, pieces))
+    return Rows(recipe.packed, count, pieces)
 
 
-def _turned_rows_in(recipe: Decoded, view_spec: torch.Tensor) -> _Rows | None:
+def _turned_rows_in(recipe: Decoded, view_spec: torch.Tensor) -> Rows | None:
     """The same, where the columns of the dense value are the packed rows: one element of a stack, as a whole."""
     _, high, wide = recipe.layout.shape
     element, left = divmod(int(view_spec.storage_offset()), high * wide)
@@ -395,11 +408,11 @@ def _is_over_budget(weight: OffloadedTensor) -> bool:
     if nbytes <= _PART or type(handle) is Traced or handle.composed is None or _exact.get():
         return False
     budget = (page_state_of(next(stored_in([handle_of(weight)]))).pool or POOL).max_memory
-    return budget is not None and nbytes > budget and _is_packed(handle.composed)
+    return budget is not None and nbytes > budget and is_packed(handle.composed)
 
 
-def _is_packed(composed: Any) -> bool:
+def is_packed(composed: Any) -> bool:
     """Whether a value is decoded, and products with it need not be those with the dense value."""
     if isinstance(composed, Decoded):
         return not composed.is_exact
-    return isinstance(composed, Joined) and any(_is_packed(piece.handle.composed) for piece in composed.pieces)
+    return isinstance(composed, Joined) and any(is_packed(piece.handle.composed) for piece in composed.pieces)

@@ -31,7 +31,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.boxes import Box, lies_as, recut, start_in
+from offload.tensor.boxes import Box, first_row, lies_as, recut, start_in
 from offload.tensor.guests import CPU, stored_on
 from offload.tensor.scratch import LEAST, scratch_for
 from offload.tensor.steps import Unit, steps
@@ -362,9 +362,19 @@ class Joined(Plain):
 
     def parts(self, view_spec: torch.Tensor) -> Iterator[Piece]:
         """The pieces that a cut of the value is computed from."""
+        for piece, _ in self.rows_of(view_spec):
+            yield piece
+
+    def rows_of(self, view_spec: torch.Tensor) -> Iterator[tuple[Piece, int | None]]:
+        """The pieces that a cut of the value is computed from, and the row of the cut that each begins with.
+
+        Rows are those of all dimensions but the last. None: the rows of a piece do not follow one another.
+        """
         with no_functions(), no_modes():
-            for piece, part, _ in self._inside(Box.around(self.layout, view_spec)) if view_spec.numel() else ():
-                yield Piece(piece.handle, part)
+            if view_spec.numel():
+                box = Box.around(self.layout, view_spec)
+                for piece, part, at in self._inside(box):
+                    yield Piece(piece.handle, part), first_row(part.shape, at, box.size)
 
     def only_cast(self, view_spec: torch.Tensor) -> Piece | None:
         """The cut of the only piece, if its numbers lie as in the value; None for other values."""

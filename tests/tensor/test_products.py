@@ -13,10 +13,15 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import offload
+from offload import OffloadedTensor
 from offload.kernels import native
+from offload.kernels.packed import NumberRows
+from offload.storage.handle import Handle
+from offload.storage.layout import contiguous
 from offload.tensor import picks, products
 from offload.tensor.recipes import Decoded, Joined, Piece, values_in_order
-from offload.tensor.views import handle_of, view_spec_of
+from offload.tensor.views import handle_of, meta_of, view_spec_of
+from offload.tensor.wrapper import wrap_handle
 from tests.checkpoints.forms import FORMS, PROMPT, outcome
 from tests.peak import Peak
 
@@ -45,7 +50,7 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
     for module in model.modules():
         if isinstance(module, nn.Linear) and offload.is_offloaded(module.weight):
             weight = Piece(handle_of(module.weight), view_spec_of(module.weight))
-            if products._parts(weight) is not None:
+            if products.parts_of(weight) is not None:
                 yield module, unrounded(weight)
 
 
@@ -291,9 +296,7 @@ def stacks(model: nn.Module) -> Iterator[torch.Tensor]:
                 assert name.endswith("_proj")
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8-qwen3_moe", "mxfp4-gpt_oss", "ct-w4a16-qwen3_moe", "gguf-qwen3_moe", "qwen3_moe"]
-)
+@pytest.mark.parametrize("name", ["fp8-qwen3_moe", "mxfp4-gpt_oss", "ct-w4a16-qwen3_moe", "gguf-qwen3_moe"])
 def test_experts_are_multiplied_where_their_pieces_lie(name, tmp_path, monkeypatch):
     form = FORMS[name]
     form.write(tmp_path)
@@ -308,33 +311,53 @@ def test_experts_are_multiplied_where_their_pieces_lie(name, tmp_path, monkeypat
         with torch.no_grad(), offload.exact():
             exact = F.grouped_mm(x, stack, offs=ends)
         assert torch.equal(F.grouped_mm(x, dense, offs=ends), exact)
-        with monkeypatch.context() as patch, torch.no_grad(), products.apart():
+        with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(Decoded, "_decode_into", lambda *_: pytest.fail("decoded"))
-            patch.setattr(Joined, "_computed", lambda *_: pytest.fail("joined"))
             fused = F.grouped_mm(x, stack, offs=ends)
             alone = F.grouped_mm(x[-1:], stack, offs=torch.tensor([0, 0, 0, 1], dtype=torch.int32))
 
         assert torch.equal(alone, fused[-1:])
-        if name == "qwen3_moe":
-            assert torch.equal(exact, F.grouped_mm(x, stack, offs=ends))  # dense experts, as they are by default
         size = x.double().abs() @ dense.double().abs().amax(0)
         error = (fused.double() - exact.double()).abs() / size
         assert error.max() <= torch.finfo(dtype).eps
     assert found
 
 
-def test_an_experts_implementation_multiplies_them_apart(tmp_path, monkeypatch):
-    form = FORMS["qwen3_moe"]
-    form.write(tmp_path)
-    plain = outcome(form.plain(tmp_path))
-    model = offload.from_pretrained(tmp_path, **form.options, experts_implementation="offload")
-    exact = offload.from_pretrained(tmp_path, **form.options, experts_implementation="offload", exact=True)
+def scaled(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return numbers.float() * scales
 
-    assert torch.equal(plain.logits, outcome(exact).logits)
-    with monkeypatch.context() as patch:
-        patch.setattr(Joined, "_computed", lambda *_: pytest.fail("joined"))
-        found = model(PROMPT).logits
-    torch.testing.assert_close(plain.logits, found, rtol=0.02, atol=0.02)
 
-    model.set_experts_implementation("grouped_mm")
-    assert torch.equal(plain.logits, outcome(model).logits)
+@pytest.mark.parametrize("dense_too", [False, True])
+def test_rows_that_alternate_are_multiplied_in_their_order(dense_too, tmp_path):
+    """Rows 0, 2, 4... come first: the cut of the stored value that has them can't be flattened."""
+    offloaded = OffloadedTensor.from_original_tensor
+    dense = torch.randn(64, 32)
+    if dense_too:
+        stored = handle_of(offloaded(dense, "dense", tmp_path))
+    else:
+        numbers, scales = dense.to(torch.float8_e4m3fn), torch.rand(64, 1)
+        dense = scaled(numbers, scales)
+        pieces = [Piece(handle_of(offloaded(numbers, "numbers", tmp_path)))]
+        pieces += [Piece(handle_of(offloaded(scales, "scales", tmp_path)))]
+        recipe = Decoded(contiguous(torch.float32, (64, 32)), scaled, pieces, per=(1, 1), packed=NumberRows("e4m3"))
+        stored = Handle.compose(recipe, "packed")
+    alternate = Piece(stored, meta_of(stored).view(32, 2, 32).transpose(0, 1))
+    handle = Handle.compose(Joined(contiguous(torch.float32, (2, 32, 32)), [alternate], [(0, 0, 0)]), "stack")
+
+    parts = products.parts_of(Piece(handle, meta_of(handle).view(64, 32)), dense_too=dense_too)
+
+    x, wanted = torch.randn(1, 32), torch.cat([dense[0::2], dense[1::2]])
+    if parts is None:  # packed rows are not taken apart
+        assert not dense_too
+        found = F.linear(x, wrap_handle(handle, torch.device("cpu")).view(64, 32))
+    else:
+        assert [32, 32] == [rows.count for rows in parts]
+        found = torch.cat([product_of(rows, x) for rows in parts], dim=1)
+    torch.testing.assert_close(F.linear(x, wanted), found)
+
+
+def product_of(rows: products.Rows, x: torch.Tensor) -> torch.Tensor:
+    pieces = values_in_order(rows.pieces)
+    place = torch.empty(len(x), rows.count)
+    native.multiply(rows.packed.matrix(pieces, x.shape[1]), x, None, place)
+    return place

@@ -1,0 +1,414 @@
+"""The experts of a layer as one act: all that tokens are routed to is known before the first byte is read.
+
+Always true:
+- experts that are in memory are computed first, while the others are read, in the order of their file; those are
+  computed as they arrive
+- an expert with few tokens is multiplied from its pieces where they lie, packed or dense, joined or apart, and all of
+  these in one call; one with many is multiplied by torch, by each piece where it lies, or once that is decoded
+- the result of a token depends neither on the other tokens nor on what is in memory, but for experts with many of them
+- what the kernels do not take is left to the caller: nothing has been computed then
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+
+from offload.errors import OffloadError, RowIndexError
+from offload.kernels import native
+from offload.kernels.native import DTYPES, Expert, Layer, Matrix, Part, most_rows
+from offload.prefetch.engine import brought_in, coming, computed_once, were_here
+from offload.storage.handle import Handle
+from offload.tensor.guests import CPU
+from offload.tensor.products import Rows, any_rows, may_be_fused, parts_of
+from offload.tensor.recipes import Piece, values_in_order
+from offload.tensor.rules import records_graph
+from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor
+from offload.torch_api import modes_are_on
+
+_AT_ONCE = 1024  # rows that experts are given in one call: their products are in memory together
+_AHEAD = 4  # experts after which more are asked for, as the window has room again
+_FORMS = 4  # of one stack that experts are known in
+
+Gate: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
+Reads: TypeAlias = "list[tuple[Handle, torch.Tensor]]"
+
+
+@dataclass(frozen=True)
+class Between:
+    """What is computed between and after the products, of rows (rows, columns) and the expert of each (rows,).
+
+    Attributes:
+        gate: makes what `down` multiplies of the products with `up`.
+        is_silu: whether that is the first half of the columns through SiLU, times the second half.
+        finish: makes the results of the products with `down`; None if they are.
+    """
+
+    gate: Gate
+    is_silu: bool = False
+    finish: Gate | None = None
+
+
+def multiplied_by_experts(
+    x: torch.Tensor,
+    picks: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    between: Between,
+    *,
+    is_turned: bool = False,
+) -> torch.Tensor | None:
+    """The weighted sum of the experts of each token: (tokens, outputs); None if the kernels do not take it.
+
+    Args:
+        x: (tokens, inputs).
+        picks: (tokens, picks), numbers of experts; the number after the last one stands for none.
+        weights: (tokens, picks).
+        up, down: (experts, outputs, inputs), or (experts, inputs, outputs) if they are turned.
+
+    Raises:
+        RowIndexError: there is no such expert.
+        ReadError, MissingFileError, ChangedFileError: a note says of which expert.
+    """
+    if type(up) is not OffloadedTensor or type(down) is not OffloadedTensor or not x.numel():
+        return None
+    if modes_are_on() or records_graph((x, weights, up, down), {}) or not may_be_fused(x, up.dtype):
+        return None
+    if x.dim() != 2 or down.dtype != x.dtype or not weights.is_floating_point():
+        return None
+    if any(type(one._handle) is Traced or one._target != CPU for one in (up, down)):
+        return None
+    return _Act(x, picks, weights, _Stack.of(up, down, is_turned=is_turned), between).result()
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """An expert's matrices over its pieces, which are alive as long as this is.
+
+    Attributes:
+        bases: what the pieces are parts of.
+        pieces: of each part, those of `up` and then of `down`.
+        up, down: the parts, as the library takes them.
+    """
+
+    bases: list[torch.Tensor]
+    pieces: list[list[torch.Tensor]]
+    matrices: list[Matrix]
+    up: ctypes.Array[Part]
+    down: ctypes.Array[Part]
+
+
+def most_of_an_expert(dtype: torch.dtype) -> int:
+    """Up to how many rows an expert is multiplied where it lies, faster than by torch.
+
+    With AVX2 torch multiplies bfloat16 at a fraction of its speed: with 16 rows for each expert this is 2.6 times as
+    fast, with 32 1.3 times (`python -m bench.experts --tokens 64,128 --experts 32`).
+    """
+    has_avx2_alone = native.best_level() == 1 and platform.machine() == "x86_64"
+    return 32 if dtype == torch.bfloat16 and has_avx2_alone else most_rows(dtype)
+
+
+class _Known:
+    """An expert: its rows, and the matrices over them as they were last mapped."""
+
+    __slots__ = ("_is_stored", "_mapped", "down", "first", "reads", "up")
+
+    def __init__(self, up: Sequence[Rows], down: Sequence[Rows]) -> None:
+        self.up, self.down = up, down
+        pieces = [piece for rows in (*up, *down) for _, piece in rows.pieces]
+        self.reads: Reads = sorted((read for piece in pieces for read in piece.reads(piece.view_spec)), key=_place)
+        self.first = _place(self.reads[0])
+        self._is_stored = all(piece.handle.composed is None for piece in pieces)
+        self._mapped: _Mapped | None = None
+
+    def mapped(self, columns: tuple[int, int]) -> _Mapped | None:
+        """Its matrices over what is mapped now; None if the kernels do not take them.
+
+        Args:
+            columns: of the rows of `up` and of `down`.
+
+        Raises: as `Handle.base`.
+        """
+        bases, known = [handle.base() for handle, _ in self.reads], self._mapped
+        if known is not None and all(map(operator.is_, bases, known.bases)):
+            return known
+        made = _Mapped(bases, [], [], *((Part * len(many))() for many in (self.up, self.down)))
+        for many, parts, wide in zip((self.up, self.down), (made.up, made.down), columns, strict=True):
+            column = 0
+            for rows, part in zip(many, parts, strict=True):
+                pieces = values_in_order(rows.pieces)
+                matrix = rows.packed.matrix(pieces, wide)
+                if matrix is None or matrix.outputs < rows.count:
+                    return None
+                made.pieces.append(pieces)
+                made.matrices.append(matrix)
+                part.packed, part.count, part.column = ctypes.addressof(matrix), rows.count, column
+                column += rows.count
+        if self._is_stored:
+            self._mapped = made
+        return made
+
+    def dense(self, mapped: _Mapped, number: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """The rows of a part, of those of `up` and then `down`: (rows, columns)."""
+        [first, *others], matrix = mapped.pieces[number], mapped.matrices[number]
+        if not others and first.dtype == dtype:
+            return first
+        compute = partial(_decoded, matrix, (*self.up, *self.down)[number].count, columns, dtype)
+        return computed_once((self, number, dtype), compute, lambda: self.reads)
+
+
+def _decoded(matrix: Matrix, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    place = torch.empty(rows, columns, dtype=dtype)
+    native.decode(matrix, 0, place)
+    return place
+
+
+def _place(read: tuple[Handle, torch.Tensor]) -> tuple[str, int]:
+    handle, view_spec = read
+    return str(handle.path), handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
+
+
+class _Stack:
+    """The experts of a layer, as far as they are known.
+
+    Attributes:
+        columns: of `up`'s rows and of `down`'s.
+        outputs: rows of `up` and of `down`.
+    """
+
+    def __init__(self, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> None:
+        first, second = handle_of(up), handle_of(down)
+        self.name = first.name
+        self.count = len(up)
+        self._sources = first.source, second.source
+        self._pieces = [
+            Piece(handle_of(one), view_spec_of(one).transpose(-2, -1) if is_turned else view_spec_of(one))
+            for one in (up, down)
+        ]
+        self.outputs, self.columns = zip(*(piece.view_spec.shape[1:] for piece in self._pieces), strict=True)
+        self._known: dict[int, _Known | None] = {}
+
+    @classmethod
+    def of(cls, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> _Stack:
+        """That of two tensors, which may be known from before."""
+        handles = handle_of(up), handle_of(down)
+        forms = _STACKS.setdefault(handles[0], {})
+        key = is_turned, id(handles[1]), *(metadata_of(view_spec_of(one)) for one in (up, down))
+        found = forms.get(key)
+        if found is None or not found._is_of(*handles):
+            if len(forms) >= _FORMS:
+                forms.clear()
+            found = forms[key] = cls(up, down, is_turned=is_turned)
+        return found
+
+    def _is_of(self, up: Handle, down: Handle) -> bool:
+        return self._sources[0] is up.source and self._sources[1] is down.source and not self._is_exact()
+
+    def _is_exact(self) -> bool:
+        return any(getattr(source.composed, "is_exact", False) for source in self._sources)
+
+    def expert(self, number: int) -> _Known | None:
+        """An expert; None if the kernels do not take it."""
+        if number not in self._known:
+            up, down = (parts_of(Piece(one.handle, one.view_spec[number]), dense_too=True) for one in self._pieces)
+            self._known[number] = None if up is None or down is None else _Known(up, down)
+        return self._known[number]
+
+
+_STACKS: WeakKeyDictionary[Handle, dict[Any, _Stack]] = WeakKeyDictionary()
+
+
+class _Group:
+    """An expert, the rows that it is given, and its matrices, once it is in memory."""
+
+    __slots__ = ("begin", "end", "expert", "mapped", "number")
+    mapped: _Mapped
+
+    def __init__(self, number: int, expert: _Known, begin: int, end: int) -> None:
+        self.number, self.expert, self.begin, self.end = number, expert, begin, end
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What the results are summed up to: for each pick its row of the results, its weight, and the sums."""
+
+    places: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+
+    def ask(self, layer: Layer, picks: int) -> None:
+        layer.places, layer.weights, layer.out = (one.data_ptr() for one in (self.places, self.weights, self.out))
+        layer.all_tokens, layer.picks, layer.out_dtype = len(self.out), picks, DTYPES[self.out.dtype]
+
+
+class _Act:
+    """One layer, for some tokens."""
+
+    def __init__(
+        self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, stack: _Stack, between: Between
+    ) -> None:
+        self._x = x.resolve_neg() if x.stride(1) == 1 else x.contiguous()
+        self._picks, self._stack, self._between = picks, stack, between
+        self._weights = weights.reshape(-1).to(torch.float32).contiguous()
+        self._most = native.MOST_ROWS if any_rows.get() else most_of_an_expert(x.dtype)
+
+    def result(self) -> torch.Tensor | None:
+        """See `multiplied_by_experts`."""
+        numbers, order = self._picks.reshape(-1).sort(stable=True)
+        found, counts = (one.tolist() for one in numbers.unique_consecutive(return_counts=True))
+        count = self._stack.count
+        if found[0] < 0 or found[-1] > count:
+            wrong = found[0] if found[0] < 0 else found[-1]
+            raise RowIndexError(f"{self._stack.name} has {count} experts, and a token was routed to number {wrong}")
+        rows = len(order)
+        if found[-1] == count:
+            rows -= counts[-1]
+            del found[-1]
+        groups = []
+        for number, end, many in zip(found, accumulate(counts), counts, strict=False):
+            expert = self._stack.expert(number)
+            if expert is None:
+                return None
+            groups.append(_Group(number, expert, end - many, end))
+        self._tokens = order.div(self._picks.shape[-1], rounding_mode="floor")
+        self._down = torch.empty(rows, self._stack.outputs[1], dtype=torch.float32)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        if rows < len(order):
+            places[order[rows:]] = -1
+        out = torch.empty(len(self._x), self._stack.outputs[1], dtype=self._x.dtype)
+        asked = _Sum(places, self._weights, out)
+        arriving = self._as_they_arrive(groups)
+        some: list[_Group] | None = next(arriving, [])
+        while some is not None:
+            following = next(arriving, None)
+            if not self._multiply(some, asked if following is None else None):
+                return None
+            some = following
+        return out
+
+    def _as_they_arrive(self, groups: Sequence[_Group]) -> Iterator[list[_Group]]:
+        """Those in memory, together; then the others, one by one, in the order of their file."""
+        here: list[_Group] = []
+        away: list[_Group] = []
+        for group in groups:
+            (here if were_here(group.expert.reads) else away).append(group)
+        away.sort(key=lambda group: group.expert.first)
+        coming(read for group in away for read in group.expert.reads)
+        if here:
+            yield here
+        for number, group in enumerate(away):
+            if number and number % _AHEAD == 0:
+                coming(read for one in away[number : number + 4 * _AHEAD] for read in one.expert.reads)
+            with _naming(group, self._stack.name):
+                for read in group.expert.reads:
+                    brought_in(*read)
+            yield [group]
+
+    def _multiply(self, groups: Sequence[_Group], asked: _Sum | None) -> bool:
+        """The results of some experts, which are in memory, and the sum if that is asked for; False: not possible."""
+        for group in groups:
+            with _naming(group, self._stack.name):
+                mapped = group.expert.mapped(self._stack.columns)
+            if mapped is None:
+                return False
+            group.mapped = mapped
+        few: list[_Group] = []
+        rows = 0
+        for group in groups:
+            many = group.end - group.begin
+            if many > self._most:
+                self._multiply_many(group)
+                continue
+            if rows + many > _AT_ONCE:
+                self._multiply_few(few, None)
+                few, rows = [], 0
+            few.append(group)
+            rows += many
+        self._multiply_few(few, asked)
+        return True
+
+    def _multiply_many(self, group: _Group) -> None:
+        """The results of an expert, by torch."""
+        numbers = torch.full((group.end - group.begin,), group.number)
+        x = self._x[self._tokens[group.begin : group.end]]
+        found, number = x, 0
+        for many, columns in zip((group.expert.up, group.expert.down), self._stack.columns, strict=True):
+            parts = [group.expert.dense(group.mapped, number + n, columns, x.dtype) for n in range(len(many))]
+            found = torch.cat([F.linear(found, part) for part in parts], dim=1)
+            if not number:
+                found = self._between.gate(found, numbers).to(x.dtype)
+            number += len(many)
+        if self._between.finish is not None:
+            found = self._between.finish(found, numbers)
+        self._down[group.begin : group.end] = found
+
+    def _multiply_few(self, groups: Sequence[_Group], asked: _Sum | None) -> None:
+        """The results of experts with few rows each, in one call if the kernels know what is between the products."""
+        between, x, stack = self._between, self._x, self._stack
+        experts = (Expert * len(groups))()
+        at = 0
+        for one, group in zip(experts, groups, strict=True):
+            up, down = group.mapped.up, group.mapped.down
+            one.up, one.up_count, one.down, one.down_count = (
+                ctypes.addressof(up),
+                len(up),
+                ctypes.addressof(down),
+                len(down),
+            )
+            one.begin, one.end, one.to = at, at + group.end - group.begin, group.begin
+            at = one.end
+        layer = Layer(experts=ctypes.addressof(experts), count=len(experts), rows=at, x_dtype=DTYPES[x.dtype])
+        layer.hidden, layer.inner = stack.columns
+        layer.wide, layer.width = stack.outputs
+        layer.down = self._down.data_ptr()
+        tokens = (
+            self._tokens if at == len(self._down) else _joined([self._tokens[one.begin : one.end] for one in groups])
+        )
+        layer.x, layer.x_step, layer.tokens = x.data_ptr(), x.stride(0), tokens.data_ptr()
+        if groups and not between.is_silu:
+            numbers = torch.tensor([one.number for one in groups]).repeat_interleave(
+                torch.tensor([one.end - one.begin for one in groups])
+            )
+            found = torch.empty(at, stack.outputs[0], dtype=torch.float32)
+            layer.up = found.data_ptr()
+            native.multiply_experts(layer)
+            found = between.gate(found, numbers).to(x.dtype).contiguous()
+            layer.x, layer.x_step, layer.tokens, layer.up = found.data_ptr(), found.stride(0), None, None
+            if between.finish is not None:
+                native.multiply_experts(layer)
+                for one in groups:
+                    part = self._down[one.begin : one.end]
+                    part.copy_(between.finish(part, torch.full((len(part),), one.number)))
+                layer.count = 0
+        if asked is not None:
+            asked.ask(layer, self._picks.shape[-1])
+        if layer.count or layer.out:
+            native.multiply_experts(layer)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
+
+
+@contextmanager
+def _naming(group: _Group, name: str) -> Iterator[None]:
+    """In this context, errors have a note that says which expert it was."""
+    try:
+        yield
+    except OffloadError as error:
+        error.add_note(f"it is part of expert {group.number} of {name}")
+        raise

@@ -1,0 +1,301 @@
+"""`experts_implementation="offload"`: the experts of a layer as one act."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from bench import experts as bench_of_experts
+from bench.architectures import prepared
+from offload.errors import ChangedFileError, RowIndexError
+from offload.kernels import native
+from offload.tensor import experts as acts
+from offload.tensor.recipes import Decoded, Joined
+from tests.checkpoints.forms import FORMS, outcome
+
+pytestmark = [
+    pytest.mark.fused,
+    pytest.mark.skipif(native.library() is None, reason="the kernels were not built"),
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
+]
+
+# Joined of dense parts; packed; turned, with biases and another gate; of rows that alternate; of blocks, by integers.
+NAMES = ["qwen3_moe", "fp8-qwen3_moe", "mxfp4-gpt_oss", "inkling2_text", "gguf-qwen3_moe"]
+MIXTURES = [
+    name for name in FORMS if any(word in name for word in ("moe", "mixtral", "deepseek", "gpt_oss", "inkling"))
+]
+
+
+def loaded(name: str, folder: Path, **options: Any) -> Any:
+    FORMS[name].write(folder)
+    return offload.from_pretrained(folder, **FORMS[name].options, experts_implementation="offload", **options)
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "is_transposed")]
+
+
+def routed(dtype: torch.dtype, *picks: list[int], width: int = 128) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, their experts, and weights of these."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.tensor(picks)
+    x = torch.randn(len(numbers), width, generator=generator)
+    return x.to(dtype), numbers, torch.rand(numbers.shape, generator=generator).to(dtype)
+
+
+def refuse(*_: Any) -> None:
+    pytest.fail("joined or decoded")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name",
+    [one if one in NAMES else pytest.param(one, marks=pytest.mark.campaign("mixtures", only=True)) for one in MIXTURES],
+)
+def test_experts_are_multiplied_where_they_lie(name, tmp_path, monkeypatch):
+    """The result is no further from that in float64 than with dense weights, and exact when that is asked for."""
+    model = loaded(name, tmp_path)
+    experts = experts_of(model)[-1]
+    plain = copy.deepcopy(experts_of(FORMS[name].plain(tmp_path))[-1]).double()
+    plain.config = copy.copy(plain.config)
+    plain.config._experts_implementation = "eager"
+    most = native.most_rows(model.dtype)
+    x, numbers, weights = routed(
+        model.dtype,
+        [0, 1],
+        [2, 1],
+        [1, 0],
+        *[[3, 2]] * min(most - 2, 4),
+        width=experts.hidden_dim if hasattr(experts, "hidden_dim") else 128,
+    )
+    true = plain(x.double(), numbers, weights.double())
+
+    with offload.exact():
+        exact = experts(x, numbers, weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(Joined, "_computed", refuse)
+        patch.setattr(Decoded, "_decode_into", refuse)
+        found = experts(x, numbers, weights)
+        alone = experts(x[1:2], numbers[1:2], weights[1:2])
+
+    assert torch.equal(found[1:2], alone)
+    error, allowed = (found.double() - true).abs(), (exact.double() - true).abs()
+    unit = torch.finfo(model.dtype).eps * true.abs().max()
+    assert error.max() <= allowed.max() + unit / 2
+    assert error.mean() <= allowed.mean() + unit / 100
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_moe", "mxfp4-gpt_oss"])
+def test_experts_with_many_tokens_are_multiplied_by_torch(name, tmp_path, monkeypatch):
+    model = loaded(name, tmp_path)
+    experts = experts_of(model)[0]
+    many = acts.most_of_an_expert(model.dtype) + 1
+    x, numbers, weights = routed(model.dtype, *[[0, 1]] * many, [2, 1])
+    with offload.exact():
+        exact = experts(x, numbers, weights)
+
+    monkeypatch.setattr(Joined, "_computed", refuse)
+    found = experts(x, numbers, weights)
+
+    torch.testing.assert_close(exact, found, rtol=0.02, atol=0.02 * float(exact.abs().max()))
+
+
+@torch.no_grad()
+def test_models_give_the_same_text(tmp_path):
+    model = loaded("qwen3_moe", tmp_path)
+    plain = outcome(FORMS["qwen3_moe"].plain(tmp_path))
+
+    found = outcome(model)
+    with offload.exact():
+        exact = outcome(model)
+
+    assert torch.equal(plain.logits, exact.logits)
+    assert torch.equal(plain.tokens, found.tokens)
+    exact = offload.from_pretrained(tmp_path, experts_implementation="offload", exact=True)
+    assert torch.equal(plain.logits, outcome(exact).logits)
+
+
+@torch.no_grad()
+def test_a_token_may_be_routed_to_an_expert_twice_or_to_none(tmp_path):
+    experts = experts_of(loaded("qwen3_moe", tmp_path))[0]
+    x, numbers, weights = routed(torch.bfloat16, [1, 1], [1, 4], [4, 4])
+
+    found = experts(x, numbers, weights)
+
+    once = experts(x, torch.tensor([[1, 4]] * 3), weights.float().sum(1, keepdim=True).expand(3, 2).bfloat16())
+    torch.testing.assert_close(once[0], found[0], rtol=0.02, atol=0.01)
+    assert torch.equal(experts(x[1:2], numbers[1:2, :1], weights[1:2, :1])[0], found[1])
+    assert not found[2].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("number", [-1, 5])
+def test_a_number_beyond_the_experts_is_an_error(number, tmp_path):
+    experts = experts_of(loaded("qwen3_moe", tmp_path))[0]
+
+    with pytest.raises(RowIndexError, match=rf"layers\.0.* has 4 experts, .* number {number}"):
+        experts(*routed(torch.bfloat16, [0, number]))
+
+
+@torch.no_grad()
+def test_experts_follow_a_shared_layer_and_a_new_value(tmp_path):
+    """The same weights in two modules are one stack; a value that is replaced is not taken for the one before."""
+    model = loaded("qwen3_moe", tmp_path)
+    first, second = experts_of(model)
+    second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    given = routed(torch.bfloat16, [0, 1], [2, 3])
+    before = first(*given)
+
+    assert torch.equal(before, second(*given))
+    first.down_proj.update_values(2 * first.down_proj)
+    torch.testing.assert_close(2 * before, second(*given), rtol=0.01, atol=0.01)
+
+
+@torch.no_grad()
+def test_a_file_that_is_cut_is_an_error_that_names_the_expert(tmp_path):
+    model = loaded("qwen3_moe", tmp_path)
+    experts, given = experts_of(model)[1], routed(torch.bfloat16, [3, 2])
+    experts(*given)
+    [path] = tmp_path.glob("*.safetensors")
+    os.truncate(path, path.stat().st_size - 64)
+
+    with pytest.raises(ChangedFileError) as caught:
+        experts(*given)
+    text = f"{caught.value} {caught.value.__notes__}"
+    assert str(path) in text
+    assert "model.layers.1.mlp.experts.2." in text
+    assert "expert 2 of" in text
+
+
+def test_gradients_flow_through_frozen_experts(tmp_path):
+    experts = experts_of(loaded("qwen3_moe", tmp_path))[0].requires_grad_(False)
+    x, numbers, weights = routed(torch.bfloat16, [0, 1], [2, 1])
+    x.requires_grad_()
+
+    experts(x, numbers, weights).sum().backward()
+
+    found, x.grad = x.grad, None
+    experts.config._experts_implementation = "grouped_mm"
+    experts(x, numbers, weights).sum().backward()
+    assert torch.equal(x.grad, found)
+
+
+@torch.no_grad()
+def test_experts_in_memory_are_computed_first_and_others_in_file_order(tmp_path, monkeypatch):
+    experts = experts_of(loaded("qwen3_moe", tmp_path))[0]
+    given = routed(torch.bfloat16, [3, 0], [1, 2])
+    expected = experts(*given)
+    asked, computed = [], []
+    monkeypatch.setattr(acts, "were_here", lambda reads: ".experts.2." in reads[0][0].name)
+    monkeypatch.setattr(acts, "coming", lambda reads: asked.append([handle.name for handle, _ in reads]))
+    plain = acts._Act._multiply
+    monkeypatch.setattr(
+        acts._Act,
+        "_multiply",
+        lambda act, some, asked: computed.append([one.number for one in some]) or plain(act, some, asked),
+    )
+
+    assert torch.equal(expected, experts(*given))
+    [names] = asked
+    places = [experts_place(experts, name) for name in names]
+    assert 9 == len(names)
+    assert sorted(places) == places
+    assert [[2], [0], [1], [3]] == computed
+
+
+def experts_place(experts: Any, name: str) -> int:
+    from offload.tensor.recipes import stored_in
+    from offload.tensor.views import handle_of
+
+    handles = stored_in([handle_of(experts.gate_up_proj), handle_of(experts.down_proj)])
+    return next(handle.extent[0] for handle in handles if handle.name == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("fp8-qwen3_moe", {}, "offload"),
+        ("fp8-qwen3_moe", {"experts_implementation": "grouped_mm"}, "grouped_mm"),
+        ("fp8-qwen3_moe", {"exact": True}, "grouped_mm"),
+        ("qwen3_moe", {}, "grouped_mm"),  # dense experts are exact unless the user says otherwise
+    ],
+)
+def test_packed_experts_are_run_so_by_default(name, options, expected, tmp_path):
+    FORMS[name].write(tmp_path)
+
+    model = offload.from_pretrained(tmp_path, **FORMS[name].options, **options)
+
+    assert expected == model.config._experts_implementation
+    model.save_pretrained(tmp_path / "saved")
+    assert "offload" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_the_benchmark_compares_every_implementation(capsys):
+    bench_of_experts.main(
+        ["--tokens", "1,9", "--experts", "4", "--hidden", "64", "--inner", "64", "--picks", "2", "--rounds", "1"]
+    )
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if " tokens, " in line]
+    assert [("1", name) for name in ("grouped_mm", "eager", "batched_mm", "offload")] + [
+        ("9", name) for name in ("grouped_mm", "eager", "offload")
+    ] == [(line.split()[0], line.split()[2]) for line in lines]
+    assert all(("by the clock" in line) == ("offload" not in line) for line in lines)
+
+
+# All of transformers' mixtures
+
+ARCHITECTURES = [
+    ("mixtral", "MixtralForCausalLM"),
+    ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    ("qwen3_next", "Qwen3NextForCausalLM"),
+    ("deepseek_v2", "DeepseekV2ForCausalLM"),
+    ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    ("gpt_oss", "GptOssForCausalLM"),
+    ("glm4_moe", "Glm4MoeForCausalLM"),
+    ("granitemoe", "GraniteMoeForCausalLM"),
+    ("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+    ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+    ("olmoe", "OlmoeForCausalLM"),
+    ("jamba", "JambaForCausalLM"),
+    ("llama4_text", "Llama4ForCausalLM"),
+    ("minimax", "MiniMaxForCausalLM"),
+    ("minimax_m2", "MiniMaxM2ForCausalLM"),
+    ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
+    ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    ("dots1", "Dots1ForCausalLM"),
+    ("phimoe", "PhimoeForCausalLM"),
+    ("lfm2_moe", "Lfm2MoeForCausalLM"),
+    ("nemotron_h", "NemotronHForCausalLM"),
+    ("flex_olmo", "FlexOlmoForCausalLM"),
+    ("afmoe", "AfmoeForCausalLM"),
+]
+
+
+@torch.no_grad()
+@pytest.mark.campaign("mixtures", only=True)
+@pytest.mark.parametrize(("name", "model_class"), ARCHITECTURES, ids=[name for name, _ in ARCHITECTURES])
+def test_each_mixture_is_exact_when_asked_and_close_otherwise(name, model_class, tmp_path):
+    subject = prepared(name, model_class, tmp_path / "source")
+    plain = subject.model_class.from_pretrained(subject.folder).eval()
+    given = {"model_class": subject.model_class, "experts_implementation": "offload"}
+    has_interface = plain._can_set_experts_implementation()
+    model = offload.from_pretrained(
+        subject.folder, **(given if has_interface else given | {"experts_implementation": None})
+    )
+    prompt = torch.tensor([[3, 17, 42, 8, 64, 5, 91]])
+    told = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = plain(prompt).logits
+
+    with offload.exact():
+        assert torch.equal(expected, model(prompt).logits)
+    torch.testing.assert_close(expected, model(prompt).logits, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    assert torch.equal(plain.generate(prompt, **told), model.generate(prompt, **told))
