@@ -76,6 +76,7 @@ GUESTS = {
     "checkpoints.writing": {"huggingface_hub"},
     "prompts.identity": {"transformers"},
     "prompts.past": {"transformers"},
+    "kernels.codebooks": {"gguf"},
     "storage.gguf_header": {"gguf"},
     "tensor.blocks": {"gguf"},
     "testing.checkpoints": {"transformers"},

@@ -12,6 +12,7 @@ Always true:
 | `accelerated` | products with packed rows on a GPU, by Triton where it is installed |
 | `triton_rows` | the functions that Triton compiles |
 | `packed` | how rows are packed, and the matrices that the library is given |
+| `codebooks` | the numbers that codes in GGUF blocks stand for |
 
 | source | what |
 | --- | --- |
@@ -21,6 +22,7 @@ Always true:
 | `rows.h` | decoding and multiplying rows; `rows_avx512.c` and others compile it for an instruction set each |
 | `gguf.h` | the kinds of blocks in GGUF files, as floats |
 | `limbs.h` | products with such blocks, in integers |
+| `coded.c` `coded.h` | blocks whose numbers are codes: taken apart to bytes in plain C, then the same for all kinds |
 | `numbers.h` | numbers whose factors are stored elsewhere |
 | `words.h` | integers in words, outputs innermost |
 | `pairs.h` | products of bfloat16 numbers, two at a time |

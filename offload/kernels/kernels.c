@@ -42,9 +42,10 @@ typedef struct {
   const void *bias;
   void *out;
   int64_t out_step; /* elements from a row of the result to the next */
-  int32_t bias_dtype, out_dtype;
+  int32_t bias_dtype, out_dtype, is_turned; /* is_turned: rows are decoded to columns */
   int64_t next, piece; /* rows that no thread has taken yet; how many a thread takes at a time */
-  float *scratch; /* of each thread: a row of floats, and its factors; for words, all products */
+  float *scratch; /* of each thread: factors of rows, and those that are turned; for words, all products */
+  int64_t scratch_step;
 } task;
 
 extern const functions functions_plain;
@@ -113,6 +114,7 @@ static int64_t groups_of(const matrix *packed) {
 /* The factors and zero points of a row, with room for one more: the last vector may begin one. */
 static int64_t factors_of(const matrix *packed) { return 2 * (groups_of(packed) + 1); }
 static int64_t scratch_of(const matrix *packed) { return AT_ONCE * factors_of(packed); }
+static int64_t width_of(const matrix *packed) { return padded(packed->columns) + ASIDE; }
 
 static float factor_at(const matrix *packed, const uint8_t *from, int64_t place, int32_t dtype, int64_t row) {
   switch (dtype) {
@@ -202,6 +204,23 @@ static void multiply_rows(const task *what, const stored_row *rows, int64_t coun
       kind->multiply(rows, columns, (const float *)what->x + r * what->x_step, what->x_step, found[0] + r, MOST_ROWS);
 }
 
+#define TURNED 16 /* rows that are decoded before they are turned: whole vectors */
+
+static void turn_rows(const task *what, int64_t begin, int64_t end, float *scratch, stored_row *row) {
+  const matrix *packed = what->packed;
+  int64_t resolved = -1, wide = width_of(packed);
+  float *decoded = scratch + scratch_of(packed);
+  for (int64_t n = begin; n < end; n += TURNED) {
+    int64_t count = n + TURNED < end ? TURNED : end - n;
+    for (int64_t p = 0; p < count; p++) {
+      find(what, n + p, scratch, row, &resolved);
+      what->functions->rows[packed->kind].decode(row, packed->columns, decoded + p * wide, FLOAT32);
+    }
+    char *place = (char *)what->out + n * (int64_t)size_of(what->out_dtype);
+    what->functions->turn(decoded, wide, count, packed->columns, place, what->out_step, what->out_dtype);
+  }
+}
+
 /* The next rows for a thread: a late one, or one that is interrupted, keeps the others from few of them. */
 static int takes(task *what, int64_t *begin, int64_t *end) {
   *begin = __atomic_fetch_add(&what->next, what->piece, __ATOMIC_RELAXED);
@@ -215,13 +234,15 @@ static void work_on_rows(void *data) {
   int64_t number = what->threads ? what->threads->number() : 0, begin, end;
   int64_t most = !what->x || what->x_rows == 1 || packed->kind < BLOCKS ? 1 : what->pairs ? AT_ONCE : 2;
   int64_t resolved[AT_ONCE];
-  float found[AT_ONCE][MOST_ROWS], *scratch = what->scratch + number * scratch_of(packed);
+  float found[AT_ONCE][MOST_ROWS], *scratch = what->scratch + number * what->scratch_step;
   stored_row rows[AT_ONCE];
   for (int64_t p = 0; p < most; p++) {
-    rows[p] = (stored_row){.group = packed->group, .last = packed->last};
+    rows[p] = (stored_row){.group = packed->group, .last = packed->last, .book = packed->book};
+    if (packed->kind >= FIRST_CODED) rows[p].kind = CODED + (packed->kind - FIRST_CODED);
     memcpy(rows[p].table, packed->table, sizeof rows->table);
     resolved[p] = -1;
   }
+  while (what->is_turned && takes(what, &begin, &end)) turn_rows(what, begin, end, scratch, rows);
   while (takes(what, &begin, &end))
     for (int64_t n = begin, count; n < end; n += count) {
       count = n + most <= end ? most : end - n;
@@ -241,7 +262,7 @@ static void work_on_rows(void *data) {
 
 static void take_words(task *what, int64_t begin, int64_t end) {
   const matrix *packed = what->packed;
-  const words_of_kind *functions = what->functions->words + (packed->kind - BLOCKS_AND_NUMBERS);
+  const words_of_kind *functions = what->functions->words + (packed->kind - KINDS_OF_ROWS);
   if (!what->x) {
     for (int64_t n = begin, some = what->picked ? 1 : end - begin; n < end; n += some) {
       char *place = (char *)what->out + n * what->out_step * (int64_t)size_of(what->out_dtype);
@@ -270,7 +291,7 @@ static void work_on_words(void *data) {
 #define PIECES 8 /* that each thread takes, if all are as fast */
 
 static void run(task *what, unsigned threads) {
-  int is_words = what->packed->kind >= BLOCKS_AND_NUMBERS;
+  int is_words = what->packed->kind >= KINDS_OF_ROWS;
   int64_t least = is_words ? OUTPUTS : AT_ONCE, some = what->count / (PIECES * (int64_t)threads);
   void (*work)(void *) = is_words ? work_on_words : work_on_rows;
   if (what->threads && what->threads->parallel && threads > 1) {
@@ -284,10 +305,12 @@ static void run(task *what, unsigned threads) {
 }
 
 /* The picked rows, or those from `first` on, each to `out_step` elements after the one before; 1 if there is no
- * memory. */
+ * memory. If they are turned, the numbers of a row are `out_step` elements apart: not of words. */
 EXPORT int offload_decode(const matrix *packed, const int64_t *picked, int64_t first, int64_t count, void *out,
-                          int64_t out_step, int out_dtype, int level, const team *threads, unsigned most_threads) {
-  float *scratch = malloc(sizeof(float) * (size_t)scratch_of(packed) * most_threads);
+                          int64_t out_step, int out_dtype, int is_turned, int level, const team *threads,
+                          unsigned most_threads) {
+  int64_t scratch_step = scratch_of(packed) + (is_turned ? TURNED * width_of(packed) : 0);
+  float *scratch = malloc(sizeof(float) * (size_t)scratch_step * most_threads);
   if (!scratch) return 1;
   task what = {.packed = packed,
                .functions = at_level(level),
@@ -298,7 +321,9 @@ EXPORT int offload_decode(const matrix *packed, const int64_t *picked, int64_t f
                .out = out,
                .out_step = out_step,
                .out_dtype = out_dtype,
-               .scratch = scratch};
+               .is_turned = is_turned,
+               .scratch = scratch,
+               .scratch_step = scratch_step};
   run(&what, most_threads);
   free(scratch);
   return 0;
@@ -309,9 +334,9 @@ EXPORT int offload_multiply(const matrix *packed, int64_t count, const void *x, 
                             int x_dtype, const void *bias, int bias_dtype, void *out, int64_t out_step, int out_dtype,
                             int level, const team *threads, unsigned most_threads) {
   const functions *functions = at_level(level);
-  int is_words = packed->kind >= BLOCKS_AND_NUMBERS, is_blocks = packed->kind < BLOCKS;
+  int is_words = packed->kind >= KINDS_OF_ROWS, is_blocks = packed->kind < BLOCKS;
   int is_pairs = functions->pairs && x_dtype == BFLOAT16 && !is_words && !is_blocks;
-  int64_t columns = packed->columns, wide = padded(columns) + ASIDE;
+  int64_t columns = packed->columns, wide = width_of(packed);
   int64_t chunks_step = is_blocks && functions->limbs[packed->kind] ? (columns + CHUNK - 1) / CHUNK : 0;
   int64_t together = is_pairs || is_blocks ? 1 : functions->together;
   int64_t whole = (x_rows + together - 1) / together * together;
@@ -344,7 +369,8 @@ EXPORT int offload_multiply(const matrix *packed, int64_t count, const void *x, 
                .out = out,
                .out_step = out_step,
                .out_dtype = out_dtype,
-               .scratch = floats + wide * whole};
+               .scratch = floats + wide * whole,
+               .scratch_step = scratch_of(packed)};
   if (is_blocks) {
     chunk *chunks = (chunk *)(void *)(floats + wide * whole + scratch);
     what.chunks = chunks_step ? chunks : NULL;

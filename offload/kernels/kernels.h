@@ -1,7 +1,7 @@
 /* What the sources share: the kinds of rows, and the functions that each instruction set has for them.
  *
  * Always true:
- * - the order of the kinds is that of the numbers by which Python names them: those of blocks, then those of numbers
+ * - the order of the kinds is that of the numbers by which Python names them: blocks, numbers, codes, words
  */
 
 #ifndef OFFLOAD_KERNELS_H
@@ -40,9 +40,29 @@ enum { FLOAT32, FLOAT16, BFLOAT16, E8M0, E4M3, INT8, NIBBLES_OF_ROWS, NESTED };
   DO(float16, 64)         \
   DO(float32, 128)
 
+/* Blocks whose numbers are codes, with their own factors: name, numbers and bytes of a block. */
+#define CODED_KINDS(DO)  \
+  DO(iq2_xxs, 256, 66)   \
+  DO(iq2_xs, 256, 74)    \
+  DO(iq2_s, 256, 82)     \
+  DO(iq3_xxs, 256, 98)   \
+  DO(iq3_s, 256, 110)    \
+  DO(iq1_s, 256, 50)     \
+  DO(iq1_m, 256, 56)     \
+  DO(tq1_0, 256, 54)     \
+  DO(nvfp4, 64, 36)      \
+  DO(quarter_0, 32, 32)  \
+  DO(quarter_1, 32, 32)  \
+  DO(quarter_2, 32, 32)  \
+  DO(quarter_3, 32, 32)
+
 #define NAME_BLOCKS(kind, numbers, nbytes) KIND_##kind,
 #define NAME_NUMBERS(kind, nbytes) KIND_##kind,
-enum { BLOCK_KINDS(NAME_BLOCKS) BLOCKS, LAST_BLOCK = BLOCKS - 1, NUMBER_KINDS(NAME_NUMBERS) BLOCKS_AND_NUMBERS };
+enum { /* those after them are words */
+  BLOCK_KINDS(NAME_BLOCKS) BLOCKS, LAST_BLOCK = BLOCKS - 1,
+  NUMBER_KINDS(NAME_NUMBERS) FIRST_CODED, LAST_NUMBER = FIRST_CODED - 1,
+  CODED_KINDS(NAME_BLOCKS) KINDS_OF_ROWS
+};
 
 #define SIZES_OF_BLOCKS(kind, numbers, nbytes) NUMBERS_##kind = numbers, BYTES_##kind = nbytes,
 enum { BLOCK_KINDS(SIZES_OF_BLOCKS) };
@@ -71,7 +91,21 @@ typedef struct {
   const uint8_t *order; /* the group of each input, 32 bits each; null if groups follow each other */
   int32_t bits, less;   /* of an integer; what was subtracted from zero points */
   int64_t outputs; /* rows that there are, of any kind: checked in Python, and where the last vector of words ends */
+  const int8_t *book; /* what codes stand for: 8 numbers each, or 4 */
 } matrix;
+
+/* 32 numbers of a block: each is multiplied by the unit, and then by the factor of its half. */
+typedef struct {
+  int8_t numbers[32];
+  float factors[2], unit;
+} coded;
+
+typedef struct {
+  void (*unpack)(const uint8_t *block, int group, const int8_t *book, coded *to);
+  int numbers, nbytes; /* of a block */
+} coded_kind;
+
+extern const coded_kind CODED[];
 
 typedef struct {
   const uint8_t *bytes;
@@ -79,6 +113,8 @@ typedef struct {
   int64_t group;                /* numbers that share a factor: 16, or a multiple of 32 */
   float last;                   /* by which products are multiplied at last */
   float table[16];              /* the numbers that halves of bytes stand for */
+  const coded_kind *kind;       /* of codes, and what these stand for */
+  const int8_t *book;
 } stored_row;
 
 typedef struct {
@@ -133,6 +169,8 @@ typedef struct {
   /* Makes chunks of a row of floats; 1 if it has to be multiplied as floats. */
   int (*prepare_limbs)(const float *x, int64_t columns, chunk *to);
   int together; /* rows of x that `multiply` takes */
+  /* Number `c` of row `r`, `step` floats from a row to the next: element c * out_step + r, in a dtype. */
+  void (*turn)(const float *from, int64_t step, int64_t rows, int64_t columns, char *out, int64_t out_step, int dtype);
 } functions;
 
 #define ASIDE 32 /* numbers between rows, so that they do not begin in the same sets of the cache */

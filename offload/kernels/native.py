@@ -62,6 +62,7 @@ class Matrix(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("less", ctypes.c_int32),
         ("outputs", ctypes.c_int64),
+        ("book", ctypes.c_void_p),
     )
 
 
@@ -139,7 +140,7 @@ def _with_signatures(found: ctypes.CDLL) -> ctypes.CDLL:
     found.offload_kernels_levels.restype = whole
     found.offload_decode.argtypes = (
         *(pointer, pointer, number, number),
-        *(pointer, number, whole),
+        *(pointer, number, whole, whole),
         *(whole, pointer, ctypes.c_uint),
     )
     found.offload_decode.restype = whole
@@ -221,7 +222,13 @@ def decode(matrix: Matrix, first: int, place: torch.Tensor, *, level: int | None
         MemoryError
     """
     assert 0 <= first <= matrix.outputs - len(place), "the rows are there"
-    _decode(matrix, None, first, place, level)
+    _decode(matrix, None, first, place, False, level)
+
+
+def decode_turned(matrix: Matrix, place: torch.Tensor, *, level: int | None = None) -> None:
+    """Decode all rows into the columns of a tensor of shape (columns, rows), in its dtype; not of words."""
+    assert place.shape[1] == matrix.outputs, "a column for each row"
+    _decode(matrix, None, 0, place, True, level)
 
 
 def pick(matrix: Matrix, rows: torch.Tensor, place: torch.Tensor, *, level: int | None = None) -> None:
@@ -229,21 +236,25 @@ def pick(matrix: Matrix, rows: torch.Tensor, place: torch.Tensor, *, level: int 
     rows = rows.to(torch.int64).contiguous()
     assert rows.shape == place.shape[:1], "one for each place"
     assert all(0 <= row < matrix.outputs for row in (rows.aminmax() if len(rows) else ())), "the rows are there"
-    _decode(matrix, rows.data_ptr(), 0, place, level)
+    _decode(matrix, rows.data_ptr(), 0, place, False, level)
 
 
-def _decode(matrix: Matrix, picked: int | None, first: int, place: torch.Tensor, level: int | None) -> None:
+def _decode(
+    matrix: Matrix, picked: int | None, first: int, place: torch.Tensor, is_turned: bool, level: int | None
+) -> None:
     found = library()
     assert found is not None, "callers ask `library` first"
-    assert place.shape[1] == matrix.columns, "and no longer"
+    assert place.stride(1) == 1 or place.numel() <= place.shape[0], "numbers side by side"
+    columns, rows = place.shape if is_turned else place.shape[::-1]
+    assert columns == matrix.columns, "and no longer"
     count, team = _threads(place.numel())
     failed = found.offload_decode(
-        *(ctypes.addressof(matrix), picked, first, len(place)),
-        *(place.data_ptr(), place.stride(0), DTYPES[place.dtype]),
+        *(ctypes.addressof(matrix), picked, first, rows),
+        *(place.data_ptr(), place.stride(0), DTYPES[place.dtype], is_turned),
         *(best_level() if level is None else level, team, count),
     )
     if failed:
-        raise MemoryError(f"no memory for a row of {place.shape[1]} floats")
+        raise MemoryError(f"no memory for rows of {columns} floats")
 
 
 def multiply(

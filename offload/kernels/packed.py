@@ -14,9 +14,10 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from offload.kernels.codebooks import codebook, has_codebook
 from offload.kernels.native import Matrix
 
-BLOCKS = {  # numbers and bytes of a block, by kind, in the order of `BLOCK_KINDS` in kernels.h
+_BLOCKS = {  # numbers and bytes of a block, by kind, in the order of `BLOCK_KINDS` in kernels.h
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
     "Q5_0": (32, 22),
@@ -32,6 +33,20 @@ BLOCKS = {  # numbers and bytes of a block, by kind, in the order of `BLOCK_KIND
     "TQ2_0": (256, 66),
     "MXFP4": (32, 17),
 }
+_CODED = {  # the same, in the order of `CODED_KINDS`
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "TQ1_0": (256, 54),
+    "NVFP4": (64, 36),
+}
+BLOCKS = _BLOCKS | _CODED  # of GGUF files
+QUARTERS = ("quarter_0", "quarter_1", "quarter_2", "quarter_3")  # two of the bits of a byte, for one number
+_ROWS = BLOCKS | dict.fromkeys(QUARTERS, (32, 32))
 _BITS = {  # per number, for numbers whose factors are stored elsewhere, in the order of `NUMBER_KINDS` in kernels.h
     "halves_low": 4,
     "halves_high": 4,
@@ -44,7 +59,7 @@ _BITS = {  # per number, for numbers whose factors are stored elsewhere, in the 
     "float32": 32,
 }
 _WORDS = ("inputs_in_words", "outputs_in_words")  # in the order of `WORD_KINDS` in kernels.h
-_KINDS = {kind: number for number, kind in enumerate([*BLOCKS, *_BITS, *_WORDS])}
+_KINDS = {kind: number for number, kind in enumerate([*_BLOCKS, *_BITS, *_CODED, *QUARTERS, *_WORDS])}
 FACTORS = {  # dtypes of factors, in the order of the enumeration in kernels.h
     torch.float32: 0,
     torch.float16: 1,
@@ -93,7 +108,7 @@ class Packed(Protocol):
 
 @dataclass(frozen=True)
 class GgufRows:
-    """Rows of blocks of a GGUF file.
+    """Rows of blocks that hold their own factors, as in a GGUF file.
 
     Attributes:
         kind: of the blocks.
@@ -110,7 +125,7 @@ class GgufRows:
     def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
         """See `Packed`."""
         [rows] = pieces
-        numbers, nbytes = BLOCKS[self.kind]
+        numbers, nbytes = _ROWS[self.kind]
         wanted = (columns // numbers * nbytes,)
         if rows.dtype != torch.uint8 or rows.shape[1:] != wanted or columns % numbers or rows.stride(-1) != 1:
             return None
@@ -119,6 +134,11 @@ class GgufRows:
         made = Matrix(rows.data_ptr(), rows.stride(0), columns, _KINDS[self.kind], self.heads, _NONE, _NONE)
         made.group, made.rows_per_scale, made.divisor, made.last = columns, 1, 1, 1
         made.outputs = len(rows)
+        if has_codebook(self.kind):
+            book = codebook(self.kind)
+            if book is None:
+                return None
+            made.book = book.data_ptr()
         return made
 
 
@@ -247,6 +267,8 @@ def _as_rows(piece: torch.Tensor, high: int | None, wide: int) -> torch.Tensor |
     Args:
         high: None for any number of rows.
     """
+    if piece.dim() == 3 and piece.stride(1) == piece.shape[2] * piece.stride(2):
+        piece = piece.view(len(piece), -1)
     if piece.dim() != 2 or piece.shape[1] != wide:
         if not piece.is_contiguous() or wide == 0 or piece.numel() % wide:
             return None

@@ -55,6 +55,22 @@ NUMBER_KINDS(PAIRS_OF_NUMBERS)
 
 NUMBER_KINDS(ROUND_NUMBERS)
 
+INLINE vp coded_pair(const stored_row *row, int64_t at) {
+  vf w[NV];
+  coded_at(row, at, w);
+  return p_of(w);
+}
+
+static void round_coded(const stored_row *row, int64_t begin, int64_t end, uint16_t *out) {
+  for (int64_t at = begin; at < end; at += 32) _mm512_storeu_si512(out + at - begin, (__m512i)coded_pair(row, at));
+}
+
+static float dot_pairs_coded(const stored_row *row, int64_t columns, const uint16_t *x) {
+  vf sum = f_zero();
+  for (int64_t at = 0; at < columns; at += 32) sum = _mm512_dpbf16_ps(sum, coded_pair(row, at), p_load(x + at));
+  return f_sum(sum);
+}
+
 /* Adds the products of ROWS decoded rows with some rows of x. */
 INLINE void add_pairs(vf (*sums)[MOST_ROWS], const uint16_t *const rows[ROWS], int64_t numbers, const uint16_t *x,
                       int64_t step, const int x_rows) {
@@ -120,6 +136,7 @@ static void multiply_pairs(const pairs_of_kind *kind, const stored_row *rows, in
 #endif
 
 #define NUMBER_PAIRS(kind, nbytes) {round_##kind, dot_pairs_##kind},
-static const pairs_of_kind PAIRS[] = {NUMBER_KINDS(NUMBER_PAIRS)};
+#define CODED_PAIRS(kind, numbers, nbytes) {round_coded, dot_pairs_coded},
+static const pairs_of_kind PAIRS[] = {NUMBER_KINDS(NUMBER_PAIRS) CODED_KINDS(CODED_PAIRS)};
 const functions NAME(functions_of_pairs) = {ROWS_OF_KINDS,  PAIRS,         multiply_pairs, WORDS,
-                                            LIMBS_OF_KINDS, prepare_limbs, TOGETHER};
+                                            LIMBS_OF_KINDS, prepare_limbs, TOGETHER,       turn_floats};

@@ -148,15 +148,36 @@ INLINE void all_totals(vf sums[2][TOGETHER][SUMS], float *out, int64_t out_step)
 BLOCK_KINDS(DEFINE_BLOCKS)
 NUMBER_KINDS(DEFINE_NUMBERS)
 
+#include "coded.h"
 #include "limbs.h"
 #include "words.h"
 
+static void turn_floats(const float *from, int64_t step, int64_t rows, int64_t columns, char *out, int64_t out_step,
+                        int dtype) {
+  int64_t size = dtype == FLOAT32 ? 4 : 2;
+  for (int64_t r = 0; r < rows; r += W)
+    for (int64_t c = 0; c < columns; c += W) {
+      vf lines[W];
+      if (r + W > rows || c + W > columns) {
+        for (int64_t row = r; row < r + W && row < rows; row++)
+          for (int64_t at = c; at < c + W && at < columns; at++)
+            put_number(out, at * out_step + row, dtype, from[row * step + at]);
+        continue;
+      }
+      for (int n = 0; n < W; n++) lines[n] = f_load(from + (r + n) * step + c);
+      turn(lines);
+      for (int n = 0; n < W; n++) store(out + ((c + n) * out_step + r) * size, 0, dtype, lines[n]);
+    }
+}
+
+#define CODED_ENTRY(kind, numbers, nbytes) {decode_coded, dot_coded, multiply_coded},
 #define BLOCK_ENTRY(kind, numbers, nbytes) {decode_##kind, dot_##kind, NULL},
 #define NUMBER_ENTRY(kind, nbytes) {decode_##kind, dot_##kind, multiply_##kind},
 #define WORD_ENTRY(kind) {decode_##kind, multiply_##kind},
-static const rows_of_kind ROWS_OF_KINDS[] = {BLOCK_KINDS(BLOCK_ENTRY) NUMBER_KINDS(NUMBER_ENTRY)};
+static const rows_of_kind ROWS_OF_KINDS[] = {BLOCK_KINDS(BLOCK_ENTRY) NUMBER_KINDS(NUMBER_ENTRY)
+                                                 CODED_KINDS(CODED_ENTRY)};
 static const words_of_kind WORDS[] = {WORD_KINDS(WORD_ENTRY)};
-const functions NAME(functions) = {ROWS_OF_KINDS, NULL, NULL, WORDS, LIMBS_OF_KINDS, prepare_limbs, TOGETHER};
+const functions NAME(functions) = {ROWS_OF_KINDS, NULL, NULL, WORDS, LIMBS_OF_KINDS, prepare_limbs, TOGETHER, turn_floats};
 
 #ifdef WITH_AVX512
 #include "pairs.h"

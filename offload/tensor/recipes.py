@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from offload.kernels.native import DTYPES, library
+from offload.kernels.native import DTYPES, decode_turned, library
 from offload.kernels.native import decode as decode_rows
 from offload.kernels.packed import Packed
 from offload.memory import count_freed
@@ -638,7 +638,7 @@ class Decoded(Plain):
     def _decoded_by_kernel(self, pieces: Sequence[torch.Tensor], first: int, place: torch.Tensor) -> bool:
         """Whether the kernels have decoded rows of the pieces, beginning with row `first`, into `place`."""
         if not self.has_kernel():
-            return False
+            return self.packed is not None and self.packed.is_turned and self._turned_by_kernel(pieces, first, place)
         assert self.packed is not None
         if place.dim() == 3 and place.is_contiguous():
             place, first = place.flatten(0, 1), first * place.shape[1]
@@ -657,6 +657,19 @@ class Decoded(Plain):
             decode_rows(matrix, first + begin, rounded)
             part.copy_(rounded)
         return True
+
+    def _turned_by_kernel(self, pieces: Sequence[torch.Tensor], first: int, place: torch.Tensor) -> bool:
+        """The same where the packed rows are columns of the value: only all rows of the pieces."""
+        rows = max(len(piece) * self.granule // per for piece, per in zip(pieces, self.per, strict=True) if per)
+        is_whole = place.dim() == 2 and place.stride(1) == 1 and place.is_cpu and not first and len(place) == rows
+        if not is_whole or library() is None or place.dtype not in DTYPES:
+            return False
+        assert self.packed is not None
+        known = self.layout.dtype in (torch.float32, place.dtype) and not self.packed.is_rounded
+        matrix = self.packed.matrix(pieces, rows) if known else None
+        if matrix is not None:
+            decode_turned(matrix, place)
+        return matrix is not None
 
 
 def values_in_order(pieces: Iterable[tuple[int, Piece]], device: torch.device = CPU) -> list[torch.Tensor]:

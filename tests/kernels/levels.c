@@ -11,8 +11,8 @@
 #include "../../offload/kernels/kernels.h"
 
 extern int offload_kernels_levels(void);
-extern int offload_decode(const matrix *, const int64_t *, int64_t, int64_t, void *, int64_t, int, int, const void *,
-                          unsigned);
+extern int offload_decode(const matrix *, const int64_t *, int64_t, int64_t, void *, int64_t, int, int, int,
+                          const void *, unsigned);
 extern int offload_multiply(const matrix *, int64_t, const void *, int64_t, int64_t, int, const void *, int, void *,
                             int64_t, int, int, const void *, unsigned);
 
@@ -22,6 +22,7 @@ extern int offload_multiply(const matrix *, int64_t, const void *, int64_t, int6
 
 static uint8_t bytes[ROWS * MOST_COLUMNS * 4], words_of_zeros[ROWS * MOST_COLUMNS * 4];
 static float scales[ROWS * MOST_COLUMNS], found[2][ROWS * MOST_COLUMNS], x[X_ROWS * MOST_COLUMNS];
+static int8_t book[2048 * 8];
 static int failed;
 
 static uint32_t state = 1;
@@ -39,7 +40,7 @@ static void compare(const char *kind, const matrix *packed, int rows, int level)
   int columns = (int)packed->columns;
   for (int dtype = FLOAT32; dtype <= BFLOAT16; dtype++) {
     int size = dtype == FLOAT32 ? 4 : 2;
-    for (int n = 0; n < 2; n++) offload_decode(packed, NULL, 0, rows, found[n], columns, dtype, n ? level : 0, NULL, 1);
+    for (int n = 0; n < 2; n++) offload_decode(packed, NULL, 0, rows, found[n], columns, dtype, 0, n ? level : 0, NULL, 1);
     for (int at = 0; at < rows * columns; at++) {
       int is_same = !memcmp((char *)found[0] + at * size, (char *)found[1] + at * size, (size_t)size);
       if (is_same || (is_nan(found[0], at, dtype) && is_nan(found[1], at, dtype))) continue;
@@ -48,7 +49,7 @@ static void compare(const char *kind, const matrix *packed, int rows, int level)
       break;
     }
   }
-  offload_decode(packed, NULL, 0, rows, found[0], columns, FLOAT32, 0, NULL, 1);
+  offload_decode(packed, NULL, 0, rows, found[0], columns, FLOAT32, 0, 0, NULL, 1);
   static float product[X_ROWS * ROWS], alone[ROWS];
   offload_multiply(packed, rows, x, X_ROWS, MOST_COLUMNS, FLOAT32, NULL, 0, product, rows, FLOAT32, level, NULL, 1);
   offload_multiply(packed, rows, x + 3 * MOST_COLUMNS, 1, MOST_COLUMNS, FLOAT32, NULL, 0, alone, rows, FLOAT32, level,
@@ -105,6 +106,15 @@ int main(void) {
     }                                                                                                           \
   kind++;
   NUMBER_KINDS(TRY_NUMBERS)
+  for (size_t n = 0; n < sizeof book; n++) book[n] = (int8_t)(1 + (next() >> 26));
+#define TRY_CODED(name, numbers, nbytes)                                                                    \
+  {                                                                                                         \
+    matrix packed = {.rows = bytes, .step = 512 / numbers * nbytes, .columns = 512, .kind = kind++,         \
+                     .scale_dtype = -1, .zero_dtype = -1, .group = 512, .rows_per_scale = 1, .divisor = 1,  \
+                     .last = 1, .book = book};                                                              \
+    compare(#name, &packed, ROWS, level);                                                                   \
+  }
+  CODED_KINDS(TRY_CODED)
   for (int is_turned = 0; is_turned < 2; is_turned++, kind++)
     for (int bits = is_turned ? 4 : 2; bits <= (is_turned ? 4 : 8); bits *= 2) {
       int wide = is_turned ? ROWS / 8 : ROWS;

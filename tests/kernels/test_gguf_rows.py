@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ def dequantized(rows: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.from_numpy(found)
 
 
+@cache
 def tame_bytes(kind: str, rows: int, columns: int) -> torch.Tensor:
     """Random rows whose numbers are finite and about 1."""
     many = some_bytes(kind, 64 * rows, columns, seed=1)

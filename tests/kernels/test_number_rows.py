@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from offload.checkpoints.forms import bitnet
 from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _ONE_OF_127
 from offload.checkpoints.forms.integers import _decode_awq, _decode_gptq
 from offload.checkpoints.forms.numbers import (
@@ -20,7 +21,7 @@ from offload.checkpoints.forms.numbers import (
     scaled,
 )
 from offload.kernels import native
-from offload.kernels.packed import NumberRows, Packed, WordColumns
+from offload.kernels.packed import QUARTERS, GgufRows, NumberRows, Packed, WordColumns
 from tests.kernels.test_gguf_rows import LEVELS, as_multiplied, same_bits
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
@@ -143,6 +144,11 @@ def test_numbers_are_decoded_as_by_torch_bit_for_bit(cases, width, level):
             native.decode(matrix, 0, found, level=level)
 
             assert same_bits(expected.to(dtype), found), (name, dtype)
+            if isinstance(described, NumberRows):
+                turned = torch.empty(width, len(expected) + 5, dtype=dtype)[:, : len(expected)]
+                native.decode_turned(matrix, turned, level=level)
+
+                assert same_bits(expected.t().to(dtype), turned), (name, dtype)
         some = torch.empty(6, width)
         native.decode(matrix, 5, some, level=level)
 
@@ -188,6 +194,22 @@ def test_products_of_bfloat16_numbers_do_not_depend_on_other_rows(cases, width, 
         error = (found.double() - x.double() @ dense.T).abs()[:, tame]
         assert bool((error <= 1e-6 * (x.double().abs() @ dense.abs().T)[:, tame]).all()), name
         assert same_bits(found[3:4], one), name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("quarter", range(4))
+def test_two_bits_of_each_byte_are_decoded_as_by_torch(quarter, level):
+    packed, x = some_bytes(20, 96), torch.randn(5, 96)
+    expected = bitnet._decode(packed, shift=2 * quarter)
+    matrix = GgufRows(QUARTERS[quarter]).matrix([packed], 96)
+
+    for dtype in native.DTYPES:
+        found = torch.empty(20, 96, dtype=dtype)
+        native.decode(matrix, 0, found, level=level)
+        assert torch.equal(expected.to(dtype), found)
+    product = torch.empty(5, 20)
+    native.multiply(matrix, x, None, product, level=level)
+    torch.testing.assert_close(x @ expected.float().T, product)
 
 
 def test_pieces_of_other_sizes_are_not_taken():

@@ -16,9 +16,9 @@ import torch
 
 from offload.annotations import Settings
 from offload.checkpoints.forms.decoding import Tensors, decoded
+from offload.kernels.packed import QUARTERS, GgufRows
 from offload.tensor.deferred import deferred
-
-_A_BYTE = 4  # weights per byte
+from offload.tensor.wrapper import OffloadedTensor
 
 
 def for_modules(tensors: Tensors, quantization: Settings, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -29,13 +29,15 @@ def for_modules(tensors: Tensors, quantization: Settings, dtype: torch.dtype) ->
     found: dict[str, torch.Tensor] = dict(tensors)
     for name, packed in tensors.items():
         if is_unpacked and packed.dtype == torch.uint8 and packed.dim() == 2 and name.endswith(".weight"):
-            shape = tuple(packed.shape)
-            quarters = [
-                decoded(name, partial(_decode, shift=2 * quarter), [packed], shape=shape, per=(1,))
-                for quarter in range(_A_BYTE)
-            ]
-            found[name] = torch.cat([deferred(quarter) for quarter in quarters]).to(dtype)
+            quarters = [_quarter(name, packed, quarter, dtype) for quarter in range(len(QUARTERS))]
+            found[name] = torch.cat([deferred(quarter) for quarter in quarters])
     return found
+
+
+def _quarter(name: str, packed: OffloadedTensor, quarter: int, dtype: torch.dtype) -> OffloadedTensor:
+    decode, shape = partial(_decode, shift=2 * quarter), tuple(packed.shape)
+    rows = GgufRows(QUARTERS[quarter])
+    return decoded(name, decode, [packed], shape=shape, per=(1,), dtype=dtype, packed=rows)
 
 
 def _decode(packed: torch.Tensor, *, shift: int) -> torch.Tensor:
