@@ -181,6 +181,18 @@ def test_a_weight_that_was_written_to_is_multiplied_as_it_is_now(model):
     assert torch.equal(F.linear(x, torch.full_like(weight, 0.5, dtype=x.dtype)), found)
 
 
+def test_a_weight_that_was_replaced_is_multiplied_as_it_is_now(model):
+    layer, weight = next(packed_layers(model))
+    x, values = activations(layer, 2), torch.randn(weight.shape).to(layer.weight.dtype)
+    with torch.no_grad():
+        layer(x)
+        layer.weight.update_values(values)
+
+        assert torch.equal(F.linear(x, values, layer.bias), layer(x))
+        layer.weight.update_values(2 * values)
+        assert torch.equal(F.linear(x, 2 * values, layer.bias), layer(x))
+
+
 def test_products_of_other_shapes_and_dtypes_raise_as_torch_does(model):
     layer, _ = next(packed_layers(model))
     wrong = torch.float64 if layer.weight.dtype != torch.float64 else torch.float32

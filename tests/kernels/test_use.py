@@ -1,0 +1,145 @@
+"""How the kernels are used: by several threads, after a fork, while signals arrive, with rows of any number."""
+
+from __future__ import annotations
+
+import mmap
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from offload.kernels import native
+from offload.kernels.packed import BLOCKS, GgufRows
+from tests.campaigns import amount
+from tests.kernels.test_gguf_rows import LEVELS, decoded, dequantized, multiplied, same_bits, some_bytes, tame_bytes
+from tests.processes import in_fork
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
+
+BEST = native.best_level()
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "IQ2_XS"])
+def test_eight_threads_multiply_by_the_same_rows(kind):
+    rows, columns = tame_bytes(kind, 160, 512), 512
+    xs = [torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) for count in range(1, 9)]
+    expected = [multiplied(x, rows, kind, BEST) for x in xs]
+    found: dict[int, list[torch.Tensor]] = {number: [] for number in range(8)}
+    together = threading.Barrier(8)
+
+    def multiply(number: int) -> None:
+        together.wait()
+        for _ in range(20):
+            found[number].append(multiplied(xs[number], rows, kind, BEST))
+
+    threads = [threading.Thread(target=multiply, args=(number,)) for number in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert all(torch.equal(expected[number], one) for number, some in found.items() for one in some)
+    assert 160 == sum(map(len, found.values()))
+
+
+def test_a_forked_child_multiplies_after_its_parent_has():
+    """With several threads, which the child does not have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    rows, x = tame_bytes("Q4_K", 160, 512), torch.ones(2, 512)
+    try:
+        expected = multiplied(x, rows, "Q4_K", BEST)
+
+        assert in_fork(lambda: torch.equal(expected, multiplied(x, rows, "Q4_K", BEST)))
+        assert torch.equal(expected, multiplied(x, rows, "Q4_K", BEST))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_signal_during_a_product_is_served_after_it():
+    """What its handler finds in the result is whole."""
+    rows, x = tame_bytes("Q4_K", 160, 512).repeat(25, 1), torch.ones(4, 512)
+    expected, place = multiplied(x, rows, "Q4_K", BEST), torch.empty(4, len(rows))
+    matrix, found = GgufRows("Q4_K").matrix([rows], 512), []
+    product = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        found.append(not product.is_set() or torch.equal(expected, place))
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 2e-4)
+        while len(found) < 10:
+            native.multiply(matrix, x, None, place)
+            product.set()
+            assert torch.equal(expected, place)
+            product.clear()
+            place.zero_()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+    assert all(found)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_no_rows_and_one_column_block_are_decoded_and_multiplied(kind, level):
+    columns, _ = BLOCKS[kind]
+    none, one = some_bytes(kind, 0, columns), tame_bytes(kind, 2, 512)[:, : BLOCKS[kind][1]][:1].contiguous()
+    x = torch.randn(3, columns)
+
+    assert (0, columns) == decoded(none, kind, columns, torch.float32, level).shape
+    assert (3, 0) == multiplied(x, none, kind, level).shape
+    assert same_bits(dequantized(one, kind), decoded(one, kind, columns, torch.float32, level))
+    torch.testing.assert_close(x @ dequantized(one, kind).T, multiplied(x, one, kind, level), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.campaign("shapes")
+def test_rows_of_random_shapes_at_any_address_are_those_of_the_package():
+    """10,000 shapes in the campaign."""
+    chance = np.random.default_rng(7)
+    kinds = list(BLOCKS)
+    tame = {kind: tame_bytes(kind, 8, 2048).reshape(-1, BLOCKS[kind][1]) for kind in kinds}
+    for number in range(amount("shapes", 60, 10_000)):
+        kind, level = kinds[number % len(kinds)], int(chance.integers(BEST + 1))
+        numbers, nbytes = BLOCKS[kind]
+        high, blocks = int(chance.integers(1, 40)), int(chance.integers(1, 1 + 1024 // numbers))
+        chosen = tame[kind][torch.from_numpy(chance.integers(len(tame[kind]), size=high * blocks))]
+        offset, pages = int(chance.integers(64)), mmap.mmap(-1, high * blocks * nbytes + 64)
+        pages[offset : offset + chosen.numel()] = chosen.numpy().tobytes()
+        rows = torch.frombuffer(memoryview(pages)[offset:], dtype=torch.uint8, count=chosen.numel()).view(high, -1)
+        x = torch.from_numpy(chance.standard_normal((int(chance.integers(1, 12)), blocks * numbers), np.float32))
+        dense = dequantized(rows, kind)
+
+        assert same_bits(dense, decoded(rows, kind, blocks * numbers, torch.float32, level)), (kind, level, rows.shape)
+        exact, size = x.double() @ dense.double().T, x.abs().double() @ dense.abs().double().T
+        error = (multiplied(x, rows, kind, level).double() - exact).abs()
+        assert bool((error <= 3e-7 * size + 1e-30).all()), (kind, level, rows.shape, x.shape)
+
+
+@pytest.mark.campaign("shapes", only=True)
+def test_rows_beyond_two_to_the_31_numbers_are_found():
+    """Of memory that was never written to, but for the last row: it takes no room."""
+    columns, high = 1 << 16, (1 << 15) + 3
+    numbers, nbytes = BLOCKS["Q4_0"]
+    step = columns // numbers * nbytes
+    stored = np.zeros((high, step), np.uint8)
+    stored[-1] = tame_bytes("Q4_0", 1, columns).numpy()
+    rows = torch.from_numpy(stored)
+    assert rows.shape[0] * columns > 1 << 31
+
+    last, x = dequantized(rows[-1:], "Q4_0"), torch.randn(1, columns)
+    product = multiplied(x, rows, "Q4_0", BEST)
+
+    assert torch.equal(last, _decoded_last(rows, columns))
+    assert product[0, :-1].count_nonzero() == 0
+    torch.testing.assert_close((x @ last.T)[0], product[0, -1:], rtol=1e-4, atol=1e-4)
+
+
+def _decoded_last(rows: torch.Tensor, columns: int) -> torch.Tensor:
+    found = torch.empty(1, columns)
+    native.decode(GgufRows("Q4_0").matrix([rows], columns), len(rows) - 1, found)
+    return found
