@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 import offload
 from offload.memory import anonymous_bytes
 from offload.testing import assert_equal
+from tests.checkpoints.forms import FORMS, PROMPT
 from tests.models.test_loader_memory import checkpoint_of_zeros
 from tests.processes import run_script
 
@@ -308,3 +309,40 @@ def test_a_merge_takes_the_memory_of_some_weights_and_not_of_the_model(kind: str
     assert found["peak"] <= weights * width * width * 4 + (16 << 20)
     assert found["left"] <= 16 << 20
     assert (before.st_mtime_ns, before.st_blocks) == (path.stat().st_mtime_ns, path.stat().st_blocks)
+
+
+@pytest.mark.fused
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+@pytest.mark.parametrize("name", [name for name in ("fp8-llama", "bnb-nf4", "gguf-q4_k_m") if name in FORMS])
+def test_an_adapter_over_packed_weights_is_trained_as_over_dense_ones(name: str, tmp_path: Path) -> None:
+    """Bit for bit in exact mode; to a thousandth with fused products."""
+    form = FORMS[name]
+    form.write(tmp_path)
+
+    in_float32 = {
+        **form.options,
+        "dtype": torch.float32,
+    }  # where results are rounded to fewer bits, they differ by these
+
+    dense, exact = form.plain(tmp_path), offload.from_pretrained(tmp_path, exact=True, **form.options)
+    assert _losses(dense) == _losses(exact)
+    expected = _losses(offload.from_pretrained(tmp_path, exact=True, **in_float32))
+    found = _losses(offload.from_pretrained(tmp_path, **in_float32))
+    assert expected == pytest.approx(found, rel=1e-3)
+    assert found[-1] < found[0]
+
+
+def _losses(model: Any) -> list[float]:
+    """Of some steps, in which an adapter is trained on a prompt."""
+    torch.manual_seed(0)
+    trained = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"]))
+    optimizer = torch.optim.SGD((one for one in trained.parameters() if one.requires_grad), lr=0.1)
+    losses = []
+    for _ in range(3):
+        logits = trained(PROMPT).logits[0, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits, PROMPT[0, 1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
