@@ -33,7 +33,7 @@ _BLOCKS = {  # numbers and bytes of a block, by kind, in the order of `BLOCK_KIN
     "TQ2_0": (256, 66),
     "MXFP4": (32, 17),
 }
-_CODED = {  # the same, in the order of `CODED_KINDS`
+CODED = {  # the same, in the order of `CODED_KINDS`
     "IQ2_XXS": (256, 66),
     "IQ2_XS": (256, 74),
     "IQ2_S": (256, 82),
@@ -44,7 +44,7 @@ _CODED = {  # the same, in the order of `CODED_KINDS`
     "TQ1_0": (256, 54),
     "NVFP4": (64, 36),
 }
-BLOCKS = _BLOCKS | _CODED  # of GGUF files
+BLOCKS = _BLOCKS | CODED  # of GGUF files
 QUARTERS = ("quarter_0", "quarter_1", "quarter_2", "quarter_3")  # two of the bits of a byte, for one number
 _ROWS = BLOCKS | dict.fromkeys(QUARTERS, (32, 32))
 _BITS = {  # per number, for numbers whose factors are stored elsewhere, in the order of `NUMBER_KINDS` in kernels.h
@@ -59,7 +59,7 @@ _BITS = {  # per number, for numbers whose factors are stored elsewhere, in the 
     "float32": 32,
 }
 _WORDS = ("inputs_in_words", "outputs_in_words")  # in the order of `WORD_KINDS` in kernels.h
-_KINDS = {kind: number for number, kind in enumerate([*_BLOCKS, *_BITS, *_CODED, *QUARTERS, *_WORDS])}
+_KINDS = {kind: number for number, kind in enumerate([*_BLOCKS, *_BITS, *CODED, *QUARTERS, *_WORDS])}
 FACTORS = {  # dtypes of factors, in the order of the enumeration in kernels.h
     torch.float32: 0,
     torch.float16: 1,
