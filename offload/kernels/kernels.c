@@ -86,6 +86,8 @@ static const functions *at_level(int level) {
   return NULL;
 }
 
+EXPORT int offload_kernels_interface(void) { return INTERFACE; }
+
 EXPORT int offload_kernels_levels(void) {
   int level = 0;
   while (level < 3 && at_level(level + 1)) level++;

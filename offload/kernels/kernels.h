@@ -9,6 +9,8 @@
 
 #include <stdint.h>
 
+#define INTERFACE 1 /* counted up with each change of what Python passes on: native.py has the same number */
+
 enum { FLOAT32, FLOAT16, BFLOAT16, E8M0, E4M3, INT8, NIBBLES_OF_ROWS, NESTED };
 
 /* Blocks that hold their own factors: name, numbers and bytes of a block. */

@@ -1,7 +1,7 @@
 """The compiled library: which instruction set, which threads, and its functions.
 
 Always true:
-- it is loaded at the first use, and never built at run time
+- it is loaded at the first use, and never built at run time; one of other sources is not used
 - its threads are those of torch's own OpenMP team: a second team would compete with them for the processors
 - addresses of tensors are passed on while the tensors are referenced; nothing is kept
 """
@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
+
+log = logging.getLogger("offload.kernels")
 
 SWITCH = "OFFLOAD_KERNELS"  # `off` takes the compiled code out; a path names another build of it
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -27,6 +30,7 @@ LEVELS = {
 }
 MOST_ROWS = 64  # of activations, in one call
 
+_INTERFACE = 1  # as in kernels.h
 _BFLOAT16 = 3  # the level with products of bfloat16
 _AT_LEVEL = (2, 8, 32)  # see `most_rows`
 
@@ -128,10 +132,17 @@ def library() -> ctypes.CDLL | None:
     for path in [Path(asked)] if asked else [folder / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES]:
         if path.exists():
             try:
-                return _with_signatures(ctypes.CDLL(str(path)))
+                found = ctypes.CDLL(str(path))
             except OSError:  # of another architecture, as in a folder that is shared between machines
                 return None
+            if _interface_of(found) == _INTERFACE:
+                return _with_signatures(found)
+            log.warning("%s is of another version: torch decodes packed weights until offload is installed again", path)
     return None
+
+
+def _interface_of(found: ctypes.CDLL) -> int | None:
+    return int(found.offload_kernels_interface()) if hasattr(found, "offload_kernels_interface") else None
 
 
 def _with_signatures(found: ctypes.CDLL) -> ctypes.CDLL:
@@ -178,7 +189,7 @@ def description() -> str:
     if os.environ.get(SWITCH, "").lower() == "off":
         return f"switched off ({SWITCH}=off): torch decodes packed weights, many times as slowly"
     if library() is None:
-        return "not built (install offload where there is a C compiler): torch decodes, many times as slowly"
+        return "not built (install offload again, where there is a C compiler): torch decodes, many times as slowly"
     return f"compiled, with {LEVELS.get(platform.machine(), LEVELS[''])[best_level()]}"
 
 
