@@ -61,7 +61,7 @@ typedef struct {
 #define PIECE (2 * OUTPUTS) /* rows of a matrix that a thread takes at a time */
 
 static int is_in_pairs(const functions *functions, const matrix *packed, int dtype) {
-  return functions->pairs && dtype == BFLOAT16 && packed->kind >= BLOCKS && packed->kind < BLOCKS_AND_NUMBERS;
+  return functions->pairs && dtype == BFLOAT16 && packed->kind >= BLOCKS && packed->kind < KINDS_OF_ROWS;
 }
 
 static void work_on_products(void *data) {
@@ -95,11 +95,11 @@ static void work_on_products(void *data) {
                  .out = all->out + (all->is_up ? owner->begin : owner->to) * all->out_step + some->column,
                  .out_step = all->out_step,
                  .out_dtype = FLOAT32,
-                 .scratch = kind < BLOCKS_AND_NUMBERS ? scratch : NULL};
+                 .scratch = kind < KINDS_OF_ROWS ? scratch : NULL};
     int has_limbs = kind < BLOCKS && all->functions->limbs[kind];
     if (has_limbs) what.chunks = all->chunks + owner->begin * all->chunks_step;
     for (int64_t r = 0; r < what.x_rows; r++) what.as_floats[r] = has_limbs ? all->as_floats[owner->begin + r] : 1;
-    if (kind < BLOCKS_AND_NUMBERS)
+    if (kind < KINDS_OF_ROWS)
       work_on_rows(&what);
     else
       take_words(&what, begin, end);
@@ -136,7 +136,7 @@ static int multiply_all(products *all, unsigned most_threads) {
     const expert *owner = what->experts + n;
     const part *some = all->is_up ? owner->up : owner->down;
     for (int64_t p = 0; p < (all->is_up ? owner->up_count : owner->down_count); p++, all->count++) {
-      int64_t needed = some[p].packed->kind < BLOCKS_AND_NUMBERS ? scratch_of(some[p].packed) : 0;
+      int64_t needed = some[p].packed->kind < KINDS_OF_ROWS ? scratch_of(some[p].packed) : 0;
       if (needed > scratch) scratch = needed;
       all->parts[all->count] = some + p;
       all->owners[all->count] = owner;
