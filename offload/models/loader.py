@@ -63,7 +63,8 @@ from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
 from offload.tensor.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
 from offload.tensor.locals import local_of
-from offload.tensor.recipes import Recipe, compute_exactly, stored_in
+from offload.tensor.products import compute_exactly
+from offload.tensor.recipes import Recipe, stored_in
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded
 from offload.torch_api import DisableTorchFunctionSubclass, blocks_of, buffers_of, parameters_of

@@ -29,10 +29,11 @@ from offload.kernels.packed import NumberRows, Packed
 from offload.prefetch.copies import with_room
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
+from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import CPU, value_on
 from offload.tensor.locals import local_of
-from offload.tensor.recipes import Decoded, Joined, Piece, stored_in, values_in_order
+from offload.tensor.recipes import Decoded, Joined, Piece, Recipe, stored_in, values_in_order
 from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
 from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
@@ -82,6 +83,16 @@ def are_multiplied_packed(model: nn.Module) -> bool:
         return False
     found = (handle_of(local).composed for local in map(local_of, model.parameters()) if type(local) is OffloadedTensor)
     return any(isinstance(one, Decoded) and one.packed is not None and not one.is_exact for one in found)
+
+
+def compute_exactly(handle: Handle) -> None:
+    """From now on, products with a value are computed with the dense value: see `offload.exact`."""
+    composed = handle.composed
+    if isinstance(composed, Decoded | Joined):
+        composed.is_exact = True
+        composed.products.clear()
+    for piece in composed.pieces if isinstance(composed, Recipe) else ():
+        compute_exactly(piece.handle)
 
 
 @overrides(F.linear)

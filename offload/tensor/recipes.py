@@ -684,16 +684,6 @@ def _put_rows(place: torch.Tensor, made: torch.Tensor, first: int, dtype: torch.
     place.copy_(rows if place.dtype == dtype else rows.to(dtype))
 
 
-def compute_exactly(handle: Handle) -> None:
-    """From now on, products with a value are computed with the dense value: see `offload.exact`."""
-    composed = handle.composed
-    if isinstance(composed, Decoded | Joined):
-        composed.is_exact = True
-        composed.products.clear()
-    for piece in composed.pieces if isinstance(composed, Recipe) else ():
-        compute_exactly(piece.handle)
-
-
 def files_in(handle: Handle) -> list[TensorFile]:
     """The file of a value; for a composed one, each file that it is computed from."""
     return list({one.file.path: one.file for one in stored_in([handle])}.values())
