@@ -56,10 +56,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     found: Counter[Any] = Counter()
     plain = Joined.value
 
-    def noting(self: Joined, view_spec: torch.Tensor | None = None) -> torch.Tensor:
+    def noting(self: Joined, view_spec: torch.Tensor | None = None, *device: torch.device) -> torch.Tensor:
         if view_spec is not None and view_spec.dim() == 3 and len(view_spec) == 1:
             found[tuple(view_spec.shape), id(self), view_spec.storage_offset()] += 1
-        return plain(self, view_spec)
+        return plain(self, view_spec, *device)
 
     monkeypatch.setattr(Joined, "value", noting)
     return found
@@ -124,9 +124,9 @@ def test_results_take_at_most_half_of_the_budget(folder, tmp_path, asked, monkey
     alive: list[int] = []
     plain = Joined._computed
 
-    def noting(self: Joined, box: Any) -> torch.Tensor:
+    def noting(self: Joined, box: Any, device: torch.device) -> torch.Tensor:
         alive.append(sum(one() is not None for one in made))
-        result = plain(self, box)
+        result = plain(self, box, device)
         made.append(weakref.ref(result))
         return result
 
