@@ -31,6 +31,7 @@ _LOOKED_UP = 63  # most tokens of a draft from the text
 def add_to(commands: arguments.Commands) -> None:
     """Add this command to a parser."""
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
+    command.usage = "%(prog)s [options] --prompt PROMPT model"
     add_model_options(command)
     command.add_argument(
         "--prompt", type=arguments.prompt, required=True, help="a message to the model, or text that it continues"
@@ -53,7 +54,7 @@ def add_to(commands: arguments.Commands) -> None:
         "--report",
         type=arguments.path,
         metavar="FILE",
-        help="write an HTML page about memory, reads and time (default: none)",
+        help="an HTML page about memory, reads and time",
     )
     allow_json(command)
     command.set_defaults(run=generate)
@@ -65,7 +66,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--device",
         type=arguments.device,
-        help="where to compute: cpu, cuda, cuda:1... (default: the accelerator, if there is one)",
+        help="cpu, cuda, cuda:1... (default: an accelerator, if any)",
     )
     command.add_argument(
         "--dtype",
@@ -90,14 +91,14 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
 
 def add_drafts(command: argparse.ArgumentParser) -> None:
     """Add the options for drafts."""
-    about = "a smaller model that drafts tokens, which one pass of MODEL then checks (default: none)"
+    about = "a smaller model that drafts tokens (default: none)"
     arguments.complete_with_folders(command.add_argument("--assistant", metavar="SMALL", help=about))
     command.add_argument(
         "--draft",
         type=_draft,
         default="auto",
         metavar="N",
-        help="tokens of a draft, 0 for none; auto: as many as pay for what a pass costs (default: %(default)s)",
+        help="tokens of a draft; auto: as many as pay (default: auto)",
     )
 
 
@@ -127,15 +128,15 @@ def add_prompt_cache(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--prompt-cache",
         type=arguments.path,
-        metavar="FOLDER",
-        help="keep the keys and values of prompts there, for later prompts that begin alike (default: keep none)",
+        metavar="DIR",
+        help="keep keys and values of prompts there, for later ones that begin alike (default: keep none)",
     )
     command.add_argument(
         "--prompt-cache-size",
         type=arguments.size,
         default="10GiB",
         metavar="SIZE",
-        help="how much it may take: what was not used for longest goes (default: %(default)s)",
+        help="how much that may take (default: %(default)s)",
     )
 
 

@@ -37,8 +37,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]
     found: list[weakref.ref[torch.Tensor]] = []
     plain = Joined._computed
 
-    def noting(self: Joined, box: object) -> torch.Tensor:
-        made = plain(self, box)
+    def noting(self: Joined, box: object, device: torch.device) -> torch.Tensor:
+        made = plain(self, box, device)
         found.append(weakref.ref(made))
         return made
 
