@@ -207,11 +207,11 @@ def plan(
     """
     batch, context = checked_count(batch, "batch"), checked_count(context, "context")
     rate = None if disk_rate is None else _positive(disk_rate)
+    budget = _budget(max_memory)
     sizes = sizes_of(model, trust_remote_code=trust_remote_code, **hub_options)
     computes_on = computing_device(device) if device is not None else torch.accelerator.current_accelerator()
     computing = computing_rates(computes_on or torch.device("cpu"))
     context_bytes = None if sizes.kv_per_token is None else sizes.kv_per_token * batch * context
-    budget = _budget(max_memory)
     left = max(0, budget - (context_bytes or 0))
     measured = rate or _rate_of_disk(sizes.file)
     estimate = Estimate(sizes, left, measured, computing, batch, _options(max_memory, device))

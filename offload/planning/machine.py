@@ -148,6 +148,7 @@ class Computing:
 
 
 _MANY = 8  # rows of activations
+_ENOUGH = 0.25  # seconds to measure something for
 
 
 def computing_rates(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Computing:
@@ -191,9 +192,9 @@ def _unpacking_rate(kind: str, x: torch.Tensor) -> float:
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:
-    """The median time of several runs, after a warm-up."""
-    taken = []
-    for _ in range(6):
+    """The median time of five runs, or of as many as take a quarter of a second, after a warm-up."""
+    taken: list[float] = []
+    while len(taken) < 2 or (len(taken) < 6 and sum(taken[1:]) < _ENOUGH):
         started = time.perf_counter()
         act()
         if device.type != "cpu":

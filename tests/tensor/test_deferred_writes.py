@@ -317,7 +317,9 @@ def test_a_row_of_a_table_in_which_one_was_set_is_looked_up_alone(tmp_path, monk
     tensor[3] = 0.0
     value = tensor.stored("x")
     made, scratch_for = [], recipes.scratch_for
-    monkeypatch.setattr(recipes, "scratch_for", lambda layout: made.append(layout.nbytes) or scratch_for(layout))
+    monkeypatch.setattr(
+        recipes, "scratch_for", lambda layout, device: made.append(layout.nbytes) or scratch_for(layout, device)
+    )
 
     found = torch.nn.functional.embedding(torch.tensor([3, 4, 1023, 3]), value)
 
