@@ -33,6 +33,7 @@ from offload.tensor.locals import is_dtensor
 from offload.tensor.recipes import Piece, stored_in
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import is_offloaded
+from offload.torch_api import version_of
 
 _SAMPLES = 1024  # values of a file of which some bytes are looked at
 _SAMPLE = 2048  # bytes
@@ -100,7 +101,7 @@ class Identities:
                 stored.flush()
                 with reading(stored.path):
                     status = os.stat(stored.path)
-                written = (process_tag(), id(stored), tensor._version) if tensor._version else None
+                written = (process_tag(), id(stored), version_of(tensor)) if version_of(tensor) else None
                 _note(digest, status.st_ino, status.st_size, status.st_mtime_ns, written)
 
     def _sampled(self, file: TensorFile) -> bytes:
@@ -122,7 +123,7 @@ class Identities:
         flat = tensor.detach().reshape(-1)
         if tensor.is_inference():  # it has no version
             return _hashed(flat)
-        mark = tensor._version, tensor.data_ptr(), _hashed(flat[:: -(-len(flat) // _STEPS) or 1])
+        mark = version_of(tensor), tensor.data_ptr(), _hashed(flat[:: -(-len(flat) // _STEPS) or 1])
         known = self._in_memory.get(tensor)
         if known is None or known[0] != mark:
             known = self._in_memory[tensor] = mark, _hashed(flat)
