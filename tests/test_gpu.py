@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from bench import gpu
+from tests.processes import run_module
 
 
 def test_everything_for_an_accelerator_goes_through_on_the_stand_in(
     tmp_path: Path, delayed_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OFFLOAD_STAND_IN", str(delayed_library))
+    """In another process: this one has imported the marked tests, which saw no device."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    env = {"OFFLOAD_STAND_IN": str(delayed_library)}
 
-    code = gpu.main(["--dry", "--out", str(tmp_path)])
+    code = run_module("bench.gpu", "--dry", "--out", str(tmp_path), env=env).returncode
 
     [result], [log] = tmp_path.glob("*.json"), tmp_path.glob("*.log")
     found = json.loads(result.read_text(encoding="utf-8"))
