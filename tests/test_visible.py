@@ -131,7 +131,7 @@ def test_a_model_whose_text_has_them_does_not_move_the_cursor(
             return NAME + "\n"
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    streamer = _printing(Tokens(), lambda: None, lambda: None)
+    streamer = _printing(Tokens(), lambda _: None, lambda: None)
     streamer.put(torch.tensor([1]))  # the prompt
     streamer.put(torch.tensor([2]))
     streamer.end()
