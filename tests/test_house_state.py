@@ -27,7 +27,6 @@ OF_OTHERS = {
     ("offload.serving.limited", "_exit"): "a forked child's",
     ("offload.cli.main", "_SubParsersAction"): "argparse's",
     ("offload.cli.main", "_actions"): "argparse's",
-    ("offload.prompts.identity", "_version"): "a tensor's, which counts the writes to it",
     ("offload.integrations.experts", "_apply_gate"): "of transformers' experts, which have no other name for it",
     ("offload.integrations.experts", "_can_set_experts_implementation"): "a transformers model's",
     ("offload.integrations.experts", "_experts_implementation"): "a transformers configuration's",
