@@ -1,10 +1,10 @@
-"""Packed rows on a GPU: decoded and multiplied by Triton, where it is installed.
+"""Packed rows on a GPU: multiplied by Triton, where it is installed.
 
 Always true:
 - Triton is imported when a product is about to use it, and is never needed: without it, or where a small trial of it
   fails, torch's chain decodes
-- decoding gives the bits of that chain; a product is accumulated in float32 from unrounded numbers, and a row of the
-  result does not depend on the rows beside it
+- a product is accumulated in float32 from unrounded numbers, and a row of the result does not depend on the rows beside
+  it
 - sizes are checked here before a kernel is given a tensor
 """
 
@@ -65,16 +65,6 @@ def takes(packed: Packed, dtype: torch.dtype) -> bool:
         and packed.last == 1.0
         and dtype in _DTYPES
     )
-
-
-def decode(packed: NumberRows, pieces: Sequence[torch.Tensor], place: torch.Tensor) -> bool:
-    """Decode packed rows to `place`, (rows, columns), on their device; False if these are of other sizes or strides."""
-    found = _layout(packed, pieces, *place.shape)
-    if found is None or not place.is_contiguous():
-        return False
-    tiles = (-(-place.shape[0] // _HIGH), -(-place.shape[1] // _WIDE))
-    _kernels().decode[tiles](place, *found, *place.shape, HIGH=_HIGH, WIDE=_WIDE, KIND=_KINDS[packed.kind])
-    return True
 
 
 def multiply(packed: NumberRows, pieces: Sequence[torch.Tensor], x: torch.Tensor, count: int) -> torch.Tensor | None:

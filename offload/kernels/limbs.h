@@ -36,7 +36,6 @@ typedef struct {
   f32x8 by[2], more[2]; /* of 32 numbers each, or, in two vectors, of 16 */
 } factors;
 
-
 /* Vectors */
 
 INLINE f32x8 load_8(const float *from) {

@@ -32,19 +32,6 @@ def _dense(numbers, step, scales, across, high, group, table, row, column, insid
 
 
 @triton.jit
-def decode(
-    out, numbers, step, scales, across, high, group, table, rows, columns,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """A tile per program."""
-    row = (tl.program_id(0) * HIGH + tl.arange(0, HIGH))[:, None]
-    column = (tl.program_id(1) * WIDE + tl.arange(0, WIDE))[None, :]
-    inside = (row < rows) & (column < columns)
-    dense = _dense(numbers, step, scales, across, high, group, table, row, column, inside, KIND)
-    tl.store(out + row.to(tl.int64) * columns + column, dense.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def multiply(
     out, x, count, numbers, step, scales, across, high, group, table, rows, columns,
     MOST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr,

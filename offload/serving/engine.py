@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from offload.batches.scheduler import Call, Scheduler
 from offload.batches.stages import handles_of, models_of, stages_of
@@ -34,6 +33,7 @@ from offload.memory import available_bytes
 from offload.prefetch.engine import counts
 from offload.serving.answering import End, Job, Piece, bytes_per_token
 from offload.serving.bodies import Refused
+from offload.storage.threads import Worker
 
 MOST = 64  # answers in flight by default
 _SHARE = 0.25  # of available memory, for keys and values
@@ -90,7 +90,6 @@ class Engine:
         """
         self.room = int(available_bytes() * _SHARE) if room is None else room
         self.most_waiting = most_waiting
-        self._model: nn.Module = model
         self._answer = answer
         self._per_token = bytes_per_token(model)
         self._most = in_flight or MOST
@@ -101,8 +100,11 @@ class Engine:
         self._deadline: float | None = None  # after which answers are cut
         self._is_closed = False
         self._changed = threading.Condition()  # guards everything above
-        self._thread = threading.Thread(target=self._run, name="offload-engine", daemon=True)
-        self._thread.start()
+        models = models_of(model)
+        self._stages = stages_of(models, None)
+        self._handles = handles_of(models, self._stages)
+        self._thread = Worker(self._run, "offload-engine")
+        self._thread.begin()
 
     def size_of(self, job: Job) -> int:
         """The bytes that a job needs at most."""
@@ -141,7 +143,7 @@ class Engine:
     def is_well(self) -> bool:
         """Whether new jobs are accepted."""
         with self._changed:
-            return self._thread.is_alive() and not self._is_closed and self._deadline is None
+            return self._thread.is_running and not self._is_closed and self._deadline is None
 
     def end(self, seconds: float) -> None:
         """Begin no more answers; those in progress are cut after so many seconds."""
@@ -164,12 +166,9 @@ class Engine:
 
     def _run(self) -> None:
         with torch.inference_mode():
-            models = models_of(self._model)
-            stages = stages_of(models, None)
-            handles = handles_of(models, stages)
             while self._has_work():
                 try:
-                    self._work(Scheduler(stages, handles, spills=False))
+                    self._work(Scheduler(self._stages, self._handles, spills=False))
                 except Exception as error:
                     _log.exception("a pass failed")
                     self._fail_all(error)

@@ -6,7 +6,7 @@ Always true:
 - an expert with few tokens is multiplied from its pieces where they lie, packed or dense, joined or apart, and all of
   these in one call; one with many is multiplied by torch, by each piece where it lies, or once that is decoded
 - the result of a token depends neither on the other tokens nor on what is in memory, but for experts with many of them
-- what the kernels do not take is left to the caller: nothing has been computed then
+- what the kernels do not take is left to the caller, which then computes all of it
 """
 
 from __future__ import annotations
