@@ -182,12 +182,15 @@ def _run(job: dict[str, Any]) -> None:
     except SystemExit as error:
         _exit_codes.append(error.code if isinstance(error.code, int) else int(error.code is not None))
         raise
+    except KeyboardInterrupt:
+        _exit_codes.append(-signal.SIGINT)
+        raise
     except Exception:
         _exit_codes.append(1)
         raise
 
 
-_exit_codes: list[int] = []  # of this process, once it is known
+_exit_codes: list[int] = []  # of this process, once it is known, or minus the signal to end by
 
 
 def _leave() -> None:
@@ -195,7 +198,10 @@ def _leave() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # the script has closed it
             stream.flush()
-    if _exit_codes:  # else Python knows better: an interrupt
+    if _exit_codes == [-signal.SIGINT]:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    if _exit_codes:
         os._exit(_exit_codes[0] & 0xFF)
 
 

@@ -54,7 +54,7 @@ def add_to(commands: arguments.Commands) -> None:
         "--report",
         type=arguments.path,
         metavar="FILE",
-        help="an HTML page about memory, reads and time",
+        help="an HTML page about memory, reads and time (default: none)",
     )
     allow_json(command)
     command.set_defaults(run=generate)
