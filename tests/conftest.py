@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
 for library in ("HF_HUB", "TRANSFORMERS", "HF_DATASETS"):
     os.environ.setdefault(f"{library}_OFFLINE", "1")
+
+
+def _compute_with_one_thread() -> None:
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=_compute_with_one_thread)  # the others of an OpenMP team are in the parent alone
 
 
 def pytest_configure() -> None:
