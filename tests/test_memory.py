@@ -46,7 +46,7 @@ MANY = """
             objects=sys.getallocatedblocks(),
         )
 
-    round_of(50)
+    round_of(int(sys.argv[1]))  # of this, the interpreter and the C library keep some for themselves
     before = measured()
     right, most_files, most_descriptors = round_of(int(sys.argv[1]))
     after = measured()
@@ -66,7 +66,7 @@ def test_thousands_of_tensors_under_a_limit_of_256_descriptors_leave_nothing(qui
     assert 0 == found["grown"]["descriptors"]
     assert found["grown"]["mappings"] < 100
     assert found["grown"]["objects"] < 1500  # half an object a tensor
-    assert found["grown"]["anonymous"] < 8 << 20  # the interpreter keeps some of what it had for itself
+    assert found["grown"]["anonymous"] < 8 << 20
     assert [] == os.listdir(quick_folder)
 
 

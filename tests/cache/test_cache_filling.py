@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import offload
 from bench.page_cache import cached_fraction
 from offload import OffloadedTensor, TensorCache
+from offload.cache import rowfile
 from offload.errors import CorruptFileError
 from offload.prefetch import engine, filling
 from offload.storage import background, pages
@@ -51,6 +55,19 @@ def folder(tmp_path):
 def path(folder):
     """The column's file, not in memory."""
     return dropped(folder / "x.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def _looks_read_nothing(monkeypatch):
+    """Otherwise, a quick disk has the page that is looked at before the look ends, and it is taken to be in memory."""
+
+    def look_at(fd, places):
+        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapping:
+            address = np.frombuffer(mapping, np.uint8).ctypes.data
+            if not all(pages.cached_bytes(address + place, 1) for place in places):
+                raise OSError(errno.EAGAIN, "not in memory")
+
+    monkeypatch.setattr(rowfile, "look_at", look_at)
 
 
 @pytest.fixture(autouse=True)
