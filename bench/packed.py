@@ -81,7 +81,7 @@ def _bits() -> torch.Tensor:
     return torch.randint(0, 256, (16 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """Random bits in a tensor of this shape."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     bits = _bits()
@@ -93,19 +93,19 @@ def _dense(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat1
     """Numbers of a few hundredths with either sign; ones for a norm."""
     if len(shape) == 1:
         return {name: torch.ones(shape, dtype=dtype)}
-    return {name: (_random(shape).to(dtype) - 127.5) / 4096}
+    return {name: (random_bits(shape).to(dtype) - 127.5) / 4096}
 
 
 def _fp8(name: str, shape: tuple[int, ...]) -> Entries:
     rows, columns = shape
-    numbers = _random(shape).bitwise_and(0xBF).view(torch.float8_e4m3fn)  # up to 1.9
+    numbers = random_bits(shape).bitwise_and(0xBF).view(torch.float8_e4m3fn)  # up to 1.9
     return {name: numbers, f"{name}_scale_inv": torch.full((-(-rows // 128), -(-columns // 128)), 0.02)}
 
 
 def _w4a16(name: str, shape: tuple[int, ...]) -> Entries:
     rows, columns = shape
     return {
-        f"{name}_packed": _random((rows, columns // 8), torch.int32),
+        f"{name}_packed": random_bits((rows, columns // 8), torch.int32),
         f"{name}_scale": torch.full((rows, columns // 128), 0.004, dtype=torch.bfloat16),
         f"{name}_shape": torch.tensor(shape),
     }
@@ -116,7 +116,7 @@ def _nf4(name: str, shape: tuple[int, ...]) -> Entries:
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}
     table = torch.linspace(-1, 1, 16)  # evenly spaced, unlike nf4's: a table like any other
     return {
-        name: _random((numbers // 2, 1)),
+        name: random_bits((numbers // 2, 1)),
         f"{name}.absmax": torch.full((numbers // 64,), 0.04),
         f"{name}.quant_map": table,
         f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
@@ -128,7 +128,7 @@ def _mxfp4(name: str, shape: tuple[int, ...]) -> Entries:
         return _dense(name, shape)
     experts, inputs, outputs = shape
     scales = torch.full((experts, outputs, inputs // 32), 121, dtype=torch.uint8)
-    return {f"{name}_blocks": _random((*scales.shape, 16)), f"{name}_scales": scales}
+    return {f"{name}_blocks": random_bits((*scales.shape, 16)), f"{name}_scales": scales}
 
 
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
@@ -248,7 +248,7 @@ def _written_gguf(config: Any, model: Any, folder: Path) -> Path:
     for name, value in model.state_dict().items():
         stored = f"{names.get_name(name.removesuffix('.weight'))}.weight"
         if name.endswith("_proj.weight"):
-            blocks = _random((value.shape[0], value.shape[1] // 256, 144))
+            blocks = random_bits((value.shape[0], value.shape[1] // 256, 144))
             blocks[..., :4] = torch.tensor([2e-4, 1.5e-3], dtype=torch.float16).view(torch.uint8)  # factor, offsets'
             writer.add_tensor(stored, blocks.flatten(1).numpy(), raw_dtype=gguf.GGMLQuantizationType.Q4_K)
         elif value.dim() == 1:

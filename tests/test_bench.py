@@ -28,6 +28,7 @@ CASES = (
     "decode",
     "generate",
     "forms",
+    "gguf",
     "routed",
     "cold",
     "capped",
