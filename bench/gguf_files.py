@@ -86,7 +86,7 @@ def _llama_cpp(path: Path, tokens: int) -> float:
     program = Path(__file__).with_name("llama_cpp.mjs")
     numbers = map(str, (torch.get_num_threads(), _WARM_UP, tokens))
     command = ["node", program, os.environ["NODE_LLAMA_CPP"], path.resolve(), *numbers]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=600, check=True)
     return median(json.loads(done.stdout.splitlines()[-1]))
 
 

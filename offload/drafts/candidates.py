@@ -47,6 +47,13 @@ class DraftSummary:
     drafted: int = 0
     accepted: int = 0
 
+    def add(self, tokens: int, drafted: int, accepted: int) -> None:
+        """Count a pass."""
+        self.passes += 1
+        self.tokens += tokens
+        self.drafted += drafted
+        self.accepted += accepted
+
     @property
     def tokens_per_pass(self) -> float:
         """1.0 without drafts."""
@@ -242,11 +249,7 @@ class Drafts:
             self._known.trials.earn(seconds)
             if self._source is not None:
                 self._source.acceptance.learn(accepted, len(self._drafted))
-            summary = self._known.summary
-            summary.passes += 1
-            summary.tokens += len(new)
-            summary.drafted += len(self._drafted)
-            summary.accepted += accepted
+            self._known.summary.add(len(new), len(self._drafted), accepted)
         if self._from_inner:
             self._inner.update_candidate_strategy(input_ids, scores, num_matches)
         self._is_first = False

@@ -29,8 +29,9 @@ from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.memory import return_freed
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
+from offload.models.filling import filled, waiting
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
-from offload.models.pretrained import filled, note_form, waiting, without_quantization
+from offload.models.pretrained import note_form, without_quantization
 from offload.models.slots import tensor_slots
 from offload.storage.modes import no_inference
 from offload.storage.reasons import first_line, reading

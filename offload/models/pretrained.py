@@ -15,8 +15,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial, reduce, wraps
 from pathlib import Path
@@ -35,122 +35,25 @@ from offload.checkpoints.forms.values import Form, Values, values_in
 from offload.distributed.together import Ranks
 from offload.drafts.alike import alike_rows
 from offload.drafts.candidates import drafts_for
-from offload.errors import CheckpointError, OffloadError
-from offload.memory import uncollected
+from offload.errors import CheckpointError
 from offload.models import log
+from offload.models.filling import filled
+from offload.models.mtp import mtp_candidates
 from offload.models.saving import save_checkpoint
 from offload.prompts.keeping import keeping_prompts
-from offload.storage.locks import fork_safe_lock
-from offload.storage.modes import no_functions, no_grad, no_inference, no_modes
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute
 from offload.storage.replacing import made_folder, put_file, remove_folder, temporary_for
 from offload.storage.state_file import read_json
-from offload.tensor.deferred import DeferredTensor, deferred, refuse_to_share
+from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.guests import mapped_value
 from offload.tensor.locals import is_dtensor, local_of
 from offload.tensor.saved import files_of, refuse_referenced, refuse_sources
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.tensor.wrapper import is_offloaded
 
 # Files that are replaced or removed by transformers, diffusers and others that save in the same way.
-_SHARDING = ("tp_plan", "distributed_config", "device_mesh")  # options with which transformers shards weights
 _WEIGHTS = re.compile(r"(\w+_)?model(\.\w+)?(-\d+){0,2}(-of-\d+)?\.(safetensors|bin)")
-
-
-class Waiting:
-    """A tensor of a checkpoint as a loader expects those of a file: `[...]` returns it, deferred, when it is needed.
-
-    A large mixture of experts has tens of thousands, of which one layer's are needed at a time.
-    """
-
-    __slots__ = ("_keeps_dtype", "_tensor")
-
-    def __init__(self, tensor: OffloadedTensor, *, keeps_dtype: bool = False) -> None:
-        self._tensor = tensor
-        self._keeps_dtype = keeps_dtype
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return deferred(self._tensor, keeps_dtype=self._keeps_dtype)[index]
-
-
-@uncollected()
-def filled(
-    model_class: Any,
-    config: Config,
-    path: Path,
-    tensors: Mapping[str, torch.Tensor | Waiting],
-    dtype: torch.dtype,
-    **options: Any,
-) -> tuple[Pretrained, Kwargs]:
-    """A model whose tensors are deferred, and transformers' loading info.
-
-    Args:
-        model_class: a class from transformers, not an `Auto` class.
-        config: its configuration, changed in the ways that transformers does.
-        path: of the checkpoint.
-        tensors: its values: on disk, deferred or waiting.
-        dtype: of floating-point tensors.
-        options: passed to the class's own `from_pretrained`.
-
-    Raises:
-        CheckpointError: the tensors can't be converted to the model's format.
-    """
-    state: dict[str, Any] = {
-        name: Waiting(tensor) if is_offloaded(tensor) else tensor for name, tensor in tensors.items()
-    }
-    is_shared = any(options.get(name) is not None for name in _SHARDING)
-    looked_at = is_shared or quantization_of(config) is not None  # by others, before they are taken
-    if looked_at:
-        state = {name: one[...] if isinstance(one, Waiting) else one for name, one in state.items()}
-    if is_shared:
-        for name, tensor in state.items():
-            refuse_to_share(tensor, name)
-    options = {**options, "state_dict": state, "dtype": dtype, "output_loading_info": True}
-    # Inference parameters can't be views of files, and transformers would follow the default device, even to "meta".
-    in_turn = nullcontext() if looked_at else _one_by_one()
-    with in_turn, no_inference(), no_grad(), torch.device("cpu"):
-        try:
-            model, report = model_class.from_pretrained(None, config=config, **options)
-        except (OffloadError, MemoryError):
-            raise
-        except Exception as error:  # it can raise anything for settings that it does not expect
-            raise CheckpointError(
-                f"transformers can't make a {model_class.__name__} from {path}: {error} (its log has the details)"
-            ) from error
-    return model, report
-
-
-_SERIAL = "HF_DEACTIVATE_ASYNC_LOAD"
-_LOCK = fork_safe_lock()
-_LOADINGS: list[str | None] = []  # in progress: the environment variable before each
-
-
-@contextmanager
-def _one_by_one() -> Iterator[None]:
-    """Make transformers convert each tensor when it gets to it, instead of all ahead in threads of its own.
-
-    The threads are meant for reading; nothing is read here, and tens of thousands of experts would be in the queue.
-    """
-    with _LOCK:
-        _LOADINGS.append(os.environ.get(_SERIAL))
-        os.environ[_SERIAL] = "1"
-    try:
-        yield
-    finally:
-        with _LOCK:
-            before = _LOADINGS.pop()  # the first one's, used when the last one ends
-            if not _LOADINGS and before is None:
-                os.environ.pop(_SERIAL, None)
-            elif not _LOADINGS:
-                os.environ[_SERIAL] = str(before)
-
-
-def waiting(values: Values) -> dict[str, torch.Tensor | Waiting]:
-    """The values as transformers takes them; those that it would not cast keep their dtype."""
-    return {
-        name: Waiting(tensor, keeps_dtype=True) if values.keeps_dtype(name) and is_offloaded(tensor) else tensor
-        for name, tensor in values.tensors.items()
-    }
 
 
 def note_form(model: Pretrained, values: Values) -> None:
@@ -328,6 +231,8 @@ def _drafting(kind: Any) -> dict[str, Callable[..., Any]]:
     @wraps(kind._get_candidate_generator)
     def _get_candidate_generator(self: Any, *args: Any, **options: Any) -> Any:
         given = inspect.signature(kind._get_candidate_generator).bind(self, *args, **options).arguments
+        if getattr(given["generation_config"], "use_mtp", None):
+            return mtp_candidates(self, given)
         return drafts_for(self, partial(kind._get_candidate_generator, self), given)
 
     return {one.__name__: one for one in (_assisted_decoding, _get_candidate_generator)}

@@ -1,0 +1,146 @@
+"""Transformers' own loader, given tensors that are on disk.
+
+Always true:
+- it renames, stacks, splits and casts deferred tensors: nothing is read or written
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.annotations import Config, Kwargs, Pretrained
+from offload.checkpoints.companions import quantization_of
+from offload.checkpoints.forms.values import Values
+from offload.errors import CheckpointError, OffloadError
+from offload.memory import uncollected
+from offload.storage.locks import fork_safe_lock
+from offload.storage.modes import no_grad, no_inference
+from offload.tensor.deferred import deferred, refuse_to_share
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+
+_SHARDING = ("tp_plan", "distributed_config", "device_mesh")  # options with which transformers shards weights
+
+
+class Waiting:
+    """A tensor of a checkpoint as a loader expects those of a file: `[...]` returns it, deferred, when it is needed.
+
+    A large mixture of experts has tens of thousands, of which one layer's are needed at a time.
+    """
+
+    __slots__ = ("_keeps_dtype", "_tensor")
+
+    def __init__(self, tensor: OffloadedTensor, *, keeps_dtype: bool = False) -> None:
+        self._tensor = tensor
+        self._keeps_dtype = keeps_dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return deferred(self._tensor, keeps_dtype=self._keeps_dtype)[index]
+
+
+@uncollected()
+def filled(
+    model_class: Any,
+    config: Config,
+    path: Path,
+    tensors: Mapping[str, torch.Tensor | Waiting],
+    dtype: torch.dtype,
+    **options: Any,
+) -> tuple[Pretrained, Kwargs]:
+    """A model whose tensors are deferred, and transformers' loading info.
+
+    Args:
+        model_class: a class from transformers, not an `Auto` class.
+        config: its configuration, changed in the ways that transformers does.
+        path: of the checkpoint.
+        tensors: its values: on disk, deferred or waiting.
+        dtype: of floating-point tensors.
+        options: passed to the class's own `from_pretrained`.
+
+    Raises:
+        CheckpointError: the tensors can't be converted to the model's format.
+    """
+    state: dict[str, Any] = {
+        name: Waiting(tensor) if is_offloaded(tensor) else tensor for name, tensor in tensors.items()
+    }
+    is_shared = any(options.get(name) is not None for name in _SHARDING)
+    looked_at = is_shared or quantization_of(config) is not None  # by others, before they are taken
+    if looked_at:
+        state = {name: one[...] if isinstance(one, Waiting) else one for name, one in state.items()}
+    if is_shared:
+        for name, tensor in state.items():
+            refuse_to_share(tensor, name)
+    options = {**options, "state_dict": state, "dtype": dtype, "output_loading_info": True}
+    # Inference parameters can't be views of files, and transformers would follow the default device, even to "meta".
+    in_turn = nullcontext() if looked_at else one_by_one()
+    with in_turn, no_inference(), no_grad(), torch.device("cpu"):
+        try:
+            model, report = model_class.from_pretrained(None, config=config, **options)
+        except (OffloadError, MemoryError):
+            raise
+        except Exception as error:  # it can raise anything for settings that it does not expect
+            raise CheckpointError(
+                f"transformers can't make a {model_class.__name__} from {path}: {error} (its log has the details)"
+            ) from error
+    return model, report
+
+
+_SERIAL = "HF_DEACTIVATE_ASYNC_LOAD"
+_LOCK = fork_safe_lock()
+_LOADINGS: list[str | None] = []  # in progress: the environment variable before each
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Make transformers convert each tensor when it gets to it, instead of all ahead in threads of its own.
+
+    The threads are meant for reading; nothing is read here, and tens of thousands of experts would be in the queue.
+    """
+    with _LOCK:
+        _LOADINGS.append(os.environ.get(_SERIAL))
+        os.environ[_SERIAL] = "1"
+    try:
+        yield
+    finally:
+        with _LOCK:
+            before = _LOADINGS.pop()  # the first one's, used when the last one ends
+            if not _LOADINGS and before is None:
+                os.environ.pop(_SERIAL, None)
+            elif not _LOADINGS:
+                os.environ[_SERIAL] = str(before)
+
+
+def waiting(values: Values) -> dict[str, torch.Tensor | Waiting]:
+    """The values as transformers takes them; those that it would not cast keep their dtype."""
+    return {
+        name: Waiting(tensor, keeps_dtype=True) if values.keeps_dtype(name) and is_offloaded(tensor) else tensor
+        for name, tensor in values.tensors.items()
+    }
+
+
+def filled_with(
+    model: Pretrained, tensors: Mapping[str, torch.Tensor | Waiting], conversions: list[Any], dtype: torch.dtype
+) -> list[str]:
+    """Fill a module on the meta device from tensors with the names of a checkpoint.
+
+    Args:
+        model: of transformers.
+        tensors: on disk, deferred or waiting.
+        conversions: from those names and formats to the module's.
+        dtype: of floating-point tensors.
+
+    Returns:
+        The names that are missing, sorted.
+    """
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    how = LoadStateDictConfig(weight_mapping=conversions, device_map={"": torch.device("cpu")}, dtype=dtype)
+    with one_by_one(), no_inference(), no_grad(), torch.device("cpu"):
+        report, _ = convert_and_load_state_dict_in_model(model=model, state_dict=dict(tensors), load_config=how)
+    return sorted(report.missing_keys)
