@@ -173,15 +173,19 @@ def best_level() -> int:
     return 0 if found is None else int(found.offload_kernels_levels())
 
 
-@lru_cache(maxsize=len(DTYPES))
-def most_rows(dtype: torch.dtype) -> int:
+@lru_cache(maxsize=2 * len(DTYPES))
+def most_rows(dtype: torch.dtype, *, in_integers: bool = False) -> int:
     """Up to how many rows of activations are multiplied faster than by decoding the rows and torch's product.
 
     Measured with matrices of 4096 x 4096, on one thread.
+
+    Args:
+        dtype: of the activations.
+        in_integers: whether the kernel multiplies in integers (see `limbs.h`), and not in floats.
     """
     level = best_level()
     usual = _AT_LEVEL[min(level, len(_AT_LEVEL) - 1)]
-    return min(usual, 8) if dtype == torch.bfloat16 and level < _BFLOAT16 else usual
+    return min(usual, 8) if dtype == torch.bfloat16 and (level < _BFLOAT16 or in_integers) else usual
 
 
 def description() -> str:

@@ -17,7 +17,7 @@ import torch
 from offload.kernels.codebooks import codebook, has_codebook
 from offload.kernels.native import Matrix
 
-_BLOCKS = {  # numbers and bytes of a block, by kind, in the order of `BLOCK_KINDS` in kernels.h
+_BLOCKS = {  # numbers and bytes of a block, by kind, in the order of `BLOCK_KINDS` in kernels.h; see `limbs.h`
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
     "Q5_0": (32, 22),
@@ -91,6 +91,7 @@ class Packed(Protocol):
         is_turned: whether its rows are the columns of the dense value.
         is_rounded: whether the dense value is computed in another dtype than float32, so that decoding it gives other
             last bits.
+        in_integers: whether its kernel multiplies in integers: see `limbs.h`.
     """
 
     @property
@@ -98,6 +99,9 @@ class Packed(Protocol):
 
     @property
     def is_rounded(self) -> bool: ...
+
+    @property
+    def in_integers(self) -> bool: ...
 
     def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
         """The matrix over stored pieces: (rows, ...) each. It is valid while they are.
@@ -121,6 +125,11 @@ class GgufRows:
     heads: int = 0
     is_rounded: bool = False
     is_turned: ClassVar[bool] = False
+
+    @property
+    def in_integers(self) -> bool:
+        """See `Packed`."""
+        return self.kind in _BLOCKS
 
     def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
         """See `Packed`."""
@@ -167,6 +176,7 @@ class NumberRows:
     nested_offset: float = 0.0
     is_turned: bool = False
     is_rounded: bool = False
+    in_integers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         assert self.group % 32 == 0 or self.group == 16, "groups are of whole vectors"
@@ -233,6 +243,7 @@ class WordColumns:
     is_awq: bool = False
     is_turned: ClassVar[bool] = False
     is_rounded: ClassVar[bool] = False
+    in_integers: ClassVar[bool] = False
 
     def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
         """See `Packed`."""

@@ -170,7 +170,7 @@ def computing_rates(device: torch.device, dtype: torch.dtype = torch.bfloat16) -
     rates, slows, fused_rows = None, 1.0, 0
     if device.type == "cpu" and library() is not None:
         rates = (_unpacking_rate("Q8_0", one), _unpacking_rate("Q4_K", one))
-        slows, fused_rows = rates[1] / _unpacking_rate("Q4_K", many[:_MANY]), most_rows(dtype)
+        slows, fused_rows = rates[1] / _unpacking_rate("Q4_K", many[:_MANY]), most_rows(dtype, in_integers=True)
     return Computing(
         streams=weight.nbytes / streaming,
         multiplies=2 * len(many) * weight.numel() / multiplying,

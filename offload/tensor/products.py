@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -208,11 +208,17 @@ def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None) -> torch.Tensor
         return None
     if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
         return None
-    most = MOST_ROWS if any_rows.get() else most_rows(x.dtype)
-    if not 0 < x.numel() <= most * x.shape[-1]:
+    if not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
         return None
     with no_functions(), no_modes():
         return _multiplied(x, weight, bias)
+
+
+def most_rows_of(parts: Iterable[Rows], dtype: torch.dtype) -> int:
+    """Up to how many rows of activations of a dtype are multiplied by such rows from their packed bytes."""
+    if any_rows.get():
+        return MOST_ROWS
+    return min((most_rows(dtype, in_integers=rows.packed.in_integers) for rows in parts), default=MOST_ROWS)
 
 
 def may_be_fused(x: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -224,7 +230,7 @@ def may_be_fused(x: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _multiplied(x: torch.Tensor, weight: Piece, bias: Any) -> torch.Tensor | None:
     parts, height = parts_of(weight), len(weight.view_spec)
-    if parts is None:
+    if parts is None or x.numel() > most_rows_of(parts, x.dtype) * x.shape[-1]:
         return None
     if bias is not None:
         bias = guest_of(bias).resolve_neg().contiguous()

@@ -167,7 +167,7 @@ def test_an_assistant_may_have_another_vocabulary(folder: Path, samples: bool):
 
     model, assistant = offload.from_pretrained(folder), llama(1, vocab_size=97)
     tokenizers = {"tokenizer": words(96, 5), "assistant_tokenizer": words(97, 3)}
-    options = {"max_new_tokens": 12, "do_sample": samples}
+    options = {"min_new_tokens": 12, "max_new_tokens": 12, "do_sample": samples}
     found = model.generate(PROMPT, assistant_model=assistant, **tokenizers, **options)
 
     assert PROMPT.shape[1] + 12 == found.shape[1]

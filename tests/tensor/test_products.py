@@ -54,6 +54,12 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
                 yield module, unrounded(weight)
 
 
+def most_rows(layer: nn.Linear) -> int:
+    parts = products.parts_of(Piece(handle_of(layer.weight), view_spec_of(layer.weight)))
+    assert parts
+    return products.most_rows_of(parts, layer.weight.dtype)
+
+
 def unrounded(piece: Piece) -> torch.Tensor:
     recipe, rows = piece.handle.composed, len(piece.view_spec)
     if isinstance(recipe, Joined):
@@ -73,7 +79,7 @@ def test_the_error_of_a_product_is_at_most_that_with_the_dense_weight(model):
     layers = list(packed_layers(model))
     assert layers
     for layer, weight in layers:
-        for rows in (1, 3, native.most_rows(layer.weight.dtype)):
+        for rows in (1, 3, most_rows(layer)):
             x = activations(layer, rows)
             true = F.linear(x.double(), weight.double(), None if layer.bias is None else layer.bias.double())
             with torch.no_grad():
@@ -88,7 +94,7 @@ def test_the_error_of_a_product_is_at_most_that_with_the_dense_weight(model):
 
 def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(model):
     for layer, _ in packed_layers(model):
-        x = activations(layer, native.most_rows(layer.weight.dtype))
+        x = activations(layer, most_rows(layer))
         with torch.no_grad():
             expected = torch.cat([layer(row[None]) for row in x])
 
@@ -99,7 +105,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(model):
 def test_exact_products_are_those_with_the_dense_weight_bit_for_bit(model, tmp_path):
     for layer, _ in packed_layers(model):
         dense = layer.weight.materialize()
-        for rows in (1, native.most_rows(dense.dtype), native.most_rows(dense.dtype) + 1):
+        for rows in (1, most_rows(layer), most_rows(layer) + 1):
             x = activations(layer, rows)
             expected = F.linear(x, dense, layer.bias)
 
