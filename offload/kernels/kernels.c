@@ -178,15 +178,15 @@ static void finish(const task *what, int64_t n, const float *found) {
     put_number(what->out, r * what->out_step + n, what->out_dtype, what->bias ? found[r] + bias : found[r]);
 }
 
-/* The products of one row of blocks with all rows of x. */
-static void multiply_blocks(const task *what, const stored_row *row, float *found) {
+/* The products of rows of blocks with all rows of x. */
+static void multiply_blocks(const task *what, const stored_row *rows, int64_t count, float (*found)[MOST_ROWS]) {
   int64_t columns = what->packed->columns;
   int kind = what->packed->kind;
   if (what->chunks)
-    what->functions->limbs[kind](row->bytes, columns, what->chunks, what->chunks_step, what->x_rows, found);
+    what->functions->limbs[kind](rows, count, columns, what->chunks, what->chunks_step, what->x_rows, found);
   for (int64_t r = 0; r < what->x_rows; r++)
-    if (what->as_floats[r])
-      found[r] = what->functions->rows[kind].dot(row, columns, (const float *)what->x + r * what->x_step);
+    for (int64_t p = 0; p < count && what->as_floats[r]; p++)
+      found[p][r] = what->functions->rows[kind].dot(rows + p, columns, (const float *)what->x + r * what->x_step);
 }
 
 /* The products of one row, or of some rows, with all rows of x. */
@@ -194,7 +194,7 @@ static void multiply_rows(const task *what, const stored_row *rows, int64_t coun
   int64_t columns = what->packed->columns;
   const rows_of_kind *kind = what->functions->rows + what->packed->kind;
   if (what->packed->kind < BLOCKS)
-    multiply_blocks(what, rows, found[0]);
+    multiply_blocks(what, rows, count, found);
   else if (what->pairs && what->x_rows == 1)
     found[0][0] = what->pairs->dot(rows, columns, what->x);
   else if (what->pairs)
@@ -234,7 +234,7 @@ static void work_on_rows(void *data) {
   task *what = data;
   const matrix *packed = what->packed;
   int64_t number = what->threads ? what->threads->number() : 0, begin, end;
-  int64_t most = !what->x || what->x_rows == 1 || packed->kind < BLOCKS ? 1 : what->pairs ? AT_ONCE : 2;
+  int64_t most = what->chunks ? AT_ONCE : !what->x || what->x_rows == 1 ? 1 : what->pairs ? AT_ONCE : 2;
   int64_t resolved[AT_ONCE];
   float found[AT_ONCE][MOST_ROWS], *scratch = what->scratch + number * what->scratch_step;
   stored_row rows[AT_ONCE];

@@ -138,12 +138,12 @@ typedef struct {
   int16_t limbs[4][2][2][2][16];          /* [pair of groups][limb][even, odd columns][group of the pair][column / 2] */
 } chunk;
 
-/* The products of a row of blocks with `count` rows of x, `step` chunks apart. */
-typedef void (*multiply_limbs)(const uint8_t *bytes, int64_t columns, const chunk *x, int64_t step, int64_t count,
-                               float *out);
-
 #define MOST_ROWS 64 /* of x, in one call */
-#define AT_ONCE 8    /* rows that are decoded together */
+#define AT_ONCE 8    /* rows that are decoded, or multiplied, together */
+
+/* The products of at most AT_ONCE rows of blocks with rows of x, `step` chunks apart. */
+typedef void (*multiply_limbs)(const stored_row *rows, int64_t count, int64_t columns, const chunk *x, int64_t step,
+                               int64_t x_rows, float (*out)[MOST_ROWS]);
 
 /* The same with a row of bfloat16 numbers. */
 typedef struct {

@@ -440,22 +440,26 @@ INLINE vs added_group(vs sum, vl even, vl odd, const int16_t *x, vs by) {
 #define L_OF(one, other, which) (one).which
 #endif
 
+#define AT_A_TIME 4096 /* columns of all rows of x beside each other, whose integers stay in the first cache */
+
+typedef struct {
+  vs sums[2 / GROUPS];
+  f32x8 more;
+} limb_sums;
+
 #define DEFINE_LIMBS(kind, of_16, has_more)                                                                            \
-  INLINE void some_limbs_##kind(const uint8_t *bytes, int64_t columns, const chunk *x, int64_t step, float *out,       \
-                                const int rows) {                                                                      \
+  INLINE void some_limbs_##kind(const uint8_t *bytes, int64_t columns, const chunk *x, int64_t step, limb_sums *to,    \
+                                int64_t ahead, const int rows) {                                                       \
     const int numbers = NUMBERS_##kind, nbytes = BYTES_##kind;                                                         \
-    vs sums[BESIDE_EACH_OTHER][2 / GROUPS];                                                                            \
-    f32x8 more[BESIDE_EACH_OTHER];                                                                                     \
+    limb_sums all[BESIDE_EACH_OTHER];                                                                                  \
     float by[BESIDE_EACH_OTHER][16];                                                                                   \
     factors f;                                                                                                         \
-    for (int r = 0; r < rows; r++) {                                                                                   \
-      for (int n = 0; n < 2 / GROUPS; n++) sums[r][n] = s_set(0);                                                      \
-      more[r] = set_8(0);                                                                                              \
-    }                                                                                                                  \
+    for (int r = 0; r < rows; r++) all[r] = to[r];                                                                     \
     for (int64_t at = 0; at < columns; at += CHUNK, x++, bytes += CHUNK / numbers * nbytes) {                          \
       int count = columns - at < CHUNK ? (int)(columns - at) / 32 : CHUNK / 32;                                        \
+      for (int line = 0; line < CHUNK / numbers * nbytes; line += 64) __builtin_prefetch(bytes + ahead + line);        \
       factors_##kind(bytes, count, &f);                                                                                \
-      for (int r = 0; r < rows; r++) factors_for(x + r * step, &f, by[r], more + r, of_16, has_more);                  \
+      for (int r = 0; r < rows; r++) factors_for(x + r * step, &f, by[r], &all[r].more, of_16, has_more);              \
       UNROLLED for (int group = 0; group < (numbers == 32 ? count : CHUNK / 32); group += GROUPS) {                    \
         int next = numbers == 32 && group + 1 == count ? group : group + 1; /* the last one may have none beside it */ \
         codes one = codes_##kind(bytes + (numbers == 32 ? group * nbytes : 0), group);                                 \
@@ -463,20 +467,37 @@ INLINE vs added_group(vs sum, vl even, vl odd, const int16_t *x, vs by) {
         vl even = L_OF(one, other, even), odd = L_OF(one, other, odd);                                                 \
         (void)other;                                                                                                   \
         for (int r = 0; r < rows; r++) {                                                                               \
-          vs factor = of_16 ? s_of_16(by[r] + 2 * group) : s_of_32(by[r] + group), *sum = &sums[r][group % 2];         \
+          vs factor = of_16 ? s_of_16(by[r] + 2 * group) : s_of_32(by[r] + group), *sum = &all[r].sums[group % 2];     \
           *sum = added_group(*sum, even, odd, x[r * step].limbs[group / 2][0][0][group % 2], factor);                  \
         }                                                                                                              \
       }                                                                                                                \
     }                                                                                                                  \
-    for (int r = 0; r < rows; r++) out[r] = added(has_more ? s_added(sums[r]) + more[r] : s_added(sums[r]));           \
+    for (int r = 0; r < rows; r++) to[r] = all[r];                                                                     \
   }                                                                                                                    \
-  static void limbs_##kind(const uint8_t *bytes, int64_t columns, const chunk *x, int64_t step, int64_t count,         \
-                           float *out) {                                                                               \
-    for (; count >= BESIDE_EACH_OTHER; count -= BESIDE_EACH_OTHER, x += BESIDE_EACH_OTHER * step) {                    \
-      some_limbs_##kind(bytes, columns, x, step, out, BESIDE_EACH_OTHER);                                              \
-      out += BESIDE_EACH_OTHER;                                                                                        \
+  static void limbs_##kind(const stored_row *stored, int64_t count, int64_t columns, const chunk *x, int64_t step,     \
+                           int64_t x_rows, float (*out)[MOST_ROWS]) {                                                  \
+    limb_sums sums[AT_ONCE][BESIDE_EACH_OTHER];                                                                        \
+    int64_t ahead = count > 2 ? stored[2].bytes - stored[0].bytes : 0;                                                 \
+    for (int64_t r = 0, rows; r < x_rows; r += rows, x += rows * step) {                                               \
+      rows = x_rows - r < BESIDE_EACH_OTHER ? 1 : BESIDE_EACH_OTHER;                                                   \
+      int64_t most = AT_A_TIME / rows;                                                                                 \
+      memset(sums, 0, sizeof sums);                                                                                    \
+      for (int64_t at = 0; at < columns; at += most) {                                                                 \
+        int64_t some = columns - at < most ? columns - at : most;                                                      \
+        for (int64_t p = 0; p < count; p++) {                                                                          \
+          const uint8_t *bytes = stored[p].bytes + at / NUMBERS_##kind * BYTES_##kind;                                 \
+          if (rows == 1)                                                                                               \
+            some_limbs_##kind(bytes, some, x + at / CHUNK, step, sums[p], ahead, 1);                                          \
+          else                                                                                                         \
+            some_limbs_##kind(bytes, some, x + at / CHUNK, step, sums[p], ahead, BESIDE_EACH_OTHER);                          \
+        }                                                                                                              \
+      }                                                                                                                \
+      for (int64_t p = 0; p < count; p++)                                                                              \
+        for (int64_t n = 0; n < rows; n++) {                                                                           \
+          f32x8 found = s_added(sums[p][n].sums);                                                                      \
+          out[p][r + n] = added(has_more ? found + sums[p][n].more : found);                                           \
+        }                                                                                                              \
     }                                                                                                                  \
-    for (; count > 0; count--, x += step) some_limbs_##kind(bytes, columns, x, step, out++, 1);                        \
   }
 
 LIMB_KINDS(DEFINE_LIMBS)
