@@ -201,11 +201,12 @@ static int integers(products *all, int are_wanted) {
   all->chunks = NULL;
   all->chunks_step = (all->columns + CHUNK - 1) / CHUNK;
   if (!are_wanted) return 0;
-  all->chunks = malloc(sizeof(chunk) * (size_t)(rows * all->chunks_step) + (size_t)rows + 1);
+  all->chunks = aligned_alloc(64, sizeof(chunk) * (size_t)(rows * all->chunks_step) + ((size_t)rows + 64) / 64 * 64);
   if (!all->chunks) return 1;
   all->as_floats = (uint8_t *)(all->chunks + rows * all->chunks_step);
   for (int64_t r = 0; r < rows; r++)
     all->as_floats[r] = all->functions->prepare_limbs((const float *)all->x[0] + r * all->step, all->columns,
+                                                      all->what->x_dtype == BFLOAT16,
                                                       all->chunks + r * all->chunks_step) != 0;
   return 0;
 }

@@ -343,8 +343,9 @@ EXPORT int offload_multiply(const matrix *packed, int64_t count, const void *x, 
   int64_t together = is_pairs || is_blocks ? 1 : functions->together;
   int64_t whole = (x_rows + together - 1) / together * together;
   int64_t scratch = is_words ? count * x_rows : scratch_of(packed) * most_threads;
-  size_t nbytes = sizeof(float) * (size_t)(wide * whole + scratch) + sizeof(chunk) * (size_t)(chunks_step * x_rows);
-  float *floats = malloc(nbytes);
+  int64_t before = (wide * whole + scratch + 15) / 16 * 16; /* the chunks begin at a line of the cache */
+  size_t nbytes = sizeof(float) * (size_t)before + sizeof(chunk) * (size_t)(chunks_step * x_rows);
+  float *floats = aligned_alloc(64, nbytes);
   if (!floats) return 1;
   static const int KINDS[] = {KIND_float32, KIND_float16, KIND_bfloat16};
   const rows_of_kind *floats_of_kind = functions->rows + KINDS[x_dtype];
@@ -374,11 +375,12 @@ EXPORT int offload_multiply(const matrix *packed, int64_t count, const void *x, 
                .scratch = floats + wide * whole,
                .scratch_step = scratch_of(packed)};
   if (is_blocks) {
-    chunk *chunks = (chunk *)(void *)(floats + wide * whole + scratch);
+    chunk *chunks = (chunk *)(void *)(floats + before);
     what.chunks = chunks_step ? chunks : NULL;
     for (int64_t r = 0; r < x_rows; r++)
       what.as_floats[r] =
-          !chunks_step || functions->prepare_limbs(floats + r * wide, columns, chunks + r * chunks_step) != 0;
+          !chunks_step || functions->prepare_limbs(floats + r * wide, columns, out_dtype == BFLOAT16,
+                                                   chunks + r * chunks_step) != 0;
   }
   run(&what, most_threads);
   free(floats);

@@ -1,7 +1,7 @@
-/* Products with GGUF blocks in integers: activations as fixed-point numbers, of two limbs of 16 bits.
+/* Products with GGUF blocks in integers: activations as fixed-point numbers, of one or two limbs of 16 bits.
  *
  * Always true:
- * - within 32 columns a product is exact, but for the last bit of the activations, see `prepare_limbs`: eight sums of
+ * - within 32 columns a product is exact, but for the last bits of the activations, see `prepare_limbs`: eight sums of
  *   four columns each are integers, which are rounded to float32 as a whole and then multiplied by the factors
  * - all instruction sets give the same bits: integers are exact, and sums of floats are in one order, of fused products
  * - an element of the result depends on its row of x and its packed row alone
@@ -429,8 +429,9 @@ INLINE void factors_for(const chunk *x, const factors *f, float by[16], f32x8 *m
   IN_MEMORY(by); /* from where one number fills a vector at once */
 }
 
-INLINE vs added_group(vs sum, vl even, vl odd, const int16_t *x, vs by) {
-  vs low = l_dot(even, odd, x + 64), found = s_fma(low, s_set(0x1p-15f), l_dot(even, odd, x));
+INLINE vs added_group(vs sum, vl even, vl odd, const int16_t *x, vs by, const int has_second) {
+  vs found = l_dot(even, odd, x);
+  if (has_second) found = s_fma(l_dot(even, odd, x + 64), s_set(0x1p-15f), found);
   return s_fma(found, by, sum);
 }
 
@@ -448,6 +449,21 @@ typedef struct {
 } limb_sums;
 
 #define DEFINE_LIMBS(kind, of_16, has_more)                                                                            \
+  INLINE void chunk_##kind(const uint8_t *bytes, int count, const chunk *x, int64_t step, const float (*by)[16],       \
+                           limb_sums *all, const int rows, const int has_second) {                                     \
+    const int numbers = NUMBERS_##kind, nbytes = BYTES_##kind;                                                         \
+    UNROLLED for (int group = 0; group < (numbers == 32 ? count : CHUNK / 32); group += GROUPS) {                      \
+      int next = numbers == 32 && group + 1 == count ? group : group + 1; /* the last one may have none beside it */   \
+      codes one = codes_##kind(bytes + (numbers == 32 ? group * nbytes : 0), group);                                   \
+      codes other = GROUPS == 2 ? codes_##kind(bytes + (numbers == 32 ? next * nbytes : 0), next) : one;               \
+      vl even = L_OF(one, other, even), odd = L_OF(one, other, odd);                                                   \
+      (void)other;                                                                                                     \
+      for (int r = 0; r < rows; r++) {                                                                                 \
+        vs factor = of_16 ? s_of_16(by[r] + 2 * group) : s_of_32(by[r] + group), *sum = &all[r].sums[group % 2];       \
+        *sum = added_group(*sum, even, odd, x[r * step].limbs[group / 2][0][0][group % 2], factor, has_second);        \
+      }                                                                                                                \
+    }                                                                                                                  \
+  }                                                                                                                    \
   INLINE void some_limbs_##kind(const uint8_t *bytes, int64_t columns, const chunk *x, int64_t step, limb_sums *to,    \
                                 int64_t ahead, const int rows) {                                                       \
     const int numbers = NUMBERS_##kind, nbytes = BYTES_##kind;                                                         \
@@ -456,21 +472,17 @@ typedef struct {
     factors f;                                                                                                         \
     for (int r = 0; r < rows; r++) all[r] = to[r];                                                                     \
     for (int64_t at = 0; at < columns; at += CHUNK, x++, bytes += CHUNK / numbers * nbytes) {                          \
-      int count = columns - at < CHUNK ? (int)(columns - at) / 32 : CHUNK / 32;                                        \
+      int count = columns - at < CHUNK ? (int)(columns - at) / 32 : CHUNK / 32, has_second = 0;                        \
       for (int line = 0; line < CHUNK / numbers * nbytes; line += 64) __builtin_prefetch(bytes + ahead + line);        \
       factors_##kind(bytes, count, &f);                                                                                \
-      for (int r = 0; r < rows; r++) factors_for(x + r * step, &f, by[r], &all[r].more, of_16, has_more);              \
-      UNROLLED for (int group = 0; group < (numbers == 32 ? count : CHUNK / 32); group += GROUPS) {                    \
-        int next = numbers == 32 && group + 1 == count ? group : group + 1; /* the last one may have none beside it */ \
-        codes one = codes_##kind(bytes + (numbers == 32 ? group * nbytes : 0), group);                                 \
-        codes other = GROUPS == 2 ? codes_##kind(bytes + (numbers == 32 ? next * nbytes : 0), next) : one;             \
-        vl even = L_OF(one, other, even), odd = L_OF(one, other, odd);                                                 \
-        (void)other;                                                                                                   \
-        for (int r = 0; r < rows; r++) {                                                                               \
-          vs factor = of_16 ? s_of_16(by[r] + 2 * group) : s_of_32(by[r] + group), *sum = &all[r].sums[group % 2];     \
-          *sum = added_group(*sum, even, odd, x[r * step].limbs[group / 2][0][0][group % 2], factor);                  \
-        }                                                                                                              \
+      for (int r = 0; r < rows; r++) {                                                                                 \
+        factors_for(x + r * step, &f, by[r], &all[r].more, of_16, has_more);                                           \
+        has_second |= x[r * step].has_second;                                                                          \
       }                                                                                                                \
+      if (has_second) /* where it is zero, it adds nothing */                                                          \
+        chunk_##kind(bytes, count, x, step, by, all, rows, 1);                                                         \
+      else                                                                                                             \
+        chunk_##kind(bytes, count, x, step, by, all, rows, 0);                                                         \
     }                                                                                                                  \
     for (int r = 0; r < rows; r++) to[r] = all[r];                                                                     \
   }                                                                                                                    \
@@ -507,9 +519,14 @@ LIMB_KINDS(DEFINE_LIMBS)
 /* The nearest integer, of less than 2^22. */
 INLINE float nearest(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
 
+#define LEAST_BESIDE (3 << 22)
+
 /* A row of x, filled up with zeros to 32 columns, as chunks; 1 if some of its numbers are not finite, or too large or
- * small for integers. The largest of 32 numbers has 14 bits in the first limb; the second one holds 15 more. */
-static int prepare_limbs(const float *x, int64_t columns, chunk *to) {
+ * small for integers. The largest of 32 numbers has 14 bits in the first limb; the second one holds 15 more.
+ *
+ * For products in bfloat16, which are rounded to 8 bits, it is left out where the first one is within 2^-11 of the
+ * numbers beside the largest one, all in all: it then loses less than the rounding of a dense weight would. */
+static int prepare_limbs(const float *x, int64_t columns, int is_short, chunk *to) {
   memset(to, 0, (size_t)((columns + CHUNK - 1) / CHUNK) * sizeof *to);
   for (int64_t at = 0; at < columns; at += 32) {
     chunk *here = to + at / CHUNK;
@@ -524,10 +541,19 @@ static int prepare_limbs(const float *x, int64_t columns, chunk *to) {
     if (exponent < -80 || exponent > 80) return 1;
     float up = bits_to_float((uint32_t)(127 + 13 - exponent) << 23), scale = 1 / up;
     int16_t limbs[2][32];
+    int64_t beside = 0, largest = 0;
     for (int n = 0; n < 32; n++) {
-      float moved = x[at + n] * up, high = nearest(moved);
+      float high = nearest(x[at + n] * up);
       limbs[0][n] = (int16_t)(int)high;
-      limbs[1][n] = (int16_t)(int)nearest((moved - high) * 0x1p15f);
+      int64_t square = (int64_t)limbs[0][n] * limbs[0][n];
+      beside += square;
+      largest = square > largest ? square : largest;
+    }
+    int has_second = !is_short || beside - largest < LEAST_BESIDE;
+    for (int n = 0; n < 32; n++) {
+      float low = has_second ? nearest((x[at + n] * up - (float)limbs[0][n]) * 0x1p15f) : 0;
+      limbs[1][n] = (int16_t)(int)low;
+      here->has_second |= limbs[1][n] != 0;
     }
     for (int limb = 0; limb < 2; limb++)
       for (int n = 0; n < 32; n++) here->limbs[group / 2][limb][n % 2][group % 2][n / 2] = limbs[limb][n];

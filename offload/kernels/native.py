@@ -185,7 +185,9 @@ def most_rows(dtype: torch.dtype, *, in_integers: bool = False) -> int:
     """
     level = best_level()
     usual = _AT_LEVEL[min(level, len(_AT_LEVEL) - 1)]
-    return min(usual, 8) if dtype == torch.bfloat16 and (level < _BFLOAT16 or in_integers) else usual
+    if dtype != torch.bfloat16:
+        return usual
+    return min(usual, 8 if level < _BFLOAT16 else 16 if in_integers else usual)
 
 
 def description() -> str:

@@ -120,14 +120,20 @@ def test_products_of_bfloat16_numbers_are_accumulated_in_float32(kind, level):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind not in CODED])
-def test_all_instruction_sets_give_the_same_products(kind, dtype):
-    columns = 7 * BLOCKS[kind][0]
-    rows = tame_bytes(kind, 5, columns)
+@pytest.mark.parametrize("columns", [7 * 32, 7 * 256, 33 * 256], ids=str)
+def test_all_instruction_sets_give_the_same_products(kind, dtype, columns):
+    """With some columns, and with so many that they are taken in parts; a row is that of the product with it alone."""
+    if columns % BLOCKS[kind][0]:
+        pytest.skip("no whole blocks")
+    rows = tame_bytes(kind, 11, columns)
     x = (torch.randn(6, columns, generator=torch.Generator().manual_seed(2)) ** 5).to(dtype)
-    expected = multiplied(x, rows, kind, 0, dtype=torch.float32)
+    for out in {torch.float32, dtype}:
+        expected = multiplied(x, rows, kind, 0, dtype=out)
 
-    for level in LEVELS:
-        assert torch.equal(expected, multiplied(x, rows, kind, level, dtype=torch.float32)), level
+        for level in LEVELS:
+            assert torch.equal(expected, multiplied(x, rows, kind, level, dtype=out)), (level, out)
+        alone = [multiplied(row[None], rows[n : n + 1], kind, LEVELS[-1], dtype=out) for row in x for n in range(11)]
+        assert torch.equal(expected, torch.cat(alone).view(6, 11))
 
 
 def errors(found: torch.Tensor, x: torch.Tensor, dense: torch.Tensor) -> tuple[float, float]:
@@ -151,6 +157,27 @@ def test_large_activations_among_small_ones_cost_no_more_than_in_the_dense_produ
         largest_of_dense, mean_of_dense = errors(some @ dense.T, some, dense)
         assert largest <= largest_of_dense
         assert mean <= mean_of_dense
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("large", [1, 10, 30, 1000, 1e5])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+def test_products_in_bfloat16_are_closer_than_those_with_the_dense_weight_in_bfloat16(kind, large, level):
+    """Also where the largest activations are multiplied by nothing, so that all is of those beside them."""
+    rows = as_blocks(torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)), kind)
+    if kind in ("Q4_0", "Q8_0"):
+        rows.view(64, 32, -1)[:, :, 2] = (
+            8 if kind == "Q4_0" else 0
+        )  # the first of 32, in Q4_0 with the seventeenth, too
+    dense = dequantized(rows, kind)
+    x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(2))
+    x[:, ::32] *= large
+    x = x.bfloat16()
+
+    _, mean = errors(multiplied(x, rows, kind, level, dtype=torch.bfloat16), x, dense)
+    _, mean_of_dense = errors(x @ dense.bfloat16().T, x, dense)
+
+    assert mean <= mean_of_dense
 
 
 def as_blocks(dense: torch.Tensor, kind: str) -> torch.Tensor:
