@@ -71,19 +71,30 @@ static int has_bfloat16(void) {
 #endif
 
 /* 0 for plain C; then, in ascending order, what this processor has. */
-static const functions *at_level(int level) {
+static const functions *found_at(int level) {
   if (level == 0) return &functions_plain;
 #if defined(__x86_64__)
   if (level == 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
     return &functions_avx2;
-  if (level == 2 && at_level(1) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  if (level == 2 && found_at(1) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     return &functions_avx512;
-  if (level == 3 && at_level(2) && has_bfloat16()) return &functions_of_pairs_avx512;
+  if (level == 3 && found_at(2) && has_bfloat16()) return &functions_of_pairs_avx512;
 #elif defined(__aarch64__)
   if (level == 1) return &functions_neon;
 #endif
   return NULL;
+}
+
+/* The same, asked once: a virtual machine may answer in 10 microseconds, which is as long as a small product. */
+static const functions *at_level(int level) {
+  static const functions *found[4];
+  static int are_found;
+  if (!__atomic_load_n(&are_found, __ATOMIC_ACQUIRE)) {
+    for (int n = 0; n < 4; n++) __atomic_store_n(found + n, found_at(n), __ATOMIC_RELAXED);
+    __atomic_store_n(&are_found, 1, __ATOMIC_RELEASE);
+  }
+  return 0 <= level && level < 4 ? __atomic_load_n(found + level, __ATOMIC_RELAXED) : NULL;
 }
 
 EXPORT int offload_kernels_interface(void) { return INTERFACE; }

@@ -519,7 +519,7 @@ LIMB_KINDS(DEFINE_LIMBS)
 /* The nearest integer, of less than 2^22. */
 INLINE float nearest(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
 
-#define LEAST_BESIDE (3 << 22)
+#define LEAST_BESIDE (3 << 18)
 
 /* A row of x, filled up with zeros to 32 columns, as chunks; 1 if some of its numbers are not finite, or too large or
  * small for integers. The largest of 32 numbers has 14 bits in the first limb; the second one holds 15 more.
@@ -541,22 +541,31 @@ static int prepare_limbs(const float *x, int64_t columns, int is_short, chunk *t
     if (exponent < -80 || exponent > 80) return 1;
     float up = bits_to_float((uint32_t)(127 + 13 - exponent) << 23), scale = 1 / up;
     int16_t limbs[2][32];
-    int64_t beside = 0, largest = 0;
+    int32_t beside = 0, largest = 0; /* sums of squares of quarters, which 32 bits hold */
     for (int n = 0; n < 32; n++) {
-      float high = nearest(x[at + n] * up);
-      limbs[0][n] = (int16_t)(int)high;
-      int64_t square = (int64_t)limbs[0][n] * limbs[0][n];
-      beside += square;
-      largest = square > largest ? square : largest;
+      int32_t high = (int)nearest(x[at + n] * up), quarter = high / 4;
+      limbs[0][n] = (int16_t)high;
+      beside += quarter * quarter;
+      largest = quarter * quarter > largest ? quarter * quarter : largest;
     }
     int has_second = !is_short || beside - largest < LEAST_BESIDE;
-    for (int n = 0; n < 32; n++) {
-      float low = has_second ? nearest((x[at + n] * up - (float)limbs[0][n]) * 0x1p15f) : 0;
-      limbs[1][n] = (int16_t)(int)low;
-      here->has_second |= limbs[1][n] != 0;
+    if (has_second) {
+      int16_t any = 0;
+      for (int n = 0; n < 32; n++) {
+        limbs[1][n] = (int16_t)(int)nearest((x[at + n] * up - (float)limbs[0][n]) * 0x1p15f);
+        any |= limbs[1][n];
+      }
+      here->has_second |= any != 0;
+    } else {
+      memset(limbs[1], 0, sizeof limbs[1]);
     }
-    for (int limb = 0; limb < 2; limb++)
-      for (int n = 0; n < 32; n++) here->limbs[group / 2][limb][n % 2][group % 2][n / 2] = limbs[limb][n];
+    for (int limb = 0; limb < 2; limb++) {
+      int16_t *even = here->limbs[group / 2][limb][0][group % 2], *odd = here->limbs[group / 2][limb][1][group % 2];
+      for (int n = 0; n < 16; n++) {
+        even[n] = limbs[limb][2 * n];
+        odd[n] = limbs[limb][2 * n + 1];
+      }
+    }
     double sums[2];
     for (int half = 0; half < 2; half++) {
       int high = 0, low = 0;
