@@ -2,6 +2,7 @@
 
 Always true:
 - nothing is computed here: threads started by an op would not survive in forked processes
+- `offload` is not among them: forked, it could not know that, and would multiply packed weights on one thread
 - peers are silenced: their progress bars and warnings would hide the table; their exceptions are still reported
 """
 
@@ -16,9 +17,7 @@ import safetensors.torch  # noqa: E402
 import transformers.models.auto.modeling_auto  # noqa: E402
 import transformers.models.llama.modeling_llama  # noqa: E402
 
-import offload  # noqa: E402
-
-__all__ = ["accelerate", "offload", "safetensors", "transformers"]
+__all__ = ["accelerate", "safetensors", "transformers"]
 
 PEERS = (
     "compressed_tensors.offload",
