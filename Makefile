@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 # One test worker a core, eight at most: each of them imports torch.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
 
-.PHONY: run test campaign lint format bench gpu docs kernels-asan kernels-arm clean
+.PHONY: run test campaign lint format bench gpu docs kernels-asan kernels-arm wheel clean
 
 # make run [MODEL=org/name] [PROMPT="..."]
 # The shell reads both from its environment, so a quote in a prompt is safe.
@@ -62,6 +62,22 @@ kernels-arm:
 	aarch64-linux-gnu-gcc -O3 -std=gnu11 -ffp-contract=off -fno-math-errno -static tests/kernels/levels.c \
 		offload/kernels/*.c -lm -o build/arm/levels
 	qemu-aarch64 build/arm/levels
+
+# Wheels for x86-64 and aarch64, glibc 2.17 or later, and any Python: the kernels are plain C, compiled by ziglang.
+# The environment for it is made with the index that pip uses; nothing is installed elsewhere.
+WHEELS := x86_64 aarch64
+wheel:
+	test -x build/zig/bin/python || $(PYTHON) -m venv build/zig
+	build/zig/bin/python -m pip install -q --disable-pip-version-check "setuptools>=77.0.3" wheel ziglang
+	rm -rf build/wheels
+	for machine in $(WHEELS); do \
+		rm -rf build/temp.* build/lib* && \
+		zig="$(CURDIR)/build/zig/bin/python -m ziglang cc -target $$machine-linux-gnu.2.17" && \
+		CC="$$zig" LDSHARED="$$zig -shared -s" SETUPTOOLS_EXT_SUFFIX=.abi3.so _PYTHON_HOST_PLATFORM=linux-$$machine \
+			build/zig/bin/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheels/$$machine . && \
+		build/zig/bin/python -m wheel tags --remove --python-tag py3 --abi-tag none \
+			--platform-tag manylinux_2_17_$$machine build/wheels/$$machine/*.whl || exit 1; \
+	done
 
 # Removes all that make has made, the environments too.
 clean:

@@ -58,15 +58,16 @@ extern const functions functions_neon;
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-/* Features whose names not every compiler's `__builtin_cpu_supports` knows. */
-static int has_f16c(void) {
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && c >> 29 & 1;
-}
-
-static int has_bfloat16(void) {
-  unsigned a, b, c, d;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+/* What the processor has, and the system keeps between threads (XCR0): not every compiler's runtime tells it. */
+static int has_level(int level) {
+  unsigned a, b, c, d, kept, more, basic;
+  if (!__get_cpuid(1, &a, &b, &basic, &d) || !(basic >> 27 & 1)) return 0;
+  __asm__ volatile("xgetbv" : "=a"(kept), "=d"(more) : "c"(0));
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+  int has_avx2 = (kept & 6) == 6 && basic >> 12 & 1 && basic >> 29 & 1 && b >> 5 & 1; /* and fma, and f16c */
+  int has_avx512 = has_avx2 && (kept & 0xe6) == 0xe6 && b >> 16 & 1 && b >> 17 & 1 && b >> 30 & 1 && b >> 31 & 1;
+  if (level < 3) return level == 1 ? has_avx2 : has_avx512; /* of which f, dq, bw and vl are used */
+  return has_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1; /* products of bfloat16 */
 }
 #endif
 
@@ -74,12 +75,8 @@ static int has_bfloat16(void) {
 static const functions *found_at(int level) {
   if (level == 0) return &functions_plain;
 #if defined(__x86_64__)
-  if (level == 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
-    return &functions_avx2;
-  if (level == 2 && found_at(1) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    return &functions_avx512;
-  if (level == 3 && found_at(2) && has_bfloat16()) return &functions_of_pairs_avx512;
+  if (level > 0 && level < 4 && has_level(level))
+    return level == 1 ? &functions_avx2 : level == 2 ? &functions_avx512 : &functions_of_pairs_avx512;
 #elif defined(__aarch64__)
   if (level == 1) return &functions_neon;
 #endif
