@@ -49,6 +49,8 @@ GROUPS = {
 
 RESULTS = "bench/results/2026-11-"
 SUMMARY = (
+    ("26-packed.json", "gguf: a token, 1.1 GB, Q4_K_M, bfloat16"),
+    ("26-packed.json", "gguf: a token, SmolLM2-135M, Q4_1, bfloat16"),
     ("24-larger.json", "larger, dense: a token"),
     ("24-larger.json", "larger, dense: bytes read, a token"),
     ("24-capped.json", "capped, 1.5x: a token"),
@@ -67,6 +69,7 @@ SUMMARY = (
 """The figures that a reader wants first: a result file, and a case in it."""
 
 SETTINGS = {
+    r"gguf": "From a GGUF file in the page cache",
     r"cold, first pass": "Cold, the first pass after loading",
     r"cold, later": "Cold, a later pass",
     r"cold, (\d+) MB (\w+), first pass": r"Cold, values of \1 MB in \2, the first pass after loading",
@@ -102,6 +105,7 @@ MEASURES = {
     r"prompt of 1": "time for a prompt of 1 token",
     r"prompt of (\d+)": r"time for a prompt of \1 tokens",
     r"a token": "time per token",
+    r"a token, (.+)": r"time per token, \1",
     r"bytes read, a token": "bytes read per token",
     r"read by a rank to the first token": "bytes read by a rank up to the first token",
     r"read by a rank, a token": "bytes read by a rank per token",
@@ -170,11 +174,12 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, config: MkDocsConfig, **_: Any) -> str:
     """Replace comments by generated content.
 
-    These are `chart: FILE | CASE | TITLE`, `charts: FILE`, `memory: FILE`, `picture: FILE | TEXT` and `summary`.
+    These are `chart: FILE | CASE | TITLE`, `charts: FILE`, `forms: FILE`, `memory: FILE`, `picture: FILE | TEXT` and
+    `summary`.
     """
     root = Path(config.config_file_path).parent
     markdown = re.sub(r"<!-- picture: (\S+) \| (.+?) -->", partial(_picture, root), markdown)
-    for word, draw in (("chart", _one), ("charts", _all), ("memory", _memory)):
+    for word, draw in (("chart", _one), ("charts", _all), ("forms", _forms), ("memory", _memory)):
         markdown = re.sub(rf"<!-- {word}: (\S+)(?: \| (.+?))? -->", partial(_drawn, root, draw), markdown)
     return (
         markdown.replace("<!-- summary -->", "\n".join(summary(root))) if "<!-- summary -->" in markdown else markdown
@@ -202,6 +207,22 @@ def _all(measured: dict[str, Any], _: str | None) -> str:
     rounds = "one round" if measured["rounds"] == 1 else f"{measured['rounds']} rounds"
     count = f"All {len(measured['figures'])} charts of this run, {measured['date']}, {rounds}"
     return f'<details class="charts" data-search-exclude><summary>{count}</summary>{inside}</details>'
+
+
+def _forms(measured: dict[str, Any], _: str | None) -> str:
+    """A table of packed forms beside the same values stored dense: how many times as fast a token is, and what it reads."""
+    forms = [figure["case"].split(", ")[1].split(":")[0] for figure in measured["figures"] if "warm" in figure["case"]]
+    lines = ["| form | warm | cold | capped | bytes | GB/s |", "| --- | --- | --- | --- | --- | --- |"]
+    for form in forms:
+        figures = (_figure(measured, f"forms, {form}: {case}") for case in _OF_A_FORM)
+        warm, cold, capped, read, decoding = figures
+        bytes_read = median(read["values"][OURS]) / median(read["limit"])
+        speeds = " | ".join(f"{figure['ratio to limit']:.2f}x" for figure in (warm, cold, capped))
+        lines.append(f"| {form} | {speeds} | {bytes_read:.2f} | {1 / median(decoding['values'][OURS]):.1f} |")
+    return "\n".join(lines)
+
+
+_OF_A_FORM = ("a token, warm", "a token, cold", "a token, capped", "bytes, cold", "decoding a gigabyte")
 
 
 def _memory(traces: dict[str, list[tuple[float, float]]], _: str | None) -> str:
