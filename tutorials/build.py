@@ -210,7 +210,7 @@ def _all(measured: dict[str, Any], _: str | None) -> str:
 
 
 def _forms(measured: dict[str, Any], _: str | None) -> str:
-    """A table of packed forms beside the same values stored dense: how many times as fast a token is, and what it reads."""
+    """A table of packed forms: how many times as fast a token is as with the values stored dense, and what it reads."""
     forms = [figure["case"].split(", ")[1].split(":")[0] for figure in measured["figures"] if "warm" in figure["case"]]
     lines = ["| form | warm | cold | capped | bytes | GB/s |", "| --- | --- | --- | --- | --- | --- |"]
     for form in forms:
