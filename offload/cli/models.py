@@ -183,7 +183,7 @@ def generate(options: argparse.Namespace) -> None:
     kept = prompt_cache_of(options)
     model = loaded_model(folder, options)
     ends_of(model, folder)
-    drafts = _drafts(model, tokenizer, options)
+    drafts = drafts_of(model, tokenizer, options)
     inputs = inputs.to(model.device)
     passes: list[int] = []  # their tokens
     with (
@@ -292,7 +292,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
         return model
 
 
-def _drafts(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
     """What `generate` is told about drafts: from an assistant, or from the text if a pass reads from the disk.
 
     Raises:

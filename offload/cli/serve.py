@@ -18,7 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offload.cli import arguments
-from offload.cli.models import add_model_options, add_prompt_cache, folder_of_model, loaded_model, prompt_cache_of
+from offload.cli.models import (
+    add_drafts,
+    add_model_options,
+    add_prompt_cache,
+    drafts_of,
+    folder_of_model,
+    loaded_model,
+    prompt_cache_of,
+)
 from offload.cli.output import say
 from offload.errors import ArgumentError
 from offload.serving.chat import ends_of
@@ -31,6 +39,7 @@ def add_to(commands: arguments.Commands) -> None:
     """Add this command to a parser."""
     command = commands.add_parser("serve", help="serve a language model to OpenAI's clients", description=serve.__doc__)
     add_model_options(command)
+    add_drafts(command)
     add_prompt_cache(command)
     command.add_argument("--host", default=_LOOPBACK, help="address to listen at (default: %(default)s)")
     command.add_argument(
@@ -102,7 +111,8 @@ def _serve(options: argparse.Namespace, at: socket.socket) -> None:
     tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
     ends = ends_of(model, folder)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    answer = Answering(model, tokenizer, ends, kept)
+    drafts = {} if options.assistant is None else drafts_of(model, tokenizer, options)
+    answer = Answering(model, tokenizer, ends, kept, drafts)
     engine = Engine(model, answer, in_flight=options.in_flight, most_waiting=options.queue)
     host, port = at.getsockname()[:2]
     app = App(

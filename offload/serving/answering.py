@@ -87,10 +87,14 @@ class Job:
 class Answering:
     """Answers jobs with a model; called in lockstep with others."""
 
-    def __init__(self, model: Any, tokenizer: Any, ends: Collection[int], more: Kwargs) -> None:
-        """`more` are options for each call of `generate`."""
+    def __init__(self, model: Any, tokenizer: Any, ends: Collection[int], more: Kwargs, drafts: Kwargs) -> None:
+        """`more` are options for each call of `generate`, `drafts` those with which it drafts.
+
+        How long a draft is depends on what passes cost, and so does what is drawn with a seed. With drafts, a token's
+        log-probabilities are not told where it is: both are for answers without.
+        """
         self._model, self._tokenizer, self._ends = model, tokenizer, ends
-        self._more = more
+        self._more, self._drafts = more, drafts
 
     def __call__(self, job: Job) -> str:
         """Answer a job; returns why it ended: "stop" or "length"."""
@@ -127,6 +131,8 @@ class Answering:
             chosen |= {name: float(asked[name]) for name in ("temperature", "top_p") if name in asked}
         if job.top is not None:
             chosen["logits_processor"] = [told.see]
+        elif "seed" not in asked:
+            chosen |= self._drafts
         if self._model.generation_config.pad_token_id is None:
             chosen["pad_token_id"] = next(iter(self._ends), 0)
         return chosen

@@ -13,6 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -419,6 +420,36 @@ def test_kept_prompts_give_the_same_answers_again(folder, model, tmp_path):
     assert 0 == ended(served.pid), served.log.read_text()
     assert any(path.is_file() for path in place.rglob("*"))
     assert "Traceback" not in served.log.read_text()
+
+
+def test_an_assistant_drafts_for_answers_that_share_the_passes(folder, model, tmp_path):
+    """The assistant is the model itself, so that all it drafts is accepted: with three tokens, four a pass."""
+    running = started(folder, tmp_path / "log", "--assistant", str(folder), "--draft", "3", "--max-memory", "1MiB")
+    prompts = [[number + 1, 5, 7] for number in range(4)]
+    options = {"temperature": 0, "max_tokens": 24}
+
+    def answered(prompt: list[int]) -> str:
+        return running.post("/v1/completions", {"prompt": prompt, **options})[1]["choices"][0]["text"]
+
+    alone = answered(prompts[0])
+    figures = running.metrics()
+    with ThreadPoolExecutor(4) as clients:
+        found = [*clients.map(answered, prompts)]
+    seeded = [
+        running.post("/v1/completions", {"prompt": [3], "max_tokens": 12, "temperature": 1, "seed": 5})[1]["choices"]
+        for _ in range(2)
+    ]
+    scored = running.post("/v1/completions", {"prompt": [3], "logprobs": 1, **options})[1]["choices"][0]["logprobs"]
+    os.kill(running.pid, signal.SIGTERM)
+
+    assert 0 == ended(running.pid)
+    assert [words(greedy(model, prompt, 24)) for prompt in prompts] == [text.strip() for text in found]
+    assert alone == found[0]
+    assert 24 == figures["offload_tokens_total"]
+    assert figures["offload_passes_total"] < 12
+    assert seeded[0][0]["text"] == seeded[1][0]["text"]
+    assert 24 == len(scored["token_logprobs"])
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_a_port_in_use_is_an_error_before_the_model_is_opened(server, capsys):
