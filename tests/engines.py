@@ -1,4 +1,4 @@
-"""A prefetcher that has learned nothing from earlier tests, and a clock that a test moves."""
+"""A prefetcher that has learned nothing from earlier tests, a writer at rest, and a clock that a test moves."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from offload.prefetch.engine import POOL, Engine
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import QUEUED, READING
 from offload.storage import disks
+from offload.training import activations
 
 
 def forget() -> None:
@@ -47,6 +48,11 @@ def rest(engine: Engine | None = None) -> None:
                 return
         assert time.monotonic() < given_up, "the reader does not come to rest"
         time.sleep(0.0005)
+
+
+def settled() -> None:
+    """Wait until every activation that waits to be written is written, or was dropped."""
+    activations._DISK.wait(0)
 
 
 def be_alone(monkeypatch: pytest.MonkeyPatch) -> None:

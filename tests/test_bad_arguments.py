@@ -19,6 +19,7 @@ from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import OffloadError
 from offload.integrations import tensordict
 from offload.prompts import PromptCache
+from tests.engines import settled
 
 ANYTHING = {
     "None": None,
@@ -84,9 +85,12 @@ def stepped(**options: Any) -> None:
 
 
 def with_activations(**options: Any) -> None:
-    with offload.training.offload_activations(**options):
-        out = model()(torch.ones(2, 3)).sum()
-    out.backward()
+    try:
+        with offload.training.offload_activations(**options):
+            out = model()(torch.ones(2, 3)).sum()
+        out.backward()
+    finally:
+        settled()  # the writer may be in a folder that is removed next
 
 
 COLUMN = {"x": torch.arange(2.0)}

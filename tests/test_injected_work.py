@@ -14,7 +14,7 @@ from offload import OffloadedTensor
 from offload.checkpoints.conversion import convert_checkpoint
 from offload.training.optimizer import is_on_disk
 from tests.acts import Act, dies_at_each_call, meets_each_fault
-from tests.training.test_activations import settled
+from tests.engines import settled
 
 pytestmark = pytest.mark.campaign("faults")
 

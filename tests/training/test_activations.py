@@ -16,12 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.errors import SavedTensorError, WriteError
 from offload.training import activations
+from tests.engines import settled
 from tests.processes import run_script
-
-
-def settled() -> None:
-    """Wait until everything has been written."""
-    activations._DISK.wait(0)
 
 
 def written(folder) -> list[int]:
