@@ -73,24 +73,30 @@ class Readable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def get(self, rows: Any, columns: Sequence[str] | None = None) -> dict[str, Any]: ...
+    def get(
+        self, rows: Any, columns: Sequence[str] | None = None, *, ragged: str = "list", padding: complex = 0
+    ) -> dict[str, Any]: ...
 
 
 class RowDataset(Dataset[dict[str, Any]]):
     """Rows of a cache as dicts. Use `TensorCache.as_dataset`."""
 
-    def __init__(self, cache: Readable, columns: Sequence[str] | None) -> None:
+    def __init__(
+        self, cache: Readable, columns: Sequence[str] | None, ragged: str = "list", padding: complex = 0
+    ) -> None:
         self.cache = cache
         self.columns = columns
+        self.ragged = ragged
+        self.padding = padding
 
     def __len__(self) -> int:
         return len(self.cache)
 
     def __getitem__(self, rows: Any) -> dict[str, Any]:
         """One row; for several, a batch, for a `DataLoader` with `batch_size=None` and a batch sampler."""
-        return self.cache.get(rows, columns=self.columns)
+        return self.cache.get(rows, columns=self.columns, ragged=self.ragged, padding=self.padding)
 
     def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Separate rows, read together."""
-        batch = self.cache.get(list(rows), columns=self.columns)
+        batch = self[list(rows)]
         return [{name: values[at] for name, values in batch.items()} for at in range(len(rows))]

@@ -442,7 +442,9 @@ class TensorCache:
         form: dict[str, Any] = {"pin_memory": pin_memory, "device": device, "ragged": ragged, "padding": padding}
         return read_ahead(rows_of_each(sampler, len(self)), partial(self.get, columns=names, **form), prefetch)
 
-    def as_dataset(self, columns: Iterable[str] | None = None) -> RowDataset:
+    def as_dataset(
+        self, columns: Iterable[str] | None = None, *, ragged: str = "list", padding: complex = 0
+    ) -> RowDataset:
         """A map-style dataset of torch: one dict per row; a `DataLoader` reads the rows of a batch together.
 
         What was written is flushed, as worker processes see no other rows; rows written later, when they are flushed.
@@ -451,6 +453,8 @@ class TensorCache:
 
         Args:
             columns: those to read; all if None.
+            ragged, padding: as for `get`. With "padded", rows of different lengths are padded to the longest of their
+                batch, which the `DataLoader` then can stack.
 
         Returns:
             A dataset, which may be pickled: it holds the path, not the rows.
@@ -465,7 +469,7 @@ class TensorCache:
         """
         if self.mode == "r+":
             self.flush()
-        return RowDataset(self, as_names(columns))
+        return RowDataset(self, as_names(columns), ragged, padding)
 
     # Rows in
 

@@ -183,7 +183,10 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
     file: dict[str, str] = {} if is_folder(place) else {"gguf_file": place.name}
     folder = place.parent if file else place
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **file)
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **file)
+        if len(found) <= len(found.all_special_tokens):  # without files, some classes make one that knows no words
+            raise ValueError("it has no tokens")
+        return found
     except ImportError as error:
         raise CheckpointError(
             f"the tokenizer of {place} needs a package that is missing or broken: {first_line(_root_of(error))}"

@@ -224,7 +224,8 @@ def _write_one_by_one(
 def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[Path]:
     """The folder `target` + ".partial", which keeps the progress of a run while the block, or the next run, goes on.
 
-    When the block succeeds, which puts the new folder at `target`, it is removed.
+    When the block succeeds, which puts the new folder at `target`, it is removed; so it is if the block fails before
+    there is any progress.
 
     Args:
         target: the new folder.
@@ -244,7 +245,9 @@ def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[P
     if is_filled(work):
         before = read_state(work / _RUN, _KIND)
         if not resume:
-            raise JournalError(f"{work} has an unfinished run: continue it with resume, or remove the folder")
+            raise JournalError(
+                f"{work} has an unfinished run: continue it (resume=True, --resume), or remove the folder"
+            )
         other = next((key for key, value in run.items() if before.get(key) != value), None)
         if other is not None:
             raise JournalError(
@@ -253,7 +256,13 @@ def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[P
     else:
         with replacing_folder(work) as begun:
             write_state(begun / _RUN, _KIND, run)
-    yield work
+    try:
+        yield work
+    except BaseException:
+        with suppress(OSError):
+            if os.listdir(work) == [_RUN]:
+                remove_folder(work)
+        raise
     with suppress(OSError):  # the new folder is complete
         remove_folder(work)
 

@@ -15,7 +15,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from offload.cli import arguments
 from offload.cli.models import (
@@ -41,6 +40,7 @@ def add_to(commands: arguments.Commands) -> None:
     add_model_options(command)
     add_drafts(command)
     add_prompt_cache(command)
+    command.add_argument("--name", help="what clients call the model (default: the name of its folder or file)")
     command.add_argument("--host", default=_LOOPBACK, help="address to listen at (default: %(default)s)")
     command.add_argument(
         "--port", type=arguments.port, default=8000, help="to listen at; 0 for a free one (default: %(default)s)"
@@ -89,7 +89,7 @@ def serve(options: argparse.Namespace) -> None:
     Requests share the passes: each reads the model once for all answers in progress. SIGTERM or Ctrl-C ends the server.
     """
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise ArgumentError(f"{missing[0]} is missing: install offload[serve]")
+        raise ArgumentError(f"{missing[0]} is missing: install the package with its extra 'serve'")
     from offload.serving.server import listening
 
     with listening(options.host, options.port) as at, _logging_accesses():
@@ -103,7 +103,7 @@ def _serve(options: argparse.Namespace, at: socket.socket) -> None:
     from offload.serving.engine import Engine
     from offload.serving.server import is_loopback, serve
 
-    folder = folder_of_model(options)
+    folder, names = folder_of_model(options), _names(options.model, options.name)
     model = loaded_model(folder, options)
     if model.config.is_encoder_decoder:
         raise ArgumentError(f"{folder} has an encoder of its own for prompts: use offload generate or offload batch")
@@ -118,7 +118,7 @@ def _serve(options: argparse.Namespace, at: socket.socket) -> None:
     app = App(
         engine,
         Prompts(tokenizer, longest, options.max_new_tokens),
-        _names(options.model),
+        names,
         key=options.api_key or os.environ.get(_KEY) or None,
         origins=options.allow_origin,
         hosts=[options.host.lower(), "localhost", _LOOPBACK, "[::1]"] if is_loopback(options.host) else [],
@@ -126,15 +126,15 @@ def _serve(options: argparse.Namespace, at: socket.socket) -> None:
     shown = f"[{host}]" if ":" in host else host
 
     def ready() -> None:
-        say(f"offload: {_names(options.model)[0]} at http://{shown}:{port}/v1", file=sys.stderr)
+        say(f"offload: the model {names[0]!r} at http://{shown}:{port}/v1", file=sys.stderr)
 
     serve(app, engine, at, grace=options.grace, ready=ready)
 
 
-def _names(model: str) -> list[str]:
-    """What clients may call the model: for a folder or a file, its own name, first, and the path."""
-    path = Path(model)
-    return [path.resolve().name, model] if path.exists() else [model]
+def _names(model: str, name: str | None) -> list[str]:
+    """What clients may call the model, first what the server calls it: the given name, that of the path, the path."""
+    of_path = [os.path.basename(os.path.abspath(model))] if os.path.exists(model) else []
+    return list(dict.fromkeys([*([name] if name else []), *of_path, model]))
 
 
 @contextmanager

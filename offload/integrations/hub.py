@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.checkpoints.checkpoint import COMPANIONS
 from offload.checkpoints.gguf_parts import first_part, pattern_of
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, MissingFileError
 from offload.storage.gguf_header import MAGIC
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import as_file, is_folder, is_there, open_regular, text_of
@@ -39,7 +39,7 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
 
     Raises:
         CheckpointError: it is another kind of file, or neither a folder nor a model on the hub or in its cache.
-        MissingFileError: the folder has no such GGUF file.
+        MissingFileError: there is no such GGUF file.
     """
     folder = Path(text_of(name_or_path))
     gguf_file = None if gguf_file is None else text_of(gguf_file)
@@ -97,6 +97,8 @@ def headers_of(name: str, **hub_options: Any) -> tuple[Path, dict[str, tuple[str
 @contextmanager
 def _asking(name: str | os.PathLike[str]) -> Iterator[None]:
     """Turn errors of the hub into ours."""
+    if os.fspath(name).endswith(".gguf"):
+        raise MissingFileError(f"{name} does not exist")
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:

@@ -245,6 +245,10 @@ def _name_of(adapter: str) -> str:
 
 def _kind_of(adapter: str) -> str:
     """The adapter's peft method, if it can be merged; does not touch the model."""
+    if "/" not in adapter and not is_folder(Path(adapter)):  # every adapter on the hub has an organization
+        raise CheckpointError(
+            f"there is no folder {adapter}: give one that peft saved, or organization/name on the hub"
+        )
     from peft import PeftConfig
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 

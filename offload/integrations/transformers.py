@@ -23,7 +23,7 @@ from offload.checkpoints.companions import class_of, quantization_of, refuse_mor
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, values_in
-from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
+from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.experts import NAME, prefer_experts, register_experts
 from offload.integrations.hub import folder_of
 from offload.integrations.log import log
@@ -38,6 +38,7 @@ from offload.storage.reasons import first_line, reading
 from offload.storage.regular import is_folder, read_regular
 from offload.storage.state_file import MOST_JSON, parse_json
 from offload.tensor.arguments import floating_dtype
+from offload.tensor.locals import is_dtensor, local_of
 
 _NOT_HERE = {
     "torch_dtype": "give dtype",
@@ -89,7 +90,7 @@ def from_pretrained(
         exact: whether products with packed weights are those with the dense weights, bit for bit: see `offload.exact`.
         trust_remote_code: whether code that comes with the model may run, which can do whatever you can.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
-            for the class's own `from_pretrained`: there `tp_plan="auto"`, or a `distributed_config`, has each rank of
+            for the class's own `from_pretrained`: there a `distributed_config`, or `tp_plan="auto"`, has each rank of
             torch.distributed have its share, on disk as all else; `experts_implementation="offload"` multiplies experts
             where they lie, all of a layer in one call, faster, and with other last bits than dense or joined ones; it
             is the default for experts that are packed.
@@ -146,6 +147,8 @@ def from_pretrained(
             config = without_quantization(config)
         tensors = values.tensors if is_asked else waiting(values)
         model, info = filled(type(empty), config, source.path, tensors, dtype, **options)
+    if of_ranks:
+        _refuse_cut_heads(model)
     if values.form in (Form.PLAIN, Form.MAPPED):
         refuse_other_names(source, ((slot.names, slot.tensor) for slot in tensor_slots(model)), offload_dir)
     report = report_of(info)
@@ -172,6 +175,19 @@ def from_pretrained(
     if not (exact or is_chosen):
         prefer_experts(model)
     return (model, {**info, "forms": report.forms}) if output_loading_info else model
+
+
+def _refuse_cut_heads(model: Pretrained) -> None:
+    """transformers cuts the rows of a projection evenly, and its attention then can't make heads of a rank's share."""
+    for name, module in model.named_modules():
+        width = getattr(module, "head_dim", None)
+        for part in ("q_proj", "k_proj"):
+            weight: Any = getattr(getattr(module, part, None), "weight", None)
+            if isinstance(width, int) and is_dtensor(weight) and local_of(weight).shape[0] % width:
+                raise ArgumentError(
+                    f"{name}.{part} has {weight.shape[0] // width} heads, which can't be divided among "
+                    f"{weight.device_mesh.size()} ranks: take a number of ranks that divides them"
+                )
 
 
 def model_on_meta(

@@ -89,9 +89,10 @@ class Plan:
         budget: what may stay in memory.
         disk_rate: of reading.
         computing: of the device.
-        context_bytes: what keys and values take, for all of a batch.
+        tokens: of a batch, whose keys and values are kept.
+        context_bytes: what those take.
         runs: whether there is memory for keys and values.
-        fits: whether all of the model stays in memory.
+        fits: whether all of the model stays in memory, in the form that it is stored in.
         as_it_is: one pass per token, of the model as it is stored.
         ways: the best of the others, the quickest first.
     """
@@ -100,6 +101,7 @@ class Plan:
     budget: int
     disk_rate: float
     computing: Computing
+    tokens: int
     context_bytes: int | None
     runs: bool
     fits: bool
@@ -117,15 +119,20 @@ class Plan:
             )
         seconds = self.as_it_is.token_seconds
         said = f"Runs here{', slowly' if seconds > _SLOW else ''}: {_in_words(seconds)} per token"
-        if self.fits:
+        if self.fits and self.model.form in DENSE:
             return f"{said}. It fits in memory: use plain transformers, no setting of offload makes it faster."
-        return said + "".join(f"; {way.what} {_in_words(way.token_seconds)}" for way in self.ways[:1]) + "."
+        said += "".join(f"; {way.what} {_in_words(way.token_seconds)}" for way in self.ways[:1])
+        return f"{said}. It fits in memory, packed as it is." if self.fits else f"{said}."
 
     def __str__(self) -> str:
         from rich.filesize import decimal
 
         model, way = self.model, self.as_it_is
-        kept = "" if self.context_bytes is None else f" (keys and values {decimal(self.context_bytes)})"
+        kept = (
+            f" ({decimal(self.context_bytes)} for keys and values of {self.tokens} tokens)"
+            if self.context_bytes
+            else ""
+        )
         reading = f"reads {decimal(way.reads)}" if way.reads else "reads nothing"
         bound = "reading" if way.is_read_bound else "computing"
         lines = [
@@ -215,17 +222,18 @@ def plan(
     left = max(0, budget - (context_bytes or 0))
     measured = rate or _rate_of_disk(sizes.file)
     estimate = Estimate(sizes, left, measured, computing, batch, _options(max_memory, device))
-    fits = sizes.stored <= left and sizes.form in DENSE
+    fits = sizes.stored <= left
     return Plan(
         model=sizes,
         budget=budget,
         disk_rate=measured,
         computing=computing,
+        tokens=batch * context,
         context_bytes=context_bytes,
         runs=(context_bytes or 0) < max(available_bytes(), budget),
         fits=fits,
         as_it_is=estimate.of("as it is", sizes, 1, (estimate.generating(sizes.name),)),
-        ways=() if fits else tuple(estimate.others()),
+        ways=() if fits and sizes.form in DENSE else tuple(estimate.others()),
     )
 
 

@@ -27,6 +27,11 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {  # fields, and the values that a
     "logit_bias": ({},),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),  # this one and the next four: of other servers
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),

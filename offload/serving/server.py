@@ -96,6 +96,9 @@ class _Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        left = self._engine.figures().running
+        if left and not self.force_exit:
+            _log.info("ending: %d answers in progress have %g seconds; a second signal cuts them", left, self._grace)
         self._engine.end(0 if self.force_exit else self._grace)
         await super().shutdown(sockets)
 

@@ -142,5 +142,11 @@ def short(value: object, most: int = 200) -> str:
 
 
 def first_line(error: Exception, most: int = 300) -> str:
-    """The first line of a third-party error, short enough for a message: some list everything they know."""
-    return short(str(error).strip().partition("\n")[0] or type(error).__name__, most)
+    """The first line of a third-party error, short enough for a message: some list everything they know.
+
+    The next line is added to one that ends with a colon.
+    """
+    first, _, rest = str(error).strip().partition("\n")
+    if first.endswith(":"):
+        first = f"{first} {rest.strip().partition(chr(10))[0]}".strip()
+    return short(first or type(error).__name__, most)

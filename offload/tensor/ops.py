@@ -79,7 +79,7 @@ def refuse_to_be_sharded(func: Any, args: Args, kwargs: Kwargs) -> Any:
             f"{name} is on disk already, and sharding it now would move it into memory. Shard the empty model first, "
             "then load it: make it on the meta device, call parallelize_module, fully_shard or distribute_tensor, and "
             "then offload.load_checkpoint_and_dispatch(model, checkpoint); a model of transformers is loaded by "
-            'offload.from_pretrained(folder, tp_plan="auto")'
+            'offload.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"))'
         )
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

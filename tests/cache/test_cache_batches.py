@@ -233,3 +233,13 @@ def test_a_row_of_text_and_of_any_length_stays_what_it_is(tmp_path: Path) -> Non
     assert [[0, 1, 2], [0]] == [row["t"].tolist() for row in rows]
     assert 4 == len(data)
     assert "t2" == data[2]["text"]
+
+
+def test_a_data_loader_stacks_rows_that_are_padded_to_the_longest_of_their_batch(tmp_path: Path) -> None:
+    records = [{"t": torch.arange(number) + 1} for number in range(5)]
+    data = TensorCache.from_records(records, tmp_path).as_dataset(ragged="padded", padding=-1)
+
+    found = [batch["t"].tolist() for batch in DataLoader(data, batch_sampler=[[2, 0], [3, 4]])]
+
+    assert [[[1, 2], [-1, -1]], [[1, 2, 3, -1], [1, 2, 3, 4]]] == found
+    assert [1, 2, 3] == data[3]["t"].tolist()

@@ -72,7 +72,7 @@ def test_until_a_run_is_noted_the_same_call_succeeds_without_resume(is_killed: b
         assert ["new"] == os.listdir(folder)
 
     assert index > 3
-    with pytest.raises(JournalError, match="has an unfinished run: continue it with resume"):
+    with pytest.raises(JournalError, match="has an unfinished run: continue it"):
         written(folder, resume=False)
     assert ["value"] == written(folder)
     assert ["new"] == os.listdir(folder)
@@ -119,9 +119,20 @@ def test_a_folder_of_others_is_left_as_it_is(resume: bool, tmp_path: Path) -> No
     assert [] == os.listdir(tmp_path / "elsewhere")
 
 
-def test_another_run_does_not_go_on_with_it(tmp_path: Path) -> None:
+def test_a_run_that_failed_before_any_progress_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), resumable_folder(tmp_path / "new", RUN, resume=False):
         raise ZeroDivisionError
+
+    assert [] == os.listdir(tmp_path)
+
+
+def test_another_run_does_not_go_on_with_it(tmp_path: Path) -> None:
+    def fail(work: Path) -> None:
+        put_file(work / "value", b"1")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), resumable_folder(tmp_path / "new", RUN, resume=False) as work:
+        fail(work)
 
     with (
         pytest.raises(JournalError, match="has an unfinished run with another size"),

@@ -338,7 +338,7 @@ def test_a_stopped_merge_can_be_resumed(
 
     assert 1 == cli.main(command)  # peft failed
     assert 1 == cli.main(command)
-    assert "continue it with resume" in capsys.readouterr().err
+    assert "continue it (resume=True, --resume)" in capsys.readouterr().err
     again, count = _stopping_after(1000, real)
     monkeypatch.setattr(Linear, "get_delta_weight", again)
     assert 0 == cli.main([*command, "--resume"])

@@ -28,7 +28,14 @@ import offload
 from bench.page_cache import cached_fraction, make_cold
 from offload.budget import evict, keep_resident, memory_summary
 from offload.distributed import cuts
-from offload.errors import CheckpointError, OffloadError, ShapeMismatchError, UnsupportedOpError, WriteError
+from offload.errors import (
+    ArgumentError,
+    CheckpointError,
+    OffloadError,
+    ShapeMismatchError,
+    UnsupportedOpError,
+    WriteError,
+)
 from offload.models import values as values_module
 from offload.prefetch.value import page_state_of
 from offload.storage.file import TensorFile
@@ -335,6 +342,16 @@ def test_adapters_train_over_a_base_that_fsdp_has_sharded(tmp_path: Path) -> Non
 
         assert losses[:3] == losses[3:]
         assert losses[0] != losses[2]
+
+    run_ranks(2, act)
+
+
+def test_heads_that_the_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "llama", **{**TINY, "num_key_value_heads": 1})
+
+    def act(_: int) -> None:
+        with pytest.raises(ArgumentError, match="k_proj has 1 heads, which can't be divided among 2 ranks"):
+            offload.from_pretrained(tmp_path, tp_plan="auto")
 
     run_ranks(2, act)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload.errors import CheckpointError
-from offload.integrations.hub import folder_of
+from offload.errors import CheckpointError, MissingFileError
+from offload.integrations.hub import folder_of, headers_of
 
 BESIDE = ["config.json", "tokenizer.json", "vocab.txt"]
 NEVER = ["modeling_x.py", "run.sh", "training_args.bin", "optimizer.bin", "onnx/weights.bin", "model.onnx", "x.h5"]
@@ -54,6 +54,12 @@ def test_a_file_is_refused_with_the_folder_that_it_is_in(tmp_path: Path) -> None
 
     with pytest.raises(CheckpointError, match=rf"is a file: give the folder of the model, {tmp_path}$"):
         folder_of(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("find", [folder_of, headers_of])
+def test_a_gguf_file_that_is_not_there_is_not_asked_for_on_the_hub(find: Any) -> None:
+    with pytest.raises(MissingFileError, match=r"model.gguf does not exist"):
+        find("somewhere/model.gguf")
 
 
 def test_an_error_of_the_hub_ends_with_one_full_stop(monkeypatch: pytest.MonkeyPatch) -> None:

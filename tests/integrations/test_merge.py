@@ -319,7 +319,9 @@ def test_an_adapter_of_another_model_or_a_missing_one_is_refused(folder: Path, t
     smaller = LlamaConfig(**{**SMALL, "hidden_size": 32}, tie_word_embeddings=False)
     other = offload.disk_offload(AutoModelForCausalLM.from_config(smaller))
 
-    with pytest.raises(CheckpointError, match="is not an adapter for this LlamaForCausalLM"):
+    with pytest.raises(
+        CheckpointError, match=r"is not an adapter for this LlamaForCausalLM, or it is damaged: .*[^:]$"
+    ):
         offload.merge_lora(other, adapter)
     with pytest.raises(CheckpointError, match="is not an adapter for this Sequential"):
         offload.merge_lora(three(), adapter)

@@ -257,6 +257,17 @@ def test_the_first_line_answers_the_question(saved: Any, monkeypatch: pytest.Mon
     assert (False, "Does not run here: keys and values of the context take ") == (never.runs, never.answer[:55])
 
 
+@pytest.mark.usefixtures("machine")
+def test_a_packed_model_that_fits_is_said_to_fit(tmp_path: Path) -> None:
+    FORMS["fp8-llama"].write(tmp_path)
+
+    fits, does_not = (offload.plan(tmp_path, max_memory=most, disk_rate="1GB", context=1) for most in ("1GiB", 0))
+
+    assert (True, False) == (fits.fits, does_not.fits)
+    assert fits.answer.endswith(". It fits in memory, packed as it is.")
+    assert "It fits" not in does_not.answer
+
+
 def test_a_folder_that_is_not_a_model_is_an_error(tmp_path: Path, saved: Any) -> None:
     folder = saved(LlamaConfig(**SIZES))
     for options, error in (({"batch": 0}, ArgumentError), ({"disk_rate": "fast"}, ArgumentError)):

@@ -291,6 +291,7 @@ WRONG = {
     "a list": (b"[]", 400, None),
     "nothing": ({}, 400, None),
     "another model": ({"model": "gpt", "prompt": "w3"}, 404, "model_not_found"),
+    "sampling of other servers": ({"prompt": "w3", "top_k": 5}, 400, None),
     "a token that is none": ({"prompt": [96]}, 400, None),
     "half of a character": ({"prompt": "\ud800"}, 400, None),
     "hardly a temperature": ({"prompt": "w3", "temperature": 1e-9}, 400, None),
