@@ -116,7 +116,7 @@ def share_hooks(new: torch.Tensor, old: torch.Tensor) -> None:
     new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
-def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+def remove_hook(module: nn.Module, hook: Callable[..., object]) -> None:
     """Take off a forward hook or pre-hook, if it is there; an interrupted registration has returned no handle."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number in [number for number, one in hooks.items() if one is hook]:
@@ -152,7 +152,7 @@ class _Gone(type):
 
     error: UnsupportedTorchError
 
-    def __call__(cls, *_: Any, **__: Any) -> Any:
+    def __call__(cls, *_: object, **__: object) -> Any:
         raise cls.error
 
     def __getattr__(cls, name: str) -> Any:

@@ -175,7 +175,7 @@ class _Merging:
                 vars(layer).pop("merge", None)
 
     @inside(no_grad)
-    def merge(self, layer: Any, name: str, merge: Callable[..., None], *args: Any, **options: Any) -> None:
+    def merge(self, layer: Any, name: str, merge: Callable[..., None], *args: object, **options: object) -> None:
         """`layer.merge` on copies of the base's values; those that it has changed are stored."""
         self.at = name
         held, mark = list(self._held_by(layer)), f"{self._run} {name}"

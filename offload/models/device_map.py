@@ -44,7 +44,7 @@ def infer_device_map(
     model: nn.Module,
     device_map: DeviceMap,
     *,
-    max_memory: Mapping[int | str, Any] | float | str | None = None,
+    max_memory: Mapping[int | str, object] | float | str | None = None,
     no_split_module_classes: list[str] | None = None,
     dtype: torch.dtype | None = None,
     offload_buffers: bool = False,
@@ -164,7 +164,7 @@ def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: It
         )
 
 
-def _checked_shares(max_memory: Any, word: str) -> dict[int | str, int]:
+def _checked_shares(max_memory: object, word: str) -> dict[int | str, int]:
     """Bytes per device, from a `max_memory` for placing."""
     if not isinstance(max_memory, Mapping) or not max_memory:
         raise DeviceMapError(

@@ -132,7 +132,7 @@ def _discarded_names(model: nn.Module) -> Iterable[str]:
     return tied or getattr(model, "_tied_weights_keys", None) or ()
 
 
-def _values(source: Any) -> Iterable[object]:
+def _values(source: object) -> Iterable[object]:
     if isinstance(source, nn.Module):
         return chain(source.parameters(), source.buffers())
     return source.values() if isinstance(source, Mapping) else ()

@@ -128,7 +128,7 @@ class _Results(TorchDispatchMode):
         with _LOCK:
             return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         with _LOCK:
             super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
@@ -174,7 +174,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.results = results
 
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if func not in _WATCHED or _is_left_alone(()):
             return func(*args, **kwargs)

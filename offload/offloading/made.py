@@ -141,7 +141,7 @@ def _layout_of_result(func: Any, args: Args, kwargs: Kwargs) -> Layout | None:
     return None
 
 
-def _metas_of(values: Iterable[Any]) -> list[Any]:
+def _metas_of(values: Iterable[object]) -> list[Any]:
     return [
         _meta_of(value)
         if isinstance(value, torch.Tensor)

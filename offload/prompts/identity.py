@@ -144,7 +144,7 @@ def _configuration(config: Any) -> str:
     return json.dumps([said, text], sort_keys=True, default=str)
 
 
-def _settings(members: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _settings(members: Mapping[str, object]) -> list[tuple[str, str]]:
     """The attributes of a module that are plain data."""
     return sorted(
         (name, repr(value))

@@ -98,7 +98,7 @@ def inside(guard: Callable[[], AbstractContextManager[None]]) -> Callable[[F], F
 
     def decorated(function: F) -> F:
         @wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def called(*args: object, **kwargs: object) -> Any:
             with guard():
                 return function(*args, **kwargs)
 

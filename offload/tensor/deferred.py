@@ -78,7 +78,7 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         rule: Rule = _RULES.get(func) or (_cut if func.is_view else _compute)
         return rule(func, args, kwargs or {})
@@ -121,7 +121,7 @@ class DeferredTensor(torch.Tensor):
         other = _deferred(value.detach())
         self._body, self._root, self._cuts, self._seen = other._body, other._root, other._cuts, other._seen
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({len(self._parts)} parts, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
@@ -454,7 +454,7 @@ def _rows_in_root(tensor: DeferredTensor) -> tuple[int, int] | None:
     return None if left or more else (first, first + count)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether it is a number, or a scalar tensor in memory."""
     return isinstance(value, (bool, int, float)) or (
         type(value) is torch.Tensor and value.dim() == 0 and value.device == CPU
@@ -475,7 +475,7 @@ def _columns(rows: torch.Tensor, *, order: torch.Tensor) -> torch.Tensor:
     return rows.index_select(1, order.to(rows.device))
 
 
-def _applied(rows: torch.Tensor, *, name: str, others: tuple[Any, ...]) -> torch.Tensor:
+def _applied(rows: torch.Tensor, *, name: str, others: tuple[object, ...]) -> torch.Tensor:
     packet, _, overload = name.removeprefix("aten::").partition(".")
     result: torch.Tensor = getattr(getattr(_aten, packet), overload or "default")(rows, *others)
     return result

@@ -63,7 +63,7 @@ def _multiply_one_by_one(
     matrices: OffloadedTensor,
     counts: torch.Tensor,
     groups: list[int],
-    rest: Sequence[Any],
+    rest: Sequence[object],
     kwargs: Kwargs,
 ) -> torch.Tensor:
     """Of a recipe: from its pieces, or one matrix after the other."""

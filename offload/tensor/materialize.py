@@ -18,7 +18,7 @@ from offload.tensor.wrapper import carry_attributes
 from offload.torch_api import buffers_of, parameters_of, tree_map
 
 
-def materialize(value: Any) -> Any:
+def materialize(value: object) -> Any:
     """`value` in memory: a plain, independent tensor in place of each offloaded one, on its target device.
 
     Args:
@@ -37,7 +37,7 @@ def materialize(value: Any) -> Any:
     return tree_map(lambda leaf: _in_memory(leaf, memo), value)
 
 
-def _in_memory(leaf: Any, memo: dict[Any, Any]) -> Any:
+def _in_memory(leaf: object, memo: dict[Any, Any]) -> Any:
     if isinstance(leaf, nn.Module):
         _fill_module(leaf, memo)
     return _plain(leaf, memo)

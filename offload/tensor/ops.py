@@ -100,7 +100,7 @@ def read_resolved(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return read_directly(func, tuple(map(_resolved, args)), kwargs)
 
 
-def _resolved(arg: Any) -> Any:
+def _resolved(arg: object) -> Any:
     return arg.clone() if type(arg) is OffloadedTensor and arg.is_conj() else arg
 
 
@@ -303,7 +303,7 @@ def _is_picked_here(table: Any) -> bool:
     return has_file(table) and table._target == CPU and not table._handle.is_subclass
 
 
-def _sent_to_cpu(values: Iterable[Any]) -> list[Any]:
+def _sent_to_cpu(values: Iterable[object]) -> list[Any]:
     return [
         value.to(CPU) if isinstance(value, torch.Tensor) else _sent_to_cpu(value) if isinstance(value, list) else value
         for value in values
@@ -399,7 +399,7 @@ def _is_of_the_tensor(func: Any, args: Args, kwargs: Kwargs) -> bool:
     return name in _OF_THE_TENSOR
 
 
-def _casts(tensor: torch.Tensor, *given: Any) -> bool:
+def _casts(tensor: torch.Tensor, *given: object) -> bool:
     """Whether `tensor.to` with these arguments changes the dtype."""
     dtypes = (one if isinstance(one, torch.dtype) else getattr(one, "dtype", None) for one in given)
     return any(dtype not in (None, tensor.dtype) for dtype in dtypes)
@@ -433,7 +433,7 @@ def _call_inplace(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return changed
 
 
-def _independent(results: Any, files: set[int]) -> Any:
+def _independent(results: object, files: set[int]) -> Any:
     """Copies of those results that would share memory with a file."""
     if isinstance(results, (list, tuple)):
         return type(results)([_independent(result, files) for result in results])

@@ -52,7 +52,7 @@ class by_reference:
         (True, True, False)
     """
 
-    def __init__(self, carried: Any) -> None:
+    def __init__(self, carried: object) -> None:
         self._carried = carried
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -155,13 +155,13 @@ class Rows:
     pieces: Sequence[tuple[int, Piece]]
 
 
-def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
+def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` without the whole dense weight; None if that is needed, or may be in memory."""
     found = _product(x, weight, bias)
     return _product_in_parts(x, weight, bias) if found is None else found
 
 
-def _product(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
+def _product(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` from the packed bytes of the weight; None if the kernels do not take it."""
     handle = weight._handle
     if type(handle) is Traced or handle.composed is None:
@@ -197,7 +197,7 @@ def _product_there(x: torch.Tensor, weight: Piece, bias: Any, device: torch.devi
         return out.view(*x.shape[:-1], len(weight.view_spec))
 
 
-def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None) -> torch.Tensor | None:
+def multiplied(x: torch.Tensor, weight: Piece, bias: object = None) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` from the packed bytes of a cut of a recipe; None if the kernels do not take it.
 
     Args:
@@ -428,7 +428,7 @@ def _is_over_budget(weight: OffloadedTensor) -> bool:
     return budget is not None and nbytes > budget and is_packed(handle.composed)
 
 
-def is_packed(composed: Any) -> bool:
+def is_packed(composed: object) -> bool:
     """Whether a value is decoded, and products with it need not be those with the dense value."""
     if isinstance(composed, Decoded):
         return not composed.is_exact

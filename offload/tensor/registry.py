@@ -21,7 +21,7 @@ OUT = "out="  # a call with `out=`
 INNER = "inner"  # a call on a value of a tensor subclass
 
 
-def implements(*ops: Any) -> Callable[[Rule], Rule]:
+def implements(*ops: object) -> Callable[[Rule], Rule]:
     """Register the rule of aten ops, below autograd.
 
     Raises:
@@ -30,12 +30,12 @@ def implements(*ops: Any) -> Callable[[Rule], Rule]:
     return _registrar(RULES, ops)
 
 
-def overrides(*functions: Any) -> Callable[[Rule], Rule]:
+def overrides(*functions: object) -> Callable[[Rule], Rule]:
     """Like `implements`, for functions of torch's Python interface, above autograd."""
     return _registrar(FUNCTIONS, functions)
 
 
-def _registrar(table: dict[Any, Any], keys: Iterable[Any]) -> Callable[[Rule], Rule]:
+def _registrar(table: dict[Any, Any], keys: Iterable[object]) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         for key in keys:
             if key in table:

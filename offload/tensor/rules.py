@@ -71,7 +71,7 @@ def on_guests(func: Any, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tenso
     return func(*guests, **named_guests(kwargs, memo)) if kwargs else func(*guests)
 
 
-def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
+def plain_copies(values: Iterable[object]) -> dict[int, torch.Tensor]:
     """Plain copies, by id, of tensors that autograd or a tracer follows: guests would hide them from a function."""
     if not (torch.is_grad_enabled() or is_dual_level() or is_traced()):
         return {}
@@ -123,7 +123,7 @@ def guests_that_ask_for_grad(args: Args, kwargs: Kwargs) -> dict[int, torch.Tens
 
 
 @implements(BY_SCHEMA)
-def rule_of(func: Any, *_: Any) -> Rule:
+def rule_of(func: Any, *_: object) -> Rule:
     if not isinstance(func, OpOverload):
         return read
     if is_composite(func):
@@ -211,12 +211,12 @@ UNANNOTATED_WRITES = {
 }
 
 
-def has_file(tensor: Any) -> bool:
+def has_file(tensor: object) -> bool:
     """Whether it is an offloaded tensor, and not one that a compiler traces."""
     return type(tensor) is OffloadedTensor and type(tensor._handle) is not Traced
 
 
-def call(func: Any, args: Sequence[Any], kwargs: Kwargs) -> Any:
+def call(func: Any, args: Sequence[object], kwargs: Kwargs) -> Any:
     """Run an op on guests, with lazy conjugation, negation and zero tensors handled inside it.
 
     Below Python dispatch these keys are excluded, and composite kernels that rely on them return wrong values.
@@ -312,7 +312,7 @@ def write(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return tuple(result if place is None else changed[place] for place, result in pairs)
 
 
-def _count_writes_to_lists(changed: Iterable[Any]) -> None:
+def _count_writes_to_lists(changed: Iterable[object]) -> None:
     """The dispatcher increments the version of an argument, but not of the tensors in a list."""
     for tensors in changed:
         if isinstance(tensors, (list, tuple)) and not torch.is_inference_mode_enabled():
@@ -372,7 +372,7 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _ask_for_grad(values: Iterable[Any]) -> bool:
+def _ask_for_grad(values: Iterable[object]) -> bool:
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
@@ -382,7 +382,7 @@ def _ask_for_grad(values: Iterable[Any]) -> bool:
     return False
 
 
-def tensors_in(*values: Any) -> Iterable[torch.Tensor]:
+def tensors_in(*values: object) -> Iterable[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -391,7 +391,7 @@ def tensors_in(*values: Any) -> Iterable[torch.Tensor]:
 
 
 def write_into(
-    changed: Iterable[Any], run: Callable[[list[Any], dict[str, Any]], Any], args: Args, kwargs: Kwargs
+    changed: Iterable[object], run: Callable[[list[Any], dict[str, Any]], object], args: Args, kwargs: Kwargs
 ) -> Any:
     """Run with writable guests for the offloaded tensors in `changed`, then store their new values."""
     targets = [tensor for tensor in tensors_in(*changed) if type(tensor) is OffloadedTensor]
@@ -428,7 +428,7 @@ def _metadata(guest: torch.Tensor) -> tuple[Any, ...]:
     return place, guest.shape, guest.stride(), guest.storage_offset(), guest.is_conj(), guest.is_neg()
 
 
-def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[Any, ...] | None) -> None:
+def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[object, ...] | None) -> None:
     """After a write: nothing to do for a guest over the file; otherwise store its value, or its new shape."""
     handle, view_spec = tensor._handle, tensor._view_spec
     if type(handle) is Traced:

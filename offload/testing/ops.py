@@ -162,7 +162,7 @@ Out: TypeAlias = "Callable[[Kind, torch.Tensor], tuple[torch.Tensor, torch.Tenso
 Same: TypeAlias = "Callable[[Kind, Any, Any], None]"
 
 
-def same_bits(kind: Kind, expected: Any, actual: Any) -> None:
+def same_bits(kind: Kind, expected: object, actual: object) -> None:
     kind.assert_same(expected, actual, strides=False)  # autograd uses other formulas for some subclasses
 
 
@@ -202,7 +202,7 @@ class Kind:
     def in_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return in_memory(self.unwrap(tensor) if is_other(tensor) else tensor)
 
-    def assert_same(self, expected: Any, actual: Any, *, values: bool = True, strides: bool = True) -> None:
+    def assert_same(self, expected: object, actual: object, *, values: bool = True, strides: bool = True) -> None:
         """Same structure, shapes, strides, dtypes, and bits."""
         assert tree_flatten(expected)[1] == tree_flatten(actual)[1]
         difference = difference_between if values else None
@@ -218,7 +218,7 @@ class Sample(NamedTuple):
     args: list[Any]
     kwargs: dict[str, Any]
 
-    def passed_to(self, function: Callable[..., Any], **more: Any) -> Any:
+    def passed_to(self, function: Callable[..., object], **more: object) -> Any:
         return function(self.input, *self.args, **self.kwargs, **more)
 
 
@@ -229,7 +229,7 @@ class Count(NamedTuple):
     compared: int = 0
 
 
-def doubled(tree: Any, make: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+def doubled(tree: object, make: Callable[[Any], tuple[object, object]]) -> tuple[Any, Any]:
     """Two trees from one: each leaf becomes a pair, one element per tree."""
     leaves, spec = tree_flatten(tree)
     pairs = list(map(make, leaves))
@@ -279,12 +279,12 @@ def is_inexact(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def is_other(x: Any) -> bool:
+def is_other(x: object) -> bool:
     """Whether it is a tensor of some subclass."""
     return isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, torch.nn.Parameter)
 
 
-def takes_part(tree: Any) -> bool:
+def takes_part(tree: object) -> bool:
     return any(map(is_other, tree_leaves(tree)))
 
 
@@ -296,7 +296,7 @@ def _as_whole(make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
 # Calls
 
 
-def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+def attempt(function: Callable[..., object], *args: object, **kwargs: object) -> tuple[Any, Exception | None]:
     """The result of a call, and what it raised."""
     torch.default_generator.manual_seed(1)
     with warnings.catch_warnings():
@@ -307,7 +307,7 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[An
             return None, error
 
 
-def succeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def succeed(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
     result, error = attempt(function, *args, **kwargs)
     if error is not None:
         raise error
@@ -331,7 +331,7 @@ def memory_filled(op: Any) -> Iterator[None]:
 # Checks
 
 
-def compared(call: Callable[[Any], Any], pairs: Iterable[tuple[Any, Any]], same: Callable[..., None]) -> Count:
+def compared(call: Callable[[Any], object], pairs: Iterable[tuple[object, object]], same: Callable[..., None]) -> Count:
     """Run a call on both elements of each pair; if plain torch succeeds, `same` gets the results and the pair."""
     plain_calls = compared_calls = 0
     for expected_of, actual_of in pairs:
@@ -346,7 +346,7 @@ def compared(call: Callable[[Any], Any], pairs: Iterable[tuple[Any, Any]], same:
 def check_forward(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     """Results are equal, and arguments are unchanged."""
 
-    def same(expected: Any, actual: Any, expected_of: Sample, actual_of: Sample) -> None:
+    def same(expected: object, actual: object, expected_of: Sample, actual_of: Sample) -> None:
         kind.assert_same(expected, actual, values=op.name not in ARBITRARY)
         kind.see_results(expected, actual, expected_of, actual_of)
         kind.assert_same(expected_of, actual_of)
@@ -390,7 +390,7 @@ def check_inference_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> C
 class ArgumentsComeBack(TorchDispatchMode):
     """Checks what the rules return, where autograd does not replace it by the argument."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         returned = [value.alias_info for value in op_schema(func).returns]
         if len(returned) == 1 and returned[0] is not None and returned[0].is_write and isinstance(result, torch.Tensor):
@@ -398,12 +398,12 @@ class ArgumentsComeBack(TorchDispatchMode):
         return result
 
 
-def versions(tree: Any) -> list[int]:
+def versions(tree: object) -> list[int]:
     """The versions of tensors; not counted in inference mode."""
     return [0 if torch.is_inference_mode_enabled() else version_of(leaf) for leaf in tree_leaves(tree)]
 
 
-def moves(before: list[int], tree: Any) -> list[int]:
+def moves(before: list[int], tree: object) -> list[int]:
     """By how much the versions have increased."""
     return [now - then for then, now in zip(before, versions(tree), strict=True)]
 
@@ -486,7 +486,7 @@ def check_frozen(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
 
 
 def check_gradients(kind: Kind, op: Any, pairs: Iterable[tuple[Sample, Sample]]) -> Count:
-    def same(expected: Any, actual: Any, expected_of: Sample, actual_of: Sample) -> None:
+    def same(expected: object, actual: object, expected_of: Sample, actual_of: Sample) -> None:
         kind.same(kind, expected, actual)
         kind.assert_same(expected_of, actual_of)
 
@@ -502,7 +502,7 @@ def backward(op: Any, sample: Sample) -> list[torch.Tensor | None]:
     return [*(output.detach() for output in outputs), *gradients]
 
 
-def requiring_grad(tree: Any) -> list[torch.Tensor]:
+def requiring_grad(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
