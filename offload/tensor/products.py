@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.kernels import accelerated
 from offload.kernels.native import DTYPES, MOST_ROWS, library, most_rows
 from offload.kernels.native import multiply as multiply_rows
@@ -96,7 +96,7 @@ def compute_exactly(handle: Handle) -> None:
 
 
 @overrides(F.linear)
-def multiply_by_weight(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A packed weight is not decoded first."""
     if len(args) >= 2 and not kwargs and type(args[1]) is OffloadedTensor and type(args[0]) is not OffloadedTensor:
         with DisableTorchFunctionSubclass():
@@ -111,7 +111,7 @@ def multiply_by_weight(func: Any, args: Args, kwargs: Kwargs) -> Any:
     torch.matmul, torch.mm, torch.addmm,
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm,
 )  # fmt: skip
-def multiply_on_guests(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def multiply_on_guests(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Not of a weight that is larger than the budget: the ops below decode it in parts."""
     if any(type(arg) is OffloadedTensor and _is_over_budget(arg) for arg in args):
         with DisableTorchFunctionSubclass():
@@ -120,7 +120,7 @@ def multiply_on_guests(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(torch.ops.aten.mm.default)
-def multiply_matrices(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def multiply_matrices(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """As for `F.linear`, below autograd: of a weight that is turned around."""
     x, weight = args
     found = None
@@ -132,7 +132,7 @@ def multiply_matrices(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(torch.ops.aten.addmm.default)
-def multiply_matrices_and_add(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def multiply_matrices_and_add(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """As for `F.linear`, below autograd: of a weight that is turned around."""
     bias, x, weight = args
     found = None

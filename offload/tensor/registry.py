@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.errors import ArgumentError
 
-Rule: TypeAlias = Callable[[Any, Args, Kwargs], Any]
-RULES: dict[Any, Any] = {}
-FUNCTIONS: dict[Any, Rule] = {}
+Rule: TypeAlias = Callable[[Op, Args, Kwargs], Any]
+RULES: dict[object, Any] = {}
+FUNCTIONS: dict[object, Rule] = {}
 BY_SCHEMA = "by schema"  # builds the rule of an aten op that has none
 OUT = "out="  # a call with `out=`
 INNER = "inner"  # a call on a value of a tensor subclass
@@ -35,7 +35,7 @@ def overrides(*functions: object) -> Callable[[Rule], Rule]:
     return _registrar(FUNCTIONS, functions)
 
 
-def _registrar(table: dict[Any, Any], keys: Iterable[object]) -> Callable[[Rule], Rule]:
+def _registrar(table: dict[object, Any], keys: Iterable[object]) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         for key in keys:
             if key in table:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import make_writable, writable_base
@@ -65,7 +65,7 @@ def named_guests(kwargs: Kwargs, memo: dict[int, torch.Tensor]) -> Kwargs:
     return dict(zip(kwargs, guests_of(kwargs.values(), memo), strict=True)) if kwargs else kwargs
 
 
-def on_guests(func: Any, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor]) -> Any:
+def on_guests(func: Op, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor]) -> Any:
     """Call `func` with guests for offloaded tensors; `memo` has existing guests, by id."""
     guests = guests_of(args, memo)
     return func(*guests, **named_guests(kwargs, memo)) if kwargs else func(*guests)
@@ -99,7 +99,7 @@ def plain_copies(values: Iterable[object]) -> dict[int, torch.Tensor]:
     torch.norm, torch.linalg.cond, torch.linalg.eigvalsh, torch.linalg.matrix_norm,
     torch.linalg.norm, torch.linalg.svdvals,
 )  # fmt: skip
-def read_directly(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def read_directly(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Without a graph to record, the whole function runs on guests: one step instead of one per op inside.
 
     Only for functions that neither write nor return views.
@@ -123,7 +123,7 @@ def guests_that_ask_for_grad(args: Args, kwargs: Kwargs) -> dict[int, torch.Tens
 
 
 @implements(BY_SCHEMA)
-def rule_of(func: Any, *_: object) -> Rule:
+def rule_of(func: Op, *_: object) -> Rule:
     if not isinstance(func, OpOverload):
         return read
     if is_composite(func):
@@ -141,7 +141,7 @@ def is_composite(func: OpOverload) -> bool:
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
-def decompose(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def decompose(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Each op that it consists of finds its own rule: the schemas of `to` or `reshape` may or may not return a view.
 
     `func.decompose` would use Python decompositions if there are any, with different last bits.
@@ -149,14 +149,14 @@ def decompose(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return call(kernel_of(func), (DispatchKey.CompositeImplicitAutograd, *args), kwargs)
 
 
-def decompose_with_views(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def decompose_with_views(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Like `decompose`, and views know whether their base requires grad, as outside of this."""
     with keys_kept():
         exclude_key(_VIEWS, False)
         return decompose(func, args, kwargs)
 
 
-def decompose_in_sight(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def decompose_in_sight(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Like `decompose`, for an op with a kernel of its own: `torch.jit.trace`, re-enabled here, records the parts."""
     with keys_kept():
         exclude_key(TRACER_KEY, False)
@@ -216,7 +216,7 @@ def has_file(tensor: object) -> bool:
     return type(tensor) is OffloadedTensor and type(tensor._handle) is not Traced
 
 
-def call(func: Any, args: Sequence[object], kwargs: Kwargs) -> Any:
+def call(func: Op, args: Sequence[object], kwargs: Kwargs) -> Any:
     """Run an op on guests, with lazy conjugation, negation and zero tensors handled inside it.
 
     Below Python dispatch these keys are excluded, and composite kernels that rely on them return wrong values.
@@ -231,13 +231,13 @@ _LAZY_KEYS = (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTenso
 _VIEWS = DispatchKey.ADInplaceOrView
 
 
-def read(func: Any, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor] | None = None) -> Any:
+def read(func: Op, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor] | None = None) -> Any:
     """Run on guests; the result is plain. `memo` has existing guests, by id."""
     memo = {} if memo is None else memo
     return call(func, guests_of(args, memo), named_guests(kwargs, memo))
 
 
-def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _view(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Cut the view spec: nothing is read."""
     base = args[0]
     if type(base) is not OffloadedTensor or base._handle.recipe is not None:
@@ -258,7 +258,7 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-def _view_inside(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _view_inside(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A view of a value of torchao's class, in a program that is exported: it consists of ops below such classes.
 
     Most have no `t`, of which `linear` makes use there; that of NF4 gives itself.
@@ -288,7 +288,7 @@ def view_of(base: OffloadedTensor, view_spec: torch.Tensor) -> OffloadedTensor:
     return wrap_traced(view_spec) if type(base._handle) is Traced else wrap(base._handle, view_spec, base._target)
 
 
-def _write_inplace_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _write_inplace_view(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """`t_`, `squeeze_`...: only the metadata changes."""
     tensor = args[0]
     if type(tensor) is not OffloadedTensor:
@@ -300,7 +300,7 @@ def _write_inplace_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return tensor
 
 
-def write(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def write(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run on guests over the writable file; results that the schema marks as mutated are the arguments themselves."""
     changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
     results = write_into(changed, partial(call, func), args, kwargs)
@@ -319,7 +319,7 @@ def _count_writes_to_lists(changed: Iterable[object]) -> None:
             torch.autograd.graph.increment_version([tensor for tensor in tensors if type(tensor) is OffloadedTensor])
 
 
-def _communicate(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _communicate(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Like `write`, but the values may arrive later: they have to go into the mapped file itself."""
     received = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
     tensors = [tensor for tensor in tensors_in(*received) if type(tensor) is OffloadedTensor]
@@ -336,7 +336,7 @@ def _communicate(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @overrides(OUT)
-def write_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def write_out(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A call with `out=`: run as for plain tensors (some composite ops never write to the `out` of a subclass)."""
     out = kwargs["out"]
     outs = list(out) if isinstance(out, (tuple, list)) else [out]

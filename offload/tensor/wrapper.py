@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from typing_extensions import TypeIs
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.errors import ArgumentTypeError, ExportError, MissingFileError, OffloadError, UnsupportedOpError
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
@@ -381,7 +381,7 @@ class OffloadedTensor(torch.Tensor):
     # For torch: executing ops
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
             rule = FUNCTIONS.get(INNER)
             if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
@@ -398,7 +398,7 @@ class OffloadedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None
+        cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         rule = RULES.get(func) or RULES.setdefault(func, RULES[BY_SCHEMA](func))
         return rule(func, args, kwargs or {})
