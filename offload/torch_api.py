@@ -237,10 +237,9 @@ local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor
 
 def world_of(mesh: Any) -> tuple[int, int]:
     """This rank and the number of ranks; for a simulated mesh, as it says."""
-    distributed: Any = torch.distributed
-    if not distributed.is_initialized():
+    if not torch.distributed.is_initialized():
         return mesh.get_rank(), mesh.size()
-    return distributed.get_rank(), distributed.get_world_size()
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def is_sharding() -> bool:

@@ -649,7 +649,7 @@ class TensorCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         if isinstance(self._store, HeldStore):
             return TensorCache._over, (self._store, self.device)
         return partial(TensorCache.open, device=self.device), (self.folder, self.mode)

@@ -278,7 +278,7 @@ def _empty_model(model_class: Any, config: Config, *, trust_remote_code: bool) -
         )
     with torch.device("meta"):
         config = copy.deepcopy(config)
-        from_config: Any = getattr(model_class, "from_config", None)  # of an Auto class
+        from_config = getattr(model_class, "from_config", None)  # of an Auto class
         if from_config is None:
             empty: Pretrained = model_class(config)
         else:

@@ -108,7 +108,7 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
     if word == ON_DISK:
         return Place(True, default)
     on_disk = isinstance(word, str) and word.startswith(f"{ON_DISK}:")
-    device: Any = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) and on_disk else word
+    device = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) and on_disk else word
     try:
         if device is None:
             raise TypeError("None is not a device")

@@ -181,8 +181,8 @@ class _SavesFromDisk:
     def __class__(self, kind: type) -> None:  # as torch's parametrizations and FSDP do
         object.__dict__["__class__"].__set__(self, _kind_from_disk(kind))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        reduced: Any = super().__reduce_ex__(protocol)
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
+        reduced = super().__reduce_ex__(protocol)
         return object.__new__, (self._own_class,), *reduced[2:]
 
     def __copy__(self) -> Any:
@@ -340,7 +340,7 @@ class _Streaming(list[Any]):
         super().__init__(_streaming(conversion) for conversion in usual)
         self._usual = usual
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return list, (self._usual,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Streaming:

@@ -98,7 +98,7 @@ def save_checkpoint(
 def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, dict[str, bytes]]:
     """A model's values, and the files that it needs beside them."""
     tensors = dict(model.state_dict())
-    packed: Any = getattr(model, "packed_as", None)
+    packed = getattr(model, "packed_as", None)
     quantization: Settings | None = None
     if dtype is None and packed is not None and not any(map(is_dtensor, tensors.values())):
         pieces, others = packed_state(tensors)

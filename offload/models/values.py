@@ -487,7 +487,7 @@ def is_done(slot: Slot, journal: Journal) -> bool:
 def _name_of_run(fn: Function, resume: bool | str) -> str:
     if isinstance(resume, str):
         return resume
-    inner: Any = fn
+    inner = fn
     while isinstance(inner, partial):
         inner = inner.func
     name: str = getattr(inner, "__qualname__", type(inner).__qualname__)

@@ -47,8 +47,8 @@ class Identities:
 
     def __init__(self) -> None:
         self._samples: weakref.WeakKeyDictionary[TensorFile, bytes] = weakref.WeakKeyDictionary()
-        self._in_memory: Any = WeakIdKeyDictionary()
-        self._stored: Any = WeakIdKeyDictionary()
+        self._in_memory = WeakIdKeyDictionary()
+        self._stored = WeakIdKeyDictionary()
 
     def of(self, model: Any) -> str:
         """The identity of a transformers model, as text of 64 digits.

@@ -89,7 +89,7 @@ class DeferredTensor(torch.Tensor):
         if not self._cuts:
             return self._body.parts
         if self._seen[0] is not self._body.parts:
-            source: Any = self._body.parts[0].source
+            source = self._body.parts[0].source
             for cut in self._cuts:
                 source = cut(source)
             self._seen = (self._body.parts, as_parts(source))

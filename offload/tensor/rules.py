@@ -421,7 +421,7 @@ def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
     return guest.detach() if handle.recipe is None else guest.clone()
 
 
-def _metadata(guest: torch.Tensor) -> tuple[Any, ...]:
+def _metadata(guest: torch.Tensor) -> tuple[object, ...]:
     if is_subclass_value(guest):
         return ()
     place = guest.untyped_storage().data_ptr()

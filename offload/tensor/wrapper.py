@@ -53,7 +53,7 @@ from offload.torch_api import (
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 log = logging.getLogger("offload.tensor")
-_attributes: Any = vars(torch.Tensor)["__dict__"]
+_attributes = vars(torch.Tensor)["__dict__"]
 
 
 class OffloadedTensor(torch.Tensor):

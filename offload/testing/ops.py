@@ -569,7 +569,7 @@ def backward_twice(op: Any, sample: Sample) -> list[torch.Tensor | None]:
     inputs, outputs = requiring_grad(sample), requiring_grad(sample.passed_to(op))
     torch.default_generator.manual_seed(2)
     seeds = [torch.randn(leaf.shape, dtype=leaf.dtype, requires_grad=True) for leaf in outputs]
-    first: Any = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, create_graph=True)
+    first = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, create_graph=True)
     followed = requiring_grad(first)
     weights = [torch.randn(gradient.shape, dtype=gradient.dtype) for gradient in followed]
     second: Any = torch.autograd.grad(followed, [*inputs, *seeds], weights, allow_unused=True) if followed else ()

@@ -164,7 +164,7 @@ class _Place:
     def put(self, parameter: torch.Tensor, state: dict[str, Any], before: Mapping[str, object]) -> None:
         """Put a parameter's state on disk, replacing what was there `before`."""
         for key, value in state.items():
-            old: Any = before.get(key)
+            old = before.get(key)
             if value is old:
                 continue
             if not _belongs_on_disk(value, self.min_bytes):
