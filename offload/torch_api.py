@@ -170,8 +170,7 @@ def _for(feature: str, find: Callable[[], _T]) -> _T:
     try:
         return find()
     except AttributeError as error:
-        gone: Any = _Gone("gone", (), {"error": _unsupported(feature, error)})
-        return gone  # type: ignore[no-any-return]
+        return _Gone("gone", (), {"error": _unsupported(feature, error)})  # type: ignore[return-value]
 
 
 def needed(found: _T) -> _T:
@@ -215,6 +214,7 @@ tensor_text: Any = _for("printing an offloaded tensor", lambda: torch._tensor_st
 
 if TYPE_CHECKING:
     from torch._weights_only_unpickler import Unpickler as Unpickler
+    from torch.testing._internal.common_methods_invocations import OpInfo as OpInfo
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     Unpickler = _for(_PICKLED, lambda: torch._weights_only_unpickler.Unpickler)  # the one for weights_only=True
@@ -228,8 +228,7 @@ def is_compiled() -> bool:
 
 def not_compiled(function: _T) -> _T:
     """Decorates functions that a compiler should not trace into."""
-    decorated: Any = _not_compiled if type(_not_compiled) is _Gone else _not_compiled(function)
-    return decorated  # type: ignore[no-any-return]
+    return _not_compiled if type(_not_compiled) is _Gone else _not_compiled(function)  # type: ignore[return-value]
 
 
 local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")  # of a DTensor
@@ -304,7 +303,7 @@ def _unchecked_sparse() -> Callable[[], list[torch.Tensor]]:
 unchecked_sparse = _for(_PICKLED, _unchecked_sparse)  # sparse tensors queued for a check in the next torch.load
 
 
-def described_ops() -> Any:
+def described_ops() -> list[OpInfo]:
     """torch's own op descriptions, imported on use with everything that they need.
 
     Raises:

@@ -87,7 +87,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = torch.get_device_module(device)
+        self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._slots = itertools.cycle([Slot(_pinned(_SLOT), self._module.Event()) for _ in range(_SLOTS)])
         self._uses: deque[tuple[Any, int]] = deque()  # ends of uses, as events, and the bytes used after each
