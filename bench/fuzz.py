@@ -42,6 +42,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import offload
+from bench import fuzz_models
+from bench.fuzz_kind import Files, Kind, Wrong, files_of
 from bench.mutations import (
     bytes_damaged,
     json_file_damaged,
@@ -57,7 +59,6 @@ from offload.models.journal import Journal
 from offload.storage.file import TensorFile
 from offload.storage.pickled import _tensors_in
 
-Files = dict[str, bytes]  # by relative path
 EQUAL, READ, REFUSED, FAILED = OUTCOMES = ("equal", "read", "refused", "failed")
 _BATCH = 2000  # trials per child
 _LIMIT = 20.0  # seconds per trial
@@ -66,30 +67,6 @@ _GROWTH = 192 << 20  # memory that a trial may use: files are a few KB, and pack
 _DISK = 4 << 20  # bytes that it may write
 _PERTURB = -6  # glibc's fill pattern for new memory
 _BOARD = struct.Struct("6q")  # the trial, whether another reader is running, and the outcomes
-
-
-class Wrong(Exception):
-    """What was read is not what the file contains."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of file.
-
-    Attributes:
-        samples: complete sample folders.
-        damage: returns randomly damaged files for some.
-        read: reads a folder; returns what was read, for comparison.
-        theirs: what another library reads from it; None if there is none.
-        weight: its share of the time.
-    """
-
-    name: str
-    samples: Sequence[Files]
-    damage: Callable[[Files, random.Random], Files]
-    read: Callable[[Path], Mapping[str, torch.Tensor]]
-    theirs: Callable[[Path], Mapping[str, torch.Tensor]] | None = None
-    weight: float = 1.0
 
 
 @dataclass
@@ -242,10 +219,6 @@ def _seen(folder: Path) -> dict[str, Any]:
     }
 
 
-def files_of(folder: Path) -> Files:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 # Child processes
 
 
@@ -347,8 +320,6 @@ def _note(board: mmap.mmap, place: int, value: int) -> None:
 
 def kinds(folder: Path, only: Sequence[str] = ()) -> list[Kind]:
     """All kinds, or those of these names; samples are created below `folder`."""
-    from bench import fuzz_models
-
     made = [
         Kind("safetensors", _tensor_samples(folder), _damage_tensors, _read_file, _their_tensors, 5),
         Kind("pickle", _pickle_samples({}), partial(_damage_one, zip_damaged), _read_file, _their_pickle, 4),

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from bench.fuzz import Files, Kind, Wrong, files_of
+from bench.fuzz_kind import Files, Kind, Wrong, files_of
 from bench.mutations import (
     bytes_damaged,
     gguf_damaged,

@@ -22,6 +22,9 @@ Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 """Keyword arguments."""
 
+Op: TypeAlias = Callable[..., Any]
+"""What torch is asked to run: an op, or a function of its Python interface."""
+
 Json: TypeAlias = Any
 """What `json.loads` returns."""
 

@@ -103,7 +103,7 @@ def set_read_ahead(window: Amount | bool) -> Setting:
     return Setting(undo)
 
 
-def keep_resident(*what: Any) -> None:
+def keep_resident(*what: object) -> None:
     """Keep values in memory once they are read, whatever else streams.
 
     Args:
@@ -132,7 +132,7 @@ def keep_resident(*what: Any) -> None:
             leaving.extend(pool.reconsider(anew=True))
 
 
-def evict(*what: Any) -> None:
+def evict(*what: object) -> None:
     """Drop values from memory, and no longer keep them resident. The next read brings them back.
 
     Args:
@@ -323,7 +323,7 @@ def _limit(max_memory: int | None, on_devices: dict[torch.device, OnDevice]) -> 
         leaving.extend(POOL.reconsider(anew=True))
 
 
-def _values_in(what: Iterable[Any]) -> list[Value]:
+def _values_in(what: Iterable[object]) -> list[Value]:
     values = [tracked(handle, *handle.extent) for handle in stored_in(_handles_in(what))]
     return [value for value in values if value is not UNTRACKED]
 
@@ -333,7 +333,7 @@ def _bytes_in(values: Iterable[Value]) -> int:
     return sum(extent.nbytes for extent in joined(values))
 
 
-def _handles_in(what: Iterable[Any]) -> set[Handle]:
+def _handles_in(what: Iterable[object]) -> set[Handle]:
     parts: list[Any] = []
     for leaf in tree_leaves(what):
         if not isinstance(leaf, nn.Module | torch.Tensor | None):

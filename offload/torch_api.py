@@ -116,7 +116,7 @@ def share_hooks(new: torch.Tensor, old: torch.Tensor) -> None:
     new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
-def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+def remove_hook(module: nn.Module, hook: Callable[..., object]) -> None:
     """Take off a forward hook or pre-hook, if it is there; an interrupted registration has returned no handle."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number in [number for number, one in hooks.items() if one is hook]:
@@ -152,7 +152,7 @@ class _Gone(type):
 
     error: UnsupportedTorchError
 
-    def __call__(cls, *_: Any, **__: Any) -> Any:
+    def __call__(cls, *_: object, **__: object) -> Any:
         raise cls.error
 
     def __getattr__(cls, name: str) -> Any:
@@ -170,8 +170,7 @@ def _for(feature: str, find: Callable[[], _T]) -> _T:
     try:
         return find()
     except AttributeError as error:
-        gone: Any = _Gone("gone", (), {"error": _unsupported(feature, error)})
-        return gone  # type: ignore[no-any-return]
+        return _Gone("gone", (), {"error": _unsupported(feature, error)})  # type: ignore[return-value]
 
 
 def needed(found: _T) -> _T:
@@ -215,6 +214,7 @@ tensor_text: Any = _for("printing an offloaded tensor", lambda: torch._tensor_st
 
 if TYPE_CHECKING:
     from torch._weights_only_unpickler import Unpickler as Unpickler
+    from torch.testing._internal.common_methods_invocations import OpInfo as OpInfo
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     Unpickler = _for(_PICKLED, lambda: torch._weights_only_unpickler.Unpickler)  # the one for weights_only=True
@@ -228,8 +228,7 @@ def is_compiled() -> bool:
 
 def not_compiled(function: _T) -> _T:
     """Decorates functions that a compiler should not trace into."""
-    decorated: Any = _not_compiled if type(_not_compiled) is _Gone else _not_compiled(function)
-    return decorated  # type: ignore[no-any-return]
+    return _not_compiled if type(_not_compiled) is _Gone else _not_compiled(function)  # type: ignore[return-value]
 
 
 local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")  # of a DTensor
@@ -237,10 +236,9 @@ local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor
 
 def world_of(mesh: Any) -> tuple[int, int]:
     """This rank and the number of ranks; for a simulated mesh, as it says."""
-    distributed: Any = torch.distributed
-    if not distributed.is_initialized():
+    if not torch.distributed.is_initialized():
         return mesh.get_rank(), mesh.size()
-    return distributed.get_rank(), distributed.get_world_size()
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def is_sharding() -> bool:
@@ -305,7 +303,7 @@ def _unchecked_sparse() -> Callable[[], list[torch.Tensor]]:
 unchecked_sparse = _for(_PICKLED, _unchecked_sparse)  # sparse tensors queued for a check in the next torch.load
 
 
-def described_ops() -> Any:
+def described_ops() -> list[OpInfo]:
     """torch's own op descriptions, imported on use with everything that they need.
 
     Raises:

@@ -19,6 +19,7 @@ MISBEHAVING = """
     from pathlib import Path
     import torch
     from bench import fuzz
+    from bench.fuzz_kind import Kind
     from offload.errors import CorruptFileError, MissingFileError
 
     def damage(files, chance):
@@ -70,10 +71,10 @@ MISBEHAVING = """
 
     fuzz._LIMIT = 1.0
     acts = (refuse, refuse_without_a_path, run_over, die, change, add, fill_memory, fill_the_disk, read, hang)
-    kinds = [fuzz.Kind(act.__name__, [{"a": b"bytes"}], damage, act) for act in acts]
+    kinds = [Kind(act.__name__, [{"a": b"bytes"}], damage, act) for act in acts]
     for act in (read, read_other, read_more):
-        kinds.append(fuzz.Kind(f"{act.__name__}_as_they", [{"a": b""}], damage, act, read))
-    kinds.append(fuzz.Kind("they_die", [{"a": b""}], damage, read, they_die))
+        kinds.append(Kind(f"{act.__name__}_as_they", [{"a": b""}], damage, act, read))
+    kinds.append(Kind("they_die", [{"a": b""}], damage, read, they_die))
     for name, found in fuzz.campaign(kinds, 0, Path(sys.argv[1], "work"), trials=2).items():
         print(name, *[outcome for outcome, count in found.counts.items() for _ in range(count)], len(found.failures))
 """

@@ -288,10 +288,8 @@ ANYTHING = {
         "current",
         "self._module",
     },  # torch.cuda, torch.xpu... alike
-    "offload.storage.modes": {"_enter", "_exit", "args", "kwargs"},  # C guards; of a decorated function
-    "offload.storage.nodes": {"child", "cls", "value"},  # plain data, of any kind
+    "offload.storage.nodes": {"cls", "value"},  # plain data, of any kind
     "offload.storage.pickled": {"args", "function", "saved_id", "state"},
-    "offload.storage.subclasses": {"cls"},  # what is registered as a class may be anything
 }
 
 

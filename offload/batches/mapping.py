@@ -121,7 +121,7 @@ class _Mapping:
     """One call of `map_batches`."""
 
     def __init__(
-        self, fn: Callable[[Any], Any], batches: Iterator[Any], scheduler: Scheduler, most: int | None
+        self, fn: Callable[[Any], object], batches: Iterator[object], scheduler: Scheduler, most: int | None
     ) -> None:
         self._fn = fn
         self._batches: Iterator[Any] | None = batches

@@ -265,7 +265,7 @@ class _Warnings:
             pass
 
 
-def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _attribute(holder: object, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return partial(getattr, holder, name), partial(setattr, holder, name)
 
 

@@ -26,7 +26,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def rows_of_each(sampler: int | Iterable[Any], num_rows: int) -> Iterable[Any]:
+def rows_of_each(sampler: int | Iterable[object], num_rows: int) -> Iterable[Any]:
     """The rows of each batch: given by a sampler, or consecutive ones of a given number; the last batch may be smaller.
 
     Raises:
@@ -39,7 +39,7 @@ def rows_of_each(sampler: int | Iterable[Any], num_rows: int) -> Iterable[Any]:
     return (slice(start, min(start + sampler, num_rows)) for start in range(0, num_rows, sampler))
 
 
-def _kept(rows: Any) -> Any:
+def _kept(rows: object) -> Any:
     """A copy of indices that are used later: a sampler may reuse its tensor or list for the next batch."""
     if isinstance(rows, torch.Tensor):
         return rows.clone()
@@ -74,7 +74,7 @@ class Readable(Protocol):
     def __len__(self) -> int: ...
 
     def get(
-        self, rows: Any, columns: Sequence[str] | None = None, *, ragged: str = "list", padding: complex = 0
+        self, rows: object, columns: Sequence[str] | None = None, *, ragged: str = "list", padding: complex = 0
     ) -> dict[str, Any]: ...
 
 
@@ -92,7 +92,7 @@ class RowDataset(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.cache)
 
-    def __getitem__(self, rows: Any) -> dict[str, Any]:
+    def __getitem__(self, rows: object) -> dict[str, Any]:
         """One row; for several, a batch, for a `DataLoader` with `batch_size=None` and a batch sampler."""
         return self.cache.get(rows, columns=self.columns, ragged=self.ragged, padding=self.padding)
 

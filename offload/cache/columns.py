@@ -184,7 +184,7 @@ class FixedColumn:
                 os.ftruncate(fd, _size(self.column, capacity))
                 write_all(fd, memoryview(head), 0)
 
-    def prepare(self, value: Any, count: int, positions: Numbers | None) -> torch.Tensor:
+    def prepare(self, value: object, count: int, positions: Numbers | None) -> torch.Tensor:
         """`value` as `count` rows, reduced to those at these positions.
 
         Raises:
@@ -261,7 +261,7 @@ def _is_elsewhere(out: torch.Tensor) -> bool:
     return out.device.type != "cpu" or is_offloaded(out) or out.is_conj() or out.is_neg()
 
 
-def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
+def as_tensor(value: object, column: Column, path: Path) -> torch.Tensor:
     """A plain CPU tensor of the column's dtype.
 
     Raises:
@@ -401,7 +401,7 @@ class HeapColumn:
             self._refuse_outside(self._index.read(rows, None).numpy(), end)
         self._length.set(end)
 
-    def prepare(self, value: Any, count: int, positions: Numbers | None) -> Batch:
+    def prepare(self, value: object, count: int, positions: Numbers | None) -> Batch:
         """`value` as rows, reduced to those at these positions.
 
         Raises:
@@ -539,7 +539,7 @@ class HeapColumn:
         counts = np.array([len(tensor) for tensor in tensors], dtype=np.int64)
         return Batch(counts, [bytes_of(tensor) for tensor in tensors])
 
-    def _encoded(self, row: Any) -> bytes:
+    def _encoded(self, row: object) -> bytes:
         what = f"column {self.column.name!r} ({self.path})"
         if self.column.kind == BYTES:
             if not isinstance(row, bytes | bytearray | memoryview):
@@ -601,7 +601,7 @@ def _index_of(column: Column) -> Column:
     return Column(f"{column.name}/index", TENSOR, torch.int64, (2,))
 
 
-def _checked(value: Any) -> Any:
+def _checked(value: object) -> Any:
     """Refuse keys that JSON would turn into text."""
     if isinstance(value, dict):
         for key, part in value.items():
@@ -614,7 +614,7 @@ def _checked(value: Any) -> Any:
     return value
 
 
-def sent(value: Any, device: torch.device, *, pinned: bool) -> Any:
+def sent(value: object, device: torch.device, *, pinned: bool) -> Any:
     """What was read of a column, on a device: a tensor, or rows of different lengths; others as they are."""
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=pinned)

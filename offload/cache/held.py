@@ -151,7 +151,7 @@ class HeldStore:
     warm = None  # `read` is fast enough
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], folder: Path | None = None
+        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object], folder: Path | None = None
     ) -> None:
         """
         Raises:
@@ -226,7 +226,7 @@ class HeldStore:
         *,
         out: Mapping[str, torch.Tensor] | None,
         pinned: bool,
-        **_: Any,
+        **_: object,
     ) -> dict[str, Any]:
         """Like `Store.read`; no rows are missing here."""
         found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
@@ -241,7 +241,7 @@ class HeldStore:
         self.names([column])
         raise UnsupportedOpError(f"column {column!r} has rows of one shape: {tuple(self.schema[column].row_shape)}")
 
-    def write(self, *_: Any) -> NoReturn:
+    def write(self, *_: object) -> NoReturn:
         raise CacheError(
             f"the cache in {self.place} is read-only, as it is over existing tensors: write into these, or create a "
             "cache with TensorCache.create"
@@ -290,7 +290,7 @@ def write_file(
     columns: Mapping[str, Column],
     num_rows: int,
     blocks: Mapping[str, Iterable[torch.Tensor]],
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
 ) -> None:
     """Put a safetensors file of columns at `path`, atomically.
 
@@ -308,7 +308,7 @@ def write_file(
 
 
 def save_file(
-    path: Path, columns: AbstractContextManager[Mapping[str, torch.Tensor]], metadata: Mapping[str, Any]
+    path: Path, columns: AbstractContextManager[Mapping[str, torch.Tensor]], metadata: Mapping[str, object]
 ) -> None:
     """Put a file of `torch.save` at `path`, atomically.
 
@@ -328,7 +328,7 @@ def save_file(
             archive.writestr(f"{_ROOT}/{NOTES}", json.dumps(notes))
 
 
-def _notes(columns: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _notes(columns: Iterable[str], metadata: Mapping[str, object]) -> dict[str, Any]:
     return {"columns": list(columns), "metadata": dict(metadata)}
 
 

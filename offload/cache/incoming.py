@@ -74,7 +74,7 @@ class Field:
         return (self.dtype, self.row_shape) if self.is_tensor else BYTES if self.is_bytes else JSON
 
     @classmethod
-    def of(cls, description: Any) -> Field:
+    def of(cls, description: object) -> Field:
         """A column as described by the user, as for `TensorCache.create`.
 
         Raises:
@@ -109,7 +109,7 @@ def rows_in_batch(nbytes: Iterable[int]) -> int:
     return max(_BATCH // max(sum(nbytes), 1), 1)
 
 
-def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
     """Values by column, as users write them, with plain tensors.
 
     Raises:
@@ -121,7 +121,7 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(value, name) for name, value in values.items()}
 
 
-def _plain(value: Any, name: str) -> Any:
+def _plain(value: object, name: str) -> Any:
     """A value that is neither offloaded nor nested.
 
     Raises:
@@ -138,7 +138,7 @@ def _plain(value: Any, name: str) -> Any:
 # Records
 
 
-def rows_of(records: Iterable[Any], schema: Mapping[str, Field], optional: Collection[str]) -> Incoming:
+def rows_of(records: Iterable[object], schema: Mapping[str, Field], optional: Collection[str]) -> Incoming:
     """Records as rows.
 
     Raises:
@@ -173,7 +173,7 @@ def _chunks(rows: Iterator[dict[str, Any]], most: int) -> Iterator[list[dict[str
 # Taking records apart
 
 
-def fields_of(record: Any) -> dict[str, Any]:
+def fields_of(record: object) -> dict[str, Any]:
     """Its fields by name; those of a nested record as `outer.inner`. A dict without tensors is a value.
 
     Raises:
@@ -209,7 +209,7 @@ def _is_record(value: Any) -> bool:
     return hasattr(value, "keys") and any(isinstance(part, _TENSORS) or _is_record(part) for part in value.values())
 
 
-def _is_named_tuple(kind: Any) -> bool:
+def _is_named_tuple(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
@@ -239,7 +239,7 @@ def _hints(kind: type, *, is_optional: bool = False) -> dict[str, tuple[Any, boo
 
 def _settled(
     rows: list[dict[str, Any]],
-    hints: Mapping[str, tuple[Any, bool]],
+    hints: Mapping[str, tuple[object, bool]],
     schema: Mapping[str, Field],
     optional: Collection[str],
 ) -> dict[str, Field]:
@@ -260,7 +260,7 @@ def _settled(
     return found
 
 
-def _below(nests: Collection[str], names: Collection[str], hints: Mapping[str, tuple[Any, bool]]) -> Iterator[str]:
+def _below(nests: Collection[str], names: Collection[str], hints: Mapping[str, tuple[object, bool]]) -> Iterator[str]:
     """The fields of nested records that are sometimes None, in the order of their class."""
     for nest in nests:
         if any(name.startswith(f"{nest}.") for name in names):
@@ -269,7 +269,7 @@ def _below(nests: Collection[str], names: Collection[str], hints: Mapping[str, t
         yield from (name for name in inside if not any(other.startswith(f"{name}.") for other in inside))
 
 
-def _inferred(name: str, values: Sequence[Any], hint: Any) -> Field:
+def _inferred(name: str, values: Sequence[object], hint: object) -> Field:
     if not values:
         if hint in _PLAIN:
             return Field(torch.tensor(hint()).dtype)
@@ -289,7 +289,7 @@ def _inferred(name: str, values: Sequence[Any], hint: Any) -> Field:
     return Field(_common_dtype(name, values, found), _common_shape(name, found))
 
 
-def _common_dtype(name: str, values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> torch.dtype:
+def _common_dtype(name: str, values: Sequence[object], tensors: Sequence[torch.Tensor]) -> torch.dtype:
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) == 1:
         return tensors[0].dtype
@@ -312,7 +312,7 @@ def _common_shape(name: str, tensors: Sequence[torch.Tensor]) -> tuple[int | Non
     return (None, *next(iter(shapes))[1:])
 
 
-def _as_tensor(value: Any) -> torch.Tensor | None:
+def _as_tensor(value: object) -> torch.Tensor | None:
     """A tensor, if the value is stored as one; None if it is stored as JSON."""
     if isinstance(value, torch.Tensor):
         return value.detach()
@@ -345,7 +345,7 @@ def _gathered(fields: Mapping[str, Field], chunks: Iterable[list[dict[str, Any]]
         start += len(rows)
 
 
-def _refuse_strangers(fields: Mapping[str, Field], row: Mapping[str, Any], number: int) -> None:
+def _refuse_strangers(fields: Mapping[str, Field], row: Mapping[str, object], number: int) -> None:
     for name in row.keys() - fields.keys():
         if row[name] is not None or not any(other.startswith(f"{name}.") for other in fields):
             raise CacheError(
@@ -353,7 +353,7 @@ def _refuse_strangers(fields: Mapping[str, Field], row: Mapping[str, Any], numbe
             )
 
 
-def _column(name: str, field: Field, values: Sequence[Any], start: int) -> Any:
+def _column(name: str, field: Field, values: Sequence[object], start: int) -> Any:
     if not field.is_optional and any(value is None for value in values):
         number = start + next(at for at, value in enumerate(values) if value is None)
         raise CacheError(
@@ -367,7 +367,7 @@ def _column(name: str, field: Field, values: Sequence[Any], start: int) -> Any:
     return tensors if field.is_ragged else torch.stack(tensors)
 
 
-def _bytes(name: str, value: Any, number: int) -> bytes:
+def _bytes(name: str, value: object, number: int) -> bytes:
     if not isinstance(value, bytes | None):
         raise CacheError(
             f"the field {name!r} of record {number} is a {type(value).__name__}, but its column holds bytes"
@@ -375,7 +375,7 @@ def _bytes(name: str, value: Any, number: int) -> bytes:
     return value or b""
 
 
-def _fitting(name: str, field: Field, value: Any, number: int) -> torch.Tensor:
+def _fitting(name: str, field: Field, value: object, number: int) -> torch.Tensor:
     """The value as a row of its column; zeros or an empty row for None."""
     assert field.dtype is not None
     if value is None:

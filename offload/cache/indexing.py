@@ -78,7 +78,7 @@ class Rows:
         return self.count
 
 
-def rows_of(index: Any, size: int) -> Rows:
+def rows_of(index: object, size: int) -> Rows:
     """The rows that `index` selects among `size`.
 
     Raises:
@@ -98,7 +98,7 @@ def rows_of(index: Any, size: int) -> Rows:
     return Rows(*_checked(np.array(_number(index)), size), is_one=True)
 
 
-def shape_of_groups(index: Any) -> tuple[int, ...] | None:
+def shape_of_groups(index: object) -> tuple[int, ...] | None:
     """The shape of an index of integers with several dimensions; None for others."""
     if isinstance(index, np.ndarray):
         is_one = index.ndim > 1 and index.dtype.kind in "iu"
@@ -148,7 +148,7 @@ def _number(index: Any) -> int:
     raise RowIndexError(f"{_short(index)} ({type(index).__name__}) is not an index of rows: give {_FORMS}")
 
 
-def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArray[Any]:
+def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDArray[Any]:
     """An array of bool or integers, with at most one dimension."""
     try:
         if isinstance(index, torch.Tensor):

@@ -33,7 +33,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -382,7 +381,7 @@ class WarmRows:
             tables[name] = (name, file, mapped[:count])
         return cls(states, changes, count, tables, watch)
 
-    def take(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
+    def take(self, index: object, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
         """Rows by number, contiguous slice, or list, array or tensor of numbers; None for other forms."""
         now = time.monotonic()
         self._watch.look(now)
@@ -407,7 +406,7 @@ class WarmRows:
     def _is_still(self) -> bool:
         return int(self._counts[4]) == self.changes and int(self._counts[2]) == self._num_rows
 
-    def _plain(self, index: Any) -> int | slice | torch.Tensor | None:
+    def _plain(self, index: object) -> int | slice | torch.Tensor | None:
         if type(index) is list:
             try:
                 index = np.asarray(index)

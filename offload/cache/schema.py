@@ -93,7 +93,7 @@ class Column:
         return cls(name, kind, dtype, shape)
 
 
-def schema_of(columns: Mapping[str, Any]) -> dict[str, Column]:
+def schema_of(columns: Mapping[str, object]) -> dict[str, Column]:
     """The user's description, as columns.
 
     Args:
@@ -118,7 +118,7 @@ def schema_of(columns: Mapping[str, Any]) -> dict[str, Column]:
     return schema
 
 
-def _column(name: str, description: Any) -> Column:
+def _column(name: str, description: object) -> Column:
     if isinstance(description, Column):
         return Column(name, description.kind, description.dtype, description.row_shape)
     if isinstance(description, str | type) and description in _WORDS:
@@ -195,7 +195,7 @@ class Manifest:
             raise CorruptFileError(f"{path} is malformed: {error}") from error
         return cls(columns, rows, metadata)
 
-    def check(self, expect: Mapping[str, Any] | None, folder: Path) -> None:
+    def check(self, expect: Mapping[str, object] | None, folder: Path) -> None:
         """
         Raises:
             CacheError: the metadata differs from what is expected; says where.
@@ -227,7 +227,7 @@ class Manifest:
                 "TensorCache.open, or choose another folder."
             )
 
-    def _others(self, expect: Mapping[str, Any]) -> list[str]:
+    def _others(self, expect: Mapping[str, object]) -> list[str]:
         """Differences between the metadata and what is expected."""
         return [
             f"{key!r} is {self.metadata[key]!r}, expected {value!r}"
@@ -238,7 +238,7 @@ class Manifest:
         ]
 
 
-def as_json(metadata: Mapping[str, Any] | None, what: str = "metadata") -> dict[str, Any]:
+def as_json(metadata: Mapping[str, object] | None, what: str = "metadata") -> dict[str, Any]:
     """Metadata as it comes back from JSON.
 
     Raises:

@@ -118,7 +118,7 @@ class Store:
         return store
 
     @classmethod
-    def open(cls, folder: Path, expect: Mapping[str, Any] | None, *, writes: bool) -> Store:
+    def open(cls, folder: Path, expect: Mapping[str, object] | None, *, writes: bool) -> Store:
         manifest = Manifest.read(folder)
         manifest.check(expect, folder)
         if writes and not os.access(folder, os.W_OK):
@@ -401,7 +401,7 @@ class Store:
 
     # Writing
 
-    def write(self, rows: Rows, values: Mapping[str, Any]) -> None:
+    def write(self, rows: Rows, values: Mapping[str, object]) -> None:
         """
         Raises:
             ColumnError, ShapeMismatchError, DtypeMismatchError: nothing was written.
@@ -419,7 +419,7 @@ class Store:
                 self._put(rows if positions is None else Rows(numbers[positions]), places, prepared)
             self._flush_if_due()
 
-    def append(self, values: Mapping[str, Any]) -> range:
+    def append(self, values: Mapping[str, object]) -> range:
         """Write after the last row; returns the new row numbers.
 
         Raises: as `write`.
@@ -590,6 +590,6 @@ class Store:
         self._opened.close()
 
 
-def _one(value: Any) -> Any:
+def _one(value: object) -> Any:
     """The values of one row, as a batch of one."""
     return value[None] if isinstance(value, torch.Tensor | np.ndarray) else [value]

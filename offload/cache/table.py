@@ -75,7 +75,7 @@ class TensorCache:
     _store: Store | HeldStore
     _finish: Any
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, object] | None = None) -> None:
         """A cache of tensors that are there already: nothing is copied, and batches land where the tensors are.
 
         Args:
@@ -108,11 +108,11 @@ class TensorCache:
     def create(
         cls,
         folder: str | os.PathLike[str],
-        schema: Mapping[str, Any],
+        schema: Mapping[str, object],
         num_rows: int = 0,
         *,
         exist_ok: bool = False,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         device: torch.device | str | int = "cpu",
     ) -> TensorCache:
         """A new cache, allocated at once: it takes no disk space before rows are written.
@@ -144,7 +144,7 @@ class TensorCache:
         folder: str | os.PathLike[str],
         mode: str = "r",
         *,
-        expect: Mapping[str, Any] | None = None,
+        expect: Mapping[str, object] | None = None,
         device: torch.device | str | int = "cpu",
     ) -> TensorCache:
         """Open a cache that exists.
@@ -175,7 +175,7 @@ class TensorCache:
         path: str | os.PathLike[str],
         device: torch.device | str | int | None = "cpu",
         *,
-        expect: Mapping[str, Any] | None = None,
+        expect: Mapping[str, object] | None = None,
     ) -> TensorCache:
         """What `to_disk` wrote, or any file with a dict of tensors; read in place, a batch at a time.
 
@@ -202,12 +202,12 @@ class TensorCache:
     @classmethod
     def from_records(
         cls,
-        records: Iterable[Any],
+        records: Iterable[object],
         folder: str | os.PathLike[str] | None = None,
         *,
-        schema: Mapping[str, Any] | None = None,
+        schema: Mapping[str, object] | None = None,
         optional: Collection[str] = (),
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         device: torch.device | str | int = "cpu",
     ) -> TensorCache:
         """A cache with one row per record; records are taken one by one, and one batch of them is in memory.
@@ -332,7 +332,7 @@ class TensorCache:
 
     # Rows out
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         """Rows, as `get` gives them; or, by its name, a column as an `OffloadedTensor` (rows, *row_shape)."""
         return self.column(index) if isinstance(index, str) else self.get(index)
 
@@ -388,7 +388,7 @@ class TensorCache:
         }
         return {name: value[0] for name, value in found.items()} if wanted.is_one else found
 
-    def lengths(self, column: str, rows: Any = slice(None)) -> torch.Tensor:
+    def lengths(self, column: str, rows: object = slice(None)) -> torch.Tensor:
         """How many values rows of different lengths have, without reading the values.
 
         Args:
@@ -407,7 +407,7 @@ class TensorCache:
 
     def batches(
         self,
-        sampler: int | Iterable[Any],
+        sampler: int | Iterable[object],
         *,
         columns: Iterable[str] | None = None,
         prefetch: int = 2,
@@ -473,7 +473,7 @@ class TensorCache:
 
     # Rows in
 
-    def __setitem__(self, rows: Any, values: Mapping[str, Any]) -> None:
+    def __setitem__(self, rows: object, values: Mapping[str, object]) -> None:
         """Write rows, of all columns or of some. They are filled when they have been flushed.
 
         Raises:
@@ -485,7 +485,7 @@ class TensorCache:
         with no_functions(), no_modes():
             store.write(rows_of(rows, store.num_rows), given)
 
-    def append(self, values: Mapping[str, Any]) -> range:
+    def append(self, values: Mapping[str, object]) -> range:
         """Add rows at the end. Several processes may append at once.
 
         Args:
@@ -502,12 +502,12 @@ class TensorCache:
 
     def fill(
         self,
-        fn: Callable[[Any], Mapping[str, Any]],
+        fn: Callable[[Any], Mapping[str, object]],
         inputs: Any,
         *,
         batch_size: int = 32,
         columns: Iterable[str] | None = None,
-        collate: Callable[[list[Any]], Any] = default_collate,
+        collate: Callable[[list[Any]], object] = default_collate,
         map_fn: Callable[[Callable[[Any], Any], Iterator[Any]], Iterable[Any]] = map,
         progress: bool = True,
     ) -> None:
@@ -653,7 +653,7 @@ class TensorCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         if isinstance(self._store, HeldStore):
             return TensorCache._over, (self._store, self.device)
         return partial(TensorCache.open, device=self.device), (self.folder, self.mode)
@@ -668,7 +668,7 @@ def cache_of(
     rows: Incoming,
     folder: str | os.PathLike[str] | None,
     *,
-    metadata: Mapping[str, Any] | None,
+    metadata: Mapping[str, object] | None,
     device: torch.device | str | int,
 ) -> TensorCache:
     """A cache of incoming rows, for `from_records` and `offload.integrations.cache_from`.

@@ -134,7 +134,7 @@ def check_shard(file: TensorFile, value: Sharded, shard: Shard) -> None:
 # The metadata
 
 
-def _fields(noted: Any, kind: type = Noted) -> dict[Any, Any]:
+def _fields(noted: object, kind: type = Noted) -> dict[Any, Any]:
     """The fields of a noted dataclass, or a dictionary itself."""
     fields = noted.state if kind is Noted and isinstance(noted, Noted) else noted
     if not isinstance(noted, kind) or not isinstance(fields, dict):
@@ -142,7 +142,7 @@ def _fields(noted: Any, kind: type = Noted) -> dict[Any, Any]:
     return fields
 
 
-def _sizes(noted: Any) -> Sizes:
+def _sizes(noted: object) -> Sizes:
     """A `torch.Size`."""
     sizes = list(noted.args[0]) if isinstance(noted, Noted) and len(noted.args) == 1 else None
     if sizes is None or not are_counts(sizes):
@@ -150,13 +150,13 @@ def _sizes(noted: Any) -> Sizes:
     return tuple(sizes)
 
 
-def _place_of(index: Any) -> tuple[str, Sizes | None]:
+def _place_of(index: object) -> tuple[str, Sizes | None]:
     fields = _fields(index)
     offset = fields.get("offset")
     return fields["fqn"], None if offset is None else _sizes(offset)
 
 
-def _names(tensors: Mapping[str, Any], paths: Any) -> dict[str, str]:
+def _names(tensors: Mapping[str, object], paths: object) -> dict[str, str]:
     """The key of each value by its name; for a nested model, by its names inside the model."""
     nested: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     for key in tensors:
@@ -171,7 +171,9 @@ def _names(tensors: Mapping[str, Any], paths: Any) -> dict[str, str]:
     return next(iter(nested.values()), {key: key for key in tensors})
 
 
-def _sharded(name: Any, key: Any, noted: Mapping[str, Any], places: Mapping[Any, Mapping[str, Any]]) -> Sharded:
+def _sharded(
+    name: object, key: object, noted: Mapping[str, Any], places: Mapping[Any, Mapping[str, object]]
+) -> Sharded:
     shape, dtype = _sizes(noted["size"]), noted["properties"].state[0]
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype) or not is_countable(shape, dtype.itemsize):
         raise CorruptFileError(f"gives {short(name)!r} a malformed dtype or shape: download or copy it again")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -228,7 +228,7 @@ def _ties(tensors: Mapping[str, torch.Tensor], discarded: Collection[str]) -> di
     Of several names the first in alphabetical order is kept, as in `safetensors.torch.save_model`, but none of
     `discarded` if there is another.
     """
-    same: dict[Any, list[str]] = defaultdict(list)
+    same: dict[object, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         same[identity_of(tensor)].append(name)
     ties: dict[str, str] = {}

@@ -57,7 +57,7 @@ class FileStager:
         """
         staged: dict[Hashable, torch.Tensor] = {}
 
-        def stage(value: Any) -> Any:
+        def stage(value: object) -> Any:
             if not isinstance(value, torch.Tensor):
                 return copy.deepcopy(value)
             local = local_of(value).detach()

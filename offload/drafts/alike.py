@@ -81,7 +81,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    **options: Any,
+    **options: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers' `sdpa` computes it, one row of the query after the other.
 

@@ -165,7 +165,7 @@ class Drafts:
                 for config in (inner.generation_config, inner.assistant_generation_config):
                     config.assistant_confidence_threshold = 0.0
 
-    def get_candidates(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def get_candidates(self, input_ids: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The text so far with a draft after it: (1, tokens).
 
         Args:
@@ -264,7 +264,7 @@ def _continue(inputs: dict[str, Any], length: int) -> None:
             inputs[name] = torch.cat([given, given[..., -1:] + steps.to(given.dtype)], dim=-1)
 
 
-def drafts_for(model: Any, make: Callable[..., Any], given: dict[str, Any]) -> Any:
+def drafts_for(model: Any, make: Callable[..., object], given: dict[str, Any]) -> Any:
     """Transformers' generator of candidates, or ours in its place.
 
     Args:

@@ -138,5 +138,5 @@ def _values(dataset: Any, key: str | None, rows: slice, field: Field) -> Any:
     return values_of(source[rows], field)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)

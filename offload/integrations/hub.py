@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from offload.checkpoints.checkpoint import COMPANIONS
 from offload.checkpoints.gguf_parts import first_part, pattern_of
@@ -27,7 +26,7 @@ _PICKLED = ["*.bin"]
 _NOT_PICKLED = ["*/*", "training_args.bin", "optimizer.bin", "scheduler.bin"]  # other formats, and training state
 
 
-def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None, **hub_options: Any) -> Path:
+def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None, **hub_options: object) -> Path:
     """The folder of a model: a local one, or the hub's in the local cache, downloaded with a progress bar.
 
     For a GGUF file it is the path of the file; of its first part, if it has several.
@@ -64,7 +63,7 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
         return folder
 
 
-def headers_of(name: str, **hub_options: Any) -> tuple[Path, dict[str, tuple[str, int]]]:
+def headers_of(name: str, **hub_options: object) -> tuple[Path, dict[str, tuple[str, int]]]:
     """For a model on the hub, the folder with its configuration, and the content of its safetensors headers.
 
     Args:

@@ -262,7 +262,7 @@ class _LayerOnDisk:
         self._values = self._rows_of_values.put(states)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, including the new ones."""
         self._keys, self._values = self._appended(key_states, value_states)
@@ -299,7 +299,7 @@ class _SlidingLayerOnDisk(_LayerOnDisk):
     record_past: bool
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values visible to the new tokens, including these."""
         keys, values = self._appended(key_states, value_states)

@@ -64,7 +64,7 @@ def _parts(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.n
 # Also used for h5py's arrays
 
 
-def chosen(found: Mapping[str, Any], columns: Collection[str] | None, place: str) -> dict[str, Any]:
+def chosen(found: Mapping[str, object], columns: Collection[str] | None, place: str) -> dict[str, Any]:
     """The requested columns, in that order; all if None.
 
     Raises:

@@ -175,7 +175,7 @@ class _Merging:
                 vars(layer).pop("merge", None)
 
     @inside(no_grad)
-    def merge(self, layer: Any, name: str, merge: Callable[..., None], *args: Any, **options: Any) -> None:
+    def merge(self, layer: Any, name: str, merge: Callable[..., None], *args: object, **options: object) -> None:
         """`layer.merge` on copies of the base's values; those that it has changed are stored."""
         self.at = name
         held, mark = list(self._held_by(layer)), f"{self._run} {name}"
@@ -187,7 +187,7 @@ class _Merging:
                 copied = parameter.materialize() if is_offloaded(parameter) else parameter.detach().clone()
                 parameters_of(module)[key] = nn.Parameter(copied, requires_grad=False)
             merge(*args, **options)
-            new: dict[Any, Any] = {(module, key): getattr(module, key).detach() for module, key in stored}
+            new: dict[object, Any] = {(module, key): getattr(module, key).detach() for module, key in stored}
         finally:
             for (module, key), parameter in stored.items():
                 parameters_of(module)[key] = parameter
@@ -311,7 +311,7 @@ def _with_adapter(
     return tuner, read
 
 
-def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _state_of(tensor: torch.Tensor) -> tuple[object, ...]:
     identity = handle_of(tensor).file.identity if is_offloaded(tensor) else None
     return identity, version_of(tensor)
 

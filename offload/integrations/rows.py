@@ -31,11 +31,11 @@ from offload.tensor.materialize import materialize
 
 
 def cache_from(
-    source: Any,
+    source: object,
     folder: str | os.PathLike[str] | None = None,
     *,
     columns: Collection[str] | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     device: torch.device | str | int = "cpu",
 ) -> TensorCache:
     """A cache with the rows of a file or table of another kind, which are streamed into it.
@@ -75,7 +75,7 @@ def cache_from(
     return cache_of(rows_of(source, columns), folder, metadata=metadata, device=device)
 
 
-def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:
+def rows_of(source: object, columns: Collection[str] | None = None) -> Incoming:
     """The rows of a file, a folder, an array, a table, a dataset, or a dict of tensors.
 
     Raises:
@@ -166,7 +166,7 @@ def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
     return arrow.rows_of_parquet(shards, columns)
 
 
-def _rows_of_tensors(tensors: Mapping[str, Any], columns: Collection[str] | None, place: str) -> Incoming:
+def _rows_of_tensors(tensors: Mapping[str, object], columns: Collection[str] | None, place: str) -> Incoming:
     parts: dict[str, torch.Tensor] = arrays.chosen(tensors, columns, place)
     for name, part in parts.items():
         if not isinstance(part, torch.Tensor):

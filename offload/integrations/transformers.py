@@ -68,7 +68,7 @@ def from_pretrained(
     store: bool = False,
     exact: bool = False,
     trust_remote_code: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Any:
     """A pretrained transformers model whose weights are on disk, or where the device map says.
 
@@ -197,7 +197,7 @@ def model_on_meta(
     *,
     stored: int,
     trust_remote_code: bool = False,
-    **options: Any,
+    **options: object,
 ) -> tuple[Pretrained, Config, Kwargs]:
     """The model in a folder or GGUF file without values, its configuration, and the options not used for it.
 
@@ -273,7 +273,7 @@ def _refuse_options(options: Kwargs) -> None:
         raise ArgumentTypeError(f"offload.from_pretrained does not take {name!r}: {_NOT_HERE[name]}")
 
 
-def _asks_to_decode(quantization: Any) -> bool:
+def _asks_to_decode(quantization: object) -> bool:
     """Whether settings ask that packed weights are computed with as dense ones, which they are in any case."""
     said = quantization if isinstance(quantization, Mapping) else getattr(quantization, "__dict__", {})
     return said.get("dequantize") is True or said.get("run_compressed") is False
@@ -294,7 +294,7 @@ def _empty_model(model_class: Any, config: Config, *, trust_remote_code: bool) -
         )
     with torch.device("meta"):
         config = copy.deepcopy(config)
-        from_config: Any = getattr(model_class, "from_config", None)  # of an Auto class
+        from_config = getattr(model_class, "from_config", None)  # of an Auto class
         if from_config is None:
             empty: Pretrained = model_class(config)
         else:

@@ -44,7 +44,7 @@ def infer_device_map(
     model: nn.Module,
     device_map: DeviceMap,
     *,
-    max_memory: Mapping[int | str, Any] | float | str | None = None,
+    max_memory: Mapping[int | str, object] | float | str | None = None,
     no_split_module_classes: list[str] | None = None,
     dtype: torch.dtype | None = None,
     offload_buffers: bool = False,
@@ -108,7 +108,7 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
     if word == ON_DISK:
         return Place(True, default)
     on_disk = isinstance(word, str) and word.startswith(f"{ON_DISK}:")
-    device: Any = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) and on_disk else word
+    device = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) and on_disk else word
     try:
         if device is None:
             raise TypeError("None is not a device")
@@ -164,7 +164,7 @@ def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: It
         )
 
 
-def _checked_shares(max_memory: Any, word: str) -> dict[int | str, int]:
+def _checked_shares(max_memory: object, word: str) -> dict[int | str, int]:
     """Bytes per device, from a `max_memory` for placing."""
     if not isinstance(max_memory, Mapping) or not max_memory:
         raise DeviceMapError(

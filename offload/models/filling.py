@@ -50,7 +50,7 @@ def filled(
     path: Path,
     tensors: Mapping[str, torch.Tensor | Waiting],
     dtype: torch.dtype,
-    **options: Any,
+    **options: object,
 ) -> tuple[Pretrained, Kwargs]:
     """A model whose tensors are deferred, and transformers' loading info.
 

@@ -178,11 +178,11 @@ class _SavesFromDisk:
         return self._own_class
 
     @__class__.setter
-    def __class__(self, kind: Any) -> None:  # as torch's parametrizations and FSDP do
+    def __class__(self, kind: type) -> None:  # as torch's parametrizations and FSDP do
         object.__dict__["__class__"].__set__(self, _kind_from_disk(kind))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        reduced: Any = super().__reduce_ex__(protocol)
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
+        reduced = super().__reduce_ex__(protocol)
         return object.__new__, (self._own_class,), *reduced[2:]
 
     def __copy__(self) -> Any:
@@ -195,7 +195,7 @@ class _SavesFromDisk:
         memo[id(self)] = copied = object.__new__(type(self))
         return self._filled(copied, copy.deepcopy(self.__reduce_ex__(4)[2], memo))
 
-    def _filled(self, copied: Any, state: Any) -> Any:
+    def _filled(self, copied: Any, state: object) -> Any:
         copied.__setstate__(state)
         return copied
 
@@ -209,7 +209,7 @@ def _kind_from_disk(kind: Any) -> Any:
     """
 
     @wraps(kind.save_pretrained)
-    def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
+    def save_pretrained(self: Any, *args: object, **options: object) -> Any:
         return _save(self, partial(kind.save_pretrained, self), args, options)
 
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -224,12 +224,12 @@ def _drafting(kind: Any) -> dict[str, Callable[..., Any]]:
     """Methods of a class of models that generates text, with which the length of drafts follows what a pass costs."""
 
     @wraps(kind._assisted_decoding)
-    def _assisted_decoding(self: Any, *args: Any, **options: Any) -> Any:
+    def _assisted_decoding(self: Any, *args: object, **options: object) -> Any:
         with alike_rows(self):
             return kind._assisted_decoding(self, *args, **options)
 
     @wraps(kind._get_candidate_generator)
-    def _get_candidate_generator(self: Any, *args: Any, **options: Any) -> Any:
+    def _get_candidate_generator(self: Any, *args: object, **options: object) -> Any:
         given = inspect.signature(kind._get_candidate_generator).bind(self, *args, **options).arguments
         if getattr(given["generation_config"], "use_mtp", None):
             return mtp_candidates(self, given)
@@ -283,7 +283,7 @@ def _save_shared(
     try:
         save_checkpoint(state, place)
 
-        def gathered(_: Any, wanted: Mapping[str, Any], *__: Any, **___: Any) -> dict[str, Any]:
+        def gathered(_: object, wanted: Mapping[str, object], *__: object, **___: object) -> dict[str, Any]:
             if ranks.rank:
                 return {}
             checkpoint = open_checkpoint(place)
@@ -340,7 +340,7 @@ class _Streaming(list[Any]):
         super().__init__(_streaming(conversion) for conversion in usual)
         self._usual = usual
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return list, (self._usual,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Streaming:
@@ -366,14 +366,14 @@ class _Undone:
 
     supports_many_to_many = False
 
-    def __init__(self, change: Callable[[Any], Any]) -> None:
+    def __init__(self, change: Callable[[Any], object]) -> None:
         self._change = change
 
     @property
     def reverse_op(self) -> _Undone:
         return self
 
-    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], **_: object) -> dict[str, Any]:
         """The converted tensors, or lists of them, by name."""
         change = self._change
         return {
@@ -394,7 +394,7 @@ def _saved_by(quantizer: Any, model: Any) -> Any:
 class _Mapped:
     """Stands in for a model whose weights are asked for."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:

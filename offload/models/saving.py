@@ -98,7 +98,7 @@ def save_checkpoint(
 def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, dict[str, bytes]]:
     """A model's values, and the files that it needs beside them."""
     tensors = dict(model.state_dict())
-    packed: Any = getattr(model, "packed_as", None)
+    packed = getattr(model, "packed_as", None)
     quantization: Settings | None = None
     if dtype is None and packed is not None and not any(map(is_dtensor, tensors.values())):
         pieces, others = packed_state(tensors)
@@ -132,7 +132,7 @@ def _discarded_names(model: nn.Module) -> Iterable[str]:
     return tied or getattr(model, "_tied_weights_keys", None) or ()
 
 
-def _values(source: Any) -> Iterable[object]:
+def _values(source: object) -> Iterable[object]:
     if isinstance(source, nn.Module):
         return chain(source.parameters(), source.buffers())
     return source.values() if isinstance(source, Mapping) else ()

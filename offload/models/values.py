@@ -168,7 +168,7 @@ def map_values(
 
 
 def offloaded_like(
-    fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor, suffix: str, *, exist_ok: bool = False
+    fn: Callable[[torch.Tensor], object], tensor: torch.Tensor, suffix: str, *, exist_ok: bool = False
 ) -> Any:
     """The result of a function of a tensor: on disk if the tensor is, beside it, as `name.suffix`.
 
@@ -210,7 +210,7 @@ def offloaded_like(
         return _each_tensor(_each_tensor(fn(tensor), name, look), name, store)
 
 
-def _each_tensor(result: Any, name: str, put: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+def _each_tensor(result: object, name: str, put: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
     """A result with `put` applied to each tensor in it and to a name that says where it is."""
     if isinstance(result, torch.Tensor):
         return put(result, name)
@@ -410,7 +410,7 @@ class Replacing:
 # Selecting values
 
 
-def _selected(values: list[Slot], select: Select, source: Any) -> list[Slot]:
+def _selected(values: list[Slot], select: Select, source: object) -> list[Slot]:
     if select is None:
         return values
     if callable(select) and not isinstance(select, type):
@@ -440,7 +440,7 @@ def _refuse_apart(values: Iterable[Slot], workers: int, *, resume: bool) -> None
         )
 
 
-def _is_meant(value: Slot, wanted: str | type[nn.Module], source: Any) -> bool:
+def _is_meant(value: Slot, wanted: str | type[nn.Module], source: object) -> bool:
     if isinstance(wanted, str):
         return any(fnmatchcase(name, wanted) for name in value.names)
     if not isinstance(source, nn.Module):
@@ -487,7 +487,7 @@ def is_done(slot: Slot, journal: Journal) -> bool:
 def _name_of_run(fn: Function, resume: bool | str) -> str:
     if isinstance(resume, str):
         return resume
-    inner: Any = fn
+    inner = fn
     while isinstance(inner, partial):
         inner = inner.func
     name: str = getattr(inner, "__qualname__", type(inner).__qualname__)

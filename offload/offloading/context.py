@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnknownSubclassError
 from offload.memory import as_bytes, available_bytes
 from offload.offloading.made import made_on_disk
@@ -128,11 +128,11 @@ class _Results(TorchDispatchMode):
         with _LOCK:
             return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         with _LOCK:
             super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or _is_left_alone(types):
             return func(*args, **kwargs)
@@ -148,7 +148,7 @@ class _Results(TorchDispatchMode):
         results = func(*args, **kwargs)
         return self._put_away(func, results, args, kwargs)
 
-    def _put_away(self, func: Any, results: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _put_away(self, func: OpOverload, results: Any, args: Args, kwargs: Kwargs) -> Any:
         """Put new, large results on disk; those that an op wrote to, or that share memory with an argument, stay."""
         if isinstance(results, (tuple, list)):
             return type(results)([self._put_away(func, result, args, kwargs) for result in results])
@@ -174,7 +174,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.results = results
 
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if func not in _WATCHED or _is_left_alone(()):
             return func(*args, **kwargs)
@@ -186,7 +186,7 @@ class _Functions(TorchFunctionMode):
             result = func(*args, **kwargs)
         return result if result.requires_grad and not result.is_leaf else self._put_away(func, result)
 
-    def _put_away(self, func: Any, result: torch.Tensor) -> torch.Tensor:
+    def _put_away(self, func: Op, result: torch.Tensor) -> torch.Tensor:
         place = self.results.place
         if not place.takes(result, func.__name__):
             return result

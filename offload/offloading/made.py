@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.offloading.place import Place, log
 from offload.storage.folders import discard
 from offload.storage.layout import Layout
@@ -34,7 +34,7 @@ _aten = torch.ops.aten
 _OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")
 
 
-def made_on_disk(place: Place, func: Any, args: Args, kwargs: Kwargs) -> OffloadedTensor | None:
+def made_on_disk(place: Place, func: OpOverload, args: Args, kwargs: Kwargs) -> OffloadedTensor | None:
     """The large result of an op, computed into its file; None for results that are to be computed as usual.
 
     Raises:
@@ -59,7 +59,7 @@ def made_on_disk(place: Place, func: Any, args: Args, kwargs: Kwargs) -> Offload
 
 
 @cache
-def _way_of(func: Any) -> Fill | None:
+def _way_of(func: Op) -> Fill | None:
     """How to fill in the result of an op; None if unknown."""
     if not isinstance(func, OpOverload) or op_schema(func).is_mutable or func.is_view:
         return None
@@ -86,7 +86,7 @@ def _out_variant(func: OpOverload) -> OpOverload | None:
     return None
 
 
-def _run_into(variant: Any, out: torch.Tensor, args: Args, kwargs: Kwargs) -> None:
+def _run_into(variant: Op, out: torch.Tensor, args: Args, kwargs: Kwargs) -> None:
     memo: dict[int, torch.Tensor] = {}
     options = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     call(variant, guests_of(args, memo), {**named_guests(options, memo), "out": out})
@@ -124,13 +124,13 @@ def _is_dense_here(tensor: torch.Tensor) -> bool:
     )
 
 
-def _may_be_large(place: Place, func: Any, args: Args) -> bool:
+def _may_be_large(place: Place, func: OpOverload, args: Args) -> bool:
     """False for an op on small tensors; no op here returns more elements than the product of its inputs' sizes."""
     sizes = [tensor.numel() for tensor in tensors_in(*args)]
     return not sizes or func.overloadpacket in _SIZED or math.prod(sizes) * 16 >= place.min_bytes
 
 
-def _layout_of_result(func: Any, args: Args, kwargs: Kwargs) -> Layout | None:
+def _layout_of_result(func: Op, args: Args, kwargs: Kwargs) -> Layout | None:
     """The layout of the op's result on meta tensors; None if that fails: the op itself gives the better error."""
     options = {name: value for name, value in kwargs.items() if name != "generator"}
     if any(argument.name == "device" for argument in op_schema(func).arguments):
@@ -141,7 +141,7 @@ def _layout_of_result(func: Any, args: Args, kwargs: Kwargs) -> Layout | None:
     return None
 
 
-def _metas_of(values: Iterable[Any]) -> list[Any]:
+def _metas_of(values: Iterable[object]) -> list[Any]:
     return [
         _meta_of(value)
         if isinstance(value, torch.Tensor)
@@ -161,7 +161,7 @@ def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-_FILLS: dict[Any, Fill] = {
+_FILLS: dict[object, Fill] = {
     **dict.fromkeys((_aten.zeros, _aten.zeros_like, _aten.new_zeros), lambda *_: None),  # it reads as zeros already
     **dict.fromkeys((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted), lambda *_: None),
     **dict.fromkeys((_aten.new_empty, _aten.new_empty_strided), lambda *_: None),

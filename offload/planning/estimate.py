@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -180,7 +179,7 @@ def plan(
     context: int = 1024,
     disk_rate: int | str | None = None,
     trust_remote_code: bool = False,
-    **hub_options: Any,
+    **hub_options: object,
 ) -> Plan:
     """Whether a model runs on this machine, how fast, and what would make it faster.
 

@@ -93,7 +93,7 @@ class ModelSizes:
         return 1 - (1 - self.share) ** tokens
 
 
-def sizes_of(name_or_path: PathLike, *, trust_remote_code: bool = False, **hub_options: Any) -> ModelSizes:
+def sizes_of(name_or_path: PathLike, *, trust_remote_code: bool = False, **hub_options: object) -> ModelSizes:
     """The sizes of a model.
 
     Args:

@@ -47,8 +47,8 @@ class Identities:
 
     def __init__(self) -> None:
         self._samples: weakref.WeakKeyDictionary[TensorFile, bytes] = weakref.WeakKeyDictionary()
-        self._in_memory: Any = WeakIdKeyDictionary()
-        self._stored: Any = WeakIdKeyDictionary()
+        self._in_memory = WeakIdKeyDictionary()
+        self._stored = WeakIdKeyDictionary()
 
     def of(self, model: Any) -> str:
         """The identity of a transformers model, as text of 64 digits.
@@ -144,7 +144,7 @@ def _configuration(config: Any) -> str:
     return json.dumps([said, text], sort_keys=True, default=str)
 
 
-def _settings(members: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _settings(members: Mapping[str, object]) -> list[tuple[str, str]]:
     """The attributes of a module that are plain data."""
     return sorted(
         (name, repr(value))

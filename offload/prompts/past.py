@@ -112,7 +112,7 @@ class Prefix:
                 self._dropping(block, block.bring_in, layer, layer + _AHEAD)
                 block.announce(layer + _AHEAD, layer + 2 * _AHEAD)
 
-    def _dropping(self, block: Block, act: Callable[..., None], *args: Any) -> None:
+    def _dropping(self, block: Block, act: Callable[..., None], *args: object) -> None:
         """Remove the block if that fails."""
         try:
             act(*args)
@@ -224,7 +224,7 @@ class _KeptLayer:
         return super().get_seq_length() if self._prefix is None else self._prefix.length  # type: ignore[misc]
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, including the new ones."""
         self._count(key_states.shape[-2])
@@ -291,7 +291,7 @@ class _KeptSlidingLayer(_KeptLayer):
         return self.cumulative_length
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values visible to the new tokens, including these."""
         if self._prefix is not None:

@@ -218,7 +218,7 @@ def _refuse_model(model: Any) -> None:
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or not callable(getattr(model, "generate", None)):
         raise ArgumentTypeError(f"a transformers model that generates is needed, not {type(model).__name__}")
-    text: Any = config.get_text_config(decoder=True)  # type: ignore[union-attr]
+    text = config.get_text_config(decoder=True)  # type: ignore[union-attr]
     takes_past = "past_key_values" in inspect.signature(model.forward).parameters
     if config.is_encoder_decoder or not takes_past:  # type: ignore[union-attr]
         raise ArgumentError(f"prompts can't be kept for {type(model).__name__}: it has no keys and values{_LEAVE_OUT}")

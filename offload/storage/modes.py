@@ -28,8 +28,8 @@ from offload.torch_api import (
 )
 from offload.torch_api import no_functions as no_functions
 
-_enter: Any = InferenceMode.__init__  # torch changes its state here
-_exit: Any = InferenceMode.__exit__
+_enter = InferenceMode.__init__  # torch changes its state here
+_exit = InferenceMode.__exit__
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -98,7 +98,7 @@ def inside(guard: Callable[[], AbstractContextManager[None]]) -> Callable[[F], F
 
     def decorated(function: F) -> F:
         @wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def called(*args: object, **kwargs: object) -> Any:
             with guard():
                 return function(*args, **kwargs)
 

@@ -55,7 +55,7 @@ def encode(
         {'list': [{'dict': {'step': 3}}, {'dtype': 'float16'}, {'tensor': '2'}]}
     """
 
-    def node(value: Any, way: Way, around: tuple[int, ...], tensor: Callable[[torch.Tensor, Way], Node]) -> Node:
+    def node(value: object, way: Way, around: tuple[int, ...], tensor: Callable[[torch.Tensor, Way], Node]) -> Node:
         if isinstance(value, torch.Tensor):
             return tensor(value, way)
         scalar = _scalar(value)
@@ -67,7 +67,7 @@ def encode(
         if len(around) == _DEEPEST:
             raise UnknownTypeError(f"{place_of(way[:3])} is nested more than {_DEEPEST} containers deep: flatten it")
 
-        def below(child: Any, step: object) -> Node:
+        def below(child: object, step: object) -> Node:
             return node(child, (*way, str(step)), (*around, id(value)), tensor)
 
         found = _container(value, below, lambda key: node(key, (*way, repr(key)), (), _refuse_key))
@@ -128,14 +128,14 @@ def _instance(value: Any, below: Callable[[Any, object], Node], way: Way, named:
     return {"object": [named(kind), {name: below(child, name) for name, child in fields.items()}]}
 
 
-def _has_more(value: Any, names: Iterable[str]) -> bool:
+def _has_more(value: object, names: Iterable[str]) -> bool:
     """Whether a dataclass holds more than its fields: a batch size, as in tensorclasses, or items."""
     if isinstance(value, Mapping):
         return not set(value) <= set(names)  # a ModelOutput of transformers has its fields as items
     return hasattr(value, "load_memmap") or (isinstance(value, Collection) and len(value) > 0)
 
 
-def _way_out(value: Any, *, takes_classes: bool) -> str:
+def _way_out(value: object, *, takes_classes: bool) -> str:
     if isinstance(value, torch.nn.Module):
         return "save its state_dict()"
     if hasattr(value, "__array__"):
@@ -221,7 +221,7 @@ def _object(cls: Any, fields: dict[str, Any]) -> Any:
     return made
 
 
-def _pairs(data: Json, value: Callable[[Node], Any]) -> list[tuple[Any, Any]]:
+def _pairs(data: Json, value: Callable[[Node], object]) -> list[tuple[Any, Any]]:
     return [(value(key), value(child)) for key, child in data]
 
 

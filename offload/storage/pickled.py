@@ -419,7 +419,7 @@ class Noted:
     def __init__(self, *args: Any) -> None:
         self.args = args
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 

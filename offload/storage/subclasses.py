@@ -89,7 +89,7 @@ def register_subclass(*classes: type) -> None:
         _REGISTERED[_word(cls)] = cls
 
 
-def _refuse_unfit(cls: Any) -> None:
+def _refuse_unfit(cls: object) -> None:
     """Refuse classes that can't be stored or rebuilt."""
     if not isinstance(cls, type):
         raise UnknownSubclassError(f"{cls!r} is not a class: register the class of the tensor")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -76,7 +75,7 @@ class Assembly:
     def recipe(self) -> Joined:
         """The recipe that puts it together at each read."""
         with no_functions(), no_modes():
-            metas: dict[Any, torch.Tensor] = {}  # thousands of experts share their layout
+            metas: dict[object, torch.Tensor] = {}  # thousands of experts share their layout
             pieces = []
             for part in self.parts:
                 meta = view_spec_of(part.source)

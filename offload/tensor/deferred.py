@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
@@ -78,7 +78,7 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         rule: Rule = _RULES.get(func) or (_cut if func.is_view else _compute)
         return rule(func, args, kwargs or {})
@@ -89,7 +89,7 @@ class DeferredTensor(torch.Tensor):
         if not self._cuts:
             return self._body.parts
         if self._seen[0] is not self._body.parts:
-            source: Any = self._body.parts[0].source
+            source = self._body.parts[0].source
             for cut in self._cuts:
                 source = cut(source)
             self._seen = (self._body.parts, as_parts(source))
@@ -121,7 +121,7 @@ class DeferredTensor(torch.Tensor):
         other = _deferred(value.detach())
         self._body, self._root, self._cuts, self._seen = other._body, other._root, other._cuts, other._seen
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({len(self._parts)} parts, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
@@ -267,20 +267,20 @@ def _wrapped(
 # Recorded ops
 
 
-def _same(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _same(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Another tensor over the same values."""
     tensor = args[0]
     meta = func(tensor._meta, *args[1:], **kwargs)
     return _wrapped(tensor._body, tensor._root, tensor._cuts, meta, tensor._parts)
 
 
-def _clone(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _clone(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The same values until one of the two is written to; possibly with other strides."""
     tensor = args[0]
     return _made(tensor._copied(), func(tensor._meta, *args[1:], **kwargs))
 
 
-def _convert(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _convert(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Another dtype is recorded; another device means reading now."""
     tensor = args[0]
     device = torch.device(kwargs.get("device") or CPU)
@@ -302,7 +302,7 @@ def _convert(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _made(parts, func(tensor._meta, **options, device="meta"))
 
 
-def _stack(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _stack(func: Op, args: Args, kwargs: Kwargs) -> Any:
     tensors, dim = [_deferred(tensor) for tensor in args[0]], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
     layouts = _layouts(tensors)
     meta = _meta_of_many(func, layouts, dim)
@@ -317,7 +317,7 @@ def _stack(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _made(parts, meta)
 
 
-def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _cat(func: Op, args: Args, kwargs: Kwargs) -> Any:
     tensors, dim = [_deferred(tensor) for tensor in args[0]], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
     layouts = _layouts(tensors)
     if len({layout.dtype for layout in layouts}) > 1 or any(not layout.shape for layout in layouts):
@@ -340,7 +340,7 @@ def _layouts(tensors: Sequence[DeferredTensor]) -> tuple[Layout, ...]:
 
 
 @lru_cache(maxsize=32)
-def _meta_of_many(func: Any, layouts: tuple[Layout, ...], dim: int) -> torch.Tensor:
+def _meta_of_many(func: Op, layouts: tuple[Layout, ...], dim: int) -> torch.Tensor:
     """The result for tensors with these layouts, the same in every layer of a model. Do not change it."""
     with no_functions(), no_modes():
         meta: torch.Tensor = func([meta_of_layout(layout) for layout in layouts], dim)
@@ -354,7 +354,7 @@ def _deferred(tensor: torch.Tensor) -> DeferredTensor:
     return deferred(tensor if is_offloaded(tensor) else OffloadedTensor.from_original_tensor(tensor, "deferred"))
 
 
-def _cut(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _cut(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A view of the only part: an existing one, or the recipe that joins the parts."""
     tensor = args[0]
     if len(tensor._parts) > 1 or (func not in _FOR_ANY_STRIDES and tensor.assembly.as_it_is() is None):
@@ -375,18 +375,18 @@ def _cut(func: Any, args: Args, kwargs: Kwargs) -> Any:
     ]
 
 
-def _pad(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _pad(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Padding by nothing is a copy: transformers pads each head's bias to its table."""
     tensor, pad = args[0], args[1] if len(args) > 1 else kwargs["pad"]
     return _compute(func, args, kwargs) if any(pad) else _clone(_aten.clone.default, (tensor,), {})
 
 
-def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _like(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A tensor of its shape and dtype in memory: models create initial values like this, even if they are not used."""
     return func(args[0]._meta, *args[1:], **{**kwargs, "device": kwargs.get("device") or CPU})
 
 
-def _index(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _index(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Reordered rows become joined runs; columns are reordered row by row."""
     tensor, (*before, order) = args
     dim = len(before)
@@ -421,7 +421,7 @@ def _each(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _row_by_row(tensor, partial(_applied, name=func.name(), others=tuple(others)), meta)
 
 
-def _fill(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _fill(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Setting rows to a number, as some models do to the padding row: they are joined with the other rows."""
     tensor, *values = args
     rows = _rows_in_root(tensor) if isinstance(tensor, DeferredTensor) and not kwargs else None
@@ -454,7 +454,7 @@ def _rows_in_root(tensor: DeferredTensor) -> tuple[int, int] | None:
     return None if left or more else (first, first + count)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether it is a number, or a scalar tensor in memory."""
     return isinstance(value, (bool, int, float)) or (
         type(value) is torch.Tensor and value.dim() == 0 and value.device == CPU
@@ -475,7 +475,7 @@ def _columns(rows: torch.Tensor, *, order: torch.Tensor) -> torch.Tensor:
     return rows.index_select(1, order.to(rows.device))
 
 
-def _applied(rows: torch.Tensor, *, name: str, others: tuple[Any, ...]) -> torch.Tensor:
+def _applied(rows: torch.Tensor, *, name: str, others: tuple[object, ...]) -> torch.Tensor:
     packet, _, overload = name.removeprefix("aten::").partition(".")
     result: torch.Tensor = getattr(getattr(_aten, packet), overload or "default")(rows, *others)
     return result
@@ -510,7 +510,7 @@ _WIDER = {  # dtypes through which a value of this one passes unchanged
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
 }
-_RULES: dict[Any, Rule] = {
+_RULES: dict[object, Rule] = {
     _aten.detach.default: _same,
     _aten.alias.default: _same,
     _aten.clone.default: _clone,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.prefetch.engine import are_staying, brought_in, coming, shared
 from offload.storage.handle import Handle
 from offload.storage.source import Composition
@@ -31,7 +31,7 @@ _AT_ONCE = 4  # matrices whose reads start together, while as many are used
 
 
 @implements(torch.ops.aten._grouped_mm.default)
-def multiply_groups(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def multiply_groups(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Only matrices of groups with rows are read: of a layer's experts, those that tokens were routed to."""
     rows, matrices, *rest = args
     ends = rest[0] if rest else kwargs.get("offs")
@@ -58,12 +58,12 @@ def multiply_groups(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _multiply_one_by_one(
-    func: Any,
+    func: Op,
     rows: torch.Tensor,
     matrices: OffloadedTensor,
     counts: torch.Tensor,
     groups: list[int],
-    rest: Sequence[Any],
+    rest: Sequence[object],
     kwargs: Kwargs,
 ) -> torch.Tensor:
     """Of a recipe: from its pieces, or one matrix after the other."""

@@ -18,7 +18,7 @@ from offload.tensor.wrapper import carry_attributes
 from offload.torch_api import buffers_of, parameters_of, tree_map
 
 
-def materialize(value: Any) -> Any:
+def materialize(value: object) -> Any:
     """`value` in memory: a plain, independent tensor in place of each offloaded one, on its target device.
 
     Args:
@@ -33,17 +33,17 @@ def materialize(value: Any) -> Any:
         >>> materialize({"w": w})
         {'w': tensor([1., 1.])}
     """
-    memo: dict[Any, Any] = {}
+    memo: dict[object, Any] = {}
     return tree_map(lambda leaf: _in_memory(leaf, memo), value)
 
 
-def _in_memory(leaf: Any, memo: dict[Any, Any]) -> Any:
+def _in_memory(leaf: object, memo: dict[object, Any]) -> Any:
     if isinstance(leaf, nn.Module):
         _fill_module(leaf, memo)
     return _plain(leaf, memo)
 
 
-def _fill_module(module: nn.Module, memo: dict[Any, Any]) -> None:
+def _fill_module(module: nn.Module, memo: dict[object, Any]) -> None:
     for part in module.modules():
         for name, parameter in parameters_of(part).items():
             if is_offloaded(parameter):
@@ -52,7 +52,7 @@ def _fill_module(module: nn.Module, memo: dict[Any, Any]) -> None:
             buffers_of(part)[name] = _plain(buffer, memo)
 
 
-def _plain_parameter(parameter: Any, memo: dict[Any, Any]) -> nn.Parameter:
+def _plain_parameter(parameter: Any, memo: dict[object, Any]) -> nn.Parameter:
     plain: nn.Parameter | None = memo.get(parameter)
     if plain is None:
         plain = memo[parameter] = nn.Parameter(_plain(parameter, memo), parameter.requires_grad)
@@ -61,7 +61,7 @@ def _plain_parameter(parameter: Any, memo: dict[Any, Any]) -> nn.Parameter:
     return plain
 
 
-def _plain(leaf: Any, memo: dict[Any, Any]) -> Any:
+def _plain(leaf: Any, memo: dict[object, Any]) -> Any:
     if not is_offloaded(leaf):
         return leaf
     local = local_of(leaf)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
 from offload.prefetch.tables import has_rows_here, rows_coming
 from offload.storage.modes import no_functions, no_grad, no_modes
@@ -58,7 +58,7 @@ aten = torch.ops.aten
 
 
 @overrides(torch.tensor_split, torch.Tensor.tensor_split)
-def split_at_offloaded_indices(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def split_at_offloaded_indices(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """torch reads the indices from memory, below every dispatcher."""
     tensor, where, *rest = [
         *args,
@@ -70,7 +70,7 @@ def split_at_offloaded_indices(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @overrides(torch.chunk, torch.narrow)
-def refuse_to_be_sharded(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def refuse_to_be_sharded(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """torch.distributed would copy each rank's shard into memory, or send it from one rank to the others."""
     if dtensor_class() is not None and is_sharding():
         tensor = next((one for one in (*args, *kwargs.values()) if type(one) is OffloadedTensor), None)
@@ -86,7 +86,7 @@ def refuse_to_be_sharded(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @overrides(torch.sparse.mm)
-def read_above_autograd(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def read_above_autograd(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """With a reduction, torch reads the dense factor from memory, below every dispatcher."""
     return on_guests(func, args, kwargs, plain_copies((*args, *kwargs.values())))
 
@@ -95,24 +95,24 @@ def read_above_autograd(func: Any, args: Args, kwargs: Kwargs) -> Any:
     torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse, torch.linalg.lstsq, torch.linalg.vecdot,
     torch.fft.hfft, torch.fft.hfft2, torch.fft.hfftn,
 )  # fmt: skip
-def read_resolved(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def read_resolved(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A lazily conjugated argument is resolved first: torch would do it, and then exclude keys needed here (2.13)."""
     return read_directly(func, tuple(map(_resolved, args)), kwargs)
 
 
-def _resolved(arg: Any) -> Any:
+def _resolved(arg: object) -> Any:
     return arg.clone() if type(arg) is OffloadedTensor and arg.is_conj() else arg
 
 
 @implements(aten._fused_sdp_choice.default)
-def choose_attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def choose_attention(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The kernel depends on whether the arguments require grad, which guests don't."""
     memo = guests_that_ask_for_grad(args, kwargs)
     return read(func, args, kwargs, memo)
 
 
 @overrides(F.embedding)
-def embed(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def embed(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Like `read_directly`, but reads rows instead of the table; unless it writes to the table (`max_norm`)."""
     table = args[1] if len(args) > 1 else kwargs["weight"]
     writes = len(args) > 3 or kwargs.get("max_norm") is not None
@@ -127,13 +127,13 @@ def embed(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(aten.convolution.default)
-def convolve(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def convolve(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """`torch.jit.trace` records the op that it decomposes into, not this one."""
     return decompose_in_sight(func, args, kwargs) if is_traced() else read(func, args, kwargs)
 
 
 @implements(aten.linear.default, aten.matmul.default)
-def multiply(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def multiply(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """In inference mode they arrive whole, and use another kernel if a weight requires grad."""
     return decompose_with_views(func, args, kwargs)
 
@@ -142,7 +142,7 @@ def multiply(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(aten.detach.default, aten.alias.default)
-def same_value(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def same_value(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Another tensor over the same value: the same view spec serves both, and no subclass is called."""
     base = args[0]
     view_spec = func(base._handle.inner) if type(base._handle) is Traced else view_spec_of(base)
@@ -157,7 +157,7 @@ def same_value(func: Any, args: Args, kwargs: Kwargs) -> Any:
     aten.new_empty.default, aten.new_empty_strided.default, aten.new_zeros.default, aten.new_ones.default,
     aten.new_full.default,
 )  # fmt: skip
-def like_without_reading(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def like_without_reading(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Needs only shape, strides and dtype: the file stays closed."""
     tensor = args[0]
     if not has_file(tensor) or tensor._handle.is_subclass:
@@ -167,7 +167,7 @@ def like_without_reading(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(aten._nested_view_from_jagged.default)
-def read_into_nested(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def read_into_nested(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Its schema promises a view, but it returns a writable copy: run it on a copy in memory."""
     values, *rest = args
     values = values.materialize() if has_file(values) else values
@@ -175,7 +175,7 @@ def read_into_nested(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(aten._to_copy.default)
-def move_or_cast(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def move_or_cast(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Only another device needs no value: same file, another target. On `meta` there are no values."""
     tensor, device = args[0], kwargs.get("device")
     if device is None or not has_file(tensor):
@@ -198,7 +198,7 @@ def _changes_more_than_device(tensor: torch.Tensor, options: dict[str, Any]) -> 
 
 
 @overrides(torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
-def move_with_version(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def move_with_version(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A moved tensor writes to the same file: without a graph, it shares the version counter, as a view does."""
     with DisableTorchFunctionSubclass():
         moved = func(*args, **kwargs)
@@ -220,7 +220,7 @@ def compare_kinds(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @overrides(are_swappable)
-def store_before_swapping(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def store_before_swapping(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """`module.to` asks it before a parameter is replaced. Where torch swaps tensors, `data` is not set: it is here."""
     before, now = args
     is_moved = has_file(before) and type(now) is torch.Tensor and not now.is_meta
@@ -235,7 +235,7 @@ def store_before_swapping(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.gather.default)
-def pick_where_the_file_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def pick_where_the_file_is(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Only the picked rows are read, not the whole table, and only these are sent to another device."""
     table, *picks = args
     if not has_file(table) or table._handle.is_subclass:
@@ -282,12 +282,12 @@ def _pick_what_is_carried_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return call(func, guests_of(given, {}), named_guests(named, {}))
 
 
-def _is_of_rows(func: Any, args: Args) -> bool:
+def _is_of_rows(func: Op, args: Args) -> bool:
     """Whether a picking op works along the first dimension."""
     return func is not aten.index_select.default or args[1] % max(args[0].dim(), 1) == 0
 
 
-def _row_numbers(func: Any, picks: Any) -> torch.Tensor | None:
+def _row_numbers(func: Op, picks: Any) -> torch.Tensor | None:
     """The rows that an op picks, on the CPU, counted from 0; None if it picks something else."""
     numbers = picks[0] if func is aten.index.Tensor else picks
     if not isinstance(numbers, torch.Tensor) or numbers.dtype not in _NUMBERS or numbers.is_meta:
@@ -303,7 +303,7 @@ def _is_picked_here(table: Any) -> bool:
     return has_file(table) and table._target == CPU and not table._handle.is_subclass
 
 
-def _sent_to_cpu(values: Iterable[Any]) -> list[Any]:
+def _sent_to_cpu(values: Iterable[object]) -> list[Any]:
     return [
         value.to(CPU) if isinstance(value, torch.Tensor) else _sent_to_cpu(value) if isinstance(value, list) else value
         for value in values
@@ -314,7 +314,7 @@ def _sent_to_cpu(values: Iterable[Any]) -> list[Any]:
 
 
 @implements(aten.resize_.default, aten.resize_as_.default)
-def resize(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def resize(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Tagged as a view, but may need another storage, and so another file."""
     return write(func, args, kwargs)
 
@@ -323,7 +323,7 @@ def resize(func: Any, args: Args, kwargs: Kwargs) -> Any:
     aten.set_.default, aten.set_.source_Tensor, aten.set_.source_Tensor_storage_offset,
     aten.set_.source_Storage, aten.set_.source_Storage_storage_offset,
 )  # fmt: skip
-def become_another(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def become_another(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Tagged as a view, but of another tensor: becomes an alias of an offloaded one; a plain one's value is stored."""
     tensor, *source = args
     if type(tensor) is not OffloadedTensor:
@@ -342,7 +342,7 @@ def become_another(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @overrides(torch.ops.aten.set_data, torch.ops.aten.set_data.default)
-def refuse_set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def refuse_set_data(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """torch swaps metadata below every dispatcher, so that the file would keep the old value."""
     names = [repr(arg.name) for arg in (*args, *kwargs.values()) if type(arg) is OffloadedTensor]
     raise UnsupportedOpError(
@@ -357,7 +357,7 @@ def refuse_set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
     torch.Tensor.data_ptr, torch.Tensor.untyped_storage, typed_storage_of, torch.Tensor.storage,
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.share_memory_, torch.Tensor.is_shared,
 )  # fmt: skip
-def method_of_the_class(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def method_of_the_class(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """They read memory below every dispatcher."""
     return getattr(OffloadedTensor, func.__name__)(*args, **kwargs)
 
@@ -378,7 +378,7 @@ _VALUE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 
 
 @overrides(INNER)
-def call_on_values(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def call_on_values(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Below torch functions, autograd would decompose `linear` into ops that the inner class lacks."""
     if _is_of_the_tensor(func, args, kwargs):
         with DisableTorchFunctionSubclass():
@@ -399,7 +399,7 @@ def _is_of_the_tensor(func: Any, args: Args, kwargs: Kwargs) -> bool:
     return name in _OF_THE_TENSOR
 
 
-def _casts(tensor: torch.Tensor, *given: Any) -> bool:
+def _casts(tensor: torch.Tensor, *given: object) -> bool:
     """Whether `tensor.to` with these arguments changes the dtype."""
     dtypes = (one if isinstance(one, torch.dtype) else getattr(one, "dtype", None) for one in given)
     return any(dtype not in (None, tensor.dtype) for dtype in dtypes)
@@ -412,7 +412,7 @@ def _is_inplace(func: Callable[..., Any]) -> bool:
     return name.endswith("_") and not name.startswith("_")
 
 
-def _as_the_class_has_it(func: Any, args: Args) -> Any:
+def _as_the_class_has_it(func: Op, args: Args) -> Any:
     """For a method of `torch.Tensor`, the one that the value's class has under this name."""
     name = getattr(func, "__name__", "")
     if not args or type(args[0]) is not OffloadedTensor or getattr(torch.Tensor, name, None) is not func:
@@ -420,7 +420,7 @@ def _as_the_class_has_it(func: Any, args: Args) -> Any:
     return getattr(type(args[0]._handle.base()), name, func)
 
 
-def _call_inplace(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _call_inplace(func: Op, args: Args, kwargs: Kwargs) -> Any:
     changed = next(iter((*args, *kwargs.values())))
     memo: dict[int, torch.Tensor] = {}
     if type(changed) is not OffloadedTensor:
@@ -433,7 +433,7 @@ def _call_inplace(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return changed
 
 
-def _independent(results: Any, files: set[int]) -> Any:
+def _independent(results: object, files: set[int]) -> Any:
     """Copies of those results that would share memory with a file."""
     if isinstance(results, (list, tuple)):
         return type(results)([_independent(result, files) for result in results])

@@ -52,10 +52,10 @@ class by_reference:
         (True, True, False)
     """
 
-    def __init__(self, carried: Any) -> None:
+    def __init__(self, carried: object) -> None:
         self._carried = carried
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         data = io.BytesIO()
         _pickler()(data, pickle.HIGHEST_PROTOCOL).dump(self._carried)
         return pickle.loads, (data.getvalue(),)
@@ -69,7 +69,7 @@ def _pickler() -> Any:
     except ImportError:
         from pickle import Pickler
     usual = vars(Pickler).get("dispatch_table")
-    reductions: dict[Any, Any] = {OffloadedTensor: _reduce, Piece: _reduce_piece}
+    reductions: dict[object, Any] = {OffloadedTensor: _reduce, Piece: _reduce_piece}
     table = ChainMap(reductions, usual if isinstance(usual, ChainMap) else copyreg.dispatch_table)
     return type("ByReference", (Pickler,), {"dispatch_table": table})
 

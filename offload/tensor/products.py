@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.kernels import accelerated
 from offload.kernels.native import DTYPES, MOST_ROWS, library, most_rows
 from offload.kernels.native import multiply as multiply_rows
@@ -96,7 +96,7 @@ def compute_exactly(handle: Handle) -> None:
 
 
 @overrides(F.linear)
-def multiply_by_weight(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A packed weight is not decoded first."""
     if len(args) >= 2 and not kwargs and type(args[1]) is OffloadedTensor and type(args[0]) is not OffloadedTensor:
         with DisableTorchFunctionSubclass():
@@ -111,7 +111,7 @@ def multiply_by_weight(func: Any, args: Args, kwargs: Kwargs) -> Any:
     torch.matmul, torch.mm, torch.addmm,
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm,
 )  # fmt: skip
-def multiply_on_guests(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def multiply_on_guests(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Not of a weight that is larger than the budget: the ops below decode it in parts."""
     if any(type(arg) is OffloadedTensor and _is_over_budget(arg) for arg in args):
         with DisableTorchFunctionSubclass():
@@ -120,7 +120,7 @@ def multiply_on_guests(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(torch.ops.aten.mm.default)
-def multiply_matrices(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def multiply_matrices(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """As for `F.linear`, below autograd: of a weight that is turned around."""
     x, weight = args
     found = None
@@ -132,7 +132,7 @@ def multiply_matrices(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(torch.ops.aten.addmm.default)
-def multiply_matrices_and_add(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def multiply_matrices_and_add(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """As for `F.linear`, below autograd: of a weight that is turned around."""
     bias, x, weight = args
     found = None
@@ -155,13 +155,13 @@ class Rows:
     pieces: Sequence[tuple[int, Piece]]
 
 
-def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
+def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` without the whole dense weight; None if that is needed, or may be in memory."""
     found = _product(x, weight, bias)
     return _product_in_parts(x, weight, bias) if found is None else found
 
 
-def _product(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> torch.Tensor | None:
+def _product(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` from the packed bytes of the weight; None if the kernels do not take it."""
     handle = weight._handle
     if type(handle) is Traced or handle.composed is None:
@@ -197,7 +197,7 @@ def _product_there(x: torch.Tensor, weight: Piece, bias: Any, device: torch.devi
         return out.view(*x.shape[:-1], len(weight.view_spec))
 
 
-def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None) -> torch.Tensor | None:
+def multiplied(x: torch.Tensor, weight: Piece, bias: object = None) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` from the packed bytes of a cut of a recipe; None if the kernels do not take it.
 
     Args:
@@ -428,7 +428,7 @@ def _is_over_budget(weight: OffloadedTensor) -> bool:
     return budget is not None and nbytes > budget and is_packed(handle.composed)
 
 
-def is_packed(composed: Any) -> bool:
+def is_packed(composed: object) -> bool:
     """Whether a value is decoded, and products with it need not be those with the dense value."""
     if isinstance(composed, Decoded):
         return not composed.is_exact

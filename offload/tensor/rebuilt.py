@@ -40,7 +40,7 @@ class Rebuilt(Recipe):
         self._keys = tuple(pieces)
         self._made: tuple[list[torch.Tensor], torch.Tensor] | None = None  # the mappings, and the result
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Rebuilt, (self._name, dict(zip(self._keys, self.pieces, strict=True)), self.recipe)
 
     @property

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.errors import ArgumentError
 
-Rule: TypeAlias = Callable[[Any, Args, Kwargs], Any]
-RULES: dict[Any, Any] = {}
-FUNCTIONS: dict[Any, Rule] = {}
+Rule: TypeAlias = Callable[[Op, Args, Kwargs], Any]
+RULES: dict[object, Any] = {}
+FUNCTIONS: dict[object, Rule] = {}
 BY_SCHEMA = "by schema"  # builds the rule of an aten op that has none
 OUT = "out="  # a call with `out=`
 INNER = "inner"  # a call on a value of a tensor subclass
 
 
-def implements(*ops: Any) -> Callable[[Rule], Rule]:
+def implements(*ops: object) -> Callable[[Rule], Rule]:
     """Register the rule of aten ops, below autograd.
 
     Raises:
@@ -30,12 +30,12 @@ def implements(*ops: Any) -> Callable[[Rule], Rule]:
     return _registrar(RULES, ops)
 
 
-def overrides(*functions: Any) -> Callable[[Rule], Rule]:
+def overrides(*functions: object) -> Callable[[Rule], Rule]:
     """Like `implements`, for functions of torch's Python interface, above autograd."""
     return _registrar(FUNCTIONS, functions)
 
 
-def _registrar(table: dict[Any, Any], keys: Iterable[Any]) -> Callable[[Rule], Rule]:
+def _registrar(table: dict[object, Any], keys: Iterable[object]) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         for key in keys:
             if key in table:

@@ -179,10 +179,10 @@ class unless_swapped:
     it they call `set_`, which is stored (2.13).
     """
 
-    def __init__(self, method: Callable[..., Any]) -> None:
+    def __init__(self, method: Callable[..., object]) -> None:
         self.method = method
 
-    def __get__(self, tensor: Any, kind: type) -> Any:
+    def __get__(self, tensor: object, kind: type) -> Any:
         asks: FrameType | None = sys._getframe(1)
         while asks is not None and asks.f_globals.get("__name__") == is_subclass_value.__module__:
             asks = asks.f_back

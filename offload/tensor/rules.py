@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import make_writable, writable_base
@@ -65,13 +65,13 @@ def named_guests(kwargs: Kwargs, memo: dict[int, torch.Tensor]) -> Kwargs:
     return dict(zip(kwargs, guests_of(kwargs.values(), memo), strict=True)) if kwargs else kwargs
 
 
-def on_guests(func: Any, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor]) -> Any:
+def on_guests(func: Op, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor]) -> Any:
     """Call `func` with guests for offloaded tensors; `memo` has existing guests, by id."""
     guests = guests_of(args, memo)
     return func(*guests, **named_guests(kwargs, memo)) if kwargs else func(*guests)
 
 
-def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
+def plain_copies(values: Iterable[object]) -> dict[int, torch.Tensor]:
     """Plain copies, by id, of tensors that autograd or a tracer follows: guests would hide them from a function."""
     if not (torch.is_grad_enabled() or is_dual_level() or is_traced()):
         return {}
@@ -99,7 +99,7 @@ def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
     torch.norm, torch.linalg.cond, torch.linalg.eigvalsh, torch.linalg.matrix_norm,
     torch.linalg.norm, torch.linalg.svdvals,
 )  # fmt: skip
-def read_directly(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def read_directly(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Without a graph to record, the whole function runs on guests: one step instead of one per op inside.
 
     Only for functions that neither write nor return views.
@@ -123,7 +123,7 @@ def guests_that_ask_for_grad(args: Args, kwargs: Kwargs) -> dict[int, torch.Tens
 
 
 @implements(BY_SCHEMA)
-def rule_of(func: Any, *_: Any) -> Rule:
+def rule_of(func: Op, *_: object) -> Rule:
     if not isinstance(func, OpOverload):
         return read
     if is_composite(func):
@@ -141,7 +141,7 @@ def is_composite(func: OpOverload) -> bool:
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
-def decompose(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def decompose(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Each op that it consists of finds its own rule: the schemas of `to` or `reshape` may or may not return a view.
 
     `func.decompose` would use Python decompositions if there are any, with different last bits.
@@ -149,14 +149,14 @@ def decompose(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return call(kernel_of(func), (DispatchKey.CompositeImplicitAutograd, *args), kwargs)
 
 
-def decompose_with_views(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def decompose_with_views(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Like `decompose`, and views know whether their base requires grad, as outside of this."""
     with keys_kept():
         exclude_key(_VIEWS, False)
         return decompose(func, args, kwargs)
 
 
-def decompose_in_sight(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def decompose_in_sight(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Like `decompose`, for an op with a kernel of its own: `torch.jit.trace`, re-enabled here, records the parts."""
     with keys_kept():
         exclude_key(TRACER_KEY, False)
@@ -211,12 +211,12 @@ UNANNOTATED_WRITES = {
 }
 
 
-def has_file(tensor: Any) -> bool:
+def has_file(tensor: object) -> bool:
     """Whether it is an offloaded tensor, and not one that a compiler traces."""
     return type(tensor) is OffloadedTensor and type(tensor._handle) is not Traced
 
 
-def call(func: Any, args: Sequence[Any], kwargs: Kwargs) -> Any:
+def call(func: Op, args: Sequence[object], kwargs: Kwargs) -> Any:
     """Run an op on guests, with lazy conjugation, negation and zero tensors handled inside it.
 
     Below Python dispatch these keys are excluded, and composite kernels that rely on them return wrong values.
@@ -231,13 +231,13 @@ _LAZY_KEYS = (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTenso
 _VIEWS = DispatchKey.ADInplaceOrView
 
 
-def read(func: Any, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor] | None = None) -> Any:
+def read(func: Op, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor] | None = None) -> Any:
     """Run on guests; the result is plain. `memo` has existing guests, by id."""
     memo = {} if memo is None else memo
     return call(func, guests_of(args, memo), named_guests(kwargs, memo))
 
 
-def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _view(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Cut the view spec: nothing is read."""
     base = args[0]
     if type(base) is not OffloadedTensor or base._handle.recipe is not None:
@@ -258,7 +258,7 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-def _view_inside(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _view_inside(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A view of a value of torchao's class, in a program that is exported: it consists of ops below such classes.
 
     Most have no `t`, of which `linear` makes use there; that of NF4 gives itself.
@@ -288,7 +288,7 @@ def view_of(base: OffloadedTensor, view_spec: torch.Tensor) -> OffloadedTensor:
     return wrap_traced(view_spec) if type(base._handle) is Traced else wrap(base._handle, view_spec, base._target)
 
 
-def _write_inplace_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _write_inplace_view(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """`t_`, `squeeze_`...: only the metadata changes."""
     tensor = args[0]
     if type(tensor) is not OffloadedTensor:
@@ -300,7 +300,7 @@ def _write_inplace_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return tensor
 
 
-def write(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def write(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run on guests over the writable file; results that the schema marks as mutated are the arguments themselves."""
     changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
     results = write_into(changed, partial(call, func), args, kwargs)
@@ -312,14 +312,14 @@ def write(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return tuple(result if place is None else changed[place] for place, result in pairs)
 
 
-def _count_writes_to_lists(changed: Iterable[Any]) -> None:
+def _count_writes_to_lists(changed: Iterable[object]) -> None:
     """The dispatcher increments the version of an argument, but not of the tensors in a list."""
     for tensors in changed:
         if isinstance(tensors, (list, tuple)) and not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version([tensor for tensor in tensors if type(tensor) is OffloadedTensor])
 
 
-def _communicate(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _communicate(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Like `write`, but the values may arrive later: they have to go into the mapped file itself."""
     received = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
     tensors = [tensor for tensor in tensors_in(*received) if type(tensor) is OffloadedTensor]
@@ -336,7 +336,7 @@ def _communicate(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @overrides(OUT)
-def write_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def write_out(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A call with `out=`: run as for plain tensors (some composite ops never write to the `out` of a subclass)."""
     out = kwargs["out"]
     outs = list(out) if isinstance(out, (tuple, list)) else [out]
@@ -372,7 +372,7 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _ask_for_grad(values: Iterable[Any]) -> bool:
+def _ask_for_grad(values: Iterable[object]) -> bool:
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
@@ -382,7 +382,7 @@ def _ask_for_grad(values: Iterable[Any]) -> bool:
     return False
 
 
-def tensors_in(*values: Any) -> Iterable[torch.Tensor]:
+def tensors_in(*values: object) -> Iterable[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -391,7 +391,7 @@ def tensors_in(*values: Any) -> Iterable[torch.Tensor]:
 
 
 def write_into(
-    changed: Iterable[Any], run: Callable[[list[Any], dict[str, Any]], Any], args: Args, kwargs: Kwargs
+    changed: Iterable[object], run: Callable[[list[Any], dict[str, Any]], object], args: Args, kwargs: Kwargs
 ) -> Any:
     """Run with writable guests for the offloaded tensors in `changed`, then store their new values."""
     targets = [tensor for tensor in tensors_in(*changed) if type(tensor) is OffloadedTensor]
@@ -421,14 +421,14 @@ def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
     return guest.detach() if handle.recipe is None else guest.clone()
 
 
-def _metadata(guest: torch.Tensor) -> tuple[Any, ...]:
+def _metadata(guest: torch.Tensor) -> tuple[object, ...]:
     if is_subclass_value(guest):
         return ()
     place = guest.untyped_storage().data_ptr()
     return place, guest.shape, guest.stride(), guest.storage_offset(), guest.is_conj(), guest.is_neg()
 
 
-def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[Any, ...] | None) -> None:
+def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[object, ...] | None) -> None:
     """After a write: nothing to do for a guest over the file; otherwise store its value, or its new shape."""
     handle, view_spec = tensor._handle, tensor._view_spec
     if type(handle) is Traced:

@@ -15,7 +15,6 @@ from itertools import product
 from math import prod
 from operator import mul
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -69,7 +68,7 @@ def write_box(
         write_runs(fd, places, dtype.itemsize * prod(sides[cut:]), value, dtype)
 
 
-def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, Any]) -> None:
+def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, object]) -> None:
     """Write a separate new file for a value of any kind, as a handle would; the caller removes what is left on failure.
 
     `notes` are added to those of a handle.

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from typing_extensions import TypeIs
 
-from offload.annotations import Args, Kwargs
+from offload.annotations import Args, Kwargs, Op
 from offload.errors import ArgumentTypeError, ExportError, MissingFileError, OffloadError, UnsupportedOpError
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
@@ -53,7 +53,7 @@ from offload.torch_api import (
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 log = logging.getLogger("offload.tensor")
-_attributes: Any = vars(torch.Tensor)["__dict__"]
+_attributes = vars(torch.Tensor)["__dict__"]
 
 
 class OffloadedTensor(torch.Tensor):
@@ -204,7 +204,7 @@ class OffloadedTensor(torch.Tensor):
         return wrap_handle(handle_of(stored), target)
 
     @classmethod
-    def ones(cls, shape: int | Sequence[int], *sizes: int, **options: Any) -> OffloadedTensor:
+    def ones(cls, shape: int | Sequence[int], *sizes: int, **options: object) -> OffloadedTensor:
         """A tensor of ones, filled on disk.
 
         Args:
@@ -332,7 +332,7 @@ class OffloadedTensor(torch.Tensor):
 
     # Text
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         handle = self._handle
         if type(handle) is not Handle:
             return f"OffloadedTensor({handle.base()!r})"
@@ -381,7 +381,7 @@ class OffloadedTensor(torch.Tensor):
     # For torch: executing ops
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
             rule = FUNCTIONS.get(INNER)
             if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
@@ -398,7 +398,7 @@ class OffloadedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         rule = RULES.get(func) or RULES.setdefault(func, RULES[BY_SCHEMA](func))
         return rule(func, args, kwargs or {})
@@ -423,7 +423,7 @@ class OffloadedTensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: None, outer_size: Any, outer_stride: Any
+        inner: dict[str, torch.Tensor], context: None, outer_size: object, outer_stride: object
     ) -> OffloadedTensor:
         return wrap_traced(inner["_guest"])
 
@@ -449,7 +449,7 @@ class OffloadedTensor(torch.Tensor):
         vars(parameter).update((name, value) for name, value in noted.items() if name not in _OWN)
         return parameter  # type: ignore[return-value]
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
 
     def as_subclass(self, cls: type[Any]) -> Any:
@@ -498,7 +498,7 @@ class OffloadedTensor(torch.Tensor):
 
     # For pickles
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """A plain tensor or parameter, over the mapped file: pickled in bounded memory, loaded without `offload`."""
         plain = self._on_cpu()
         if isinstance(self, torch.nn.Parameter):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ def tiny_checkpoint(
     *,
     seed: int = 0,
     max_shard_size: str = "60KB",
-    **config: Any,
+    **config: object,
 ) -> Path:
     """A causal language model of transformers with few, random weights, saved: some hundred kilobytes in shards.
 

@@ -18,7 +18,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def assert_equal(
-    expected: Any, found: Any, *, strides: bool = True, nan_bits: bool = True, signed_zeros: bool = True
+    expected: object, found: object, *, strides: bool = True, nan_bits: bool = True, signed_zeros: bool = True
 ) -> None:
     """Raise unless two values are equal: in shape, dtype, strides, and in every bit.
 
@@ -45,7 +45,7 @@ def assert_equal(
     assert_same(expected, found, partial(assert_same_tensor, difference=difference, strides=strides))
 
 
-def is_equal(expected: Any, found: Any, **options: bool) -> bool:
+def is_equal(expected: object, found: object, **options: bool) -> bool:
     """Whether `assert_equal` passes; it takes the same arguments.
 
     Returns:
@@ -63,7 +63,7 @@ def is_equal(expected: Any, found: Any, **options: bool) -> bool:
 
 
 def assert_same(
-    expected: Any, found: Any, assert_same_tensor: Callable[[torch.Tensor, Any, str], None], at: str = ""
+    expected: object, found: object, assert_same_tensor: Callable[[torch.Tensor, Any, str], None], at: str = ""
 ) -> None:
     """The same structure, down to the leaves.
 
@@ -100,7 +100,7 @@ def _failure(at: str, message: str) -> AssertionError:
 
 def assert_same_tensor(
     expected: torch.Tensor,
-    found: Any,
+    found: object,
     at: str = "",
     *,
     difference: Callable[[torch.Tensor, torch.Tensor], str] | None,

@@ -15,12 +15,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy
 import torch
 from torch.autograd import forward_ad
 
+from offload.annotations import Args, Kwargs, Op
 from offload.errors import ArgumentError
 from offload.testing.equal import assert_same, assert_same_tensor, difference_between, in_memory
 from offload.torch_api import (
@@ -33,6 +34,9 @@ from offload.torch_api import (
     tree_unflatten,
     version_of,
 )
+
+if TYPE_CHECKING:
+    from offload.torch_api import OpInfo
 
 
 class Trial(NamedTuple):
@@ -114,7 +118,7 @@ def census(
                 yield trial
 
 
-def _trial(kind: Kind, op: Any, check: str, dtype: torch.dtype, most: int) -> Trial:
+def _trial(kind: Kind, op: OpInfo, check: str, dtype: torch.dtype, most: int) -> Trial:
     requires_grad = check in DERIVATIVES
     if requires_grad and dtype not in op.supported_backward_dtypes("cpu"):
         return Trial(op.full_name, check, dtype, 0, 0, None)
@@ -127,7 +131,7 @@ def _trial(kind: Kind, op: Any, check: str, dtype: torch.dtype, most: int) -> Tr
     return Trial(op.full_name, check, dtype, *count, None)
 
 
-def op_database() -> dict[str, Any]:
+def op_database() -> dict[str, OpInfo]:
     """Torch's descriptions of its ops, by name."""
     return {op.full_name: op for op in described_ops() if op.supported_dtypes("cpu")}
 
@@ -162,7 +166,7 @@ Out: TypeAlias = "Callable[[Kind, torch.Tensor], tuple[torch.Tensor, torch.Tenso
 Same: TypeAlias = "Callable[[Kind, Any, Any], None]"
 
 
-def same_bits(kind: Kind, expected: Any, actual: Any) -> None:
+def same_bits(kind: Kind, expected: object, actual: object) -> None:
     kind.assert_same(expected, actual, strides=False)  # autograd uses other formulas for some subclasses
 
 
@@ -202,7 +206,7 @@ class Kind:
     def in_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return in_memory(self.unwrap(tensor) if is_other(tensor) else tensor)
 
-    def assert_same(self, expected: Any, actual: Any, *, values: bool = True, strides: bool = True) -> None:
+    def assert_same(self, expected: object, actual: object, *, values: bool = True, strides: bool = True) -> None:
         """Same structure, shapes, strides, dtypes, and bits."""
         assert tree_flatten(expected)[1] == tree_flatten(actual)[1]
         difference = difference_between if values else None
@@ -216,9 +220,9 @@ class Sample(NamedTuple):
     place: int
     input: Any
     args: list[Any]
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
 
-    def passed_to(self, function: Callable[..., Any], **more: Any) -> Any:
+    def passed_to(self, function: Op, **more: object) -> Any:
         return function(self.input, *self.args, **self.kwargs, **more)
 
 
@@ -229,7 +233,7 @@ class Count(NamedTuple):
     compared: int = 0
 
 
-def doubled(tree: Any, make: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+def doubled(tree: object, make: Callable[[Any], tuple[object, object]]) -> tuple[Any, Any]:
     """Two trees from one: each leaf becomes a pair, one element per tree."""
     leaves, spec = tree_flatten(tree)
     pairs = list(map(make, leaves))
@@ -239,7 +243,7 @@ def doubled(tree: Any, make: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any
 # Samples
 
 
-def samples_of(op: Any, dtype: torch.dtype, *, requires_grad: bool) -> list[Sample]:
+def samples_of(op: OpInfo, dtype: torch.dtype, *, requires_grad: bool) -> list[Sample]:
     """All samples in the database, the same each time."""
     seed(0)
     with warnings.catch_warnings():
@@ -257,7 +261,7 @@ def seed(number: int) -> None:
     random.seed(number)
 
 
-def spread(samples: list[Any], key: str, *, most: int) -> list[Any]:
+def spread(samples: list[Sample], key: str, *, most: int) -> list[Sample]:
     """At most `most` samples from all over the list; the choice depends on the key."""
     if len(samples) <= most:
         return samples
@@ -279,12 +283,12 @@ def is_inexact(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def is_other(x: Any) -> bool:
+def is_other(x: object) -> bool:
     """Whether it is a tensor of some subclass."""
     return isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, torch.nn.Parameter)
 
 
-def takes_part(tree: Any) -> bool:
+def takes_part(tree: object) -> bool:
     return any(map(is_other, tree_leaves(tree)))
 
 
@@ -296,7 +300,7 @@ def _as_whole(make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
 # Calls
 
 
-def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+def attempt(function: Op, *args: object, **kwargs: object) -> tuple[Any, Exception | None]:
     """The result of a call, and what it raised."""
     torch.default_generator.manual_seed(1)
     with warnings.catch_warnings():
@@ -307,7 +311,7 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[An
             return None, error
 
 
-def succeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def succeed(function: Op, *args: object, **kwargs: object) -> Any:
     result, error = attempt(function, *args, **kwargs)
     if error is not None:
         raise error
@@ -315,7 +319,7 @@ def succeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def memory_filled(op: Any) -> Iterator[None]:
+def memory_filled(op: OpInfo) -> Iterator[None]:
     """For ops that read uninitialized memory."""
     if op.name not in FILL_MEMORY:
         yield
@@ -331,7 +335,7 @@ def memory_filled(op: Any) -> Iterator[None]:
 # Checks
 
 
-def compared(call: Callable[[Any], Any], pairs: Iterable[tuple[Any, Any]], same: Callable[..., None]) -> Count:
+def compared(call: Callable[[Any], object], pairs: Iterable[tuple[object, object]], same: Callable[..., None]) -> Count:
     """Run a call on both elements of each pair; if plain torch succeeds, `same` gets the results and the pair."""
     plain_calls = compared_calls = 0
     for expected_of, actual_of in pairs:
@@ -343,10 +347,10 @@ def compared(call: Callable[[Any], Any], pairs: Iterable[tuple[Any, Any]], same:
     return Count(plain_calls, compared_calls)
 
 
-def check_forward(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+def check_forward(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """Results are equal, and arguments are unchanged."""
 
-    def same(expected: Any, actual: Any, expected_of: Sample, actual_of: Sample) -> None:
+    def same(expected: object, actual: object, expected_of: Sample, actual_of: Sample) -> None:
         kind.assert_same(expected, actual, values=op.name not in ARBITRARY)
         kind.see_results(expected, actual, expected_of, actual_of)
         kind.assert_same(expected_of, actual_of)
@@ -355,13 +359,13 @@ def check_forward(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
         return compared(lambda sample: sample.passed_to(op), kind.pairs(samples), same)
 
 
-def check_inference(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+def check_inference(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """Like forward, for inference tensors: autograd does not decompose ops then."""
     with torch.inference_mode():
         return check_forward(kind, op, samples)
 
 
-def check_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+def check_inplace(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """The arguments themselves are returned; aliases and versions have changed as with plain tensors."""
     inplace = op.get_inplace()
     if inplace is None:
@@ -373,7 +377,7 @@ def check_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
         results = tree_leaves(sample.passed_to(inplace))
         return aliases, moves(before, targets), [[one is target for target in targets] for one in results]
 
-    def same(expected: Any, actual: Any, expected_of: Sample, actual_of: Sample) -> None:
+    def same(expected: Args, actual: Args, expected_of: Sample, actual_of: Sample) -> None:
         kind.assert_same((expected_of, *expected), (actual_of, *actual))
         kind.see_written(tree_leaves(actual_of.input))
 
@@ -381,7 +385,7 @@ def check_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     return compared(call, pairs, same)
 
 
-def check_inference_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+def check_inference_inplace(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """Like in place, in inference mode; the argument itself is returned below autograd, too."""
     with torch.inference_mode(), ArgumentsComeBack():  # type: ignore[no-untyped-call]
         return check_inplace(kind, op, samples)
@@ -390,7 +394,7 @@ def check_inference_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> C
 class ArgumentsComeBack(TorchDispatchMode):
     """Checks what the rules return, where autograd does not replace it by the argument."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         returned = [value.alias_info for value in op_schema(func).returns]
         if len(returned) == 1 and returned[0] is not None and returned[0].is_write and isinstance(result, torch.Tensor):
@@ -398,17 +402,17 @@ class ArgumentsComeBack(TorchDispatchMode):
         return result
 
 
-def versions(tree: Any) -> list[int]:
+def versions(tree: object) -> list[int]:
     """The versions of tensors; not counted in inference mode."""
     return [0 if torch.is_inference_mode_enabled() else version_of(leaf) for leaf in tree_leaves(tree)]
 
 
-def moves(before: list[int], tree: Any) -> list[int]:
+def moves(before: list[int], tree: object) -> list[int]:
     """By how much the versions have increased."""
     return [now - then for then, now in zip(before, versions(tree), strict=True)]
 
 
-def check_out(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+def check_out(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """`out` is returned with the result, whatever its size, strides and offset were."""
     values = op.name not in ARBITRARY | GARBAGE_OUT
 
@@ -431,7 +435,7 @@ def check_out(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     return compared(call, with_outs(kind, op, samples), same) if op.supports_out else Count()
 
 
-def with_outs(kind: Kind, op: Any, samples: Iterable[Sample]) -> Iterator[tuple[Any, Any]]:
+def with_outs(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Iterator[tuple[Any, Any]]:
     """Each sample, plain and subclass, with two of the `OUTS` in turn."""
     for both in kind.pairs(samples):
         result, error = attempt(kind.pair(both[0], 0)[0].passed_to, op)
@@ -474,26 +478,26 @@ def plain(_: Kind, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 OUTS: tuple[Out, ...] = (fitting, nothing, transposed, part, plain)
 
 
-def check_trainable(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+def check_trainable(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """Trainable tensors get the same gradients as plain ones."""
     return check_gradients(kind, op, kind.pairs(samples))
 
 
-def check_frozen(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+def check_frozen(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """A plain trainable tensor gets the same gradient beside frozen subclass tensors as beside plain ones."""
     frozen = (frozen_but_one(kind, sample) for sample in samples)
     return check_gradients(kind, op, (both for both in frozen if both is not None))
 
 
-def check_gradients(kind: Kind, op: Any, pairs: Iterable[tuple[Sample, Sample]]) -> Count:
-    def same(expected: Any, actual: Any, expected_of: Sample, actual_of: Sample) -> None:
+def check_gradients(kind: Kind, op: OpInfo, pairs: Iterable[tuple[Sample, Sample]]) -> Count:
+    def same(expected: object, actual: object, expected_of: Sample, actual_of: Sample) -> None:
         kind.same(kind, expected, actual)
         kind.assert_same(expected_of, actual_of)
 
     return compared(partial(backward, op), pairs, same)
 
 
-def backward(op: Any, sample: Sample) -> list[torch.Tensor | None]:
+def backward(op: OpInfo, sample: Sample) -> list[torch.Tensor | None]:
     """The differentiable results, and the gradients of all tensors in `sample` that require them."""
     inputs, outputs = requiring_grad(sample), requiring_grad(sample.passed_to(op))
     torch.default_generator.manual_seed(2)
@@ -502,7 +506,7 @@ def backward(op: Any, sample: Sample) -> list[torch.Tensor | None]:
     return [*(output.detach() for output in outputs), *gradients]
 
 
-def requiring_grad(tree: Any) -> list[torch.Tensor]:
+def requiring_grad(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
@@ -520,24 +524,24 @@ def frozen_but_one(kind: Kind, sample: Sample) -> tuple[Sample, Sample] | None:
     return expected_of, tree_unflatten([one if leaf is chosen else other for leaf, one, other in each], spec)
 
 
-def check_tangents(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+def check_tangents(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """Forward-mode differentiation gives the same tangents as with plain tensors."""
     return compare_tangents(kind, op, op, samples)
 
 
-def check_inplace_tangents(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+def check_inplace_tangents(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """Like tangents, for an in-place op: the arguments get the new ones."""
     return compare_tangents(kind, op, op.get_inplace(), samples)
 
 
-def compare_tangents(kind: Kind, op: Any, function: Any, samples: Iterable[Sample]) -> Count:
+def compare_tangents(kind: Kind, op: OpInfo, function: Op | None, samples: Iterable[Sample]) -> Count:
     if function is None or not op.supports_forward_ad:
         return Count()
     call = partial(pushed_forward, function)
     return compared(call, kind.pairs(samples), lambda expected, actual, *_: kind.same(kind, expected, actual))
 
 
-def pushed_forward(function: Any, sample: Sample) -> list[torch.Tensor | None]:
+def pushed_forward(function: Op, sample: Sample) -> list[torch.Tensor | None]:
     """The results and their tangents, then those of the arguments; every argument that can have a tangent has one."""
     torch.default_generator.manual_seed(2)
     with forward_ad.dual_level():
@@ -556,7 +560,7 @@ def _dual(x: Any) -> Any:
     return forward_ad.make_dual(x, torch.randn(x.shape, dtype=x.dtype)) if is_inexact(x) else x
 
 
-def check_second_order(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+def check_second_order(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """Gradients of gradients are the same as for plain tensors."""
     if not op.supports_gradgrad:
         return Count()
@@ -564,12 +568,12 @@ def check_second_order(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     return compared(call, kind.pairs(samples), lambda expected, actual, *_: kind.same(kind, expected, actual))
 
 
-def backward_twice(op: Any, sample: Sample) -> list[torch.Tensor | None]:
+def backward_twice(op: OpInfo, sample: Sample) -> list[torch.Tensor | None]:
     """The gradients, and those of a scalar computed from them."""
     inputs, outputs = requiring_grad(sample), requiring_grad(sample.passed_to(op))
     torch.default_generator.manual_seed(2)
     seeds = [torch.randn(leaf.shape, dtype=leaf.dtype, requires_grad=True) for leaf in outputs]
-    first: Any = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, create_graph=True)
+    first = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, create_graph=True)
     followed = requiring_grad(first)
     weights = [torch.randn(gradient.shape, dtype=gradient.dtype) for gradient in followed]
     second: Any = torch.autograd.grad(followed, [*inputs, *seeds], weights, allow_unused=True) if followed else ()

@@ -70,7 +70,7 @@ def save_training(
     /,
     *,
     frozen: bool = True,
-    **extra: Any,
+    **extra: object,
 ) -> Path:
     """Save a model, its optimizer, the states of random numbers and what else is given, as one.
 

@@ -161,10 +161,10 @@ class _Place:
                 hooks.append(parameter.register_post_accumulate_grad_hook(move))
         return hooks
 
-    def put(self, parameter: torch.Tensor, state: dict[str, Any], before: Mapping[str, Any]) -> None:
+    def put(self, parameter: torch.Tensor, state: dict[str, Any], before: Mapping[str, object]) -> None:
         """Put a parameter's state on disk, replacing what was there `before`."""
         for key, value in state.items():
-            old: Any = before.get(key)
+            old = before.get(key)
             if value is old:
                 continue
             if not _belongs_on_disk(value, self.min_bytes):
@@ -244,7 +244,7 @@ def _kind_on_disk(kind: type[Optimizer]) -> type[Optimizer]:
     """A subclass of optimizer class `kind` with state on disk."""
     own_step = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # type: ignore[attr-defined]
 
-    def step(self: _OnDisk, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self: _OnDisk, closure: Callable[[], object] | None = None) -> Any:
         """One step over all parameters, some at a time. `closure` recomputes the loss, once."""
         self._opt_called = True  # learning-rate schedulers check this
         loss = None
@@ -266,7 +266,7 @@ def _kind_on_disk(kind: type[Optimizer]) -> type[Optimizer]:
     return type(kind.__name__, (_OnDisk, kind), {"step": hooked, "__module__": kind.__module__})
 
 
-def _on_disk(state: Mapping[str, Any]) -> dict[str, Any]:
+def _on_disk(state: Mapping[str, object]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if is_offloaded(value)}
 
 

@@ -75,7 +75,7 @@ _DRESSES = {
 _KINDS = {dress: kind for kind, dress in _DRESSES.items()}
 
 
-def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
+def save_tree(tree: object, folder: str | os.PathLike[str]) -> Path:
     """Write nested data to a folder: the structure as JSON, each tensor to a safetensors file of its own.
 
     An existing tree is replaced as a whole: a crash leaves the old one or the new one. A tensor that was loaded

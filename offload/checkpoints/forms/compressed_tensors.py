@@ -95,7 +95,7 @@ class _Scheme:
     symmetric: bool
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], form: Any) -> _Scheme:
+    def of(cls, group: Mapping[str, Any], form: object) -> _Scheme:
         weights = group["weights"]
         size = weights.get("group_size")
         usual = "tensor" if size is None else "group" if size > 0 else "channel"
@@ -391,7 +391,7 @@ def _missing(pieces: Mapping[str, OffloadedTensor], marker: str, wanted: str) ->
 
 
 @lru_cache(maxsize=1024)
-def _decoder(function: Decode, keywords: tuple[tuple[str, Any], ...]) -> Decode:
+def _decoder(function: Decode, keywords: tuple[tuple[str, object], ...]) -> Decode:
     """One object for all weights of a kind."""
     return partial(function, **dict(keywords))
 

@@ -154,8 +154,8 @@ def _call(decode: Decode) -> tuple[Decode, tuple[Any, ...], tuple[tuple[str, Any
 @lru_cache(maxsize=1024)
 def _tried(
     function: Decode,
-    first: tuple[Any, ...],
-    named: tuple[tuple[str, Any], ...],
+    first: tuple[object, ...],
+    named: tuple[tuple[str, object], ...],
     given: tuple[tuple[tuple[int, ...], torch.dtype], ...],
 ) -> tuple[Decode, tuple[int, ...], torch.dtype]:
     """The call, and the shape and dtype of its result for one granule; cached, one trial for all weights of a kind."""

@@ -74,7 +74,7 @@ def settings_in(path: Path) -> Settings:
         raise CheckpointError(f"transformers can't read a configuration from {path}: {first_line(error)}") from error
 
 
-def config_of(path: Path, **options: Any) -> tuple[Config, Kwargs]:
+def config_of(path: Path, **options: object) -> tuple[Config, Kwargs]:
     """The configuration of a file, in the model's class, and options that are not part of it.
 
     Raises: as `settings_in`.

@@ -11,7 +11,6 @@ Source: transformers, `integrations/mxfp4.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ _LARGE = 2.0**113  # limit above which multiplying by that factor would overflow
 _TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, a cache line
 
 
-def unpack(tensors: Tensors, _: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+def unpack(tensors: Tensors, _: Mapping[str, object]) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
     dense: dict[str, OffloadedTensor] = {}
     for name, tensor in tensors.items():

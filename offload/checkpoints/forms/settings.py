@@ -187,11 +187,11 @@ def _parts(quantization: Settings, method: str) -> Iterator[tuple[str, Settings,
                 yield f"config_groups.{name}.weights.", weights, WEIGHTS
 
 
-def _says_nothing(value: Any) -> bool:
+def _says_nothing(value: object) -> bool:
     return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)
 
 
-def _objection(value: Any, use: Use | tuple[object, ...] | None, settings: Settings) -> str | None:
+def _objection(value: object, use: Use | tuple[object, ...] | None, settings: Settings) -> str | None:
     """Why the value can't be followed; None if it can."""
     if isinstance(use, tuple):
         plain = getattr(value, "value", value)
@@ -206,7 +206,7 @@ def _objection(value: Any, use: Use | tuple[object, ...] | None, settings: Setti
     return None
 
 
-def _has_other_bits(layers: Any, bits: Any) -> bool:
+def _has_other_bits(layers: Any, bits: object) -> bool:
     """Whether some of these layers are packed, in other bits than the rest."""
     each = list(layers.values()) if isinstance(layers, Mapping) else [layers]
     if not all(one is None or isinstance(one, Mapping) for one in each):

@@ -84,7 +84,7 @@ def _try(value: torch.Tensor) -> None:
             raise ValueError(f"they make {list(found.shape)}, not {list(value.shape)}")
 
 
-def _weight(name: str, note: Mapping[str, Any], parts: Mapping[str, OffloadedTensor]) -> OffloadedTensor:
+def _weight(name: str, note: Mapping[str, object], parts: Mapping[str, OffloadedTensor]) -> OffloadedTensor:
     """The weight over its inner tensors, given by the names that `flatten` uses."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 

@@ -315,13 +315,13 @@ def _saved_device(folder: Path, meta: Mapping[str, Any]) -> torch.device | None:
         ) from error
 
 
-def _class_name(meta: Mapping[str, Any]) -> str:
+def _class_name(meta: Mapping[str, object]) -> str:
     """`tensordict:TensorDict` for tensordict's own classes, wherever they are defined; else the full name."""
     name = str(meta["_type"]).removeprefix("<class '").removesuffix("'>")
     return f"tensordict:{name.rpartition('.')[2]}" if name.startswith("tensordict.") else name
 
 
-def _layout_of(folder: Path, key: str, spec: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
+def _layout_of(folder: Path, key: str, spec: Mapping[str, object]) -> tuple[tuple[int, ...], torch.dtype]:
     shape, name = spec.get("shape"), spec["dtype"]
     dtype = dtype_named(str(name).removeprefix("torch."))
     if dtype is None:

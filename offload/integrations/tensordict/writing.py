@@ -253,7 +253,7 @@ def _format(name: str) -> dict[str, Any]:
     return {"_format_version": _FORMAT, "_class": f"tensordict:{name}"}
 
 
-def _json_able(value: Any, way: Way) -> Any:
+def _json_able(value: object, way: Way) -> Any:
     if _is_json_able(value):
         return value
     raise UnknownTypeError(
@@ -262,7 +262,7 @@ def _json_able(value: Any, way: Way) -> Any:
     )
 
 
-def _is_json_able(value: Any) -> bool:
+def _is_json_able(value: object) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and all(map(_is_json_able, value.values()))
     if isinstance(value, list | tuple):
