@@ -447,17 +447,15 @@ class TensorCache:
     ) -> RowDataset:
         """A map-style dataset of torch: one dict per row; a `DataLoader` reads the rows of a batch together.
 
-        What was written is flushed, as worker processes see no other rows; rows written later, when they are flushed.
-        With `DataLoader(dataset, batch_size=None, sampler=BatchSampler(...))` batches come as they are read, without
-        being taken apart and collated again.
+        What was written is flushed, as worker processes see no other rows. With
+        `DataLoader(dataset, batch_size=None, sampler=BatchSampler(...))` batches come as they are read, uncollated.
 
         Args:
             columns: those to read; all if None.
-            ragged, padding: as for `get`. With "padded", rows of different lengths are padded to the longest of their
-                batch, which the `DataLoader` then can stack.
+            ragged, padding: as for `get`. With "padded", a `DataLoader` can stack the rows of a batch.
 
         Returns:
-            A dataset, which may be pickled: it holds the path, not the rows.
+            A dataset; pickled, it holds the path, not the rows.
 
         Example:
             >>> from offload import TensorCache
