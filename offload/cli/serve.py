@@ -13,8 +13,6 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from offload.cli import arguments
@@ -27,7 +25,7 @@ from offload.cli.models import (
     loaded_model,
     prompt_cache_of,
 )
-from offload.cli.output import say
+from offload.cli.output import say, shown
 from offload.errors import ArgumentError
 from offload.serving.chat import ends_of
 
@@ -92,7 +90,8 @@ def serve(options: argparse.Namespace) -> None:
         raise ArgumentError(f"{missing[0]} is missing: install offload[serve]")
     from offload.serving.server import listening
 
-    with listening(options.host, options.port) as at, _logging_accesses():
+    form = logging.Formatter("%(asctime)s %(message)s")
+    with listening(options.host, options.port) as at, shown("offload.serving", logging.INFO, form):
         _serve(options, at)
 
 
@@ -123,10 +122,10 @@ def _serve(options: argparse.Namespace, at: socket.socket) -> None:
         origins=options.allow_origin,
         hosts=[options.host.lower(), "localhost", _LOOPBACK, "[::1]"] if is_loopback(options.host) else [],
     )
-    shown = f"[{host}]" if ":" in host else host
+    name = f"[{host}]" if ":" in host else host
 
     def ready() -> None:
-        say(f"offload: {_names(options.model)[0]} at http://{shown}:{port}/v1", file=sys.stderr)
+        say(f"offload: {_names(options.model)[0]} at http://{name}:{port}/v1", file=sys.stderr)
 
     serve(app, engine, at, grace=options.grace, ready=ready)
 
@@ -135,20 +134,3 @@ def _names(model: str) -> list[str]:
     """What clients may call the model: for a folder or a file, its own name, first, and the path."""
     path = Path(model)
     return [path.resolve().name, model] if path.exists() else [model]
-
-
-@contextmanager
-def _logging_accesses() -> Iterator[None]:
-    """Show requests, and what goes wrong, on standard error."""
-    log, handler = logging.getLogger("offload.serving"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    before, passes_on = log.level, log.propagate
-    try:
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
-        yield
-    finally:
-        log.setLevel(before)
-        log.propagate = passes_on
-        log.removeHandler(handler)
