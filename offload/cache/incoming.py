@@ -11,6 +11,7 @@ Always true:
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from offload.tensor.wrapper import guest_of
 
 PRESENT = ".present"
 _BATCH = 8 << 20  # bytes
+_GUESS = 1024  # bytes of a value of varying size
 _LOOK = 64  # records from which the columns are inferred
 _MOST_ROWS = 1024  # in a batch of records
 _MOST_BYTES = 4 << 20  # of tensors in a batch of records; peak memory is four times that
@@ -62,6 +64,13 @@ class Field:
     @property
     def is_ragged(self) -> bool:
         return None in self.row_shape
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row; a guess where it varies."""
+        if self.dtype is None or self.is_ragged:
+            return _GUESS
+        return math.prod(size or 0 for size in self.row_shape) * self.dtype.itemsize
 
     @property
     def marks_missing(self) -> bool:

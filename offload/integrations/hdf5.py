@@ -21,8 +21,6 @@ from offload.integrations.log import log
 from offload.integrations.numpy import chosen, field_of, values_of
 from offload.storage.reasons import explained
 
-_GUESS = 1024  # assumed size in bytes of a varying-size value
-
 
 def rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
     """The rows of an HDF5 file, which stays open until the last one has been read.
@@ -56,7 +54,7 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
         raise CacheError(f"{place} has no datasets")
     num_rows = _length(parts, place)
     fields = {name: _field(name, dataset, key, place) for name, (dataset, key) in parts.items()}
-    step = rows_in_batch(_row_bytes(dataset, key) for dataset, key in parts.values())
+    step = rows_in_batch(field.row_bytes for field in fields.values())
     batches = (
         {
             name: _values(dataset, key, slice(start, start + step), fields[name])
@@ -118,11 +116,6 @@ def _field(name: str, dataset: Any, key: str | None, place: str) -> Field:
     if row_shape:
         raise CacheError(f"{name!r} in {place} has several variable-length values per row: leave it out with columns=")
     return Field(field_of(name, values, (), place).dtype, (None,))
-
-
-def _row_bytes(dataset: Any, key: str | None) -> int:
-    dtype = dataset.dtype[key] if key else dataset.dtype
-    return int(_GUESS if dtype.kind == "O" else dtype.itemsize * np.prod(dataset.shape[1:]))
 
 
 def _values(dataset: Any, key: str | None, rows: slice, field: Field) -> Any:
