@@ -14,7 +14,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -116,6 +116,13 @@ class Incoming:
 def rows_in_batch(nbytes: Iterable[int]) -> int:
     """Rows per batch, if a row takes the sum of these bytes."""
     return max(_BATCH // max(sum(nbytes), 1), 1)
+
+
+def read_in_batches(fields: Mapping[str, Field], num_rows: int, read: Callable[[str, slice], Any]) -> Incoming:
+    """Rows of which `read` gives those in a slice, of the column of a name."""
+    step = rows_in_batch(field.row_bytes for field in fields.values())
+    parts = (slice(start, start + step) for start in range(0, num_rows, step))
+    return Incoming(fields, ({name: read(name, rows) for name in fields} for rows in parts))
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.cache.incoming import Field, Incoming, rows_in_batch
+from offload.cache.incoming import Field, Incoming, read_in_batches
 from offload.errors import CacheError
 from offload.integrations.log import log
 from offload.integrations.numpy import chosen, field_of, values_of
@@ -54,15 +54,12 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
         raise CacheError(f"{place} has no datasets")
     num_rows = _length(parts, place)
     fields = {name: _field(name, dataset, key, place) for name, (dataset, key) in parts.items()}
-    step = rows_in_batch(field.row_bytes for field in fields.values())
-    batches = (
-        {
-            name: _values(dataset, key, slice(start, start + step), fields[name])
-            for name, (dataset, key) in parts.items()
-        }
-        for start in range(0, num_rows, step)
-    )
-    return Incoming(fields, batches)
+
+    def read(name: str, rows: slice) -> Any:
+        dataset, key = parts[name]
+        return _values(dataset, key, rows, fields[name])
+
+    return read_in_batches(fields, num_rows, read)
 
 
 def _parts(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
