@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from rich.filesize import decimal
 from torch import nn
 
 from offload.memory import anonymous_bytes, mapped_bytes
@@ -258,11 +259,7 @@ def _refuse_other(path: Path) -> None:
 
 
 def _in_bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
+    return decimal(int(value))
 
 
 def _in_seconds(value: float) -> str:

@@ -14,13 +14,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from offload.errors import CacheError
+
+if TYPE_CHECKING:
+    from offload.cache.table import TensorCache
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -68,21 +71,11 @@ def read_ahead(items: Iterable[S], read: Callable[[S], T], prefetch: int) -> Ite
                 left.cancel()
 
 
-class Readable(Protocol):
-    """What a dataset needs from a cache."""
-
-    def __len__(self) -> int: ...
-
-    def get(
-        self, rows: object, columns: Sequence[str] | None = None, *, ragged: str = "list", padding: complex = 0
-    ) -> dict[str, Any]: ...
-
-
 class RowDataset(Dataset[dict[str, Any]]):
     """Rows of a cache as dicts. Use `TensorCache.as_dataset`."""
 
     def __init__(
-        self, cache: Readable, columns: Sequence[str] | None, ragged: str = "list", padding: complex = 0
+        self, cache: TensorCache, columns: Sequence[str] | None, ragged: str = "list", padding: complex = 0
     ) -> None:
         self.cache = cache
         self.columns = columns

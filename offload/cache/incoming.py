@@ -11,9 +11,10 @@ Always true:
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -31,6 +32,7 @@ from offload.tensor.wrapper import guest_of
 
 PRESENT = ".present"
 _BATCH = 8 << 20  # bytes
+_GUESS = 1024  # bytes of a value of varying size
 _LOOK = 64  # records from which the columns are inferred
 _MOST_ROWS = 1024  # in a batch of records
 _MOST_BYTES = 4 << 20  # of tensors in a batch of records; peak memory is four times that
@@ -62,6 +64,13 @@ class Field:
     @property
     def is_ragged(self) -> bool:
         return None in self.row_shape
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row; a guess where it varies."""
+        if self.dtype is None or self.is_ragged:
+            return _GUESS
+        return math.prod(size or 0 for size in self.row_shape) * self.dtype.itemsize
 
     @property
     def marks_missing(self) -> bool:
@@ -107,6 +116,13 @@ class Incoming:
 def rows_in_batch(nbytes: Iterable[int]) -> int:
     """Rows per batch, if a row takes the sum of these bytes."""
     return max(_BATCH // max(sum(nbytes), 1), 1)
+
+
+def read_in_batches(fields: Mapping[str, Field], num_rows: int, read: Callable[[str, slice], Any]) -> Incoming:
+    """Rows of which `read` gives those in a slice, of the column of a name."""
+    step = rows_in_batch(field.row_bytes for field in fields.values())
+    parts = (slice(start, start + step) for start in range(0, num_rows, step))
+    return Incoming(fields, ({name: read(name, rows) for name in fields} for rows in parts))
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, Any]:

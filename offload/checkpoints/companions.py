@@ -229,10 +229,19 @@ class Companions:
         Raises:
             WriteError
         """
-        for name, data in self.new.items():
-            put_file(folder / name, data)
+        put_files(folder, self.new)
         for path in self.old:
             path.unlink(missing_ok=True)
+
+
+def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files, each as a whole.
+
+    Raises:
+        WriteError
+    """
+    for name, data in files.items():
+        put_file(folder / name, data)
 
 
 def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mapping[str, str]) -> Companions:
@@ -266,8 +275,8 @@ def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mappin
                 "saved: it is left as it is. Save to another folder, or move it away first."
             )
         log.warning("%s is not from offload, or was edited: it is left as it is", folder / name)
-    hashes = {
-        name: sorted({_hash(files[name]), *map(_hash, _old_content(existing, name))})
+    hashes = {  # of the old content, too: a killed process may leave it beside the new weights
+        name: sorted({_hash(one[name]) for one in (files, existing) if name in one})
         for name in {*new} | ours & {*files}
     }
     return Companions(
@@ -275,11 +284,6 @@ def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mappin
         note={NOTE: json.dumps(hashes, sort_keys=True)} if hashes else {},
         old=tuple(folder / name for name in sorted(ours - files.keys())),
     )
-
-
-def _old_content(existing: Mapping[str, bytes], name: str) -> tuple[bytes, ...]:
-    """The hash of the old content, too: a killed process may leave it beside the new weights."""
-    return (existing[name],) if name in existing else ()
 
 
 def _hashes(metadata: Mapping[str, str]) -> dict[str, list[str]]:

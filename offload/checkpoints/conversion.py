@@ -21,7 +21,7 @@ import torch
 
 from offload.annotations import Json, Settings
 from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
-from offload.checkpoints.companions import companions_of
+from offload.checkpoints.companions import CONFIG, companions_of, put_files
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import empty_model
 from offload.checkpoints.forms.torchao import PARTS_NOTE
@@ -36,7 +36,6 @@ from offload.storage.regular import absolute, is_file, is_folder
 from offload.storage.replacing import (
     is_filled,
     made_folder,
-    put_file,
     refuse_filled,
     remove_folder,
     replacing_folder,
@@ -49,7 +48,6 @@ from offload.tensor.saved import subclass_value
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded
 
-_CONFIG = "config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _RUN = ".offload-run"  # no value's file name begins with a dot
 _KIND = Kind(
@@ -167,11 +165,11 @@ def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> Source:
         values = values_in(source, None, model=model)
         tensors = {name: _stored(tensor, name) for name, tensor in values.tensors.items()}
         return Source(tensors, companions_of(model))
-    path = source.path / _CONFIG
+    path = source.path / CONFIG
     config = _read_config(path) if is_folder(source.path) and is_file(path) else {}
     quantization = _parts_of(config, "quantization_config")
     if not quantization:
-        raise CheckpointError(f"{source.path} is not quantized, according to its {_CONFIG}: leave out dequantize")
+        raise CheckpointError(f"{source.path} is not quantized, according to its {CONFIG}: leave out dequantize")
     values = values_in(source, quantization[0])
     if values.form is not Form.DECODED:
         raise CheckpointError(
@@ -271,7 +269,7 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
     """The files of a checkpoint, its configuration too, with size and modification time, to recognise it later."""
     files = {file.path: file.identity for value in source.values() for file in value.files}
     found = {str(path): [identity.size, identity.modified] for path, identity in files.items()}
-    config = source.path / _CONFIG
+    config = source.path / CONFIG
     if is_folder(source.path) and is_file(config):  # it says how the files are to be read
         with reading(config):
             status = config.stat()
@@ -299,22 +297,12 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Jso
             wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
             if not wanted or path.name.endswith(INDEX) or not is_file(path):
                 continue
-            if path.name != _CONFIG or (dtype is None and dense is None):
+            if path.name != CONFIG or (dtype is None and dense is None):
                 found[path.name] = path.read_bytes()
                 continue
             config = _read_config(path) if dense is None else dense
             found[path.name] = _text_of(config if dtype is None else _config_with(config, path, dtype))
     return found
-
-
-def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files, each as a whole.
-
-    Raises:
-        WriteError
-    """
-    for name, data in files.items():
-        put_file(folder / name, data)
 
 
 def dtype_in(folder: Path) -> str | None:
@@ -323,7 +311,7 @@ def dtype_in(folder: Path) -> str | None:
     Raises:
         CheckpointError: there is no JSON in its `config.json`.
     """
-    path = folder / _CONFIG
+    path = folder / CONFIG
     found = _dtype_of(_read_config(path)) if is_file(path) else None
     return None if found is None else dtype_name(found)
 

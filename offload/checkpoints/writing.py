@@ -199,11 +199,9 @@ def contents_in(source: Checkpoint, dtype: torch.dtype | None = None) -> Content
 
     Raises: as `contents_of`
     """
-    files = {id(file): file for value in source.values() for file in value.files}
-    found: dict[str, str] = {}
-    for file in files.values():
-        found = {**file.header.metadata, **found}
-    metadata = {key: text for key, text in found.items() if key not in _OWN_METADATA and key not in source.ties}
+    metadata = {
+        key: text for key, text in source.metadata.items() if key not in _OWN_METADATA and key not in source.ties
+    }
     contents = contents_of(source.tensors(), dtype, metadata=metadata)
     return replace(contents, ties={**source.ties, **contents.ties})
 

@@ -47,15 +47,25 @@ def logging_to_stderr(verbose: int) -> Iterator[None]:
         with _without_noise():
             yield
         return
-    log, handler = logging.getLogger("offload"), logging.StreamHandler()
-    handler.setFormatter(_Visible("%(name)s: %(message)s"))
-    before = log.level
+    level = logging.INFO if verbose == 1 else logging.DEBUG
+    with shown("offload", level, _Visible("%(name)s: %(message)s")):
+        yield
+
+
+@contextmanager
+def shown(name: str, level: int, form: logging.Formatter) -> Iterator[None]:
+    """Show what a logger has to say from this level on, on standard error alone, while the block runs."""
+    log, handler = logging.getLogger(name), logging.StreamHandler()
+    handler.setFormatter(form)
+    before, passes_on = log.level, log.propagate
     try:
         log.addHandler(handler)
-        log.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+        log.setLevel(level)
+        log.propagate = False
         yield
     finally:
         log.setLevel(before)
+        log.propagate = passes_on
         log.removeHandler(handler)
 
 

@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -67,20 +66,13 @@ class Answer:
 
     def line(self, model: str) -> Json:
         """The line to write."""
+        from offload.serving.responses import Choice, Response
+
         is_chat = self.request.messages is not None
-        content = {"message": {"role": "assistant", "content": self.text}} if is_chat else {"text": self.text}
-        body = {
-            "object": "chat.completion" if is_chat else "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [{"index": 0, **content, "finish_reason": self.finish_reason}],
-            "usage": {
-                "prompt_tokens": self.prompt_tokens,
-                "completion_tokens": self.tokens,
-                "total_tokens": self.prompt_tokens + self.tokens,
-            },
-        }
-        return {"custom_id": self.request.custom_id, "response": {"status_code": 200, "body": body}, "error": None}
+        whole = Response(model, None, [], self.prompt_tokens, is_chat=is_chat, scored=False)
+        whole.choices.append(Choice("", self.text, tokens=self.tokens, reason=self.finish_reason))
+        response = {"status_code": 200, "body": whole.whole()}
+        return {"custom_id": self.request.custom_id, "response": response, "error": None}
 
 
 def refusal(custom_id: str | None, line: int, why: str) -> Json:

@@ -23,8 +23,6 @@ _STEP = 1024  # rows checked at a time
 
 def add_to(commands: Any) -> None:
     """Add these commands to a parser."""
-    import shtab
-
     about = "What a cache of rows holds, whether it is whole, and as one file."
     group = commands.add_parser("cache", help="look at a cache of rows, or write it to one file", description=about)
     kinds = group.add_subparsers(required=True, metavar="COMMAND")
@@ -34,7 +32,7 @@ def add_to(commands: Any) -> None:
         path = made[name].add_argument(
             "path", type=arguments.path, help="a cache's folder, or a file of TensorCache.to_disk"
         )
-        path.complete = shtab.FILE
+        arguments.complete_with_files(path)
         made[name].set_defaults(run=act)
     allow_json(made["info"], made["verify"])
     command = made["export"]

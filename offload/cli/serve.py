@@ -13,8 +13,6 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from offload.cli import arguments
 from offload.cli.models import (
@@ -26,7 +24,7 @@ from offload.cli.models import (
     loaded_model,
     prompt_cache_of,
 )
-from offload.cli.output import say
+from offload.cli.output import say, shown
 from offload.errors import ArgumentError
 from offload.serving.chat import ends_of
 
@@ -92,7 +90,8 @@ def serve(options: argparse.Namespace) -> None:
         raise ArgumentError(f"{missing[0]} is missing: install the package with its extra 'serve'")
     from offload.serving.server import listening
 
-    with listening(options.host, options.port) as at, _logging_accesses():
+    form = logging.Formatter("%(asctime)s %(message)s")
+    with listening(options.host, options.port) as at, shown("offload.serving", logging.INFO, form):
         _serve(options, at)
 
 
@@ -123,10 +122,10 @@ def _serve(options: argparse.Namespace, at: socket.socket) -> None:
         origins=options.allow_origin,
         hosts=[options.host.lower(), "localhost", _LOOPBACK, "[::1]"] if is_loopback(options.host) else [],
     )
-    shown = f"[{host}]" if ":" in host else host
+    address = f"[{host}]" if ":" in host else host
 
     def ready() -> None:
-        say(f"offload: the model {names[0]!r} at http://{shown}:{port}/v1", file=sys.stderr)
+        say(f"offload: the model {names[0]!r} at http://{address}:{port}/v1", file=sys.stderr)
 
     serve(app, engine, at, grace=options.grace, ready=ready)
 
@@ -135,20 +134,3 @@ def _names(model: str, name: str | None) -> list[str]:
     """What clients may call the model, first what the server calls it: the given name, that of the path, the path."""
     of_path = [os.path.basename(os.path.abspath(model))] if os.path.exists(model) else []
     return list(dict.fromkeys([*([name] if name else []), *of_path, model]))
-
-
-@contextmanager
-def _logging_accesses() -> Iterator[None]:
-    """Show requests, and what goes wrong, on standard error."""
-    log, handler = logging.getLogger("offload.serving"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    before, passes_on = log.level, log.propagate
-    try:
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
-        yield
-    finally:
-        log.setLevel(before)
-        log.propagate = passes_on
-        log.removeHandler(handler)

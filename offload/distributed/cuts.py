@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from offload.distributed.placing import folder_of_rank
 from offload.errors import CheckpointError
 from offload.storage.folders import file_name, named_folder
 from offload.storage.handle import Handle
-from offload.storage.locks import flock
+from offload.storage.locks import locked_folder
 from offload.storage.owning import has_stored, open_stored, store_recipe
-from offload.storage.reasons import writing
-from offload.storage.regular import absolute, is_folder, is_there, owned
+from offload.storage.regular import absolute, is_folder, is_there
 from offload.tensor.wrapper import PathLike
 
 _RANK = re.compile(r"rank-[\d.]+-of-([\d.]+)")
@@ -67,7 +66,7 @@ def cut_once(handle: Handle, mark: str, outer: Any) -> None:
     assert handle.folder is not None
     owner = folder_of_rank(outer, handle.folder.parent, of_owner=True)
     assert owner is not None
-    with _alone_in(named_folder(owner)):
+    with locked_folder(named_folder(owner)):
         path = owner / file_name(handle.name)
         if owner == handle.folder:
             if not open_stored(handle, mark):  # another rank may have cut it here meanwhile
@@ -80,16 +79,6 @@ def cut_once(handle: Handle, mark: str, outer: Any) -> None:
             _link(path, named_folder(handle.folder) / path.name)
     if not open_stored(handle, mark):
         store_recipe(handle, mark)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Only one process at a time cuts into a folder, where folders can be locked."""
-    with writing(folder):
-        opened = owned(os.open, folder, os.O_RDONLY | os.O_CLOEXEC)
-    with opened:
-        flock(opened.fileno(), folder)
-        yield
 
 
 def _link(path: Path, to: Path) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from offload.checkpoints.conversion import identities_of, put_files, resumable_folder, source_of
+from offload.checkpoints.companions import put_files
+from offload.checkpoints.conversion import identities_of, resumable_folder, source_of
 from offload.errors import CheckpointError
 from offload.integrations.log import log
 from offload.integrations.transformers import model_on_meta

@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from offload.cache.incoming import Field, Incoming, rows_in_batch
+from offload.cache.incoming import Field, Incoming, read_in_batches
 from offload.errors import CacheError
 from offload.integrations.log import log
 from offload.integrations.numpy import chosen, field_of, values_of
 from offload.storage.reasons import explained
-
-_GUESS = 1024  # assumed size in bytes of a varying-size value
 
 
 def rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
@@ -56,15 +54,12 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
         raise CacheError(f"{place} has no datasets")
     num_rows = _length(parts, place)
     fields = {name: _field(name, dataset, key, place) for name, (dataset, key) in parts.items()}
-    step = rows_in_batch(_row_bytes(dataset, key) for dataset, key in parts.values())
-    batches = (
-        {
-            name: _values(dataset, key, slice(start, start + step), fields[name])
-            for name, (dataset, key) in parts.items()
-        }
-        for start in range(0, num_rows, step)
-    )
-    return Incoming(fields, batches)
+
+    def read(name: str, rows: slice) -> Any:
+        dataset, key = parts[name]
+        return _values(dataset, key, rows, fields[name])
+
+    return read_in_batches(fields, num_rows, read)
 
 
 def _parts(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
@@ -118,11 +113,6 @@ def _field(name: str, dataset: Any, key: str | None, place: str) -> Field:
     if row_shape:
         raise CacheError(f"{name!r} in {place} has several variable-length values per row: leave it out with columns=")
     return Field(field_of(name, values, (), place).dtype, (None,))
-
-
-def _row_bytes(dataset: Any, key: str | None) -> int:
-    dtype = dataset.dtype[key] if key else dataset.dtype
-    return int(_GUESS if dtype.kind == "O" else dtype.itemsize * np.prod(dataset.shape[1:]))
 
 
 def _values(dataset: Any, key: str | None, rows: slice, field: Field) -> Any:

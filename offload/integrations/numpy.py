@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cache.incoming import Field, Incoming, rows_in_batch
+from offload.cache.incoming import Field, Incoming, read_in_batches
 from offload.errors import CacheError
 
 
@@ -45,12 +45,7 @@ def rows_of_array(array: np.ndarray[Any, Any], columns: Collection[str] | None, 
         raise CacheError(f"{place} is a single value, without rows")
     parts = chosen(dict(_parts(array, "")), columns, place)
     fields = {name: field_of(name, part.dtype, part.shape[1:], place) for name, part in parts.items()}
-    step = rows_in_batch(part.nbytes // max(len(array), 1) for part in parts.values())
-    batches = (
-        {name: values_of(part[start : start + step], fields[name]) for name, part in parts.items()}
-        for start in range(0, len(array), step)
-    )
-    return Incoming(fields, batches)
+    return read_in_batches(fields, len(array), lambda name, rows: values_of(parts[name][rows], fields[name]))
 
 
 def _parts(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from offload.checkpoints.checkpoint import open_checkpoint
-from offload.checkpoints.companions import companions_of
-from offload.checkpoints.conversion import companions_beside, identities_of, put_files, resumable_folder
+from offload.checkpoints.companions import companions_of, put_files
+from offload.checkpoints.conversion import companions_beside, identities_of, resumable_folder
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
 from offload.integrations.transformers import from_pretrained

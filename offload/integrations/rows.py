@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
+from offload.cache.incoming import Batch, Field, Incoming, read_in_batches
 from offload.cache.table import TensorCache, cache_of
 from offload.errors import CacheError, CorruptFileError, MissingFileError, OffloadError
 from offload.integrations import arrow, hdf5
@@ -181,12 +181,7 @@ def _rows_of_tensors(tensors: Mapping[str, object], columns: Collection[str] | N
         raise CacheError(f"the tensors in {place} differ in length ({each or 'there are none'}): choose with columns=")
     [(num_rows,)] = set(lengths.values())
     fields = {name: Field(tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in parts.items()}
-    step = rows_in_batch(tensor.nbytes // max(num_rows, 1) for tensor in parts.values())
-    batches = (
-        {name: materialize(part[start : start + step]) for name, part in parts.items()}
-        for start in range(0, num_rows, step)
-    )
-    return Incoming(fields, batches)
+    return read_in_batches(fields, num_rows, lambda name, rows: materialize(parts[name][rows]))
 
 
 _MARKS: Mapping[bytes, Callable[[Path, Collection[str] | None], Incoming]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -82,32 +82,6 @@ _LANES = 16  # outputs that are computed together, of words
 def takes(role: str, dtype: torch.dtype) -> bool:
     """Whether the kernels take pieces of this dtype in this role: see `NumberRows`."""
     return role not in _BY_ROLE or dtype in _BY_ROLE[role]
-
-
-class Packed(Protocol):
-    """How the rows of a matrix are packed.
-
-    Attributes:
-        is_turned: whether its rows are the columns of the dense value.
-        is_rounded: whether the dense value is computed in another dtype than float32, so that decoding it gives other
-            last bits.
-        in_integers: whether its kernel multiplies in integers: see `limbs.h`.
-    """
-
-    @property
-    def is_turned(self) -> bool: ...
-
-    @property
-    def is_rounded(self) -> bool: ...
-
-    @property
-    def in_integers(self) -> bool: ...
-
-    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
-        """The matrix over stored pieces: (rows, ...) each. It is valid while they are.
-
-        None if the kernels do not take pieces of these sizes or strides.
-        """
 
 
 @dataclass(frozen=True)
@@ -270,6 +244,16 @@ class WordColumns:
                 return None
             made.order = order.data_ptr()
         return made
+
+
+Packed: TypeAlias = GgufRows | NumberRows | WordColumns
+"""How the rows of a matrix are packed.
+
+`is_turned` says whether its rows are the columns of the dense value; `is_rounded`, whether the dense value is computed
+in another dtype than float32, so that decoding it gives other last bits; `in_integers`, whether its kernel multiplies
+in integers: see `limbs.h`. `matrix` makes the matrix over stored pieces: (rows, ...) each. It is valid while they are,
+and None if the kernels do not take pieces of these sizes or strides.
+"""
 
 
 def _as_rows(piece: torch.Tensor, high: int | None, wide: int) -> torch.Tensor | None:

@@ -15,24 +15,6 @@ from offload.memory import anonymous_bytes
 from offload.prefetch.plan import Pool
 from offload.serving.engine import Engine
 
-_NAMES = {
-    "prompt_tokens_total": "tokens of prompts",
-    "tokens_total": "tokens that were generated",
-    "passes_total": "passes through the model",
-    "read_bytes_total": "bytes of the model that were read from the disk",
-    "busy_seconds_total": "seconds in which there was something to do",
-    "tokens_per_pass": "tokens that were generated per pass",
-    "read_bytes_per_token": "bytes that were read per generated token",
-    "read_bytes_per_second": "bytes that were read per busy second",
-    "running": "answers in progress",
-    "waiting": "answers that wait for room",
-    "waiting_most": "answers that may wait",
-    "budget_bytes": "of the model that may stay in memory",
-    "resident_bytes": "of the model that are in memory",
-    "anonymous_bytes": "of memory that are not of files",
-    "cache_room_bytes": "for keys and values",
-}
-
 
 def exposition(engine: Engine) -> str:
     """The figures of an engine."""
@@ -41,28 +23,30 @@ def exposition(engine: Engine) -> str:
 
 def _lines(engine: Engine) -> Iterator[str]:
     done, memory = engine.figures(), memory_summary()
+    rate = done.read / done.seconds if done.seconds else 0
+    budget = sum(pool.capacity for pool in Pool.all() if pool.values())
     yield "# HELP offload_requests_total answers that ended, by why"
     yield "# TYPE offload_requests_total counter"
     for reason, count in sorted(done.answers.items()):
         yield f'offload_requests_total{{reason="{reason}"}} {count}'
-    values: dict[str, float] = {
-        "prompt_tokens_total": done.prompt_tokens,
-        "tokens_total": done.tokens,
-        "passes_total": done.passes,
-        "read_bytes_total": done.read,
-        "busy_seconds_total": done.seconds,
-        "tokens_per_pass": done.tokens / max(done.passes, 1),
-        "read_bytes_per_token": done.read / max(done.tokens, 1),
-        "read_bytes_per_second": done.read / done.seconds if done.seconds else 0,
-        "running": done.running,
-        "waiting": done.waiting,
-        "waiting_most": engine.most_waiting,
-        "budget_bytes": sum(pool.capacity for pool in Pool.all() if pool.values()),
-        "resident_bytes": memory.resident,
-        "anonymous_bytes": anonymous_bytes(),
-        "cache_room_bytes": engine.room,
-    }
-    for name, about in _NAMES.items():
+    figures: list[tuple[str, str, float]] = [
+        ("prompt_tokens_total", "tokens of prompts", done.prompt_tokens),
+        ("tokens_total", "tokens that were generated", done.tokens),
+        ("passes_total", "passes through the model", done.passes),
+        ("read_bytes_total", "bytes of the model that were read from the disk", done.read),
+        ("busy_seconds_total", "seconds in which there was something to do", done.seconds),
+        ("tokens_per_pass", "tokens that were generated per pass", done.tokens / max(done.passes, 1)),
+        ("read_bytes_per_token", "bytes that were read per generated token", done.read / max(done.tokens, 1)),
+        ("read_bytes_per_second", "bytes that were read per busy second", rate),
+        ("running", "answers in progress", done.running),
+        ("waiting", "answers that wait for room", done.waiting),
+        ("waiting_most", "answers that may wait", engine.most_waiting),
+        ("budget_bytes", "of the model that may stay in memory", budget),
+        ("resident_bytes", "of the model that are in memory", memory.resident),
+        ("anonymous_bytes", "of memory that are not of files", anonymous_bytes()),
+        ("cache_room_bytes", "for keys and values", engine.room),
+    ]
+    for name, about, value in figures:
         yield f"# HELP offload_{name} {about}"
         yield f"# TYPE offload_{name} {'counter' if name.endswith('_total') else 'gauge'}"
-        yield f"offload_{name} {values[name]:.17g}"
+        yield f"offload_{name} {value:.17g}"

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from offload.storage.reasons import explained
-from offload.storage.regular import Descriptor
+from offload.storage.reasons import explained, writing
+from offload.storage.regular import Descriptor, owned
 
 _UNKNOWN = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -111,6 +111,19 @@ def flock(fd: int, path: Path, *, shared: bool = False, wait: bool = True) -> bo
         if error.errno not in _UNKNOWN:
             raise explained(path, error) from error
     return True
+
+
+@contextmanager
+def locked_folder(folder: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Only one process at a time in a folder, where folders can be locked; yields False if another is in it.
+
+    Raises:
+        WriteError
+    """
+    with writing(folder):
+        opened = owned(os.open, folder, os.O_RDONLY | os.O_CLOEXEC)
+    with opened:
+        yield flock(opened.fileno(), folder, wait=wait)
 
 
 def unlock(fd: int) -> bool:

@@ -39,10 +39,10 @@ from offload.storage.folders import file_name
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.layout import dtype_name
-from offload.storage.locks import flock
+from offload.storage.locks import locked_folder
 from offload.storage.nodes import Way, decode, encode, name_of, place_of
 from offload.storage.reasons import short, writing
-from offload.storage.regular import absolute, is_there, owned
+from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
 from offload.tensor.arguments import checked_device, refuse_unstorable
@@ -190,10 +190,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
     Raises:
         WriteError: another process is saving.
     """
-    with writing(folder):
-        opened = owned(os.open, folder, os.O_RDONLY | os.O_CLOEXEC)
-    with opened:
-        if not flock(opened.fileno(), folder, wait=False):
+    with locked_folder(folder, wait=False) as is_alone:
+        if not is_alone:
             reason = "a tree is being saved here by another process, or thread: wait for it, or take another folder"
             raise WriteError(errno.EAGAIN, reason, str(folder))
         yield

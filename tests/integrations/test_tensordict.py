@@ -601,19 +601,6 @@ def test_foreign_files_at_the_target_are_left_alone(tmp_path):
     assert {name: before[name] for name in before if "notes" not in name} == contents(tmp_path)
 
 
-def test_a_second_copy_of_what_is_on_disk_can_be_refused(tmp_path):
-    TensorDict({"x": bits(4)}).memmap(tmp_path / "a")
-    temporary = OffloadedTensor.from_original_tensor(bits(4), "t")
-    named = OffloadedTensor.from_original_tensor(bits(4), "n", tmp_path)
-
-    for leaf in (load_memmap(tmp_path / "a")["x"], named, TensorDict.load_memmap(tmp_path / "a")["x"]):
-        with pytest.raises(UnsupportedOpError, match=r"'x' is in .* already: pass copy_existing=True"):
-            save_memmap({"x": leaf}, tmp_path / "b", copy_existing=False)
-    save_memmap({"x": temporary}, tmp_path / "b", copy_existing=False)
-
-    assert_equal(bits(4), load_memmap(tmp_path / "b")["x"])
-
-
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [

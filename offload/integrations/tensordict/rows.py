@@ -8,7 +8,6 @@ Always true:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from offload.integrations.log import log
 from offload.integrations.numpy import chosen
 from offload.integrations.tensordict.reading import INNER, META, load_memmap
 from offload.tensor.materialize import materialize
-
-_GUESS = 1024  # assumed size in bytes of non-tensor data
 
 
 def is_folder(path: Path) -> bool:
@@ -59,7 +56,7 @@ def rows_of_tensordict(td: Any, columns: Collection[str] | None, place: str = "t
         raise CacheError(f"{place} has no tensors")
     fields = {name: _field(td[:1], way) for name, way in parts.items()}
     num_rows = int(td.batch_size[0])
-    step = rows_in_batch(_row_bytes(field) for field in fields.values())
+    step = rows_in_batch(field.row_bytes for field in fields.values())
     return Incoming(fields, _batches(td, parts, fields, num_rows, step))
 
 
@@ -82,12 +79,6 @@ def _parts(td: Any, way: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]
 def _field(row: Any, way: tuple[str, ...]) -> Field:
     value = row.get(way)
     return Field(value.dtype, tuple(value.shape[1:])) if isinstance(value, torch.Tensor) else Field(None)
-
-
-def _row_bytes(field: Field) -> int:
-    if field.dtype is None:
-        return _GUESS
-    return math.prod(size or 0 for size in field.row_shape) * field.dtype.itemsize
 
 
 def _batches(

@@ -34,8 +34,7 @@ from offload.storage.replacing import is_filled, new_file, replacing_folder, syn
 from offload.storage.state_file import Kind, state_if_ours
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
-from offload.tensor.views import handle_of
-from offload.tensor.wrapper import PathLike, is_offloaded
+from offload.tensor.wrapper import PathLike
 
 _FORMAT = 1
 _TAKEN = ("shape", "device", "_type")  # keys of meta.json that an entry would collide with
@@ -47,7 +46,6 @@ def save_memmap(
     td: Any,
     folder: PathLike,
     *,
-    copy_existing: bool = True,
     num_threads: int = 0,
     return_early: bool = False,
     existsok: bool = True,
@@ -58,7 +56,6 @@ def save_memmap(
         td: a TensorDict, a lazy stack, a tensorclass, or a dict of tensors and dicts; leaves plain or offloaded.
             Non-tensor data has to be text, numbers, lists and dicts.
         folder: is made, with the folders around it, and appears whole. One that this function wrote is replaced.
-        copy_existing: False refuses leaves whose values are in files that stay already.
         num_threads: how many files are written at a time.
         return_early: give a `concurrent.futures.Future` of the result, and write in the background. The leaves are not
             to be changed until it is done.
@@ -69,7 +66,7 @@ def save_memmap(
 
     Raises:
         ForeignFileError: there is something that `save_memmap` did not write, or files were added to it.
-        UnsupportedOpError: a leaf, or its key, has no form in such a folder, or is in a file already.
+        UnsupportedOpError: a leaf, or its key, has no form in such a folder.
         UnknownTypeError: non-tensor data that JSON has no form for.
         WriteError: the disk is full, the folder is read-only...
 
@@ -79,7 +76,7 @@ def save_memmap(
         >>> TensorDict.load_memmap("written")["deep", "y"]
         MemoryMappedTensor([0., 0.])
     """
-    folder, plan = absolute(folder), _planned(td, copies=copy_existing)
+    folder, plan = absolute(folder), _planned(td)
     _refuse_replacing(folder, existsok)
 
     def save() -> Any:
@@ -115,7 +112,7 @@ def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
     """
     from tensordict import TensorDict
 
-    folder, plan = absolute(folder), _planned(td, copies=True, of_zeros=True)
+    folder, plan = absolute(folder), _planned(td, of_zeros=True)
     if not is_unicode(str(folder)):
         raise ArgumentError(f"{str(folder)!r} is not a path that tensordict can map files under: it is not UTF-8")
     _publish(folder, plan, 0, existsok)
@@ -130,11 +127,9 @@ class _Plan:
         files: the tensors, by relative path.
         texts: the contents of `meta.json` files, by path.
         types: the tensorclasses used.
-        copies: whether leaves may already be in files that stay.
         of_zeros: whether all values are zero.
     """
 
-    copies: bool
     of_zeros: bool
     files: dict[str, torch.Tensor] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
@@ -145,7 +140,7 @@ class _Plan:
         return sum(tensor.nbytes for tensor in self.files.values())
 
 
-def _planned(td: Any, *, copies: bool, of_zeros: bool = False) -> _Plan:
+def _planned(td: Any, *, of_zeros: bool = False) -> _Plan:
     from tensordict import TensorDict, is_tensor_collection
 
     if isinstance(td, dict):
@@ -157,7 +152,7 @@ def _planned(td: Any, *, copies: bool, of_zeros: bool = False) -> _Plan:
             ) from error
     if not is_tensor_collection(td):
         raise ArgumentTypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
-    plan = _Plan(copies, of_zeros)
+    plan = _Plan(of_zeros)
     _plan(td, "", (), plan)
     return plan
 
@@ -223,26 +218,14 @@ def _plan_leaf(tensor: Any, path: str, name: str, plan: _Plan) -> dict[str, Any]
             "store its values() and offsets(), or torch.nested.nested_tensor(list(it.unbind()), layout=torch.strided)"
         )
     if not plan.of_zeros:
-        _refuse_leaf(tensor, name, plan)
+        refuse_unstorable(tensor, name)
+        if subclass_value(tensor) is not None:
+            raise UnsupportedOpError(
+                f"{name} is a tensor subclass: dequantize() it, or use save_tree, which keeps such"
+            )
     if tensor.numel():  # an empty leaf has no file
         plan.files[f"{path}.memmap"] = tensor.detach()
     return _spec(tensor.shape, tensor.dtype, is_nested=False)
-
-
-def _refuse_leaf(tensor: torch.Tensor, name: str, plan: _Plan) -> None:
-    refuse_unstorable(tensor, name)
-    if subclass_value(tensor) is not None:
-        raise UnsupportedOpError(f"{name} is a tensor subclass: dequantize() it, or use save_tree, which keeps such")
-    if not plan.copies and (place := _file_that_stays(tensor)) is not None:
-        raise UnsupportedOpError(f"{name} is in {place} already: pass copy_existing=True to make a second copy")
-
-
-def _file_that_stays(tensor: torch.Tensor) -> str | None:
-    if is_offloaded(tensor):
-        handle = handle_of(tensor)
-        is_there = handle.composed is None and (handle.folder is not None or not handle.owned)
-        return str(handle.path) if is_there else None
-    return getattr(tensor, "filename", None)  # tensordict's MemoryMappedTensor
 
 
 def _spec(shape: Iterable[int], dtype: torch.dtype, *, is_nested: bool) -> dict[str, Any]:
