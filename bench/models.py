@@ -32,18 +32,6 @@ def llama(gigabytes: float = 1.0) -> Path:
     return _made(f"llama-{gigabytes:g}gb", "250MB", num_hidden_layers=layers, **shape, **heads)
 
 
-def llama_with_words(gigabytes: float) -> Path:
-    """Like `llama`, with the tokenizer of `minilm`, so that prompts can be text; the answers are random."""
-    layer = 4 * 2048 * 2048 + 3 * 2048 * 5632
-    layers = max(1, round((gigabytes * 1e9 / 2 - 2 * 30_522 * 2048) / layer))
-    shape = {"vocab_size": 30_522, "hidden_size": 2048, "intermediate_size": 5632}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
-    made = _made(f"llama-{gigabytes:g}gb-words", "250MB", num_hidden_layers=layers, **shape, **heads)
-    for path in minilm().glob("tokenizer*.json"):
-        shutil.copyfile(path, made / path.name)
-    return made
-
-
 def toy_llama() -> Path:
     """A Llama checkpoint of a few megabytes in several shards: three times the least budget; made on first call."""
     shape = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}

@@ -25,17 +25,15 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 
 from bench.memory_cap import memory_cap
-from bench.models import llama_with_words
+from bench.models import smollm2_dense
 from bench.page_cache import files_in, make_cold
 
 RESULTS = Path(__file__).parent / "results"
 RECORD, DRAWING = RESULTS / "recording.json", RESULTS / "recording.svg"
-LIMIT = 1_000_000_000
-COMMANDS = (
-    "offload plan {model}",
-    'offload generate {model} --prompt "Once upon a time" --max-new-tokens 12',
-)
-_COLUMNS, _FONT, _LINE, _EDGE = 60, 13, 19, 14
+LIMIT = 500_000_000
+QUESTION = "What's the capital of France?"
+COMMANDS = ("offload plan {model}", f'offload generate {{model}} --prompt "{QUESTION}"')
+_COLUMNS, _FONT, _LINE, _EDGE = 80, 13, 19, 14
 _SPINNER = re.compile("[⠁-⣿]")
 _CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|[\r\n]")
 _STYLE = (
@@ -109,7 +107,7 @@ class Terminal:
 
 
 def main() -> None:
-    model = llama_with_words(1.5)
+    model = smollm2_dense()
     record = recorded(model, LIMIT)
     RECORD.write_text(json.dumps(asdict(record), ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
     DRAWING.write_text(drawn(record), encoding="utf-8")

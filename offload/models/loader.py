@@ -38,7 +38,7 @@ from offload.models.device_map import (
     warn_of_strangers,
 )
 from offload.models.hooks import move_activations, refuse_held, refuse_other_device
-from offload.models.pretrained import Fitted, as_in, let_save
+from offload.models.pretrained import Fitted, as_in, let_save, quantized_by_torchao
 from offload.models.slots import (
     Slot,
     at_place,
@@ -376,6 +376,10 @@ def _fill(
     if is_of_transformers(model) and (report.differs or _is_packed(model, source)):
         log.info("%s differs from %s: transformers converts it", source.path, type(model).__name__)
         fitted = as_in(model, source, offload_dir, dtype)
+    elif report.differs:
+        shapes = {key: slot.tensor.shape for slot in slots for key in slot.keys}
+        fitted = quantized_by_torchao(source, offload_dir, shapes)
+    if fitted is not None:
         keyed, named = _keyed(slots, fitted.tensors), fitted.tensors
         refuse_other_names(source, ((slot.keys, named[key]) for slot, key in keyed if key is not None), offload_dir)
         missing = [slot.keys[0] for slot, key in keyed if key is None]

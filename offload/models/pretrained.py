@@ -30,7 +30,7 @@ from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.packing import Packed, packed_state
-from offload.checkpoints.forms.torchao import in_torchaos_form
+from offload.checkpoints.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
 from offload.checkpoints.forms.values import Form, Values, values_in
 from offload.distributed.together import Ranks
 from offload.drafts.alike import alike_rows
@@ -77,12 +77,13 @@ class Fitted:
     """A checkpoint in the format of a model.
 
     Attributes:
-        tensors: by the model's names, deferred, in the widest dtype: a cast of one is a cast of its stored value.
-        report: transformers'.
+        tensors: by the model's names; those that transformers has converted are deferred, in the widest dtype: a cast
+            of one is a cast of its stored value.
+        report: transformers', or an empty one.
         note: has a model that is filled from these save itself in the checkpoint's form.
     """
 
-    tensors: dict[str, DeferredTensor]
+    tensors: Mapping[str, torch.Tensor]
     report: Kwargs
     note: Callable[[Any], None]
 
@@ -117,6 +118,28 @@ def as_in(
     named = full.state_dict()
     fitted = {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}
     return Fitted(fitted, report, note)
+
+
+def quantized_by_torchao(
+    source: Checkpoint, offload_dir: str | os.PathLike[str] | None, shapes: Mapping[str, torch.Size]
+) -> Fitted | None:
+    """The tensors of a checkpoint of any other model, if its files say that torchao has quantized some of them.
+
+    Args:
+        source, offload_dir: as for `as_in`.
+        shapes: of the model's tensors, by each of their names.
+
+    Raises:
+        CheckpointError: as `rebuilt`.
+    """
+    metadata = source.metadata
+    if PARTS_NOTE not in metadata:
+        return None
+    tensors = rebuilt(source.tensors(offload_dir), metadata)
+    known = {name: (tensor.shape, shapes[name]) for name, tensor in tensors.items() if name in shapes}
+    mismatched = [(name, *both) for name, both in known.items() if both[0] != both[1]]
+    report = {"missing_keys": (), "unexpected_keys": tensors.keys() - known.keys(), "mismatched_keys": mismatched}
+    return Fitted(tensors, report, lambda _: None)
 
 
 def _note_quantized(model: Pretrained, *, quantization: Settings) -> None:

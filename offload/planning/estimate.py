@@ -37,6 +37,7 @@ _DECODING = {
 _OTHER = 5.0  # of other forms
 _ON_META = 2.0  # cost of calling a CPU kernel, relative to the same call on the meta device
 _SHOWN, _PRINTED = 3, 2
+_QUICKER = 0.9  # of the time of a simpler way: what takes more is not offered
 _SLOW = 1.0  # seconds per token that nobody waits for
 # Of an assistant: its parameters, its bytes, and tokens per pass of the model by tokens of a draft. These are assumed:
 # they were measured with a pair of 1.8 and 0.6 billion parameters that continues code.
@@ -127,19 +128,17 @@ class Plan:
         from rich.filesize import decimal
 
         model, way = self.model, self.as_it_is
-        kept = (
-            f" ({decimal(self.context_bytes)} for keys and values of {self.tokens} tokens)"
-            if self.context_bytes
-            else ""
-        )
+        kept = ""
+        if self.context_bytes is not None:
+            kept = f"keys and values of {self.tokens:,} tokens take {decimal(self.context_bytes)} of it, "
         reading = f"reads {decimal(way.reads)}" if way.reads else "reads nothing"
         bound = "reading" if way.is_read_bound else "computing"
         lines = [
             self.answer,
             f"{model.name}: {_count(model.parameters)} parameters, {decimal(model.stored)} ({model.form})",
-            f"here: {decimal(self.budget)} may stay in memory{kept}, the disk reads {decimal(int(self.disk_rate))}/s",
-            f"as it is, bound by {bound}: a pass {reading}, {decimal(way.stays)} stay; "
-            f"the first takes {_in_words(way.first_seconds)}",
+            f"here: {decimal(self.budget)} may stay in memory, the disk reads {decimal(int(self.disk_rate))}/s",
+            f"  {kept}weights {decimal(way.stays)}",
+            f"as it is, bound by {bound}: a pass {reading}; the first takes {_in_words(way.first_seconds)}",
             *(f"  {command}" for command in way.commands),
         ]
         if self.context_bytes and self.context_bytes >= self.budget:
@@ -338,8 +337,9 @@ class Estimate:
         for form in _BITS if sizes.form in DENSE else ():
             packed, target = self._packed(form), f"{Path(name).name}-{form}"
             first = f"offload quantize {shlex.quote(name)} {shlex.quote(target)} --{form}"
-            found.append(self.of(form, packed, 1, (first, self.generating(target))))
-            found.append(self._together(f"{form}, {IN_FLIGHT} requests in flight", packed, target, first))
+            alone = self.of(form, packed, 1, (first, self.generating(target)))
+            together = self._together(f"{form}, {IN_FLIGHT} requests in flight", packed, target, first)
+            found += [alone, together] if together.token_seconds < _QUICKER * alone.token_seconds else [alone]
         drafted = self._drafted(name)
         quicker = [way for way in found if way.token_seconds < self.of("", sizes, 1, ()).token_seconds]
         yield from sorted(quicker, key=lambda way: way.token_seconds)[:_SHOWN]

@@ -230,3 +230,40 @@ def test_the_names_on_the_allow_list_are_those_of_classes(package: str, name: st
 
     assert name == found.__qualname__
     assert package == found.__module__.split(".")[0]
+
+
+# Checkpoints
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8, bias=False)).requires_grad_(False)
+
+
+def test_a_checkpoint_of_a_quantized_model_of_any_class_is_loaded_again(tmp_path: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    torch.manual_seed(0)
+    model = offload.disk_offload(two_layers(), tmp_path / "values")
+    offload.quantize_(model, Int8WeightOnlyConfig(), progress=False)
+    x, kind = torch.ones(2, 64), type(offload.materialize(model[0].weight))
+    offload.save_checkpoint(model, tmp_path / "checkpoint")
+
+    again = offload.load_checkpoint_and_dispatch(two_layers().to("meta"), tmp_path / "checkpoint", strict=True)
+
+    assert torch.Tensor is not kind
+    assert [kind, kind] == [type(offload.materialize(again[at].weight)) for at in (0, 2)]
+    assert torch.equal(model(x), again(x))
+
+
+def test_a_checkpoint_of_another_quantized_model_is_reported(tmp_path: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    model = offload.disk_offload(two_layers(), tmp_path / "values")
+    offload.quantize_(model, Int8WeightOnlyConfig(), progress=False)
+    offload.save_checkpoint(model, tmp_path / "checkpoint")
+    other = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(16, 8)).to("meta")
+
+    report = offload.load_checkpoint_in_model(other, tmp_path / "checkpoint")
+
+    assert ["2.bias"] == report.missing_keys
+    assert [("2.weight", (8, 32), (8, 16))] == report.mismatched_keys
