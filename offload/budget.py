@@ -145,7 +145,7 @@ def evict(*what: object) -> None:
         >>> from offload import OffloadedTensor
         >>> evict(OffloadedTensor.zeros((2, 2), name="v"))
     """
-    values, states = _values_in(what), [page_state_of(handle) for handle in _handles_in(what)]
+    values, states = _values_in(what), [page_state_of(handle) for handle in handles_in(what)]
     with replanning() as leaving:
         for one in states:
             one.forget_rows()
@@ -165,7 +165,7 @@ def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
         model: on disk.
         assistant: on disk, or in memory.
     """
-    pools = {page_state_of(handle).pool or POOL for handle in stored_in(_handles_in([model]))}
+    pools = {page_state_of(handle).pool or POOL for handle in stored_in(handles_in([model]))}
     if assistant is model or not pools or any(assistant in pool.beside for pool in pools):
         return
     try:
@@ -191,7 +191,7 @@ def read_by_a_pass(model: nn.Module) -> tuple[int, int, float]:
     """
     streams, picked, rate = 0, 0, 0.0
     with replanning() as leaving:
-        for handle in stored_in(_handles_in([model])):
+        for handle in stored_in(handles_in([model])):
             state = page_state_of(handle)
             pool, whole = state.pool or POOL, state.ranges.get(handle.extent)
             leaving.extend(pool.reconsider())
@@ -324,7 +324,7 @@ def _limit(max_memory: int | None, on_devices: dict[torch.device, OnDevice]) -> 
 
 
 def _values_in(what: Iterable[object]) -> list[Value]:
-    values = [tracked(handle, *handle.extent) for handle in stored_in(_handles_in(what))]
+    values = [tracked(handle, *handle.extent) for handle in stored_in(handles_in(what))]
     return [value for value in values if value is not UNTRACKED]
 
 
@@ -333,7 +333,12 @@ def _bytes_in(values: Iterable[Value]) -> int:
     return sum(extent.nbytes for extent in joined(values))
 
 
-def _handles_in(what: Iterable[object]) -> set[Handle]:
+def handles_in(what: Iterable[object]) -> set[Handle]:
+    """The handles of the tensors on disk among tensors and modules, in lists and dictionaries.
+
+    Raises:
+        TypeError: there is something else.
+    """
     parts: list[Any] = []
     for leaf in tree_leaves(what):
         if not isinstance(leaf, nn.Module | torch.Tensor | None):

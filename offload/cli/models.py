@@ -85,6 +85,12 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write weights that have to be decoded or joined to --offload-dir once, for later runs (default: never)",
     )
+    command.add_argument(
+        "--expert-counts",
+        type=arguments.path,
+        metavar="FILE",
+        help="keeps the uses of experts for later runs, which begin with the right ones in memory (default: none)",
+    )
     add_revision(command)
     add_trust(command)
 
@@ -282,7 +288,8 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
         disable_progress_bar()  # for loading weights: it would overwrite the line above, and no weight is loaded
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
-        chosen = {name: getattr(options, name) for name in ("dtype", "max_memory", "store", "trust_remote_code")}
+        names = ("dtype", "max_memory", "store", "expert_counts", "trust_remote_code")
+        chosen = {name: getattr(options, name) for name in names}
         model = from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
         if not writes_text(model):
             raise CheckpointError(

@@ -29,6 +29,7 @@ from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.memory import return_freed
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
+from offload.models.expert_counts import keep_expert_counts
 from offload.models.filling import filled, waiting
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
 from offload.models.pretrained import note_form, without_quantization
@@ -66,6 +67,7 @@ def from_pretrained(
     read_ahead: Amount | bool | None = None,
     output_loading_info: bool = False,
     store: bool = False,
+    expert_counts: str | os.PathLike[str] | None = None,
     exact: bool = False,
     trust_remote_code: bool = False,
     **options: object,
@@ -87,6 +89,8 @@ def from_pretrained(
         max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
         output_loading_info: also return transformers' report, which has `LoadReport.forms` too.
         store: see `offload.load_checkpoint_and_dispatch`.
+        expert_counts: a file in which the uses of experts are kept from one run to the next, so that those stay in
+            memory from the start which were used most; None to begin with none.
         exact: whether products with packed weights are those with the dense weights, bit for bit: see `offload.exact`.
         trust_remote_code: whether code that comes with the model may run, which can do whatever you can.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
@@ -172,6 +176,8 @@ def from_pretrained(
         exact=exact,
     )
     note_form(model, values)
+    if expert_counts is not None:
+        keep_expert_counts(model, expert_counts)
     if not (exact or is_chosen):
         prefer_experts(model)
     return (model, {**info, "forms": report.forms}) if output_loading_info else model

@@ -31,19 +31,23 @@ _Place: TypeAlias = "tuple[float, int, weakref.ref[Pick], int]"  # uses, tie-bre
 
 
 class Picked:
-    """The values that stay, and the weight of a use. Not thread-safe except for `count`."""
+    """The values that stay. Not thread-safe except for `count`.
+
+    Attributes:
+        worth: the weight of a use: it grows, instead of all earlier counts shrinking.
+    """
 
     def __init__(self) -> None:
         self._free = 0  # bytes
         self._places: list[_Place] = []  # a heap, least used first; entries are checked when popped
         self._numbers = itertools.count()
-        self._worth = 1.0  # weight of a use: it grows, instead of all earlier counts shrinking
+        self.worth = 1.0
         self._growth = 1.0
 
     def count(self, value: Pick) -> None:
         """`value` is used. Called without a lock: a lost count changes little."""
-        value.uses += self._worth
-        self._worth *= self._growth
+        value.uses += self.worth
+        self.worth *= self._growth
 
     def choose(self, values: Iterable[Pick], free: int) -> list[Pick]:
         """A new plan: the most used of `values` that fit, preferring those that stay now among equals.
@@ -61,15 +65,15 @@ class Picked:
 
     def rescale(self, values: Iterable[Pick]) -> None:
         """Rescale the counts before they get too large."""
-        if self._worth > _RESCALE:
+        if self.worth > _RESCALE:
             for value in values:
-                value.uses /= self._worth
-            self._places = [(uses / self._worth, *others) for uses, *others in self._places]  # type: ignore[misc]
-            self._worth = 1.0
+                value.uses /= self.worth
+            self._places = [(uses / self.worth, *others) for uses, *others in self._places]  # type: ignore[misc]
+            self.worth = 1.0
 
     def admit(self, value: Pick) -> list[Pick]:
         """`value`, which does not stay so far, is used: decide whether it does now. Returns what it replaces."""
-        before = value.uses - self._worth
+        before = value.uses - self.worth
         leaving: list[_Place] = []
         free = self._free
         while free < value.nbytes:

@@ -122,11 +122,11 @@ def test_a_use_counts_less_with_time_and_never_overflows():
     for _ in range(30):
         places.count(new)
     assert new.uses > old.uses
-    places._worth = 2 * _RESCALE
+    places.worth = 2 * _RESCALE
     old.uses, new.uses = _RESCALE, 3 * _RESCALE
     places.rescale([old, new])
     assert (0.5, 1.5) == (old.uses, new.uses)
-    assert places._worth == 1
+    assert places.worth == 1
 
 
 @needs_page_cache
