@@ -16,6 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Iterator
@@ -31,8 +32,7 @@ from bench.page_cache import files_in, make_cold
 RESULTS = Path(__file__).parent / "results"
 RECORD, DRAWING = RESULTS / "recording.json", RESULTS / "recording.svg"
 LIMIT = 500_000_000
-QUESTION = "What's the capital of France?"
-COMMANDS = ("offload plan {model}", f'offload generate {{model}} --prompt "{QUESTION}"')
+COMMANDS = ("offload plan {model}", 'offload generate {model} --prompt "What is the capital of France?"')
 _COLUMNS, _FONT, _LINE, _EDGE = 80, 13, 19, 14
 _SPINNER = re.compile("[⠁-⣿]")
 _CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|[\r\n]")
@@ -107,8 +107,10 @@ class Terminal:
 
 
 def main() -> None:
-    model = smollm2_dense()
-    record = recorded(model, LIMIT)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder, "SmolLM2-135M")  # a name with which the commands fit into the columns
+        model.symlink_to(smollm2_dense())
+        record = recorded(model, LIMIT)
     RECORD.write_text(json.dumps(asdict(record), ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
     DRAWING.write_text(drawn(record), encoding="utf-8")
     print(DRAWING)
