@@ -89,7 +89,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--expert-counts",
         type=arguments.path,
         metavar="FILE",
-        help="keeps the uses of experts for later runs, which begin with the right ones in memory (default: none)",
+        help="keep the uses of experts for later runs (default: no file)",
     )
     add_revision(command)
     add_trust(command)
