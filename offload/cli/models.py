@@ -89,7 +89,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--expert-counts",
         type=arguments.path,
         metavar="FILE",
-        help="keep the uses of experts for later runs (default: no file)",
+        help="keep uses of experts for later runs (default: none)",
     )
     add_revision(command)
     add_trust(command)
