@@ -185,14 +185,17 @@ def from_pretrained(
 
 def _refuse_cut_heads(model: Pretrained) -> None:
     """transformers cuts the rows of a projection evenly, and its attention then can't make heads of a rank's share."""
+    ranks = getattr(model, "tp_size", None) or 1
     for name, module in model.named_modules():
         width = getattr(module, "head_dim", None)
         for part in ("q_proj", "k_proj"):
             weight: Any = getattr(getattr(module, part, None), "weight", None)
-            if isinstance(width, int) and is_dtensor(weight) and local_of(weight).shape[0] % width:
+            if not isinstance(width, int) or not is_dtensor(weight) or local_of(weight).shape == weight.shape:
+                continue
+            if weight.shape[0] % (width * ranks):
                 raise ArgumentError(
-                    f"{name}.{part} has {weight.shape[0] // width} heads, which can't be divided among "
-                    f"{weight.device_mesh.size()} ranks: take a number of ranks that divides them"
+                    f"{name}.{part} has {weight.shape[0] // width} heads, which can't be divided among {ranks} ranks: "
+                    "take a number of ranks that divides them"
                 )
 
 

@@ -31,6 +31,8 @@ from offload.tensor.wrapper import PathLike
 
 _KIND = Kind(what="the uses of a model's experts", stamp={"offload": {"expert uses": 1}}, foreign=ForeignFileError)
 _LEAST = 0.01  # of one use just now: fewer are not worth a line
+_MEAN = 12.0  # uses that values have which are used equally often: with more, a run would learn late that use changes
+_MOST = 1e30  # uses of one value
 _log = logging.getLogger("offload.models")
 
 _Uses = list[tuple[int, int, float]]  # first byte, bytes, uses
@@ -59,14 +61,20 @@ def keep_expert_counts(model: nn.Module, path: PathLike) -> None:
 
 
 def _in_file(path: Path) -> dict[str, _Uses]:
+    """The uses by file, scaled down to what they are where memory is short."""
     found = read_state(path, _KIND)
     try:
-        return {
-            name: sorted((int(start), int(size), float(count)) for start, size, count in uses)
+        files = {
+            name: [(int(start), int(size), float(count)) for start, size, count in uses]
             for name, uses in found["files"].items()
         }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        counts = [count for uses in files.values() for _, _, count in uses]
+        if not all(0 <= count < _MOST for count in counts):
+            raise ValueError("not a number of uses")
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise CorruptFileError(f"{path} is damaged: remove it, and the uses of experts are counted anew") from error
+    scale = min(1.0, _MEAN * len(counts) / max(sum(counts), 1.0))
+    return {name: sorted((start, size, count * scale) for start, size, count in uses) for name, uses in files.items()}
 
 
 def _begin_with(handle: Handle, uses: _Uses) -> None:
@@ -92,6 +100,8 @@ def _note(handles: Iterable[Handle], path: Path, pid: int) -> None:
             [*key, round(count / worth, 3)] for key, count in found.items() if count > _LEAST * worth
         ]
     try:
+        if is_there(path):
+            read_state(path, _KIND)  # another file may have come there since
         write_state(path, _KIND, {"files": {name: uses for name, uses in files.items() if uses}})
     except OffloadError as error:
         _log.warning("the uses of experts are not noted: %s", error)

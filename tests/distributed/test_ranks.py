@@ -356,6 +356,19 @@ def test_heads_that_the_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
     run_ranks(2, act)
 
 
+def test_heads_that_fsdp_cuts_are_gathered_again_and_not_refused(tmp_path: Path) -> None:
+    from transformers.distributed import DistributedConfig
+
+    tiny_checkpoint(tmp_path, "llama", **{**TINY, "num_key_value_heads": 1})
+
+    def act(_: int) -> None:
+        model = offload.from_pretrained(tmp_path, distributed_config=DistributedConfig(fsdp_size=2))
+        weight = model.model.layers[0].self_attn.k_proj.weight
+        assert local_of(weight).shape[0] < weight.shape[0]
+
+    run_ranks(2, act)
+
+
 # Bytes
 
 

@@ -13,7 +13,7 @@ import torch
 
 import offload
 from offload.budget import handles_in
-from offload.errors import CorruptFileError, ForeignFileError
+from offload.errors import CorruptFileError, ForeignFileError, OffloadError
 from offload.integrations.compressed_tensors import quantize_checkpoint
 from offload.prefetch.value import page_state_of
 from offload.tensor.recipes import stored_in
@@ -99,6 +99,9 @@ def test_a_run_that_uses_no_expert_keeps_what_was_noted(folder: Path, counts: Pa
         ("mine", ForeignFileError),
         ('{"offload": {"expert uses": 1}, "files": {"model.safetensors": [[1, 2]]}}', CorruptFileError),
         ('{"offload": {"expert uses": 1}, "files": [1]}', CorruptFileError),
+        ('{"offload": {"expert uses": 1}, "files": {"a": [[0, 1, NaN]]}}', OffloadError),
+        ('{"offload": {"expert uses": 1}, "files": {"a": [[0, 1, 1e999]]}}', CorruptFileError),
+        ('{"offload": {"expert uses": 1}, "files": {"a": [[0, 1, -1]]}}', CorruptFileError),
     ],
 )
 def test_a_file_of_another_kind_is_refused_and_left(folder: Path, counts: Path, text: str, error: type) -> None:
@@ -136,3 +139,29 @@ def test_a_forked_child_does_not_write_the_file(folder: Path, counts: Path) -> N
     assert 0 == ended(forked(child))
 
     assert not counts.exists()
+
+
+def test_a_file_that_has_come_there_meanwhile_is_left(folder: Path, counts: Path) -> None:
+    model = loaded(folder, counts)
+    counts.write_text("mine")
+
+    del model
+    gc.collect()
+
+    assert "mine" == counts.read_text()
+
+
+@torch.no_grad()
+def test_uses_of_a_long_run_are_scaled_down(folder: Path, counts: Path) -> None:
+    model = loaded(folder, counts)
+    model(WORDS)
+    del model
+    gc.collect()
+    content = json.loads(counts.read_text())
+    content["files"] = {name: [[*one[:2], 1e9] for one in found] for name, found in content["files"].items()}
+    counts.write_text(json.dumps(content))
+
+    model = loaded(folder, counts)
+    model(WORDS)
+
+    assert 12 < max(uses_of(model).values()) < 20
