@@ -118,9 +118,12 @@ def rows_in_batch(nbytes: Iterable[int]) -> int:
     return max(_BATCH // max(sum(nbytes), 1), 1)
 
 
-def read_in_batches(fields: Mapping[str, Field], num_rows: int, read: Callable[[str, slice], Any]) -> Incoming:
-    """Rows of which `read` gives those in a slice, of the column of a name."""
-    step = rows_in_batch(field.row_bytes for field in fields.values())
+def read_in_batches(
+    fields: Mapping[str, Field], num_rows: int, read: Callable[[str, slice], Any], nbytes: int = 0
+) -> Incoming:
+    """Rows of which `read` gives those in a slice, of the column of a name; all of them have `nbytes`, or more."""
+    known = sum(field.row_bytes for field in fields.values())
+    step = rows_in_batch([max(known, nbytes // max(num_rows, 1))])
     parts = (slice(start, start + step) for start in range(0, num_rows, step))
     return Incoming(fields, ({name: read(name, rows) for name in fields} for rows in parts))
 

@@ -59,7 +59,7 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
         dataset, key = parts[name]
         return _values(dataset, key, rows, fields[name])
 
-    return read_in_batches(fields, num_rows, read)
+    return read_in_batches(fields, num_rows, read, sum(dataset.nbytes for dataset, _ in parts.values()))
 
 
 def _parts(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:

@@ -45,7 +45,8 @@ def rows_of_array(array: np.ndarray[Any, Any], columns: Collection[str] | None, 
         raise CacheError(f"{place} is a single value, without rows")
     parts = chosen(dict(_parts(array, "")), columns, place)
     fields = {name: field_of(name, part.dtype, part.shape[1:], place) for name, part in parts.items()}
-    return read_in_batches(fields, len(array), lambda name, rows: values_of(parts[name][rows], fields[name]))
+    nbytes = sum(part.nbytes for part in parts.values())
+    return read_in_batches(fields, len(array), lambda name, rows: values_of(parts[name][rows], fields[name]), nbytes)
 
 
 def _parts(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:

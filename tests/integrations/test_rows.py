@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from offload.errors import CacheError, CheckpointError, CorruptFileError, MissingFileError
 from offload.integrations import cache_from
+from offload.integrations.rows import rows_of
 from tests.processes import run_script
 
 N = 17
@@ -33,6 +34,15 @@ def structured() -> np.ndarray[Any, Any]:
     rows["in"]["ok"], rows["in"]["name"] = np.arange(N) % 2 == 0, [f"é{number}" for number in range(N)]
     rows["raw"] = [f"r{number}" for number in range(N)]
     return rows
+
+
+def test_wide_text_comes_in_batches_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of 8,000 bytes is more than what is guessed for a value of varying size."""
+    monkeypatch.setattr("offload.cache.incoming._BATCH", 20_000)
+
+    found = rows_of(np.array(["x" * 2000] * N))
+
+    assert [2] * 8 + [1] == [len(next(iter(batch.values()))) for batch in found.batches]
 
 
 @pytest.mark.parametrize("from_file", [True, False])
