@@ -43,8 +43,13 @@ class Group:
 
 
 @contextmanager
-def memory_cap(limit: int) -> Iterator[Group]:
+def memory_cap(limit: int, *, kills: bool = True) -> Iterator[Group]:
     """A group with this limit in bytes.
+
+    Args:
+        limit: in bytes.
+        kills: whether a process that finds no memory is killed, also if all of it is being written to a slow disk.
+            Otherwise it waits, and what file systems allocate may exceed the limit by some pages.
 
     Raises:
         OSError: this process can't create one.
@@ -55,6 +60,7 @@ def memory_cap(limit: int) -> Iterator[Group]:
         raise OSError(f"no memory cgroup can be made: {error}") from error
     try:
         (group.folder / "memory.limit_in_bytes").write_text(str(limit), encoding="utf-8")
+        (group.folder / "memory.oom_control").write_text(str(int(not kills)), encoding="utf-8")
         yield group
     finally:
         group.folder.rmdir()

@@ -122,6 +122,7 @@ STATE = {
     "offload.storage.folders._RANK_CLAIMS": "the names that this rank has in named folders",
     "offload.tensor.products.any_rows": "what drafts ask for, in this context",
     "offload.kernels.native._experts": "a function of the library",
+    "offload.tensor.experts._GATHERING": "whom this thread gives the experts of a layer to",
     "offload.tensor.experts._STACKS": "what is known of a layer's experts, as long as their values live",
     "offload.tensor.products._exact": "what `exact()` asks for, in this context",
     "offload.tensor.processes._COMPOSED": "what came from another process is one value here",

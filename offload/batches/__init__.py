@@ -11,6 +11,7 @@ Always true:
 | `mapping` | `map_batches` |
 | `scheduler` | scheduling: which batch continues, and how far, stage by stage |
 | `delegated_call` | calling a block's forward in the thread that iterates |
+| `gathering` | experts of several batches as one act |
 | `stages` | the parts of a model that batches pass together |
 | `states` | thread and process state, carried between threads |
 | `waiting` | the tensors of a waiting batch: how much memory they take, and spilling them to disk |

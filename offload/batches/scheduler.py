@@ -9,6 +9,8 @@ Blocks compute in the iterating thread, for the call whose turn it is, so that t
 Always true:
 - a call runs only while the iterating thread waits or computes for it
 - at each stage calls run in the order of their numbers: sums over batches are the same as with one batch at a time
+- a block whose experts are computed for several calls ends for the last one first, unless it has hooks inside, which
+  would see that
 - a call that is stopped leaves its function at the next stage, with an exception that `except Exception` lets pass;
   a function that catches it nevertheless and goes on is not waited for, beyond a while
 - threads are listed before they begin, calls before their threads run them, and hooks before they are put on: an
@@ -24,6 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from queue import SimpleQueue
 
 import torch
@@ -31,14 +34,16 @@ from torch import nn
 
 from offload.annotations import Args, Kwargs
 from offload.batches.delegated_call import DelegatedCall, Forward
+from offload.batches.gathering import Gathering
 from offload.batches.states import Settings, Thread, ThreadState
 from offload.batches.waiting import Spilled, storages_of, tensors_in, waiting_bytes
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.lease import Lease
 from offload.storage.handle import Handle
+from offload.tensor.experts import gathered_by
 from offload.tensor.scratch import release_scratch
-from offload.torch_api import is_dual_level, not_compiled, pre_hooks_of, remove_hook, transform_on_top
+from offload.torch_api import hooks_of, is_dual_level, not_compiled, pre_hooks_of, remove_hook, transform_on_top
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
 _PATIENCE = 10.0  # seconds that a function has to end after it was told to
@@ -99,17 +104,34 @@ class Call:
 
     def go_on(self) -> None:
         """Run it until it waits again or has ended. Called by the iterating thread, which waits."""
-        callers = Settings.now()
         try:
-            self._settings.apply()
-            is_busy = True
-            while is_busy:
-                self._run_delegated()
-                self._turn.put(None)
-                is_busy = self._back.get()
+            with self._own_settings():
+                is_busy = True
+                while is_busy:
+                    self._run_delegated()
+                    self._turn.put(None)
+                    is_busy = self._back.get()
         except BaseException:  # an interrupt while it runs
             self.stop()
             raise
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its stage can be computed now, and was not."""
+        return self._delegated is not None
+
+    def compute(self) -> None:
+        """Compute its stage before it is told to go on, which it still waits for. Called by the iterating thread."""
+        with self._own_settings():
+            self._run_delegated()
+
+    @contextmanager
+    def _own_settings(self) -> Iterator[None]:
+        """In this context the process has the settings of this call."""
+        callers = Settings.now()
+        try:
+            self._settings.apply()
+            yield
         finally:
             self._settings = Settings.now()
             callers.apply()
@@ -141,7 +163,7 @@ class Call:
     def _run_delegated(self) -> None:
         delegated, self._delegated = self._delegated, None
         if delegated is not None:
-            with self.scheduler.lease.joined():
+            with self.scheduler.lease.joined(), gathered_by(self.scheduler.gathering):
                 delegated.run(None if self._spilled is None else self._spilled.bring_back)
 
     def announce(self) -> None:
@@ -215,6 +237,7 @@ class Scheduler:
     Attributes:
         spills: whether waiting tensors go to disk.
         lease: holds the values on disk that calls at the current stage use.
+        gathering: where calls wait for others that compute the same experts.
         sweeps: how often it has come back to the first stage.
     """
 
@@ -226,6 +249,7 @@ class Scheduler:
         self._places = 2 * max(len(stages), 1)
         self._at = 0
         self._calls: list[Call] = []
+        self.gathering = Gathering(self._compute_next)
         self._threads: list[Thread] = []  # all that were begun
         self._idle: list[Thread] = []  # of calls that have ended
         self._least = anonymous_bytes()  # since freed memory was last returned
@@ -264,6 +288,17 @@ class Scheduler:
             call.announce()
         self._carry(first)
         return first
+
+    def _compute_next(self) -> bool:
+        """Compute the current stage for the next call, while others in it wait; False if none can be computed.
+
+        Where something would see the order of the calls, or memory is for one, none is.
+        """
+        waiting = [call for call in self._calls if call.place == self._at and call.is_ready]
+        if not waiting or self.spills or _has_hooks(self._stages[self._at]):
+            return False
+        min(waiting, key=attrgetter("number")).compute()
+        return True
 
     def restart(self) -> None:
         """Start again with the calls that wait at the lowest place."""
@@ -423,6 +458,11 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody sees in which order batches go through a module, or a part of it."""
+    return any(hooks_of(part) or pre_hooks_of(part) for part in module.modules() if part is not module)
 
 
 def _uncompiled_hook() -> type[_Hook]:

@@ -155,6 +155,11 @@ def kernels() -> tuple[int, bool]:
     return torch.get_num_threads(), _LEAST_NORMAL / 2 > 0
 
 
+def computing() -> Args:
+    """What else the bits of a result depend on here: inference mode, autocast, and torch's settings."""
+    return torch.is_inference_mode_enabled(), _autocast("cpu"), *(get() for get, _ in _SETTINGS[:_OF_COMPUTING])
+
+
 def has_accelerator() -> bool:
     """Whether this process can use one."""
     return torch.accelerator.current_accelerator(check_available=True) is not None
@@ -285,3 +290,4 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_Warnings, _Warnings.put),
     *(_attribute(sys, name) for name in ("stdout", "stderr")),
 )
+_OF_COMPUTING = len(_SETTINGS) - 3  # the first ones

@@ -78,10 +78,11 @@ def _between(experts: Any) -> Between:
     """What a module computes between and after the products."""
     gate = experts._apply_gate if experts.has_gate else experts.act_fn
     if not experts.has_bias:
-        return Between(lambda products, _: gate(products), is_silu=_is_silu(experts))
+        return Between(experts, lambda products, _: gate(products), is_silu=_is_silu(experts))
     up = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
     down = experts.down_proj_bias
     return Between(
+        experts,
         lambda products, numbers: gate(products + up[numbers]),
         finish=lambda products, numbers: products + down[numbers],
     )

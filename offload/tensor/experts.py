@@ -6,6 +6,7 @@ Always true:
 - an expert with few tokens is multiplied from its pieces where they lie, packed or dense, joined or apart, and all of
   these in one call; one with many is multiplied by torch, by each piece where it lies, or once that is decoded
 - the result of a token depends neither on the other tokens nor on what is in memory, but for experts with many of them
+- several batches can be computed as one: how many tokens an expert has is then counted in each of them
 - what the kernels do not take is left to the caller, which then computes all of it
 """
 
@@ -14,12 +15,13 @@ from __future__ import annotations
 import ctypes
 import operator
 import platform
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,17 +47,38 @@ _FORMS = 4  # of one stack that experts are known in
 Gate: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
 Reads: TypeAlias = "list[tuple[Handle, torch.Tensor]]"
 
+_GATHERING = threading.local()
+
+
+class Gather(Protocol):
+    """Waits for acts of other batches that can be done together with this one; returns the result of this one."""
+
+    def __call__(self, act: Act) -> torch.Tensor | None: ...
+
+
+@contextmanager
+def gathered_by(gather: Gather | None) -> Iterator[None]:
+    """In this context, acts of this thread are given to `gather`."""
+    before = getattr(_GATHERING, "gather", None)
+    _GATHERING.gather = gather
+    try:
+        yield
+    finally:
+        _GATHERING.gather = before
+
 
 @dataclass(frozen=True)
 class Between:
     """What is computed between and after the products, of rows (rows, columns) and the expert of each (rows,).
 
     Attributes:
+        owner: of the experts: the same owner computes the same.
         gate: makes what `down` multiplies of the products with `up`.
         is_silu: whether that is the first half of the columns through SiLU, times the second half.
         finish: makes the results of the products with `down`; None if they are.
     """
 
+    owner: object
     gate: Gate
     is_silu: bool = False
     finish: Gate | None = None
@@ -91,7 +114,9 @@ def multiplied_by_experts(
         return None
     if any(type(one._handle) is Traced or one._target != CPU for one in (up, down)):
         return None
-    return _Act(x, picks, weights, _Stack.of(up, down, is_turned=is_turned), between).result()
+    act = Act(x, picks, weights, _Stack.of(up, down, is_turned=is_turned), between)
+    gather: Gather | None = getattr(_GATHERING, "gather", None)
+    return act.result() if gather is None else gather(act)
 
 
 @dataclass(frozen=True)
@@ -232,13 +257,23 @@ _STACKS: WeakKeyDictionary[Handle, dict[Any, _Stack]] = WeakKeyDictionary()
 
 
 class _Group:
-    """An expert, the rows that it is given, and its matrices, once it is in memory."""
+    """An expert, and its matrices, once it is in memory."""
 
-    __slots__ = ("begin", "end", "expert", "mapped", "number")
+    __slots__ = ("expert", "mapped", "number", "runs")
     mapped: _Mapped
 
-    def __init__(self, number: int, expert: _Known, begin: int, end: int) -> None:
-        self.number, self.expert, self.begin, self.end = number, expert, begin, end
+    def __init__(self, number: int, expert: _Known) -> None:
+        self.number, self.expert = number, expert
+        self.runs: list[_Run] = []
+
+
+class _Run:
+    """Rows that an expert is given, one after the other, and whether they are few."""
+
+    __slots__ = ("are_few", "begin", "end", "group")
+
+    def __init__(self, group: _Group, begin: int, end: int, *, are_few: bool) -> None:
+        self.group, self.begin, self.end, self.are_few = group, begin, end, are_few
 
 
 @dataclass(frozen=True)
@@ -254,8 +289,13 @@ class _Sum:
         layer.all_tokens, layer.picks, layer.out_dtype = len(self.out), picks, DTYPES[self.out.dtype]
 
 
-class _Act:
-    """One layer, for some tokens."""
+class Act:
+    """The experts of a layer, for some tokens, which are those of one batch or of several.
+
+    Attributes:
+        key: acts with the same one can be done together.
+        nbytes: of the results that are summed up.
+    """
 
     def __init__(
         self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, stack: _Stack, between: Between
@@ -264,26 +304,34 @@ class _Act:
         self._picks, self._stack, self._between = picks, stack, between
         self._weights = weights.reshape(-1).to(torch.float32).contiguous()
         self._most = native.MOST_ROWS if any_rows.get() else most_of_an_expert(x.dtype)
+        self._tokens_of = [len(x)]  # each batch
+        self.key = stack, between.owner, self._most, x.dtype, x.shape[1], picks.shape[1]
+        self.nbytes = picks.numel() * stack.outputs[1] * torch.float32.itemsize
+
+    @classmethod
+    def together(cls, acts: Sequence[Act]) -> list[torch.Tensor | None]:
+        """The results of acts that have the same key: the bits that each of them has alone."""
+        act = copy(acts[0])
+        act._x = torch.cat([one._x for one in acts])
+        act._picks = torch.cat([one._picks for one in acts])
+        act._weights = torch.cat([one._weights for one in acts])
+        act._tokens_of = [count for one in acts for count in one._tokens_of]
+        found = act.result()
+        return [None] * len(acts) if found is None else [one.clone() for one in found.split(act._tokens_of)]
 
     def result(self) -> torch.Tensor | None:
         """See `multiplied_by_experts`."""
         numbers, order = self._picks.reshape(-1).sort(stable=True)
-        found, counts = (one.tolist() for one in numbers.unique_consecutive(return_counts=True))
-        count = self._stack.count
-        if found[0] < 0 or found[-1] > count:
-            wrong = found[0] if found[0] < 0 else found[-1]
+        count, rows = self._stack.count, len(order)
+        if not 0 <= int(numbers[0]) <= int(numbers[-1]) <= count:
+            wrong = int(numbers[0] if numbers[0] < 0 else numbers[-1])
             raise RowIndexError(f"{self._stack.name} has {count} experts, and a token was routed to number {wrong}")
-        rows = len(order)
-        if found[-1] == count:
-            rows -= counts[-1]
-            del found[-1]
-        groups = []
-        for number, end, many in zip(found, accumulate(counts), counts, strict=False):
-            expert = self._stack.expert(number)
-            if expert is None:
-                return None
-            groups.append(_Group(number, expert, end - many, end))
         self._tokens = order.div(self._picks.shape[-1], rounding_mode="floor")
+        groups = self._groups(numbers)
+        if groups is None:
+            return None
+        if int(numbers[-1]) == count:
+            rows -= int((numbers == count).sum())
         self._down = torch.empty(rows, self._stack.outputs[1], dtype=torch.float32)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
@@ -299,6 +347,31 @@ class _Act:
                 return None
             some = following
         return out
+
+    def _groups(self, numbers: torch.Tensor) -> list[_Group] | None:
+        """The experts of the rows, in the order of their numbers; None if the kernels do not take one of them."""
+        batches = len(self._tokens_of)
+        if batches > 1:  # the rows of an expert are those of one batch after the other
+            ends = torch.tensor(self._tokens_of).cumsum(0)
+            numbers = numbers * batches + torch.bucketize(self._tokens, ends, right=True)
+        groups: list[_Group] = []
+        begin = 0
+        for found, many in zip(*(one.tolist() for one in numbers.unique_consecutive(return_counts=True)), strict=True):
+            number = found // batches
+            if number == self._stack.count:
+                break
+            if not groups or groups[-1].number != number:
+                expert = self._stack.expert(number)
+                if expert is None:
+                    return None
+                groups.append(_Group(number, expert))
+            runs, are_few = groups[-1].runs, many <= self._most
+            if are_few and runs and runs[-1].are_few and begin + many - runs[-1].begin <= native.MOST_ROWS:
+                runs[-1].end = begin + many
+            else:
+                runs.append(_Run(groups[-1], begin, begin + many, are_few=are_few))
+            begin += many
+        return groups
 
     def _as_they_arrive(self, groups: Sequence[_Group]) -> Iterator[list[_Group]]:
         """Those in memory, together; then the others, one by one, in the order of their file."""
@@ -326,25 +399,24 @@ class _Act:
             if mapped is None:
                 return False
             group.mapped = mapped
-        few: list[_Group] = []
+        few: list[_Run] = []
         rows = 0
-        for group in groups:
-            many = group.end - group.begin
-            if many > self._most:
-                self._multiply_many(group)
+        for run in (run for group in groups for run in group.runs):
+            if not run.are_few:
+                self._multiply_many(run)
                 continue
-            if rows + many > _AT_ONCE:
+            if rows + run.end - run.begin > _AT_ONCE:
                 self._multiply_few(few, None)
                 few, rows = [], 0
-            few.append(group)
-            rows += many
+            few.append(run)
+            rows += run.end - run.begin
         self._multiply_few(few, asked)
         return True
 
-    def _multiply_many(self, group: _Group) -> None:
+    def _multiply_many(self, run: _Run) -> None:
         """The results of an expert, by torch."""
-        numbers = torch.full((group.end - group.begin,), group.number)
-        x = self._x[self._tokens[group.begin : group.end]]
+        group, numbers = run.group, torch.full((run.end - run.begin,), run.group.number)
+        x = self._x[self._tokens[run.begin : run.end]]
         found, number = x, 0
         for many, columns in zip((group.expert.up, group.expert.down), self._stack.columns, strict=True):
             parts = [group.expert.dense(group.mapped, number + n, columns, x.dtype) for n in range(len(many))]
@@ -354,34 +426,32 @@ class _Act:
             number += len(many)
         if self._between.finish is not None:
             found = self._between.finish(found, numbers)
-        self._down[group.begin : group.end] = found
+        self._down[run.begin : run.end] = found
 
-    def _multiply_few(self, groups: Sequence[_Group], asked: _Sum | None) -> None:
+    def _multiply_few(self, runs: Sequence[_Run], asked: _Sum | None) -> None:
         """The results of experts with few rows each, in one call if the kernels know what is between the products."""
         between, x, stack = self._between, self._x, self._stack
-        experts = (Expert * len(groups))()
+        experts = (Expert * len(runs))()
         at = 0
-        for one, group in zip(experts, groups, strict=True):
-            up, down = group.mapped.up, group.mapped.down
+        for one, run in zip(experts, runs, strict=True):
+            up, down = run.group.mapped.up, run.group.mapped.down
             one.up, one.up_count, one.down, one.down_count = (
                 ctypes.addressof(up),
                 len(up),
                 ctypes.addressof(down),
                 len(down),
             )
-            one.begin, one.end, one.to = at, at + group.end - group.begin, group.begin
+            one.begin, one.end, one.to = at, at + run.end - run.begin, run.begin
             at = one.end
         layer = Layer(experts=ctypes.addressof(experts), count=len(experts), rows=at, x_dtype=DTYPES[x.dtype])
         layer.hidden, layer.inner = stack.columns
         layer.wide, layer.width = stack.outputs
         layer.down = self._down.data_ptr()
-        tokens = (
-            self._tokens if at == len(self._down) else _joined([self._tokens[one.begin : one.end] for one in groups])
-        )
+        tokens = self._tokens if at == len(self._down) else _joined([self._tokens[one.begin : one.end] for one in runs])
         layer.x, layer.x_step, layer.tokens = x.data_ptr(), x.stride(0), tokens.data_ptr()
-        if groups and not between.is_silu:
-            numbers = torch.tensor([one.number for one in groups]).repeat_interleave(
-                torch.tensor([one.end - one.begin for one in groups])
+        if runs and not between.is_silu:
+            numbers = torch.tensor([one.group.number for one in runs]).repeat_interleave(
+                torch.tensor([one.end - one.begin for one in runs])
             )
             found = torch.empty(at, stack.outputs[0], dtype=torch.float32)
             layer.up = found.data_ptr()
@@ -390,9 +460,9 @@ class _Act:
             layer.x, layer.x_step, layer.tokens, layer.up = found.data_ptr(), found.stride(0), None, None
             if between.finish is not None:
                 native.multiply_experts(layer)
-                for one in groups:
+                for one in runs:
                     part = self._down[one.begin : one.end]
-                    part.copy_(between.finish(part, torch.full((len(part),), one.number)))
+                    part.copy_(between.finish(part, torch.full((len(part),), one.group.number)))
                 layer.count = 0
         if asked is not None:
             asked.ask(layer, self._picks.shape[-1])

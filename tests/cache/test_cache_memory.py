@@ -20,7 +20,7 @@ SCRIPT = """
     with TensorCache.create(sys.argv[1] + "/warm", {"x": (torch.int32, (8,))}, 64) as warm:  # what is loaded once
         warm[[3, 1]] = {"x": torch.zeros(2, 8, dtype=torch.int32)}
         warm[[1, 3]]
-    with memory_cap(limit) as group:
+    with memory_cap(limit, kills=False) as group:
         group.join()
         before = anonymous_bytes()
         cache = TensorCache.create(sys.argv[1] + "/cache", {"x": (torch.int32, (2048,))}, rows)
@@ -44,6 +44,6 @@ def test_a_cache_of_three_times_the_memory_is_built_scanned_and_read_at_random(t
     said = json.loads(run_script(SCRIPT, tmp_path, limit, fresh=True))
 
     assert (3 * limit // 8192, True) == (said["filled"], said["right"])
-    assert said["max_usage_in_bytes"] <= limit
+    assert said["max_usage_in_bytes"] <= limit + (1 << 20)  # see `memory_cap`
     assert said["failcnt"] > 0  # otherwise all of it fitted
     assert said["anonymous"] < 24 * MIB

@@ -63,7 +63,7 @@ SCRIPT = """
 
     def act(rank):
         walked(2, folder / "warm")  # what is loaded once
-        with memory_cap(limit) as group:
+        with memory_cap(limit, kills=False) as group:
             group.join()
             try:
                 found, right = walked(count, folder / "capped")
@@ -87,5 +87,5 @@ def test_ranks_with_four_times_their_memory_take_that_of_two_values_and_a_little
     for found, right, facts in ranks:
         assert right
         assert {} == {name: nbytes for name, nbytes in found.items() if nbytes > most}
-        assert facts["max_usage_in_bytes"] <= LIMIT
+        assert facts["max_usage_in_bytes"] <= LIMIT + MIB  # see `memory_cap`
         assert facts["failcnt"] > 0  # otherwise all of it fitted

@@ -151,7 +151,7 @@ MEMORY = """
         return found, all((value == n + 1).all().item() for n, value in enumerate(state.values()))
 
     done(2, 1)  # what is loaded once
-    with memory_cap(limit) as group:
+    with memory_cap(limit, kills=False) as group:
         group.join()
         found, right = done(4 * limit >> 23, 2048)  # 8 MiB each
         said = {"found": found, "right": right, **group.facts()}
@@ -169,5 +169,5 @@ def test_a_state_of_four_times_the_memory_is_saved_staged_and_loaded_in_that_of_
 
     assert said["right"]
     assert {} == {name: most for name, most in said["found"].items() if most > 2 * (8 << 20) + (1 << 20)}
-    assert said["max_usage_in_bytes"] <= limit
+    assert said["max_usage_in_bytes"] <= limit + (1 << 20)  # see `memory_cap`
     assert said["failcnt"] > 0  # otherwise all of it fitted

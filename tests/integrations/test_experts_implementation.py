@@ -196,9 +196,9 @@ def test_experts_in_memory_are_computed_first_and_others_in_file_order(tmp_path,
     asked, computed = [], []
     monkeypatch.setattr(acts, "were_here", lambda reads: ".experts.2." in reads[0][0].name)
     monkeypatch.setattr(acts, "coming", lambda reads: asked.append([handle.name for handle, _ in reads]))
-    plain = acts._Act._multiply
+    plain = acts.Act._multiply
     monkeypatch.setattr(
-        acts._Act,
+        acts.Act,
         "_multiply",
         lambda act, some, asked: computed.append([one.number for one in some]) or plain(act, some, asked),
     )

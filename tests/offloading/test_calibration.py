@@ -202,11 +202,11 @@ CAPPED = """
 def test_hessians_four_times_a_memory_cap_are_filled_and_used_within_it(tmp_path):
     """40 of 4 MiB, in a memory cgroup of 40 MiB, which also counts the page cache."""
     count, n, cap = 40, 1024, 40 << 20
-    with memory_cap(cap) as group:
+    with memory_cap(cap, kills=False) as group:
         found = json.loads(run_script(CAPPED, tmp_path, group.folder, count, n, fresh=True))
 
     written = sum(path.stat().st_size for path in Path(tmp_path / "h").iterdir())
     assert found["same"]
     assert 4 * cap <= written
-    assert found["facts"]["max_usage_in_bytes"] <= cap
+    assert found["facts"]["max_usage_in_bytes"] <= cap + (1 << 20)  # see `memory_cap`
     assert 0 < found["facts"]["failcnt"]  # the limit was hit
