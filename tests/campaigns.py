@@ -27,7 +27,7 @@ CAMPAIGNS = {
     "mixtures": "experts in every form that checkpoints store them in",
     "ops": "torch's whole databases of ops and modules: more samples and dtypes, traces",
     "rows": "a cache of a million rows",
-    "shapes": "10,000 shapes of packed rows, and one of more than 2^31 numbers",
+    "shapes": "10,000 shapes of packed rows, 100,000 with flipped bits, and one of more than 2^31 numbers",
     "storms": "100,000 real signals at random moments of every public call",
     "texts": "a pretrained model still answers after each quantization",
 }

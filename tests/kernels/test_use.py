@@ -120,6 +120,31 @@ def test_rows_of_random_shapes_at_any_address_are_those_of_the_package():
         assert bool((error <= 3e-7 * size + 1e-30).all()), (kind, level, rows.shape, x.shape)
 
 
+@pytest.mark.campaign("shapes")
+def test_rows_with_flipped_bits_are_those_of_the_package():
+    """100,000 mutations in the campaign. A product has the right numbers where they are finite, and writes no more."""
+    chance = np.random.default_rng(8)
+    kinds = list(BLOCKS)
+    tame = {kind: tame_bytes(kind, 8, 2048).reshape(-1, BLOCKS[kind][1]).numpy() for kind in kinds}
+    x = torch.from_numpy(chance.standard_normal((3, 256), np.float32))
+    for number in range(amount("shapes", 300, 100_000)):
+        kind, level = kinds[number % len(kinds)], int(chance.integers(BEST + 1))
+        columns, _ = BLOCKS[kind]
+        chosen = tame[kind][chance.integers(len(tame[kind]), size=4)]
+        for bit in chance.integers(chosen.size * 8, size=int(chance.integers(1, 9))):
+            chosen.reshape(-1)[bit // 8] ^= 1 << (bit % 8)
+        rows, given = torch.from_numpy(chosen), x[:, :columns]
+        dense = dequantized(rows, kind)
+        place = torch.full((5, 4), 7.0)
+
+        assert same_bits(dense, decoded(rows, kind, columns, torch.float32, level)), (kind, level, chosen.tobytes())
+        native.multiply(GgufRows(kind).matrix([rows], columns), given, None, place[1:4], level=level)
+        exact, size = given.double() @ dense.double().T, given.abs().double() @ dense.abs().double().T
+        clear = size < 1e30  # otherwise sums overflow, here or there
+        assert bool(((place[1:4] - exact).abs() <= 3e-7 * size + 1e-30)[clear].all()), (kind, level, chosen.tobytes())
+        assert bool((place[::4] == 7).all())
+
+
 @pytest.mark.campaign("shapes", only=True)
 def test_rows_beyond_two_to_the_31_numbers_are_found():
     """Of memory that was never written to, but for the last row: it takes no room."""
