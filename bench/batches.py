@@ -2,7 +2,8 @@
 
 Always true:
 - a memory cgroup counts what loading and computing use, including the page cache
-- every arm gives the same results for the same batches; figures are per batch, after at least two sweeps
+- every arm gives the same results for the same batches, but where experts are multiplied for all batches at once, which
+  gives other last bits; figures are per batch, after at least two sweeps
 - in lockstep, sweeps are measured within one call: three, or those of one text; what is read ahead after the last one,
   and not used, counts
 - the cap has room for what kernels allocate: as much as `offload`, which maps the files, uses for this work uncapped
@@ -35,6 +36,7 @@ from bench.rounds import Figure, Rounds, in_turn
 from bench.scale import Scale
 
 ONE_BY_ONE = "offload, one by one"
+TOGETHER = "offload, experts of all batches at once"
 _COMPUTING = "computing"
 _FACTOR = 3.0  # size of the model relative to the budget
 _A_BATCH = 6 * MIB  # memory per batch in flight: a thread, and kernel scratch memory
@@ -124,12 +126,16 @@ def _figures_of(
     peers = {arm: partial(capped, arm, 0, 1) for arm in WAYS if arm != OURS}
     lockstep = {_lockstep(count): partial(capped, OURS, count, work.measured) for count in counts}
     alone = {ONE_BY_ONE: partial(capped, OURS, 0, 2)}
+    if name == "experts":
+        lockstep |= {_together(count): partial(capped, TOGETHER, count, work.measured) for count in counts}
     computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, work, 0, 2)
     make_cold(files)
     rate = sum(path.stat().st_size for path in files) / fastest_reader(files).seconds(files)
     done = in_turn({_COMPUTING: computing, **peers, **alone, **lockstep}, scale.rounds, absent(PACKAGES))
     computed = done.take(_COMPUTING)
+    others = {arm: done.results.pop(arm) for arm in map(_together, counts) if arm in done.results}
     done.strike(lambda one: one.results[:2], computed[0].results[:2], "results")
+    done.results.update(others)
     found = []
     for count in counts:
         least = (size - budget) * work.passes / count
@@ -143,10 +149,14 @@ def _lockstep(count: int) -> str:
     return f"lockstep {count}"
 
 
+def _together(count: int) -> str:
+    return f"{TOGETHER}: {count}"
+
+
 def _for(done: Rounds[Trial], count: int, counts: Sequence[int]) -> Rounds[Trial]:
     """The results with `count` batches in flight as offload's."""
-    others = {_lockstep(one) for one in counts}
-    name = {_lockstep(count): OURS}
+    others = {arm(one) for one in counts for arm in (_lockstep, _together)}
+    name = {_lockstep(count): OURS, _together(count): TOGETHER}
 
     def renamed(arms: dict[str, Any]) -> dict[str, Any]:
         return {name.get(arm, arm): value for arm, value in arms.items() if arm not in others or arm in name}
@@ -184,13 +194,16 @@ def trial(
     group: Group | None = None,
 ) -> Trial:
     """Load, run the first batches, and measure the others: `times` batches, or that many times those in flight."""
-    rehearse(arm, folder, scratch)
+    package = OURS if arm == TOGETHER else arm
+    rehearse(package, folder, scratch)
     if group:
         group.join()
     if budget:
-        limit_memory(arm, budget)
+        limit_memory(package, budget)
     with tempfile.TemporaryDirectory(dir=scratch) as own, torch.inference_mode(), MemoryTrace() as memory:
-        model = WAYS[arm].load(folder, Path(own))
+        model = WAYS[package].load(folder, Path(own))
+        if arm == TOGETHER:
+            model.set_experts_implementation("offload")
         fn = partial(work, model)
         each = max(in_flight, 1)
         first = work.first * each
@@ -205,6 +218,6 @@ def trial(
 
 def mapped(arm: str, fn: Callable[[int], Any], numbers: Sequence[int], model: Any, in_flight: int) -> Iterator[Any]:
     """The results of a function of numbers: `in_flight` at a time, or one by one for 0."""
-    if arm == OURS and in_flight:
+    if arm in (OURS, TOGETHER) and in_flight:
         return offload.map_batches(fn, numbers, model, in_flight=in_flight, progress=False)
     return map(fn, numbers)
