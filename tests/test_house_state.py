@@ -97,7 +97,6 @@ STATE = {
     "offload.prefetch.filling._FILLINGS": "who shares the process's memory: rows of caches",
     "offload.prefetch.value._LOCK": "of the first access to the state of a value",
     "offload.prefetch.plan._POOLS": "who shares the process's memory",
-    "offload.prefetch.plan._ARRIVALS": "in which order values arrived",
     "offload.prefetch.staging._LOCK": "of `_STAGINGS`",
     "offload.prefetch.staging._STAGINGS": "pinned memory, one for each device",
     "offload.storage.disks._DISKS": "how fast a disk is, is the machine's",

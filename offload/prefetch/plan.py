@@ -43,6 +43,8 @@ _TELLING = 4 << 20  # smallest read, in bytes, that says something about the dis
 _IN_FLIGHT = 4  # values of the largest size that may be on a device beside its budget: in use, just used, two ahead
 _WINDOW_ON_DEVICE = 256 << 20  # bytes up to which they are
 _NEWS = 0.1  # relative change of the total or the budget that triggers a new plan
+_GOLDEN = (5**0.5 - 1) / 2  # fractions of its multiples are spread evenly, however many there are
+_FEW = 2048  # values of a device for which each new one triggers a plan, in a millisecond or two
 
 
 @dataclass(eq=False)
@@ -103,6 +105,7 @@ class Pool:
         self.beside: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._available = available
         _POOLS.add(self)
+        self._arrivals = itertools.count()
         self._values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()  # in order of arrival
         self._total = 0
         self._planned = 0  # the total when the plan was made
@@ -123,6 +126,11 @@ class Pool:
     def reserved(self) -> int:
         """Bytes of the budget reserved for streaming blocks."""
         return self._reserve(self.at_a_time)
+
+    @property
+    def _least_news(self) -> float:
+        """Relative growth of the total that triggers a new plan."""
+        return _NEWS
 
     @property
     def window(self) -> int:
@@ -175,7 +183,7 @@ class Pool:
     def add(self, values: Iterable[Value]) -> list[Value]:
         """Add values, preferably in the order in which they will be read. Returns those to drop."""
         for value in values:
-            self._values[next(_ARRIVALS)] = value
+            self._values[next(self._arrivals)] = value
             self._total += value.nbytes
             value.kept = value.nbytes <= SMALL or self._total <= self.capacity
         return self.reconsider()
@@ -192,7 +200,8 @@ class Pool:
             self._looked = now
             limit = self._limit_now()
         fits = self._total <= min(limit, self._limit)
-        news = abs(limit - self._limit) > _NEWS * self._limit or self._total - self._planned > _NEWS * self._total
+        grown = self._total - self._planned
+        news = abs(limit - self._limit) > _NEWS * self._limit or grown > self._least_news * self._total
         if anew or (news and not fits):
             self._limit = limit
             return self._plan()
@@ -243,16 +252,24 @@ class Pool:
         kept = {value for value in values if value.pinned or value.nbytes <= SMALL}
         picked = [] if self.users else [value for value in values if value.is_picked and value not in kept]
         values = values if self.users else [value for value in values if not value.is_picked]
-        before = [] if is_new else [value for value in values if value.kept]
         due = self._due_of_blocks(kept) if self.users else ()
         left = self.capacity - _size(kept)
-        for tier in _stayed(due), due, _stayed(before), before, values:
+        for tier in _stayed(due), due, *self._first_of(values, is_new=is_new), values:
             others = [value for value in tier if value not in kept]
-            chosen = others if _size(others) <= left else _spread(others, left)
+            chosen = others if _size(others) <= left else self._some_of(others, left)
             kept.update(chosen)
             left -= _size(chosen)
         kept.update(cast("list[Value]", self.picked.choose(picked, max(left, 0))))
         return kept
+
+    def _first_of(self, values: Iterable[Value], *, is_new: bool) -> Sequence[list[Value]]:
+        """What stays rather than others."""
+        before = [] if is_new else [value for value in values if value.kept]
+        return _stayed(before), before
+
+    def _some_of(self, values: list[Value], free: int) -> set[Value]:
+        """As many as fit, evenly spread."""
+        return _spread(values, free)
 
     def _due_of_blocks(self, kept: set[Value]) -> list[Value]:
         """What has to stay so that no block streams more than fits."""
@@ -288,6 +305,9 @@ class OnDevice(Pool):
     Its window takes what is in use, and what two products later need: values come in the order of their use, and the
     larger ones are the numbers of a weight.
 
+    Its values become known one by one, each as it is sent for the first time. A new one may stay instead of another,
+    so that those that stay are spread evenly; but one that has left is not sent again for that.
+
     Attributes:
         sends_ahead: whether there is a window.
     """
@@ -296,12 +316,32 @@ class OnDevice(Pool):
         super().__init__(max_memory, available=lambda: sys.maxsize)
         self.sends_ahead = True
         self._largest = 0
+        self._new: set[Value] = set()
 
     def add(self, values: Iterable[Value]) -> list[Value]:
         """As in all pools."""
         values = list(values)
         self._largest = max([self._largest, *(value.nbytes for value in values)])
-        return super().add(values)
+        self._new = {value for value in values if not value.is_picked}
+        try:
+            return super().add(values)
+        finally:
+            self._new = set()
+
+    @property
+    def _least_news(self) -> float:
+        return 0.0 if self._new and self.max_memory and len(self._values) <= _FEW else _NEWS
+
+    def _first_of(self, values: Iterable[Value], **_: bool) -> Sequence[list[Value]]:
+        return ([value for value in values if value.has_stayed or value in self._new],)
+
+    def _some_of(self, values: list[Value], free: int) -> set[Value]:
+        """As many as fit, those with the lowest fractions of their number times the golden ratio.
+
+        These are evenly spread over as many values as have come so far, and each of them was so before.
+        """
+        turns = {value: number * _GOLDEN % 1 for number, value in self._values.items()}
+        return _fitting(sorted(values, key=turns.__getitem__), free)
 
     def _window_beside(self, limit: int) -> int:
         if not self.sends_ahead:
@@ -349,12 +389,17 @@ def _spread(values: list[Value], free: int) -> set[Value]:
             kept.add(value)
             due -= value.nbytes
             left -= value.nbytes
+    return kept | _fitting((value for value in values if value not in kept), left)
+
+
+def _fitting(values: Iterable[Value], free: int) -> set[Value]:
+    """The first ones, as long as they fit, and smaller ones after them."""
+    kept: set[Value] = set()
     for value in values:
-        if value.nbytes <= left and value not in kept:
+        if value.nbytes <= free:
             kept.add(value)
-            left -= value.nbytes
+            free -= value.nbytes
     return kept
 
 
-_ARRIVALS = itertools.count()
 _POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -7,7 +7,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.prefetch import plan
@@ -287,6 +287,42 @@ def test_values_added_one_by_one_are_planned_for():
 
     assert 8 <= len(kept(values)) <= 10
     assert kept(values)[-1] > 20
+
+
+@settings(deadline=None)
+@given(share=st.floats(0.1, 0.9), sizes=st.lists(st.integers(SMALL + 1, 8 * MIB), min_size=2, max_size=60))
+def test_on_a_device_what_stays_after_a_first_pass_is_there(share: float, sizes: list[int]):
+    """So that the second pass sends what exceeds the budget, and no more."""
+    pool, values, there = plan.OnDevice(int(share * sum(sizes))), list[Value](), set[Value]()
+    for place, size in enumerate(sizes):
+        value = Value(pool, FILE, place * 8 * MIB, size, shared=False)  # type: ignore[arg-type]
+        values.append(value)
+        for left in pool.add([value]):
+            left.checked_until = 0.0
+            there.discard(left)
+        if value.kept:
+            value.checked_until = 1.0  # it was sent
+            there.add(value)
+
+        assert sum(one.nbytes for one in there) <= pool.max_memory
+    stays = {value for value in values if value.kept}
+    assert there <= stays
+    assert all(value.nbytes > pool.max_memory - sum(one.nbytes for one in stays) for value in values if not value.kept)
+
+
+@settings(deadline=None)
+@given(share=st.floats(0.1, 0.9), count=st.integers(20, 200))
+def test_on_a_device_values_of_a_first_pass_are_spread_evenly(share: float, count: int):
+    """Though how many there are is known only at its end."""
+    pool, values = plan.OnDevice(int(share * count * MIB)), list[Value]()
+    for place in range(count):
+        value = Value(pool, FILE, place * MIB, MIB, shared=False)  # type: ignore[arg-type]
+        values.append(value)
+        pool.add([value])
+        value.checked_until = float(value.kept)
+
+    for done in range(count):
+        assert abs(len(kept(values[:done])) - share * done) <= 3
 
 
 def test_deleted_values_free_their_memory():
