@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,21 @@ def test_the_cpu_can_not_read_the_memory_of_the_device(device: torch.device) -> 
     pid = forked(lambda: ctypes.string_at(there.data_ptr(), 4))
 
     assert -signal.SIGSEGV == os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize(
+    "view", [lambda cut: cut.transpose(1, 2).flatten(0, 1), lambda cut: cut.unfold(2, 4, 4)], ids=["flatten", "unfold"]
+)
+@on_the_device
+def test_a_view_of_a_cut_is_in_its_memory(device: torch.device, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    here = torch.arange(64)
+    there = here.to(device)
+    parts = [view(values.view(1, 2, 32)[:, :, :16]) for values in (here, there)]
+
+    assert torch.equal(parts[0], parts[1].cpu())
+    for part in parts:
+        part.neg_()
+    assert torch.equal(here, there.cpu())
 
 
 @on_the_device
