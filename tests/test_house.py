@@ -354,6 +354,15 @@ def test_no_two_test_files_have_the_same_name():
     assert [] == [name for name, count in names.items() if count > 1]
 
 
+def test_each_campaign_has_the_tests_with_more_cases_in_it():
+    """`make campaign` runs those with the marker."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        marked = set(re.findall(r'mark\.campaign\("(\w+)"', text))
+
+        assert marked >= set(re.findall(r'\b(?:amount|(?<!mark\.)campaign)\("(\w+)"', text)), path
+
+
 def test_the_places_that_contributing_names_exist():
     found = list(named_places((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
 

@@ -224,6 +224,7 @@ def many_steps(device: torch.device, folder: Path, steps: int) -> int:
     return len(wrong)
 
 
+@pytest.mark.campaign("devices")
 @on_the_device
 def test_no_value_is_stale_or_torn_on_streams_that_are_late(device: torch.device, folder: Path) -> None:
     delayed.ops.late(300)
