@@ -82,6 +82,11 @@ def decode(rows: torch.Tensor, *, kind: str) -> torch.Tensor:
         return torch.from_numpy(dequantize(rows.cpu().numpy(), GGMLQuantizationType[kind])).to(rows.device)
 
 
+def is_left_to_numpy(function: Callable[..., torch.Tensor]) -> bool:
+    """Whether it is a decoder of blocks that decodes them on the CPU, wherever they are."""
+    return isinstance(function, partial) and function.func is decode and function.keywords["kind"] not in _FUNCTIONS
+
+
 @lru_cache(maxsize=64)
 def _is_decoded(kind: str) -> bool:
     """Whether blocks of this kind can be decoded: some only hold activations, or are newer than the package."""

@@ -38,7 +38,7 @@ from offload.tensor.steps import Unit, steps
 from offload.tensor.views import meta_of, metadata_of
 
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
-_ON_DEVICE = 32 << 20  # the same on an accelerator, where each step has its price; decoders take some times as much
+ON_DEVICE = 32 << 20  # the same on an accelerator, where each step has its price; decoders take some times as much
 _CAST = 1 << 20  # the same, if the only step is a cast
 _TRIMMED = 8  # what is decoded, over what counts as freed: giving memory back takes some ms
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
@@ -464,7 +464,8 @@ class Decoded(Plain):
         granule: number of rows that have to be computed together, such as blocks that share a scale.
         per: for each piece, its rows per granule; None if all of it is always needed.
         is_divisible: whether some rows of a granule can be computed alone: from a proportional number of rows of
-            each piece, or from all that a granule takes if a piece has fewer rows per granule than it.
+            each piece, or from all that a granule takes if a piece has fewer rows per granule than it. If a granule
+            has several rows, `decode` is then a partial function with `rows`: how many share what a granule takes.
         stacked: whether value and pieces are stacks, as of experts: rows are counted within one element.
         packed: how the kernels take the pieces, if they do; they give the same numbers as `decode`.
 
@@ -621,7 +622,7 @@ class Decoded(Plain):
         first = start % self.layout.shape[1] if self.stacked else start
         if self._decoded_by_kernel(found, first % self.granule, place):
             return
-        most = BLOCK if device == CPU else _ON_DEVICE
+        most = BLOCK if device == CPU else ON_DEVICE
         most = max(1, most // max(1, math.prod(self._row) * self.layout.dtype.itemsize))
         unit = Unit(self.granule, self.per, self.is_divisible)
         for low, high, taken, skipped in steps(first, len(place), most, unit):
