@@ -32,10 +32,12 @@ from offload.kernels import native
 from offload.kernels.native import DTYPES, Expert, Layer, Matrix, Part, most_rows
 from offload.prefetch.engine import brought_in, coming, computed_once, were_here
 from offload.storage.handle import Handle
+from offload.storage.layout import contiguous
 from offload.tensor.guests import CPU
 from offload.tensor.products import Rows, any_rows, may_be_fused, parts_of
 from offload.tensor.recipes import Piece, values_in_order
 from offload.tensor.rules import records_graph
+from offload.tensor.scratch import LEAST, scratch_for
 from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import modes_are_on
@@ -332,7 +334,7 @@ class Act:
             return None
         if int(numbers[-1]) == count:
             rows -= int((numbers == count).sum())
-        self._down = torch.empty(rows, self._stack.outputs[1], dtype=torch.float32)
+        self._down = _results(rows, self._stack.outputs[1])
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
         if rows < len(order):
@@ -416,13 +418,16 @@ class Act:
     def _multiply_many(self, run: _Run) -> None:
         """The results of an expert, by torch."""
         group, numbers = run.group, torch.full((run.end - run.begin,), run.group.number)
-        x = self._x[self._tokens[run.begin : run.end]]
+        x = self._x.index_select(0, self._tokens[run.begin : run.end])
         found, number = x, 0
         for many, columns in zip((group.expert.up, group.expert.down), self._stack.columns, strict=True):
             parts = [group.expert.dense(group.mapped, number + n, columns, x.dtype) for n in range(len(many))]
-            found = torch.cat([F.linear(found, part) for part in parts], dim=1)
-            if not number:
-                found = self._between.gate(found, numbers).to(x.dtype)
+            products = [F.linear(found, part) for part in parts]
+            if not number and self._between.is_silu and [self._stack.columns[1]] * 2 == [len(part) for part in parts]:
+                found = F.silu(products[0], inplace=True).mul_(products[1])
+            else:
+                found = products[0] if len(products) == 1 else torch.cat(products, dim=1)
+                found = found if number else self._between.gate(found, numbers).to(x.dtype)
             number += len(many)
         if self._between.finish is not None:
             found = self._between.finish(found, numbers)
@@ -468,6 +473,12 @@ class Act:
             asked.ask(layer, self._picks.shape[-1])
         if layer.count or layer.out:
             native.multiply_experts(layer)
+
+
+def _results(rows: int, columns: int) -> torch.Tensor:
+    """Memory for results. The pages of many megabytes would be made anew for each layer."""
+    layout = contiguous(torch.float32, (rows, columns))
+    return torch.empty(rows, columns, dtype=torch.float32) if layout.nbytes < LEAST else scratch_for(layout, CPU)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
