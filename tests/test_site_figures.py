@@ -94,6 +94,7 @@ TOKEN, LARGER_TOKEN, LARGER_FIRST = "capped, 1.5x: a token", "larger, dense: a t
 BATCH, EIGHT = "batches, dense, 32 tokens, 16 in flight: a batch", "larger-batches, 16 tokens, 8 in flight"
 EIGHT_MADE = "larger-batches, 16 tokens and 4 generated, 8 in flight"
 ONE_BY_ONE, BEST = "offload, one by one", "best"
+DRAFTS, DRAFTED, RIGHT = "2026-11-26-drafts.json", "drafts: dense, a third fits, {} accepted: a token", (0.5, 0.8, 0.95)
 # A sentence on a page without its figures, and for each figure the file, the case in it, and the arm.
 SENTENCES = [
     *(
@@ -171,6 +172,12 @@ SENTENCES = [
             (BATCHES, f"{EIGHT_MADE}: a batch", ONE_BY_ONE),
             (BATCHES, f"{EIGHT_MADE}: bytes read, a batch", ONE_BY_ONE),
         ],
+    ),
+    (
+        "tutorials/explanation/performance.md",
+        r"Without drafts a token takes ([\d.]+ s)\. With an assistant that is right in half of the positions it is "
+        r"([\d.]+ s), in 80 % of them ([\d.]+ s), in 95 % of them ([\d.]+ s)\.",
+        [(DRAFTS, DRAFTED.format(0.8), "no draft"), *((DRAFTS, DRAFTED.format(right), OURS) for right in RIGHT)],
     ),
     *(
         (
