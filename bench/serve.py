@@ -156,10 +156,10 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     budget = max(int(size / _FACTOR), MIB)
     counts, tokens = ((1, 2), 4) if scale.name == TOY.name else ((1, 4, 16, 64), 16)
     found = []
+    make_cold(files_in(folder))
     with served(folder, scratch, "--max-memory", str(budget)) as server:
         streamed(server, [1, 2, 3], 2)  # what is done once
         for count in counts:
-            make_cold(files_in(folder))
             found += _of_clients(server, count, tokens, max(size - budget, 0), scale.rounds)
     return found
 
