@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,20 +47,15 @@ _AHEAD = 4  # experts after which more are asked for, as the window has room aga
 _FORMS = 4  # of one stack that experts are known in
 
 Gate: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
+Gather: TypeAlias = "Callable[[Act], torch.Tensor | None]"
 Reads: TypeAlias = "list[tuple[Handle, torch.Tensor]]"
 
 _GATHERING = threading.local()
 
 
-class Gather(Protocol):
-    """Waits for acts of other batches that can be done together with this one; returns the result of this one."""
-
-    def __call__(self, act: Act) -> torch.Tensor | None: ...
-
-
 @contextmanager
-def gathered_by(gather: Gather | None) -> Iterator[None]:
-    """In this context, acts of this thread are given to `gather`."""
+def gathered_by(gather: Gather) -> Iterator[None]:
+    """In this context, acts of this thread are given to `gather`, which returns their results."""
     before = getattr(_GATHERING, "gather", None)
     _GATHERING.gather = gather
     try:
