@@ -1,10 +1,10 @@
-"""Stored bytes on an accelerator: which stay there, and which are sent ahead.
+"""Stored bytes on an accelerator: which stay there, and how the others get there.
 
 Always true:
-- what is sent is what is stored; only values in files that are never written to stay or are sent ahead, so that no copy
-  can become stale
-- which stay under the budget of the device, what comes next and how far ahead to send is decided as for main memory
-- an op does not wait for a copy that is on its way: its stream does
+- what is sent is what is stored; only values in files that are never written to stay, so that no copy can become stale
+- which stay under the budget of the device is decided as for main memory
+- no op waits for a copy that is on its way: its stream does. The thread that issues the ops therefore runs ahead of the
+  device, and the next values are sent while it computes
 - a device without room keeps less: its budgets shrink, and only if nothing is left to drop is that an error
 """
 
@@ -16,80 +16,63 @@ from typing import TypeVar
 
 import torch
 
-from offload.prefetch.engine import POOL, UNTRACKED, arrive, engine_of, lock, range_of, replanning, tracked
+from offload.prefetch.engine import POOL, UNTRACKED, arrive, lock, range_of, replanning, tracked
 from offload.prefetch.plan import OnDevice, Pool
 from offload.prefetch.staging import Sent, send_bytes
 from offload.prefetch.value import SMALL, Value, page_state_of
-from offload.storage import clock
 from offload.storage.handle import Handle
-from offload.storage.modes import no_functions, no_modes
 
 _T = TypeVar("_T")
+_FOREVER = float("inf")
 log = logging.getLogger("offload.prefetch")
 
 
 class Copy(Value):
-    """A stored value, or a part of one, on a device.
+    """A stored value, or a part of one, that may stay on a device.
 
     Args:
         main: the same bytes in main memory.
+
+    Attributes:
+        sent: its bytes, if they stay there.
     """
 
-    __slots__ = ("_main", "_sent", "device")
+    __slots__ = ("_device", "_main", "sent")
 
     def __init__(self, pool: Pool, handle: Handle, main: Value, device: torch.device) -> None:
         super().__init__(pool, handle.file, main.start, main.nbytes, shared=False)
-        self.device = device
         self.is_picked = main.is_picked
+        self.sent: Sent | None = None
+        self._device = device
         self._main = main
-        self._sent: Sent | None = None
 
-    def here(self) -> torch.Tensor | None:
-        """Its bytes, for the current stream; None if it has just been dropped, or its file is gone."""
-        sent = self._sent
-        return None if sent is None else sent.here(is_last=not self.kept)
-
-    # As a range that is read
-
-    @property
-    def may_ask(self) -> bool:
-        """Whether it is there is known."""
-        return True
-
-    def is_cached(self) -> bool:
-        """Whether it is on the device, or on its way."""
-        return self._sent is not None
-
-    def cached_bytes(self) -> int:
-        """How many of its bytes are on the device."""
-        return 0 if self._sent is None else self.nbytes
-
-    def follows(self, _: Value) -> bool:  # type: ignore[override]
-        """Each is sent by itself."""
-        return False
-
-    def announce(self, **_: int) -> None:
-        """It is read in main memory when its turn comes."""
-
-    def bring_in(self, **_: int) -> None:
-        """Read it in main memory, and send it.
+    def send(self) -> Sent | None:
+        """Its bytes on the device, where they stay if they may; None if its file is gone.
 
         Raises:
             ReadError: the disk failed.
             torch.OutOfMemoryError: the device has no room.
         """
+        with replanning() as leaving:
+            leaving.extend(self.pool.reconsider())
+            leaving.extend(self.pool.admit(self) if self.is_picked else ())
         arrive(self._main)
         mapped = self._mapped()
-        if mapped is not None and self._sent is None:
-            with no_functions(), no_modes():
-                stored = torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped, self.start, (self.nbytes,), (1,))
-                self._sent = send_bytes(stored, self.device)
+        if mapped is None:
+            return None
+        stored = torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped, self.start, (self.nbytes,), (1,))
+        sent = send_bytes(stored, self._device)
+        if self.kept:
+            self.sent, self.checked_until = sent, _FOREVER
+        return sent
+
+    def cached_bytes(self) -> int:
+        """How many of its bytes stay on the device."""
+        return 0 if self.sent is None else self.nbytes
 
     def let_go(self) -> None:
         """Drop it from the device; guests that refer to it keep its memory."""
-        self.checked_until = 0.0
-        self._sent = None
-        self.left()
+        self.sent, self.checked_until = None, 0.0
 
 
 def there(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int] | None:
@@ -111,15 +94,8 @@ def there(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tupl
     if copy.is_picked:
         with lock():
             copy.pool.picked.count(copy)
-    engine, found = engine_of(device), None
-    for _ in range(_TRIES):
-        if copy.checked_until < clock.now():
-            engine.arrive(copy)
-        found = copy.here()
-        if found is not None:
-            return found, copy.start - handle.extent[0]
-        copy.checked_until = 0.0
-    return None
+    sent = copy.sent or copy.send()
+    return None if sent is None else (sent.here(is_last=not copy.kept), copy.start - handle.extent[0])
 
 
 def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> Copy | None:
@@ -134,8 +110,12 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
     main = tracked(handle, *handle.extent) if is_small else range_of(handle, view_spec)
     if main is UNTRACKED:
         return None
+    key = device, main.start, main.nbytes
+    known = page_state.copies.get(key)
+    if type(known) is Copy and known.pool is pool:
+        return known
     with replanning() as leaving:
-        pool, key = _pool_of(page_state.pool, device), (device, main.start, main.nbytes)
+        pool = _pool_of(page_state.pool, device)
         copy = page_state.copies.get(key)
         if type(copy) is not Copy or copy.pool is not pool:
             copy = page_state.copies[key] = Copy(pool, handle, main, device)
@@ -146,9 +126,7 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
 def _pool_of(pool: Pool | None, device: torch.device) -> OnDevice:
     """The budget of a device: without one, nothing stays there."""
     pool = pool or POOL
-    found = pool.on_devices.get(device) or pool.on_devices.setdefault(device, OnDevice())
-    found.sends_ahead = pool.fixed_window != 0
-    return found
+    return pool.on_devices.get(device) or pool.on_devices.setdefault(device, OnDevice())
 
 
 def with_room(device: torch.device, act: Callable[[], _T]) -> _T:
@@ -166,18 +144,15 @@ def with_room(device: torch.device, act: Callable[[], _T]) -> _T:
 
 
 def _keeps_less(device: torch.device) -> bool:
-    """Let half as much stay on a device, and nothing that was sent ahead; whether there was anything."""
+    """Let half as much stay on a device; whether there was anything."""
     with replanning() as leaving:
         pools = {found for pool in Pool.all() if (found := pool.on_devices.get(device)) is not None}
-        there = [value for pool in pools for value in pool.values() if value.cached_bytes()]
-        stays = sum(value.nbytes for value in there if value.kept)
-        log.warning("%s has too little memory: of %d bytes that stay there, half are dropped", device, stays)
+        stay = [value for pool in pools for value in pool.values() if value.cached_bytes()]
+        total = sum(value.nbytes for value in stay)
+        log.warning("%s has too little memory: of %d bytes that stay there, half are dropped", device, total)
         for pool in pools:
-            kept = sum(value.nbytes for value in pool.values() if value.kept and value.cached_bytes())
+            kept = sum(value.nbytes for value in stay if value.pool is pool)
             pool.max_memory = kept // 2 if kept > SMALL else 0
             pool.reconsider(anew=True)
-        leaving.extend(value for value in there if not value.kept)
+        leaving.extend(value for value in stay if not value.kept)
     return bool(leaving)
-
-
-_TRIES = 3  # to use what another thread may drop meanwhile

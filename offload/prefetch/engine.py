@@ -35,7 +35,6 @@ from offload.storage import clock
 from offload.storage.handle import Access, Handle
 from offload.storage.pages import PAGE, announce, are_cached
 
-_CPU = torch.device("cpu")
 CHECKED_FOR = 2.0  # longest time in seconds for which a value seen in memory is assumed to be still there
 _FOREVER = float("inf")
 _MOST_OVERLAP = 2  # times a value's size that it and its parts may be tracked
@@ -225,8 +224,8 @@ def _pieces_brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
 class Engine:
     """What the threads of a process share: the reader with its lock and counters, and the streams of all threads."""
 
-    def __init__(self, device: torch.device = _CPU, lock: threading.RLock | None = None) -> None:
-        self.reader = Reader(device, lock)
+    def __init__(self) -> None:
+        self.reader = Reader()
         self.streams = Streams(self.reader)
         self._chance = random.Random()  # separate: the global one belongs to the user
         self._glance = Value.nowhere()  # shared by all small values that are read around this time
@@ -422,16 +421,8 @@ def _track(handle: Handle, key: tuple[int, int], page_state: PageState) -> Value
     return value
 
 
-def engine_of(device: torch.device) -> Engine:
-    """What the threads of the process share when they read to an accelerator."""
-    with lock():
-        if device not in _ON_DEVICES:
-            _ON_DEVICES[device] = Engine(device, lock())
-        return _ON_DEVICES[device]
-
-
 def arrive(value: Value) -> None:
-    """As `Engine.arrive`, in main memory; nothing if it was there a moment ago."""
+    """As `Engine.arrive`; nothing if it was in memory a moment ago."""
     if value.checked_until < clock.now():
         _ENGINE.arrive(value)
 
@@ -440,7 +431,6 @@ def _begin_anew() -> None:
     """A forked child has no reader, and nothing is in flight."""
     global _ENGINE
     _ENGINE = Engine()
-    _ON_DEVICES.clear()
     for pool in Pool.all():
         pool.users = []
         for value in pool.values():
@@ -451,5 +441,4 @@ def _begin_anew() -> None:
 POOL = Pool()  # the process's
 UNTRACKED = Value.nowhere()
 _ENGINE = Engine()
-_ON_DEVICES: dict[torch.device, Engine] = {}
 os.register_at_fork(after_in_child=_begin_anew)

@@ -40,8 +40,6 @@ _SHARE = 0.85  # share of the available memory without a set budget; the rest is
 _LOOK_AGAIN = 2.0  # seconds between checks of available memory
 _BESIDE = 32 << 20  # bytes of a block that may stream beside the budget
 _TELLING = 4 << 20  # smallest read, in bytes, that says something about the disk rate
-_IN_FLIGHT = 4  # values of the largest size that may be on a device beside its budget: in use, just used, two ahead
-_WINDOW_ON_DEVICE = 256 << 20  # bytes up to which they are
 _NEWS = 0.1  # relative change of the total or the budget that triggers a new plan
 _GOLDEN = (5**0.5 - 1) / 2  # fractions of its multiples are spread evenly, however many there are
 _FEW = 2048  # values of a device for which each new one triggers a plan, in a millisecond or two
@@ -84,7 +82,7 @@ class Pool:
         users: those that work block by block.
         at_a_time: most bytes that stream of any block, per group of users, as far as is known.
         picked: which of the picked values stay.
-        on_devices: budgets for what stays on accelerators, and what is sent there ahead.
+        on_devices: budgets for what stays on accelerators.
         beside: models that stay in memory and count in this budget, and their bytes under no plan of it.
     """
 
@@ -302,26 +300,17 @@ class Pool:
 class OnDevice(Pool):
     """Values that are copied to an accelerator.
 
-    Its window takes what is in use, and what two products later need: values come in the order of their use, and the
-    larger ones are the numbers of a weight.
-
     Its values become known one by one, each as it is sent for the first time. A new one may stay instead of another,
     so that those that stay are spread evenly; but one that has left is not sent again for that.
-
-    Attributes:
-        sends_ahead: whether there is a window.
     """
 
     def __init__(self, max_memory: int = 0) -> None:
-        super().__init__(max_memory, available=lambda: sys.maxsize)
-        self.sends_ahead = True
-        self._largest = 0
+        super().__init__(max_memory, window=0, available=lambda: sys.maxsize)
         self._new: set[Value] = set()
 
     def add(self, values: Iterable[Value]) -> list[Value]:
         """As in all pools."""
         values = list(values)
-        self._largest = max([self._largest, *(value.nbytes for value in values)])
         self._new = {value for value in values if not value.is_picked}
         try:
             return super().add(values)
@@ -342,14 +331,6 @@ class OnDevice(Pool):
         """
         turns = {value: number * _GOLDEN % 1 for number, value in self._values.items()}
         return _fitting(sorted(values, key=turns.__getitem__), free)
-
-    def _window_beside(self, limit: int) -> int:
-        if not self.sends_ahead:
-            return 0
-        return min(_IN_FLIGHT * self._largest, max(_WINDOW_ON_DEVICE, int(limit * _PART)))
-
-    def _widest_beside(self, limit: int) -> int:
-        return self._window_beside(limit)
 
 
 def _size(values: Iterable[Value]) -> int:

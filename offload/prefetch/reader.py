@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-import torch
-
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage, Value, log
 from offload.storage import clock
@@ -88,16 +86,10 @@ class Dropper(Background["list[Value]"]):
 
 
 class Reader(Background[Work]):
-    """Queues of what to read and what to drop. Methods that need the lock say so.
+    """Queues of what to read and what to drop. Methods that need the lock say so."""
 
-    Args:
-        device: where to: the CPU, or an accelerator.
-        lock: that of the reader of the CPU, for accelerators: plans are made under it.
-    """
-
-    def __init__(self, device: torch.device, lock: threading.RLock | None = None) -> None:
-        super().__init__("offload-reader" if lock is None else f"offload-{device}", lock)
-        self.device = device
+    def __init__(self) -> None:
+        super().__init__("offload-reader")
         self.dropper = Dropper(self)
         self.counts = Counts()
         self._queue: deque[Value] = deque()
@@ -153,7 +145,7 @@ class Reader(Background[Work]):
         """After an unfinished op: queue again what was to be dropped."""
         self._going.pop(threading.get_ident(), None)
         known = (value for pool in Pool.all() for value in pool.values())
-        self._leaving = [value for value in known if value.stage is LEAVING and value.device == self.device]
+        self._leaving = [value for value in known if value.stage is LEAVING]
         _begin(self)
         _begin(self.dropper)
 

@@ -3,6 +3,7 @@
 Always true:
 - while the device reads one slot, the CPU fills another; a slot is refilled only after its copy has ended
 - a copy is on the copy stream: work of another stream is ordered after it by `Sent.here`, and the CPU waits for neither
+- what is not kept there is used once: the CPU waits while too much of it is on the device and not used yet
 - no memory is pinned per value; small values, and devices without streams, get a plain copy
 """
 
@@ -27,9 +28,9 @@ _NEEDED = ("Stream", "Event", "stream", "current_stream")  # what a device's tor
 
 def send(values: torch.Tensor, target: torch.device) -> torch.Tensor:
     """A copy of a one-dimensional, contiguous CPU tensor on an accelerator, for the current stream."""
-    nbytes = values.numel() * values.itemsize
+    nbytes = values.nbytes
     is_lazy = values.is_conj() or values.is_neg()
-    if nbytes < _STAGED or is_lazy or _staging_for(target) is None:
+    if nbytes < _STAGED or is_lazy or staging_for(target) is None:
         return values.to(target)
     with no_functions(), no_modes():
         return send_bytes(values.detach().view(torch.uint8), target).here(is_last=True).view(values.dtype)
@@ -41,7 +42,7 @@ def send_bytes(values: torch.Tensor, target: torch.device) -> Sent:
     Raises:
         torch.OutOfMemoryError: the device has no room.
     """
-    staging = _staging_for(target)
+    staging = staging_for(target)
     return Sent(values.to(target)) if staging is None else staging.send(values)
 
 
@@ -64,7 +65,7 @@ class Sent:
             return self._values
         current = staging.current_stream()
         if is_last:
-            staging.pace(current, len(self._values))
+            staging.pace(current, self._values.nbytes)
         if arrived is not None:
             if arrived.query():
                 self._arrived = None  # for every stream
@@ -83,14 +84,20 @@ class Slot:
 
 
 class Staging:
-    """The path to one device."""
+    """The path to one device.
+
+    Attributes:
+        sent: bytes, in total.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.sent = 0
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._slots = itertools.cycle([Slot(_pinned(_SLOT), self._module.Event()) for _ in range(_SLOTS)])
         self._uses: deque[tuple[Any, int]] = deque()  # ends of uses, as events, and the bytes used after each
+        self._used = 0  # bytes, in total
         self._lock = fork_safe_lock()
 
     def current_stream(self) -> Any:
@@ -99,10 +106,13 @@ class Staging:
 
     def send(self, source: torch.Tensor) -> Sent:
         """A copy of the bytes on the device."""
+        nbytes = source.nbytes
         with self._lock, self._module.stream(self._stream):  # allocated from its pool: waits for nobody else's work
-            copy = torch.empty(len(source), dtype=torch.uint8, device=self._device)
-            for part, place in zip(source.split(_SLOT), copy.split(_SLOT), strict=True):
+            copy = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            whole = [(source, copy)] if nbytes <= _SLOT else zip(source.split(_SLOT), copy.split(_SLOT), strict=True)
+            for part, place in whole:
                 self._copy(part, place)
+            self.sent += nbytes
             arrived = self._module.Event()
             arrived.record(self._stream)
             return Sent(copy, self, arrived)
@@ -113,16 +123,19 @@ class Staging:
         use.record(current)
         with self._lock:
             self._uses.append((use, nbytes))
+            self._used += nbytes
             due = []
-            while len(self._uses) > 2 and sum(nbytes for _, nbytes in self._uses) > _UNUSED:
-                due.append(self._uses.popleft()[0])
+            while len(self._uses) > 2 and self._used > _UNUSED:
+                earlier, freed = self._uses.popleft()
+                self._used -= freed
+                due.append(earlier)
         for use in due:
             use.synchronize()
 
     def _copy(self, part: torch.Tensor, place: torch.Tensor) -> None:
         slot = next(self._slots)
         slot.copied.synchronize()
-        pinned = slot.memory[: len(part)]
+        pinned = slot.memory[: part.nbytes]
         pinned.copy_(part)
         place.copy_(pinned, non_blocking=True)
         slot.copied.record(self._stream)
@@ -132,7 +145,8 @@ def _pinned(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def _staging_for(device: torch.device) -> Staging | None:
+def staging_for(device: torch.device) -> Staging | None:
+    """The path to a device; None for one without streams."""
     with _LOCK:
         if device not in _STAGINGS:
             module = torch.get_device_module(device)

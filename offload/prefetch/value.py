@@ -68,10 +68,7 @@ class Value(Range):
         is_held: whether it stays for now because several threads use it.
         seeded: its announced successor.
         waited: total seconds that ops have waited for it.
-        device: whose memory it is read into.
     """
-
-    device = torch.device("cpu")
 
     __slots__ = (
         "_branches",

@@ -187,7 +187,7 @@ def _product_there(x: torch.Tensor, weight: Piece, bias: Any, device: torch.devi
             return None
         for rows in parts:
             pieces = with_room(device, partial(values_in_order, rows.pieces, device))
-            found = accelerated.multiply(cast("NumberRows", rows.packed), pieces, flat, rows.count)
+            found = accelerated.multiply(cast("accelerated.Rows", rows.packed), pieces, flat, rows.count)
             if found is None:
                 return None
             made.append(found)

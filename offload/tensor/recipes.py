@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from offload.kernels import accelerated
 from offload.kernels.native import DTYPES, decode_turned, library
 from offload.kernels.native import decode as decode_rows
 from offload.kernels.packed import Packed
@@ -638,6 +639,9 @@ class Decoded(Plain):
 
     def _decoded_by_kernel(self, pieces: Sequence[torch.Tensor], first: int, place: torch.Tensor) -> bool:
         """Whether the kernels have decoded rows of the pieces, beginning with row `first`, into `place`."""
+        if place.device != CPU:
+            is_known = self.layout.dtype in (torch.float32, place.dtype)
+            return is_known and accelerated.decode(self.packed, pieces, first, place)
         if not self.has_kernel():
             return self.packed is not None and self.packed.is_turned and self._turned_by_kernel(pieces, first, place)
         assert self.packed is not None

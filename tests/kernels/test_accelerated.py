@@ -17,7 +17,8 @@ from bench import gpu
 from offload.checkpoints.forms.fp8 import _decode
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
 from offload.kernels import accelerated
-from offload.kernels.packed import NumberRows
+from offload.kernels.packed import BLOCKS, GgufRows, NumberRows
+from offload.tensor import blocks
 from tests.prefetch import delayed_device
 from tests.processes import run_script
 
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 
 LEVELS = tuple(number - 8.0 for number in range(16))
 ROWS, COLUMNS = 80, 160  # no whole tiles
+BLOCK_KINDS = {"Q4_0": 18, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # and the bytes of a block
 
 
 def bits(high: int, wide: int) -> torch.Tensor:
@@ -71,6 +73,24 @@ FORMS: dict[str, tuple[NumberRows, Callable[..., torch.Tensor], tuple[int, int],
         (ROWS, COLUMNS // 2),
         (ROWS, COLUMNS // 32),
     ),
+    "4-bit integers, the first in the high half": (
+        NumberRows("halves_high", group=32, table=LEVELS),
+        lambda numbers, scales: halves(numbers << 4 | numbers >> 4, scales, table=LEVELS, group=32),
+        (ROWS, COLUMNS // 2),
+        (ROWS, COLUMNS // 32),
+    ),
+    "8-bit integers": (
+        NumberRows("signed_bytes", group=32),
+        lambda numbers, scales: scaled(numbers.view(torch.int8).float(), scales.float(), 1, 32),
+        (ROWS, COLUMNS),
+        (ROWS, COLUMNS // 32),
+    ),
+    "8-bit integers around 128": (
+        NumberRows("centred_bytes", group=0),
+        lambda numbers, scales: scaled(numbers.float() - 128, scales.float(), 1, COLUMNS),
+        (ROWS, COLUMNS),
+        (ROWS, 1),
+    ),
 }
 
 
@@ -90,10 +110,14 @@ def test_the_kernels_are_as_the_chain(delayed_library: Path) -> None:
 def check(library: str) -> None:
     """All that the interpreter is asked."""
     torch.set_num_threads(1)
+    accelerated._HIGH = 32  # fewer programs, which the interpreter runs one after the other
     assert accelerated._works(torch.device("cpu"))
     for form in FORMS:
         numbers_are_those_of_the_chain(form)
+        what_is_decoded_has_the_bits_of_the_chain(*FORMS[form][:2], [pieces_of(form), pieces_of(form, torch.bfloat16)])
         a_product_is_no_further_from_the_truth_than_possible(form)
+    for kind, nbytes in BLOCK_KINDS.items():
+        blocks_are_decoded_and_multiplied(kind, nbytes)
     a_layer_on_a_device_is_multiplied_by_its_packed_bytes(Path(library))
     print("checked")
 
@@ -107,6 +131,50 @@ def numbers_are_those_of_the_chain(form: str) -> None:
         columns = torch.eye(COLUMNS).split(accelerated.MOST_ROWS)
         found = [accelerated.multiply(packed, pieces, rows, ROWS) for rows in columns]
         assert torch.equal(chain(*pieces).T, torch.cat(found))  # type: ignore[arg-type]
+
+
+def what_is_decoded_has_the_bits_of_the_chain(
+    packed: GgufRows | NumberRows, chain: Callable[..., torch.Tensor], given: list[list[torch.Tensor]]
+) -> None:
+    """Infinite and subnormal ones, and not-a-numbers, too; from a row within. The interpreter can't round to bfloat16."""
+    for pieces in given:
+        dense = chain(*pieces)
+        for dtype, first in ((torch.float32, 0), (torch.float32, 7), (torch.float16, 20)):
+            place = torch.full((len(dense) - first, dense.shape[1] + 3), 7.0, dtype=dtype)
+            assert accelerated._decode(packed, pieces, first, place[:, :-3])
+            expected, found = dense[first:].to(dtype), place[:, :-3]
+            assert torch.equal(expected.isnan(), found.isnan())
+            assert torch.equal(bits_of(expected.nan_to_num(0)), bits_of(found.nan_to_num(0)))
+            assert bool((place[:, -3:] == 7).all())
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    return values.view({2: torch.int16, 4: torch.int32}[values.itemsize])
+
+
+def blocks_are_decoded_and_multiplied(kind: str, nbytes: int) -> None:
+    """Random bytes: any factors. With heads, pairs of rows are apart."""
+    stored, x = bits(24, 3 * nbytes), torch.randn(4, 3 * BLOCKS[kind][0])
+    chain = partial(blocks.decode, kind=kind)
+    with_heads = lambda rows: chain(rows).view(4, 3, 2, -1).transpose(1, 2).reshape(24, -1)  # noqa: E731
+    what_is_decoded_has_the_bits_of_the_chain(GgufRows(kind), chain, [[stored]])
+    what_is_decoded_has_the_bits_of_the_chain(GgufRows(kind, heads=6), with_heads, [[stored]])
+
+    usual = usual_blocks(kind, stored)
+    found, dense = accelerated.multiply(GgufRows(kind, heads=6), [usual], x, 24), with_heads(usual)
+    assert found is not None
+    limit = (x.abs().double() @ dense.abs().double().T) * x.shape[1] * 2.0**-22
+    assert bool(((found.double() - x.double() @ dense.double().T).abs() <= limit).all())
+
+
+def usual_blocks(kind: str, stored: torch.Tensor) -> torch.Tensor:
+    """With factors of ordinary size."""
+    usual = stored.clone().view(-1, BLOCK_KINDS[kind])
+    factor = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    places = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
+    for place in places:
+        usual[:, place : place + 2] = factor
+    return usual.view(stored.shape)
 
 
 def without_nan(numbers: torch.Tensor) -> torch.Tensor:
@@ -129,10 +197,10 @@ def a_product_is_no_further_from_the_truth_than_possible(form: str) -> None:
 
 
 def a_layer_on_a_device_is_multiplied_by_its_packed_bytes(library: Path) -> None:
-    """On the stand-in; within `exact()`, with the dense weight."""
+    """On the stand-in; within `exact()`, with the dense weight, which is decoded there."""
     device = delayed_device.register(library)
     delayed_device.ops.late(20)
-    kernel, pieces_seen = accelerated.multiply, []
+    kernel, decoder, pieces_seen = accelerated.multiply, accelerated._decode, []
 
     def multiply(packed: NumberRows, pieces: list[torch.Tensor], x: torch.Tensor, count: int) -> torch.Tensor:
         """The interpreter has no way to the memory of this device."""
@@ -141,7 +209,14 @@ def a_layer_on_a_device_is_multiplied_by_its_packed_bytes(library: Path) -> None
         assert found is not None
         return found.to(device)
 
-    accelerated.is_there, accelerated.multiply = lambda _: True, multiply
+    def decode(packed: NumberRows, pieces: list[torch.Tensor], first: int, place: torch.Tensor) -> bool:
+        pieces_seen.append(place.device)
+        dense = torch.empty(place.shape, dtype=torch.float32)
+        is_decoded = decoder(packed, [piece.cpu() for piece in pieces], first, dense)
+        place.copy_(dense)
+        return is_decoded
+
+    accelerated.is_there, accelerated.multiply, accelerated._decode = lambda _: True, multiply, decode
     with TemporaryDirectory() as folder:
         weight = gpu.in_fp8(gpu.Scale(layers=1, side=256, passes=1, copied=1), Path(folder), device)[0]
         x, dense = torch.randn(2, 3, 256).bfloat16(), weight.to("cpu").materialize()
@@ -149,7 +224,7 @@ def a_layer_on_a_device_is_multiplied_by_its_packed_bytes(library: Path) -> None
         found = F.linear(x.to(device), weight, bias.to(device)).cpu()
         with offload.exact():
             exact = F.linear(x.to(device), weight).cpu()
-    assert [device] * 3 == pieces_seen
+    assert [device] * 4 == pieces_seen
     truth = x.double() @ dense.double().T
     assert torch.equal(F.linear(x, dense), exact)
     limit = 2.0**-8 * (x.abs().double() @ dense.abs().double().T + bias.abs())  # weights, product and sum are rounded

@@ -16,6 +16,9 @@ from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _decode_4_bits
 from offload.checkpoints.forms.fp8 import _decode as fp8
 from offload.checkpoints.forms.integers import _decode_awq, _decode_gptq
 from offload.checkpoints.forms.mxfp4 import _decode as mxfp4
+from offload.checkpoints.forms.numbers import of_halves, scaled
+from offload.kernels import accelerated
+from offload.kernels.packed import GgufRows, NumberRows
 from offload.prefetch import staging
 from offload.tensor.blocks import decode
 from offload.tensor.wrapper import guest_of
@@ -64,6 +67,18 @@ DECODERS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], list[torch.T
 }
 
 
+LEVELS = tuple(number - 8.0 for number in range(16))
+PACKED: dict[str, tuple[accelerated.Rows, Callable[..., torch.Tensor], Callable[[], list[torch.Tensor]]]] = {
+    "FP8": (NumberRows("e4m3", group=128, rows_per_scale=128), *DECODERS["FP8"]),
+    "4-bit integers": (
+        NumberRows("halves_low", group=32, table=LEVELS),
+        lambda numbers, factors: scaled(of_halves(numbers, LEVELS), factors.float(), 1, 32),
+        lambda: [random_bytes(72, 80), scales(72, 5).bfloat16()],
+    ),
+    **{kind: (GgufRows(kind), *DECODERS[kind]) for kind in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
+}
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_gives_the_bits_that_it_gives_on_the_cpu(name: str) -> None:
     """Of random bytes: not-a-numbers, infinities and subnormal factors among them."""
@@ -75,6 +90,36 @@ def test_a_decoder_gives_the_bits_that_it_gives_on_the_cpu(name: str) -> None:
 
     assert torch.equal(expected.isnan(), found.isnan())
     assert torch.equal(expected.nan_to_num(0).view(torch.int32), found.nan_to_num(0).view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", PACKED)
+def test_a_kernel_decodes_to_the_bits_of_the_decoder(name: str, dtype: torch.dtype) -> None:
+    """Of random bytes, too; and its products are no further from the truth than those with the dense weight."""
+    device = gpu.accelerator()
+    if not accelerated.is_there(device):
+        pytest.skip("there is no Triton, or it does not work here")
+    packed, function, make = PACKED[name]
+    pieces = make()
+    expected = function(*pieces)
+    on_device, place = [piece.to(device) for piece in pieces], torch.empty(expected.shape, dtype=dtype, device=device)
+
+    assert accelerated.decode(packed, on_device, 0, place)
+
+    found, dense = place.cpu(), expected.to(dtype)
+    assert torch.equal(dense.isnan(), found.isnan())
+    words = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    assert torch.equal(dense.nan_to_num(0).view(words), found.nan_to_num(0).view(words))
+
+    usual = expected.nan_to_num(0).clamp(-100, 100).to(dtype)
+    for rows in (1, 5, 16):
+        x = torch.randn(rows, dense.shape[1]).to(dtype)
+        product = accelerated.multiply(packed, on_device, x.to(device), len(dense))
+        assert product is not None
+        if torch.equal(usual, dense):  # no infinities
+            truth = x.double() @ expected.double().T
+            limit = (x.abs().double() @ expected.abs().double().T) * (2.0**-20 + torch.finfo(dtype).eps)
+            assert bool(((product.cpu().double() - truth).abs() <= limit + 1e-30).all())
 
 
 def test_values_reach_the_accelerator_through_pinned_memory() -> None:
