@@ -365,6 +365,7 @@ def in_q4_k(scale: Scale, folder: Path, device: torch.device) -> list[OffloadedT
     """Blocks of a GGUF file, with random bytes and factors of ordinary size."""
     import torch
 
+    from offload.kernels.packed import GgufRows
     from offload.storage.handle import Handle
     from offload.storage.layout import contiguous
     from offload.tensor.blocks import decode
@@ -380,7 +381,8 @@ def in_q4_k(scale: Scale, folder: Path, device: torch.device) -> list[OffloadedT
     made = []
     for name, tensor in _stored(folder, pieces).items():
         layout = contiguous(torch.float32, (scale.side, scale.side))
-        recipe = Decoded(layout, partial(decode, kind="Q4_K"), [Piece(handle_of(tensor))], per=(1,))
+        rows = GgufRows("Q4_K")
+        recipe = Decoded(layout, partial(decode, kind="Q4_K"), [Piece(handle_of(tensor))], per=(1,), packed=rows)
         made.append(_as_bfloat16(Handle.compose(recipe, name), device))
     return made
 

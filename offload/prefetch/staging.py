@@ -23,7 +23,8 @@ _SLOT = 16 << 20  # bytes
 _SLOTS = 4  # factors are sent between the numbers: two for each
 _UNUSED = 64 << 20  # bytes that may be sent and not used yet, beside the last value: they take memory there
 _STAGED = 64 << 10  # smallest size in bytes that goes through the slots: of less, a driver keeps a copy itself
-_NEEDED = ("Stream", "Event", "stream", "current_stream")  # what a device's torch module must have
+_KEEPS_COPIES = ("cuda",)  # devices whose driver does so before the call returns: the CPU need not wait for the device
+_NEEDED = ("Stream", "Event", "current_stream")  # what a device's torch module must have
 
 
 def send(values: torch.Tensor, target: torch.device) -> torch.Tensor:
@@ -31,7 +32,7 @@ def send(values: torch.Tensor, target: torch.device) -> torch.Tensor:
     nbytes = values.nbytes
     is_lazy = values.is_conj() or values.is_neg()
     if nbytes < _STAGED or is_lazy or staging_for(target) is None:
-        return values.to(target)
+        return values.to(target, non_blocking=nbytes < _STAGED and target.type in _KEEPS_COPIES)
     with no_functions(), no_modes():
         return send_bytes(values.detach().view(torch.uint8), target).here(is_last=True).view(values.dtype)
 
@@ -107,7 +108,7 @@ class Staging:
     def send(self, source: torch.Tensor) -> Sent:
         """A copy of the bytes on the device."""
         nbytes = source.nbytes
-        with self._lock, self._module.stream(self._stream):  # allocated from its pool: waits for nobody else's work
+        with self._lock, self._stream:  # allocated from its pool: waits for nobody else's work
             copy = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             whole = [(source, copy)] if nbytes <= _SLOT else zip(source.split(_SLOT), copy.split(_SLOT), strict=True)
             for part, place in whole:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,8 +35,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             self.name = f"event {Event.count}"
             Event.count += 1
 
-        def record(self, stream: str) -> None:
-            log.append(f"{self.name} recorded on {'side' if stream == 'side' else 'current'}")
+        def record(self, stream: object) -> None:
+            log.append(f"{self.name} recorded on {'side' if isinstance(stream, Side) else 'current'}")
 
         def synchronize(self) -> None:
             log.append(f"{self.name} waited for")
@@ -49,14 +48,17 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def wait_event(self, event: Event) -> None:
             log.append(f"current stream waits for {event.name}")
 
-    @contextmanager
-    def on_stream(stream: str) -> Any:
-        log.append(f"on {stream}")
-        yield
+    class Side:
+        def __init__(self, device: torch.device) -> None:
+            pass
 
-    module = SimpleNamespace(
-        Stream=lambda device: "side", Event=Event, stream=on_stream, current_stream=lambda device: Current()
-    )
+        def __enter__(self) -> None:
+            log.append("on side")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    module = SimpleNamespace(Stream=Side, Event=Event, current_stream=lambda device: Current())
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append("kept for current stream"))
     monkeypatch.setattr(staging, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
