@@ -51,16 +51,18 @@ class Scale:
         layers, side: square matrices of a stack, and their rows.
         passes: that are timed.
         copied: bytes of the plain copy that others are compared with.
+        tokens: of an answer.
     """
 
     layers: int
     side: int
     passes: int
     copied: int
+    tokens: int = 8
 
 
 FULL = Scale(layers=24, side=4096, passes=7, copied=256 << 20)
-DRY = Scale(layers=4, side=512, passes=2, copied=1 << 20)
+DRY = Scale(layers=4, side=512, passes=2, copied=1 << 20, tokens=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -322,6 +324,63 @@ def accelerates(scale: Scale, scratch: Path) -> Facts:
     return found
 
 
+def generated(scale: Scale, scratch: Path) -> Facts:
+    """Tokens of a Llama in bfloat16: in the memory of the device, from disk under three budgets, with accelerate."""
+    import torch
+
+    try:
+        from accelerate import cpu_offload, disk_offload
+        from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        return {"left out": str(error)}
+    import offload
+
+    device, folder, width = accelerator(), scratch / "llama", scale.side // 2
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=scale.layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 256),
+        vocab_size=8 * width,
+    )
+    with torch.device(device):
+        made = LlamaForCausalLM(config).to(torch.bfloat16)
+    made.generation_config.eos_token_id = None
+    made.save_pretrained(folder)
+    size = sum(weight.nbytes for weight in made.parameters())
+    del made
+    prompt = torch.arange(16, device=device)[None]
+
+    def tokens(model: Any) -> Any:
+        given = {"max_new_tokens": scale.tokens, "min_new_tokens": scale.tokens, "do_sample": False}
+        return model.generate(prompt, pad_token_id=0, **given)
+
+    def timed(model: Any) -> Facts:
+        with torch.no_grad():
+            first, found = seconds(lambda: model(prompt)), [tokens(model)]
+            taken = [seconds(lambda: found.append(tokens(model))) for _ in range(3)]
+        answers.append(found[-1].tolist())
+        return {"first pass, s": first, "a token, s": median(taken) / scale.tokens}
+
+    answers: list[Any] = []
+    load = partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.bfloat16)
+    result: Facts = {"bytes": size, "in the memory of the device": timed(load().to(device))}
+    for name, part in (("nothing", 0.0), ("half", 0.5), ("everything", 1.1)):
+        model = offload.from_pretrained(folder, device_map=f"disk:{device}")
+        budget = {str(device): max(1 << 20, int(part * size))} if part else None
+        with offload.set_max_memory(budget):
+            result[f"offload, {name} stays"] = timed(model)
+        offload.budget.evict(model)
+    for name, put in (("memory", cpu_offload), ("disk", partial(disk_offload, offload_dir=str(scratch / "kept")))):
+        model = load()
+        put(model, execution_device=device)
+        result[f"accelerate, from {name}"] = timed(model)
+    if any(answer != answers[0] for answer in answers):
+        result["error"] = "the tokens are not those of the model in the memory of the device"
+    return result
+
+
 # The forms
 
 
@@ -447,6 +506,7 @@ STEPS: Mapping[str, tuple[Callable[[Scale, Path], Facts], float]] = {  # each wi
     "W4A16": (partial(streamed, in_4_bits), 60),
     "Q4_K": (partial(streamed, in_q4_k), 60),
     "accelerate": (accelerates, 60),
+    "a language model": (generated, 100),
 }
 
 if __name__ == "__main__":
