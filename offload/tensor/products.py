@@ -124,7 +124,7 @@ def multiply_matrices(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """As for `F.linear`, below autograd: of a weight that is turned around."""
     x, weight = args
     found = None
-    if type(weight) is OffloadedTensor and type(x) is not OffloadedTensor and not modes_are_on():
+    if _is_composed(weight) and type(x) is not OffloadedTensor and not modes_are_on():
         found = _product_with_rows(x, weight.t(), None)  # type: ignore[arg-type]
         if found is None:
             found = _sum_of_parts(x, weight)
@@ -136,7 +136,7 @@ def multiply_matrices_and_add(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """As for `F.linear`, below autograd: of a weight that is turned around."""
     bias, x, weight = args
     found = None
-    if not kwargs and type(weight) is OffloadedTensor and type(x) is not OffloadedTensor and not modes_are_on():
+    if not kwargs and _is_composed(weight) and type(x) is not OffloadedTensor and not modes_are_on():
         found = _product_with_rows(x, weight.t(), bias) if bias.dim() == 1 else None  # type: ignore[arg-type]
     return read(func, args, kwargs) if found is None else found
 
@@ -153,6 +153,11 @@ class Rows:
     packed: Packed
     count: int
     pieces: Sequence[tuple[int, Piece]]
+
+
+def _is_composed(weight: object) -> bool:
+    """Whether a weight is on disk, and its products need not be those with a mapped value."""
+    return type(weight) is OffloadedTensor and weight._handle.composed is not None
 
 
 def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Tensor | None:
