@@ -9,7 +9,7 @@ Always true:
 | module | what |
 | --- | --- |
 | `native` | the compiled library and its threads: decode rows, pick some, multiply by rows, experts of a layer |
-| `accelerated` | products with packed rows on a GPU, by Triton where it is installed |
+| `accelerated` | packed rows on a GPU, decoded and multiplied by Triton where it is installed |
 | `triton_rows` | the functions that Triton compiles |
 | `packed` | how rows are packed, and the matrices that the library is given |
 | `codebooks` | the numbers that codes in GGUF blocks stand for |

@@ -11,15 +11,15 @@ Always true:
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, TypeAlias, cast
 
 import torch
 
-from offload.kernels.packed import BLOCKS, GgufRows, NumberRows, Packed
+from offload.kernels.packed import BLOCKS, GgufRows, NumberRows, Packed, as_rows
 
 log = logging.getLogger("offload.kernels")
 Rows: TypeAlias = "GgufRows | NumberRows"
@@ -27,7 +27,12 @@ MOST_ROWS = 16  # of activations
 _KINDS = frozenset(
     ("e4m3", "halves_low", "halves_high", "signed_bytes", "centred_bytes", "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 )
-_SCALES = (torch.float32, torch.float16, torch.bfloat16)
+_SCALES = {  # and how they are read
+    torch.float32: "float",
+    torch.float16: "float",
+    torch.bfloat16: "bfloat16",
+    torch.uint8: "exponent",
+}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HIGH, _WIDE = 4, 256  # of the tiles that a program decodes at a time
 _NO_TABLE = (0.0,) * 16
@@ -71,21 +76,21 @@ def takes(packed: Packed | None, dtype: torch.dtype) -> bool:
     """Whether the kernels take rows that are packed so, for dense values of a dtype."""
     if not isinstance(packed, GgufRows | NumberRows) or packed.kind not in _KINDS or dtype not in _DTYPES:
         return False
-    if packed.is_turned or packed.is_rounded:
+    if packed.is_rounded:
         return False
     return isinstance(packed, GgufRows) or (packed.roles == ("numbers", "scales") and packed.last == 1.0)
 
 
 def multiply(packed: Rows, pieces: Sequence[torch.Tensor], x: torch.Tensor, count: int) -> torch.Tensor | None:
     """`x @ rows.T`, of up to 16 rows of activations and `count` packed rows; None for other sizes or strides."""
-    found = _layout(packed, pieces, count, x.shape[1])
-    if found is None or len(x) > MOST_ROWS:
+    found = _layout(packed, pieces, x.shape[1])
+    if found is None or found.rows != count or len(x) > MOST_ROWS:
         return None
     x = x.contiguous()
     out = torch.empty(len(x), count, dtype=x.dtype, device=x.device)
-    most, (given, meant) = 1 << (len(x) - 1).bit_length(), found
+    most = 1 << (len(x) - 1).bit_length()
     _kernels().multiply[(-(-count // _HIGH),)](
-        out, x, len(x), *given, count, x.shape[1], MOST=most, HIGH=_HIGH, WIDE=_WIDE, **meant
+        out, x, len(x), *found.given, count, x.shape[1], MOST=most, HIGH=_HIGH, WIDE=_WIDE, **found.meant
     )
     return out
 
@@ -98,65 +103,75 @@ def decode(packed: Packed | None, pieces: Sequence[torch.Tensor], first: int, pl
     """
     if not takes(packed, place.dtype) or not is_there(place.device):
         return False
-    if place.dim() == _OF_MATRICES and place.is_contiguous():
+    assert packed is not None
+    if place.dim() == _OF_MATRICES and place.is_contiguous() and not packed.is_turned:
         place, first = place.flatten(0, 1), first * place.shape[1]
     return place.dim() == 2 and _decode(cast("Rows", packed), pieces, first, place)
 
 
 def _decode(packed: Rows, pieces: Sequence[torch.Tensor], first: int, place: torch.Tensor) -> bool:
-    high = math.prod(pieces[0].shape[:-1])
-    found = _layout(packed, pieces, high, place.shape[1]) if place.stride(1) == 1 else None
-    if found is None or first + len(place) > high:
+    if packed.is_turned:  # the packed rows are columns of the dense value: only all of them
+        place = place.t()
+    found = _layout(packed, pieces, place.shape[1])
+    if found is None or first + len(place) > found.rows or (packed.is_turned and (first or len(place) != found.rows)):
         return False
-    (given, meant), (rows, columns) = found, place.shape
+    rows, columns = place.shape
     programs = -(-rows // _HIGH), -(-columns // _WIDE)
     _kernels().decode[programs](
-        place, place.stride(0), first, *given, rows, columns, HIGH=_HIGH, WIDE=_WIDE, enable_fp_fusion=False, **meant
-    )
+        *(place, *place.stride(), first, *found.given, rows, columns),
+        HIGH=_HIGH, WIDE=_WIDE, enable_fp_fusion=False, **found.meant,
+    )  # fmt: skip
     return True
 
 
-def _layout(
-    packed: Rows, pieces: Sequence[torch.Tensor], rows: int, columns: int
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What both kernels are given: numbers, their step, rows per head, scales, their grid and table; and what is meant.
+@dataclass(frozen=True)
+class _Layout:
+    """What both kernels are given.
 
-    None if the pieces are not of these sizes.
+    Attributes:
+        rows: that are packed.
+        given: the numbers, their step, rows per head, scales, the width of their grid, rows and columns that share one,
+            and the table.
+        meant: what they mean.
     """
-    numbers = _as_matrix(pieces[0].view(torch.uint8), packed)
-    if numbers is None or not rows or not columns:
-        return None
-    device, meant = numbers.device, {"KIND": packed.kind, "IN_BLOCKS": False, "IN_BFLOAT16": False, "IN_HEADS": False}
+
+    rows: int
+    given: tuple[Any, ...]
+    meant: dict[str, Any]
+
+
+def _layout(packed: Rows, pieces: Sequence[torch.Tensor], columns: int) -> _Layout | None:
+    """None if the pieces are not of these sizes."""
+    pieces = [piece.transpose(0, 1) for piece in pieces] if packed.is_turned else pieces
     if isinstance(packed, GgufRows):
         each, nbytes = BLOCKS[packed.kind]
-        width = columns // each * nbytes
-        fits = columns % each == 0 and (not packed.heads or (rows % packed.heads == 0 and packed.heads % 2 == 0))
-        if not fits or tuple(numbers.shape) != (rows, width) or numbers.stride(1) != 1:
+        width = columns // each * nbytes if columns % each == 0 else 0
+    else:
+        width = columns if "halves" not in packed.kind else -(-columns // 2)
+    numbers = as_rows(pieces[0].view(torch.uint8), None, width) if width else None
+    if numbers is None or not len(numbers):
+        return None
+    rows, device = len(numbers), numbers.device
+    meant = {"KIND": packed.kind, "IN_BLOCKS": False, "SCALES": "float", "IN_HEADS": False}
+    if isinstance(packed, GgufRows):
+        if packed.heads and (rows % packed.heads or packed.heads % 2):
             return None
         meant["IN_BLOCKS"], meant["IN_HEADS"] = True, packed.heads > 0
         table = _table(_NO_TABLE, device)
-        return (numbers, numbers.stride(0), packed.heads, table, 1, 1, 1, table), meant
+        return _Layout(rows, (numbers, numbers.stride(0), packed.heads, table, 1, 1, 1, table), meant)
     scales = pieces[1]
     group, high = packed.group or columns, packed.rows_per_scale or rows
     if scales.numel() == 1:
-        group, high, scales = columns, rows, scales.view(1, 1)
-    width = columns if "halves" not in packed.kind else -(-columns // 2)
+        group, high = columns, rows
     grid = -(-rows // high), -(-columns // group)
-    fits = tuple(numbers.shape) == (rows, width) and numbers.stride(1) == 1
-    if not fits or scales.numel() != grid[0] * grid[1] or not scales.is_contiguous() or scales.dtype not in _SCALES:
+    found = as_rows(scales, *grid)
+    if found is None or scales.dtype not in _SCALES:
         return None
     if scales.dtype == torch.bfloat16:
-        scales, meant["IN_BFLOAT16"] = scales.view(torch.int16), True
-    return (numbers, numbers.stride(0), 0, scales, grid[1], high, group, _table(packed.table, device)), meant
-
-
-def _as_matrix(numbers: torch.Tensor, packed: Rows) -> torch.Tensor | None:
-    """The numbers of a stack of matrices as those of one, if it is of whole blocks."""
-    if numbers.dim() != _OF_MATRICES:
-        return numbers
-    high = packed.heads or 1 if isinstance(packed, GgufRows) else packed.rows_per_scale
-    is_one = numbers.is_contiguous() and (len(numbers) == 1 or (high > 0 and numbers.shape[1] % high == 0))
-    return numbers.flatten(0, 1) if is_one else None
+        found = found.view(torch.int16)
+    meant["SCALES"] = _SCALES[scales.dtype]
+    table = _table(packed.table, device)
+    return _Layout(rows, (numbers, numbers.stride(0), 0, found, found.stride(0), high, group, table), meant)
 
 
 @lru_cache(maxsize=16)

@@ -160,7 +160,7 @@ class NumberRows:
         if self.is_turned:
             pieces = [piece.transpose(0, 1) for piece in pieces]
         named = dict(zip(self.roles, pieces, strict=True))
-        numbers = _as_rows(named["numbers"].view(torch.uint8), None, (columns * _BITS[self.kind] + 7) // 8)
+        numbers = as_rows(named["numbers"].view(torch.uint8), None, (columns * _BITS[self.kind] + 7) // 8)
         if numbers is None:
             return None
         made = Matrix(numbers.data_ptr(), numbers.stride(0), columns, _KINDS[self.kind], 0, _NONE, _NONE)
@@ -177,13 +177,13 @@ class NumberRows:
         made.group = self.group or -(-made.columns // 32) * 32
         made.rows_per_scale = rows if scales.numel() == 1 or not self.rows_per_scale else self.rows_per_scale
         groups, high = -(-made.columns // made.group), -(-rows // made.rows_per_scale)
-        found = _as_rows(scales, high, groups)
+        found = as_rows(scales, high, groups)
         if found is None:
             return False
         made.scale_dtype, made.scales = FACTORS[scales.dtype], found.data_ptr()
         made.scale_step = found.stride(0) * found.itemsize
         if zeros is not None:
-            found = _as_rows(zeros, -(-rows // 8) if zeros.dtype == torch.int32 else high, groups)
+            found = as_rows(zeros, -(-rows // 8) if zeros.dtype == torch.int32 else high, groups)
             if found is None:
                 return False
             made.zero_dtype, made.zeros = FACTORS[zeros.dtype], found.data_ptr()
@@ -256,7 +256,7 @@ and None if the kernels do not take pieces of these sizes or strides.
 """
 
 
-def _as_rows(piece: torch.Tensor, high: int | None, wide: int) -> torch.Tensor | None:
+def as_rows(piece: torch.Tensor, high: int | None, wide: int) -> torch.Tensor | None:
     """A piece as a matrix, each of whose rows is in one place; None if it is not of that size, or lies otherwise.
 
     Args:

@@ -40,12 +40,12 @@ def _in_blocks(numbers, start, column, inside, KIND: tl.constexpr):
         block = start + column // 32 * 34
         byte = _byte(numbers, block + 2 + column % 32, inside)
         return (byte - (byte & 128) * 2).to(tl.float32) * _half(numbers, block, inside)
-    elif KIND == "Q4_0":
+    if KIND == "Q4_0":
         block = start + column // 32 * 18
         byte = _byte(numbers, block + 2 + column % 16, inside)
         number = tl.where(column % 32 < 16, byte & 15, byte >> 4) - 8
         return number.to(tl.float32) * _half(numbers, block, inside)
-    elif KIND == "Q6_K":
+    if KIND == "Q6_K":
         block = start + column // 256 * 210
         inner = column % 256
         half, part, place = inner // 128, inner % 128 // 32, inner % 32
@@ -56,24 +56,23 @@ def _in_blocks(numbers, start, column, inside, KIND: tl.constexpr):
         factor = _byte(numbers, block + 192 + inner // 16, inside)
         factor = (factor - (factor & 128) * 2).to(tl.float32) * _half(numbers, block + 208, inside)
         return number.to(tl.float32) * factor
-    else:
-        size: tl.constexpr = 144 if KIND == "Q4_K" else 176
-        block = start + column // 256 * size
-        inner = column % 256
-        group = inner // 32
-        number = _byte(numbers, block + size - 128 + group // 2 * 32 + inner % 32, inside)
-        number = tl.where(group % 2 == 0, number & 15, number >> 4)
-        if KIND == "Q5_K":
-            number = number | (((_byte(numbers, block + 16 + inner % 32, inside) >> group) & 1) << 4)
-        factor = _six_bits(numbers, block, group, inside, 0) * _half(numbers, block, inside)
-        offset = _six_bits(numbers, block, group, inside, 1) * _half(numbers, block + 2, inside)
-        return number.to(tl.float32) * factor - offset
+    size: tl.constexpr = 144 if KIND == "Q4_K" else 176
+    block = start + column // 256 * size
+    inner = column % 256
+    group = inner // 32
+    number = _byte(numbers, block + size - 128 + group // 2 * 32 + inner % 32, inside)
+    number = tl.where(group % 2 == 0, number & 15, number >> 4)
+    if KIND == "Q5_K":
+        number = number | (((_byte(numbers, block + 16 + inner % 32, inside) >> group) & 1) << 4)
+    factor = _six_bits(numbers, block, group, inside, 0) * _half(numbers, block, inside)
+    offset = _six_bits(numbers, block, group, inside, 1) * _half(numbers, block + 2, inside)
+    return number.to(tl.float32) * factor - offset
 
 
 @triton.jit
 def _with_scales(
     numbers, start, scales, across, high, group, table, row, column, inside,
-    KIND: tl.constexpr, IN_BFLOAT16: tl.constexpr,
+    KIND: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """A tile of the dense value of rows whose scales are stored elsewhere, in float32."""
     if KIND == "e4m3":
@@ -93,15 +92,18 @@ def _with_scales(
         is_high = column % 2 == (1 if KIND == "halves_low" else 0)
         number = tl.load(table + tl.where(is_high, byte >> 4, byte & 15))
     scale = tl.load(scales + row // high * across + column // group, mask=inside, other=0)
-    if IN_BFLOAT16:  # given as integers: the interpreter takes subnormal numbers of bfloat16 for zero
+    if SCALES == "bfloat16":  # given as integers: the interpreter takes subnormal numbers of bfloat16 for zero
         scale = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif SCALES == "exponent":  # of 2, plus 127
+        exponent = scale.to(tl.int32)
+        scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
     return number * scale.to(tl.float32)
 
 
 @triton.jit
 def _dense(
     numbers, step, heads, scales, across, high, group, table, row, column, inside,
-    KIND: tl.constexpr, IN_BLOCKS: tl.constexpr, IN_BFLOAT16: tl.constexpr, IN_HEADS: tl.constexpr,
+    KIND: tl.constexpr, IN_BLOCKS: tl.constexpr, SCALES: tl.constexpr, IN_HEADS: tl.constexpr,
 ):  # fmt: skip
     """A tile of the dense value, in float32; zero outside."""
     stored = row
@@ -112,9 +114,7 @@ def _dense(
     if IN_BLOCKS:
         found = _in_blocks(numbers, start, column, inside, KIND)
     else:
-        found = _with_scales(
-            numbers, start, scales, across, high, group, table, row, column, inside, KIND, IN_BFLOAT16
-        )
+        found = _with_scales(numbers, start, scales, across, high, group, table, row, column, inside, KIND, SCALES)
     return tl.where(inside, found, 0.0)
 
 
@@ -122,7 +122,7 @@ def _dense(
 def multiply(
     out, x, count, numbers, step, heads, scales, across, high, group, table, rows, columns,
     MOST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
-    KIND: tl.constexpr, IN_BLOCKS: tl.constexpr, IN_BFLOAT16: tl.constexpr, IN_HEADS: tl.constexpr,
+    KIND: tl.constexpr, IN_BLOCKS: tl.constexpr, SCALES: tl.constexpr, IN_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Some packed rows per program, with all rows of activations; each lane sums its own columns."""
     first = tl.program_id(0) * HIGH
@@ -134,7 +134,7 @@ def multiply(
         inside = (row < rows) & (column < columns)
         dense = _dense(
             numbers, step, heads, scales, across, high, group, table,
-            row, column, inside, KIND, IN_BLOCKS, IN_BFLOAT16, IN_HEADS,
+            row, column, inside, KIND, IN_BLOCKS, SCALES, IN_HEADS,
         )  # fmt: skip
         given = tl.load(x + one * columns + column, mask=(one < count) & (column < columns), other=0.0).to(tl.float32)
         total += given[:, None, :] * dense[None, :, :]
@@ -145,16 +145,20 @@ def multiply(
 
 @triton.jit
 def decode(
-    out, out_step, begin, numbers, step, heads, scales, across, high, group, table, rows, columns,
+    out, out_step, out_wide, begin, numbers, step, heads, scales, across, high, group, table, rows, columns,
     HIGH: tl.constexpr, WIDE: tl.constexpr,
-    KIND: tl.constexpr, IN_BLOCKS: tl.constexpr, IN_BFLOAT16: tl.constexpr, IN_HEADS: tl.constexpr,
+    KIND: tl.constexpr, IN_BLOCKS: tl.constexpr, SCALES: tl.constexpr, IN_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the dense value per program, from row `begin` on: launch it without fused products and sums."""
+    """A tile of the dense value per program, from packed row `begin` on: launch it without fused products and sums."""
     place = (tl.program_id(0) * HIGH + tl.arange(0, HIGH))[:, None]
     column = (tl.program_id(1) * WIDE + tl.arange(0, WIDE))[None, :]
     inside = (place < rows) & (column < columns)
     found = _dense(
         numbers, step, heads, scales, across, high, group, table,
-        begin + place, column, inside, KIND, IN_BLOCKS, IN_BFLOAT16, IN_HEADS,
+        begin + place, column, inside, KIND, IN_BLOCKS, SCALES, IN_HEADS,
     )  # fmt: skip
-    tl.store(out + place.to(tl.int64) * out_step + column, found.to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + place.to(tl.int64) * out_step + column.to(tl.int64) * out_wide,
+        found.to(out.dtype.element_ty),
+        mask=inside,
+    )

@@ -18,7 +18,7 @@ Always true:
 | `picked` | of values that ops pick from many, which ones stay, by use |
 | `tables` | rows of a table, such as an embedding: which are in memory, and which will be needed |
 | `filling` | tables that rows are picked from, read in whole if there is room |
-| `copies` | stored bytes on an accelerator: which stay there, and which are sent ahead |
+| `copies` | stored bytes on an accelerator: which stay there, and how the others get there |
 | `staging` | copies to an accelerator through reused pinned memory |
 
 A value goes through these stages (`value.Stage`; `Value.move_to` is the only way):

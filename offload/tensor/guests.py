@@ -114,7 +114,7 @@ def value_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> t
 
 
 def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """The cut by `view_spec` of a stored value on a device; on an accelerator, from what stays there or is sent ahead.
+    """The cut by `view_spec` of a stored value on a device; on an accelerator, from what stays there or is sent now.
 
     Raises: as `Handle.base`, even if the file is not read, and
         torch.OutOfMemoryError: the device has no room.

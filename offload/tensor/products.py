@@ -125,7 +125,7 @@ def multiply_matrices(func: Op, args: Args, kwargs: Kwargs) -> Any:
     x, weight = args
     found = None
     if _is_composed(weight) and type(x) is not OffloadedTensor and not modes_are_on():
-        found = _product_with_rows(x, weight.t(), None)  # type: ignore[arg-type]
+        found = _product_with_rows(x, weight.t(), None)
         if found is None:
             found = _sum_of_parts(x, weight)
     return read(func, args, kwargs) if found is None else found
@@ -137,7 +137,7 @@ def multiply_matrices_and_add(func: Op, args: Args, kwargs: Kwargs) -> Any:
     bias, x, weight = args
     found = None
     if not kwargs and _is_composed(weight) and type(x) is not OffloadedTensor and not modes_are_on():
-        found = _product_with_rows(x, weight.t(), bias) if bias.dim() == 1 else None  # type: ignore[arg-type]
+        found = _product_with_rows(x, weight.t(), bias) if bias.dim() == 1 else None
     return read(func, args, kwargs) if found is None else found
 
 

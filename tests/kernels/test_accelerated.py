@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 import offload
 from bench import gpu
+from offload.checkpoints.forms import mxfp4
+from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _decode_4_bits
 from offload.checkpoints.forms.fp8 import _decode
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
 from offload.kernels import accelerated
@@ -32,7 +34,8 @@ BLOCK_KINDS = {"Q4_0": 18, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  #
 def bits(high: int, wide: int) -> torch.Tensor:
     """Every byte, and random ones."""
     found = torch.randint(0, 256, (high, wide), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
+    every = torch.arange(256, dtype=torch.uint8)
+    found.view(-1)[:256] = every[: found.numel()]
     return found
 
 
@@ -116,6 +119,8 @@ def check(library: str) -> None:
         numbers_are_those_of_the_chain(form)
         what_is_decoded_has_the_bits_of_the_chain(*FORMS[form][:2], [pieces_of(form), pieces_of(form, torch.bfloat16)])
         a_product_is_no_further_from_the_truth_than_possible(form)
+    stacks_that_are_stored_turned_are_decoded()
+    blocks_that_run_across_rows_are_decoded()
     for kind, nbytes in BLOCK_KINDS.items():
         blocks_are_decoded_and_multiplied(kind, nbytes)
     a_layer_on_a_device_is_multiplied_by_its_packed_bytes(Path(library))
@@ -136,7 +141,7 @@ def numbers_are_those_of_the_chain(form: str) -> None:
 def what_is_decoded_has_the_bits_of_the_chain(
     packed: GgufRows | NumberRows, chain: Callable[..., torch.Tensor], given: list[list[torch.Tensor]]
 ) -> None:
-    """Infinite and subnormal ones, and not-a-numbers, too; from a row within. The interpreter can't round to bfloat16."""
+    """Infinite and subnormal ones, and not-a-numbers, too; from a row within. The interpreter truncates to bfloat16."""
     for pieces in given:
         dense = chain(*pieces)
         for dtype, first in ((torch.float32, 0), (torch.float32, 7), (torch.float16, 20)):
@@ -146,6 +151,35 @@ def what_is_decoded_has_the_bits_of_the_chain(
             assert torch.equal(expected.isnan(), found.isnan())
             assert torch.equal(bits_of(expected.nan_to_num(0)), bits_of(found.nan_to_num(0)))
             assert bool((place[:, -3:] == 7).all())
+
+
+def stacks_that_are_stored_turned_are_decoded() -> None:
+    """As of gpt-oss, with exponents: (blocks, outputs, 16) bytes are (inputs, outputs). All of them or none."""
+    packed = NumberRows("halves_low", group=32, table=E2M1, is_turned=True)
+    blocks, exponents = bits(24, 5 * 16).view(24, 5, 16).transpose(0, 1), bits(24, 5).T
+    exponents[0, :3] = torch.tensor([0, 1, 255], dtype=torch.uint8)
+    place, expected = torch.zeros(160, 24), mxfp4._decode(blocks, exponents)
+
+    assert accelerated._decode(packed, [blocks, exponents], 0, place)
+
+    assert torch.equal(expected.isnan(), place.isnan())
+    assert torch.equal(bits_of(expected.nan_to_num(0)), bits_of(place.nan_to_num(0)))
+    assert not accelerated._decode(packed, [blocks, exponents], 32, place[32:])
+    assert not accelerated._decode(packed, [blocks, exponents], 0, place[:, :8])
+
+
+def blocks_that_run_across_rows_are_decoded() -> None:
+    """As of bitsandbytes: bytes and scales are lists."""
+    numbers, scales = bits(128, 32).view(-1, 1), factors(64, 2, torch.float32).flatten()
+    packed = NumberRows("halves_high", group=64, table=_NUMBERS["nf4"])
+    place = torch.zeros(64, 128)
+
+    assert accelerated._decode(packed, [numbers, scales], 0, place)
+
+    given = {"numbers": _NUMBERS["nf4"], "columns": 128, "block": 64, "scales_block": None, "offset": 0.0}
+    expected = _decode_4_bits(numbers, scales, **given)
+    assert torch.equal(expected.isnan(), place.isnan())
+    assert torch.equal(bits_of(expected.nan_to_num(0)), bits_of(place.nan_to_num(0)))
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _decode_4_bits
 from offload.checkpoints.forms.fp8 import _decode as fp8
 from offload.checkpoints.forms.integers import _decode_awq, _decode_gptq
 from offload.checkpoints.forms.mxfp4 import _decode as mxfp4
-from offload.checkpoints.forms.numbers import of_halves, scaled
+from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
 from offload.kernels import accelerated
 from offload.kernels.packed import GgufRows, NumberRows
 from offload.prefetch import staging
@@ -59,7 +59,7 @@ DECODERS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], list[torch.T
         lambda: [words(64, 16), words(8, 4), scales(64, 4), torch.randint(0, 4, (128,), dtype=torch.int32)],
     ),
     "AWQ": (_decode_awq, lambda: [words(8, 128), words(8, 4), scales(64, 4)]),
-    "MXFP4": (mxfp4, lambda: [random_bytes(4, 64, 16), random_bytes(4, 64)]),
+    "MXFP4": (mxfp4, lambda: [random_bytes(64, 4, 16).transpose(0, 1), random_bytes(64, 4).t()]),
     **{
         kind: (partial(decode, kind=kind), lambda nbytes=nbytes: [random_bytes(8, 2 * nbytes)])
         for kind, nbytes in BLOCKS.items()
@@ -75,6 +75,8 @@ PACKED: dict[str, tuple[accelerated.Rows, Callable[..., torch.Tensor], Callable[
         lambda numbers, factors: scaled(of_halves(numbers, LEVELS), factors.float(), 1, 32),
         lambda: [random_bytes(72, 80), scales(72, 5).bfloat16()],
     ),
+    "MXFP4": (NumberRows("halves_low", group=32, table=E2M1, is_turned=True), *DECODERS["MXFP4"]),
+    "NF4": (NumberRows("halves_high", group=64, table=_NUMBERS["nf4"]), *DECODERS["NF4"]),
     **{kind: (GgufRows(kind), *DECODERS[kind]) for kind in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
 }
 
@@ -112,6 +114,8 @@ def test_a_kernel_decodes_to_the_bits_of_the_decoder(name: str, dtype: torch.dty
     assert torch.equal(dense.nan_to_num(0).view(words), found.nan_to_num(0).view(words))
 
     usual = expected.nan_to_num(0).clamp(-100, 100).to(dtype)
+    rows_of = (lambda value: value.t()) if packed.is_turned else (lambda value: value)
+    usual, dense, expected = map(rows_of, (usual, dense, expected))
     for rows in (1, 5, 16):
         x = torch.randn(rows, dense.shape[1]).to(dtype)
         product = accelerated.multiply(packed, on_device, x.to(device), len(dense))

@@ -20,8 +20,6 @@ from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.forms.decoding import unpacked
 from offload.errors import ChangedFileError
 from offload.prefetch.engine import POOL
-from offload.prefetch.value import page_state_of
-from offload.tensor.views import handle_of
 from offload.tensor.wrapper import guest_of
 from tests.campaigns import amount
 from tests.prefetch import delayed_device as delayed
@@ -109,7 +107,7 @@ def test_a_pass_sends_what_does_not_stay_and_memory_is_within_budget_and_what_is
 
 @on_the_device
 def test_the_next_pieces_are_on_their_way_while_an_op_computes(device: torch.device, folder: Path) -> None:
-    """The copy stream goes on while the op's stream stands still, and the thread that issues the ops waits for neither."""
+    """The copy stream goes on while the op's stream stands still, and the thread that issues them waits for neither."""
     weights = [on_disk(folder, f"w{number}", torch.full((1 << 18,), float(number))) for number in range(2)]
     outs = [torch.zeros(1 << 18, device=device) for _ in weights]
     torch.accelerator.synchronize()
