@@ -19,7 +19,7 @@ from offload.prefetch.engine import are_staying, brought_in, coming, shared
 from offload.storage.handle import Handle
 from offload.storage.source import Composition
 from offload.tensor.guests import CPU, mapped_value, value_on
-from offload.tensor.products import multiplied
+from offload.tensor.products import multiplied, multiplied_there
 from offload.tensor.recipes import Piece
 from offload.tensor.registry import implements
 from offload.tensor.rules import call, guests_of, has_file, named_guests, read
@@ -78,8 +78,9 @@ def _multiply_one_by_one(
     for group in _announced(handle, view_spec, groups, known):
         some, matrix = rows[begin : ends[group]], known.get(group)
         begin = ends[group]
-        if matrix is None and is_plain and matrices._target == CPU:
-            found = multiplied(some, Piece(handle, view_spec[group].t()))
+        if matrix is None and is_plain:
+            turned, there = Piece(handle, view_spec[group].t()), matrices._target
+            found = multiplied(some, turned) if there == CPU else multiplied_there(some, turned, there)
             if found is not None:
                 results.append(found)
                 continue

@@ -172,12 +172,12 @@ def _product(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Te
     if type(handle) is Traced or handle.composed is None:
         return None
     if weight._target != CPU:
-        return _product_there(x, Piece(handle, view_spec_of(weight)), bias, weight._target)
+        return multiplied_there(x, Piece(handle, view_spec_of(weight)), weight._target, bias)
     return multiplied(x, Piece(handle, view_spec_of(weight)), bias)
 
 
-def _product_there(x: torch.Tensor, weight: Piece, bias: Any, device: torch.device) -> torch.Tensor | None:
-    """The same on an accelerator, where its kernels take all of the weight."""
+def multiplied_there(x: torch.Tensor, weight: Piece, device: torch.device, bias: object = None) -> torch.Tensor | None:
+    """As `multiplied`, on an accelerator, where its kernels take all of the weight."""
     shape, dtype = weight.view_spec.shape, weight.view_spec.dtype
     if _exact.get() or transform_on_top() is not None or is_dual_level() or not accelerated.is_there(device):
         return None

@@ -19,8 +19,10 @@ from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _decode_4_bits
 from offload.checkpoints.forms.fp8 import _decode
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
 from offload.kernels import accelerated
+from offload.kernels.accelerated import Rows
 from offload.kernels.packed import BLOCKS, GgufRows, NumberRows
 from offload.tensor import blocks
+from offload.tensor.views import handle_of
 from tests.prefetch import delayed_device
 from tests.processes import run_script
 
@@ -123,7 +125,10 @@ def check(library: str) -> None:
     blocks_that_run_across_rows_are_decoded()
     for kind, nbytes in BLOCK_KINDS.items():
         blocks_are_decoded_and_multiplied(kind, nbytes)
-    a_layer_on_a_device_is_multiplied_by_its_packed_bytes(Path(library))
+    device, used = on_the_stand_in(Path(library))
+    a_layer_on_a_device_is_multiplied_by_its_packed_bytes(device, used)
+    used.clear()
+    experts_on_a_device_are_multiplied_by_their_packed_bytes(device, used)
     print("checked")
 
 
@@ -230,27 +235,8 @@ def a_product_is_no_further_from_the_truth_than_possible(form: str) -> None:
     assert torch.equal(found[5], alone[0])
 
 
-def a_layer_on_a_device_is_multiplied_by_its_packed_bytes(library: Path) -> None:
+def a_layer_on_a_device_is_multiplied_by_its_packed_bytes(device: torch.device, used: list[str]) -> None:
     """On the stand-in; within `exact()`, with the dense weight, which is decoded there."""
-    device = delayed_device.register(library)
-    delayed_device.ops.late(20)
-    kernel, decoder, pieces_seen = accelerated.multiply, accelerated._decode, []
-
-    def multiply(packed: NumberRows, pieces: list[torch.Tensor], x: torch.Tensor, count: int) -> torch.Tensor:
-        """The interpreter has no way to the memory of this device."""
-        pieces_seen.extend(piece.device for piece in (*pieces, x))
-        found = kernel(packed, [piece.cpu() for piece in pieces], x.cpu(), count)
-        assert found is not None
-        return found.to(device)
-
-    def decode(packed: NumberRows, pieces: list[torch.Tensor], first: int, place: torch.Tensor) -> bool:
-        pieces_seen.append(place.device)
-        dense = torch.empty(place.shape, dtype=torch.float32)
-        is_decoded = decoder(packed, [piece.cpu() for piece in pieces], first, dense)
-        place.copy_(dense)
-        return is_decoded
-
-    accelerated.is_there, accelerated.multiply, accelerated._decode = lambda _: True, multiply, decode
     with TemporaryDirectory() as folder:
         weight = gpu.in_fp8(gpu.Scale(layers=1, side=256, passes=1, copied=1), Path(folder), device)[0]
         x, dense = torch.randn(2, 3, 256).bfloat16(), weight.to("cpu").materialize()
@@ -258,11 +244,51 @@ def a_layer_on_a_device_is_multiplied_by_its_packed_bytes(library: Path) -> None
         found = F.linear(x.to(device), weight, bias.to(device)).cpu()
         with offload.exact():
             exact = F.linear(x.to(device), weight).cpu()
-    assert [device] * 4 == pieces_seen
+    assert ["multiply", "decode"] == used
     truth = x.double() @ dense.double().T
     assert torch.equal(F.linear(x, dense), exact)
     limit = 2.0**-8 * (x.abs().double() @ dense.abs().double().T + bias.abs())  # weights, product and sum are rounded
     assert bool(((found.double() - truth - bias.double()).abs() <= limit).all())
+
+
+def experts_on_a_device_are_multiplied_by_their_packed_bytes(device: torch.device, used: list[str]) -> None:
+    """Those that have tokens; a stack that is stored turned."""
+    pieces = {"e_blocks": bits(96, 32).view(4, 24, 2, 16), "e_scales": torch.full((4, 24, 2), 126, dtype=torch.uint8)}
+    with TemporaryDirectory() as folder:
+        stack = mxfp4.unpack(gpu._stored(Path(folder), pieces), {})["e"]
+        dense = stack.materialize().bfloat16()
+        experts = gpu._as_bfloat16(handle_of(stack), device)
+        x, ends = torch.randn(5, 64).bfloat16(), torch.tensor([2, 2, 5, 5], dtype=torch.int32)
+        found = torch._grouped_mm(x.to(device), experts, offs=ends.to(device)).cpu()
+    assert ["multiply", "multiply"] == used
+    for rows, expert in ((slice(0, 2), 0), (slice(2, 5), 2)):
+        truth = x[rows].double() @ dense[expert].double()
+        limit = 2.0**-8 * (x[rows].abs().double() @ dense[expert].abs().double())
+        assert bool(((found[rows].double() - truth).abs() <= limit).all())
+
+
+def on_the_stand_in(library: Path) -> tuple[torch.device, list[str]]:
+    """The stand-in, and what is used of the kernels there. The interpreter has no way to the memory of this device."""
+    device, used = delayed_device.register(library), list[str]()
+    delayed_device.ops.late(20)
+    multiplier, decoder = accelerated.multiply, accelerated._decode
+
+    def multiply(packed: Rows, pieces: list[torch.Tensor], x: torch.Tensor, count: int) -> torch.Tensor:
+        assert {device} == {piece.device for piece in (*pieces, x)}
+        used.append("multiply")
+        found = multiplier(packed, [piece.cpu() for piece in pieces], x.cpu().float(), count)
+        assert found is not None
+        return found.to(device, x.dtype)
+
+    def decode(packed: Rows, pieces: list[torch.Tensor], first: int, place: torch.Tensor) -> bool:
+        used.append("decode")
+        dense = torch.empty(place.shape, dtype=torch.float32)
+        is_decoded = decoder(packed, [piece.cpu() for piece in pieces], first, dense)
+        place.copy_(dense)
+        return is_decoded
+
+    accelerated.is_there, accelerated.multiply, accelerated._decode = lambda _: True, multiply, decode
+    return device, used
 
 
 def test_pieces_of_other_sizes_are_not_taken() -> None:
