@@ -176,7 +176,7 @@ def _product(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Te
     return multiplied(x, Piece(handle, view_spec_of(weight)), bias)
 
 
-def multiplied_there(x: torch.Tensor, weight: Piece, device: torch.device, bias: object = None) -> torch.Tensor | None:
+def multiplied_there(x: torch.Tensor, weight: Piece, device: torch.device, bias: Any = None) -> torch.Tensor | None:
     """As `multiplied`, on an accelerator, where its kernels take all of the weight."""
     shape, dtype = weight.view_spec.shape, weight.view_spec.dtype
     if _exact.get() or transform_on_top() is not None or is_dual_level() or not accelerated.is_there(device):
