@@ -36,6 +36,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 IMPORTED = ("torch", "accelerate", "transformers.modeling_utils", "transformers.models.llama.modeling_llama", "offload")
+# Up to transformers 5.20, importing a model imports scikit-learn and with it pyarrow, whose allocator has a thread.
+_WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _READ_LATE = {"TMPDIR", "PYTEST_CURRENT_TEST", "PYTHONIOENCODING"}  # not at an import, or done again by `_begin`
 
 
@@ -51,7 +53,7 @@ class ForkServer:
                 [sys.executable, "-m", __spec__.name, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env=dict(environment),
+                env={**environment, **_WITHOUT_THREADS},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for pytest

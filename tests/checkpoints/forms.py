@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -159,10 +161,24 @@ MODELS["qwen3_5_moe_text"] = {
 }
 
 
+# The first release of transformers that loads it, if the oldest supported one does not.
+SINCE = {"inkling2_text": "5.23", "GGUF files of qwen3_5_moe_text": "5.18"}
+
+
+def needs(what: str) -> None:
+    """Skips the test if the installed transformers does not load that yet."""
+    from transformers import __version__
+
+    since = SINCE.get(what, "0")
+    if Version(__version__) < Version(since):
+        pytest.skip(f"transformers loads {what} since {since}")
+
+
 def model_of(model_type: str, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
     """A causal language model of that type with random weights, always the same."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    needs(model_type)
     sizes = {**_SIZES, **_HEADS, **_ENDS, "initializer_range": 0.08, **MODELS[model_type], **config}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -542,7 +558,12 @@ def _gguf(kind: str | Callable[[str], str], model_type: str = "llama", **config:
     """A function that writes only `model.gguf`."""
     wide = {"hidden_size": 256, "head_dim": 64}  # blocks have up to 256 columns
     sizes = {**wide, **config}
-    return lambda folder: write_gguf(model_of(model_type, torch.float32, **sizes), folder / "model.gguf", kind) and None
+
+    def write(folder: Path) -> None:
+        needs(f"GGUF files of {model_type}")
+        write_gguf(model_of(model_type, torch.float32, **sizes), folder / "model.gguf", kind)
+
+    return write
 
 
 def _mostly_q4_k(name: str) -> str:
@@ -627,10 +648,17 @@ def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
     """Formats of llm-compressor."""
 
     note = "CompressedTensorsDequantize(every serialized name), then what the model joins"
+    by_package = decoded(_compressed_reference, "weight_scale")
+
+    def plain(folder: Path) -> nn.Module:
+        from transformers import __version__
+
+        if Version(__version__) < Version("5.23"):  # before, transformers rounds activations all the same
+            return by_package(folder)
+        return loaded(quantization=_decompressed)(folder)
 
     def form(scheme: str, form: str, model_type: str = "llama", **options: Any) -> Form:
-        write = _compressed(scheme, form, model_type, **options)
-        return Form(write, loaded(quantization=_decompressed), note, {}, run=loaded())
+        return Form(_compressed(scheme, form, model_type, **options), plain, note, {}, run=loaded())
 
     group = {"group_size": 32}
     yield "ct-w4a16", form("W4A16", "pack-quantized", **group)
@@ -646,7 +674,6 @@ def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
     yield "ct-w8a8", form("INT8", "int-quantized")
     yield "ct-nvfp4a16", form("NVFP4A16", "nvfp4-pack-quantized")
     # transformers 5.23 refuses experts in W8A8, and ignores the global scale of those in NVFP4.
-    by_package = decoded(_compressed_reference, "weight_scale")
     yield "ct-w8a8-qwen3_moe", Form(_compressed("INT8", "int-quantized", "qwen3_moe"), by_package, note, {})
     nvfp4 = _compressed("NVFP4A16", "nvfp4-pack-quantized", "qwen3_moe")
     yield "ct-nvfp4a16-qwen3_moe", Form(nvfp4, by_package, note, {})

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -92,7 +93,10 @@ def of_experts() -> Any:
     """The settings with which a rank has some experts completely."""
     from transformers.distributed import DistributedConfig
 
-    return DistributedConfig(tp_size=dist.get_world_size(), ep_size=dist.get_world_size())
+    size = dist.get_world_size()
+    if not hasattr(DistributedConfig, "ep_size"):  # before transformers 5.19
+        return DistributedConfig(tp_size=size, enable_expert_parallel=True)
+    return DistributedConfig(tp_size=size, ep_size=size)
 
 
 def plain_by_experts(folder: Path, **options: Any) -> Any:
@@ -198,8 +202,10 @@ def test_weights_in_fp8_are_decoded_by_the_rank_that_has_them(tmp_path: Path, ki
 
 @pytest.mark.parametrize("load", ["by_plan", "fully_sharded", "by_experts"])
 def test_blocks_in_fp8_that_ranks_do_not_share_are_decoded_as_transformers_does(tmp_path: Path, load: str) -> None:
-    from transformers import FineGrainedFP8Config
+    from transformers import FineGrainedFP8Config, __version__
 
+    if load != "fully_sharded" and Version(__version__) < Version("5.21"):
+        pytest.skip("before 5.21, transformers cuts only some of these weights, and its own model fails")
     on_disk, in_memory = loaders(load)
     fp8("qwen3_moe", weight_block_size=(32, 32))(tmp_path)
 
