@@ -38,7 +38,7 @@ def prefer_experts(model: Any) -> None:
     stacks = [
         stack
         for module in model.modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
+        if hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")
         for stack in parameters_of(module).values()
         if stack is not None and stack.dim() == _OF_MATRICES
     ]
@@ -61,10 +61,10 @@ def multiply_experts(
     """
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    if not (experts.has_post_expert_norm or torch.compiler.is_compiling()):
+    if not (_have_norm(experts) or torch.compiler.is_compiling()):
         up = experts.gate_up_proj if experts.has_gate else experts.up_proj
-        if experts._is_expert_parallel:  # others' experts
-            top_k_index = top_k_index.clamp(max=len(up))
+        if _are_shared_out(experts):
+            top_k_index = top_k_index.clamp(max=len(up))  # others' experts
         found = multiplied_by_experts(
             *(hidden_states, top_k_index, top_k_weights, up, experts.down_proj, _between(experts)),
             is_turned=experts.is_transposed,
@@ -72,6 +72,16 @@ def multiply_experts(
         if found is not None:
             return found
     return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def _have_norm(experts: Any) -> bool:
+    """Whether a norm follows the experts: transformers before 5.20 has no such models, and does not say."""
+    return bool(getattr(experts, "has_post_expert_norm", False))
+
+
+def _are_shared_out(experts: Any) -> bool:
+    """Whether ranks have some of the experts each; before 5.18 one number, that after the last, stands for others'."""
+    return hasattr(experts, "_is_expert_parallel") and bool(experts._is_expert_parallel)
 
 
 def _between(experts: Any) -> Between:

@@ -15,6 +15,7 @@ import offload
 from bench import experts as bench_of_experts
 from bench.architectures import prepared
 from offload.errors import ChangedFileError, RowIndexError
+from offload.integrations.experts import prefer_experts
 from offload.kernels import native
 from offload.tensor import experts as acts
 from offload.tensor.recipes import Decoded, Joined
@@ -236,6 +237,24 @@ def test_packed_experts_are_run_so_by_default(name, options, expected, tmp_path)
     assert expected == model.config._experts_implementation
     model.save_pretrained(tmp_path / "saved")
     assert "offload" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+@torch.no_grad()
+def test_experts_that_do_not_tell_of_a_norm_or_of_ranks_are_preferred_and_run(tmp_path, monkeypatch):
+    """Those of transformers before 5.20 do not tell of a norm, and those before 5.18 of ranks either."""
+    model = loaded("fp8-qwen3_moe", tmp_path)
+    given = routed(model.dtype, [0, 1], [2, 4])
+    expected = [experts(*given) for experts in experts_of(model)]
+    for experts in experts_of(model):
+        monkeypatch.delattr(experts, "has_post_expert_norm", raising=False)
+        monkeypatch.delattr(experts, "_is_expert_parallel", raising=False)
+    model.set_experts_implementation("grouped_mm")
+    monkeypatch.setattr(Decoded, "_decode_into", refuse)
+
+    prefer_experts(model)
+
+    assert "offload" == model.config._experts_implementation
+    assert all(map(torch.equal, expected, (experts(*given) for experts in experts_of(model))))
 
 
 def test_the_benchmark_compares_every_implementation(capsys):
