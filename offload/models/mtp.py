@@ -41,7 +41,7 @@ def mtp_candidates(model: Pretrained, given: dict[str, Any]) -> Any:
         given: the arguments of `_get_candidate_generator`, by name.
 
     Raises:
-        ArgumentError: the configuration has no such layers (`num_mtp_layers`).
+        ArgumentError: the configuration has no such layers (`num_mtp_layers`), or transformers is older than 5.20.
         CheckpointError: the checkpoint lacks them, or it is in a form that fills no module of this kind.
     """
     from transformers.cache_utils import MtpCache
@@ -50,7 +50,8 @@ def mtp_candidates(model: Pretrained, given: dict[str, Any]) -> Any:
     class Candidates(MTPCandidateGenerator):  # type: ignore[misc]
         def __init__(self, layers: Any, settings: Any, processor: Any) -> None:
             self.num_mtp_layers = layers.num_mtp_layers
-            self.model_kwargs_overrides = {"output_hidden_states": -1}
+            last = config.get_text_config().num_hidden_layers  # up to 5.22, states are counted without the embeddings
+            self.model_kwargs_overrides = {"output_hidden_states": [last - 1, last]}
             self.device = layers.embed_tokens.weight.device
             self.mtp_model = layers
             self.mtp_cache = MtpCache(config=config.get_mtp_config())
@@ -74,8 +75,14 @@ def mtp_candidates(model: Pretrained, given: dict[str, Any]) -> Any:
 
 
 def _loaded(model: Pretrained, count: int) -> Any:
+    from transformers import __version__
     from transformers.modeling_layers import MtpModel
 
+    if not hasattr(MtpModel, "get_mtp_weights_regex"):
+        raise ArgumentError(
+            f"layers to draft with are taken from the disk with transformers 5.20 or later, not with {__version__}: "
+            "install a later one, or leave use_mtp out"
+        )
     if not count:
         raise ArgumentError(f"the configuration of {type(model).__name__} has no layers to draft with (num_mtp_layers)")
     source = open_checkpoint(model.loaded_from)

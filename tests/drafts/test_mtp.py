@@ -14,7 +14,7 @@ from transformers.modeling_layers import MtpModel
 
 import offload
 from offload.drafts.candidates import draft_summary
-from offload.errors import CheckpointError
+from offload.errors import ArgumentError, CheckpointError
 from offload.models import mtp
 from offload.models.mtp import mtp_candidates
 from offload.prefetch.value import page_state_of
@@ -44,6 +44,10 @@ CONFIG = {
     "num_nextn_predict_layers": 1,
     "initializer_range": 0.2,
 }
+
+needs_layers_from_disk = pytest.mark.skipif(
+    not hasattr(MtpModel, "get_mtp_weights_regex"), reason="needs transformers 5.20: before, it alone loads such layers"
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,7 @@ def _layers(model: Any) -> Any:
     return mtp_candidates(model, {"generation_config": model.generation_config}).mtp_model
 
 
+@needs_layers_from_disk
 def test_the_layers_are_on_disk_in_the_models_budget_and_equal_those_in_memory(made: Path) -> None:
     plain = MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made), device_map={"": "cpu"})
     model = offload.from_pretrained(made, max_memory="1MiB")
@@ -95,6 +100,7 @@ def test_the_layers_are_on_disk_in_the_models_budget_and_equal_those_in_memory(m
     assert {pool} == {page_state_of(handle_of(weight)).pool for weight in weights}
 
 
+@needs_layers_from_disk
 def test_it_drafts_what_transformers_drafts(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted: list[list[torch.Tensor]] = []
     forward = MtpModel.forward
@@ -118,6 +124,7 @@ def test_it_drafts_what_transformers_drafts(made: Path, monkeypatch: pytest.Monk
     assert summary.drafted == len(drafted[1])
 
 
+@needs_layers_from_disk
 def test_layers_in_fp8_are_decoded_as_they_are_used(made: Path, tmp_path: Path) -> None:
     """As in the checkpoints of DeepSeek."""
     state = load_file(made / "model.safetensors")
@@ -142,6 +149,7 @@ def test_layers_in_fp8_are_decoded_as_they_are_used(made: Path, tmp_path: Path) 
         assert torch.equal(value, layers.layers[0].state_dict()[name]), name
 
 
+@needs_layers_from_disk
 def test_a_checkpoint_that_lacks_them_is_refused(made: Path, tmp_path: Path) -> None:
     state = load_file(made / "model.safetensors")
     _put(tmp_path, {name: value for name, value in state.items() if f".{LAYERS}." not in name})
@@ -154,4 +162,13 @@ def test_a_checkpoint_that_lacks_them_is_refused(made: Path, tmp_path: Path) -> 
 
     model.config.num_nextn_predict_layers = 0
     with pytest.raises(ValueError, match="num_mtp_layers"):
+        model.generate(PROMPT, **GREEDY, use_mtp=True)
+
+
+def test_a_transformers_that_alone_loads_them_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those before 5.20."""
+    monkeypatch.delattr(MtpModel, "get_mtp_weights_regex", raising=False)
+    model = offload.from_pretrained(made)
+
+    with pytest.raises(ArgumentError, match=r"transformers 5\.20 or later"):
         model.generate(PROMPT, **GREEDY, use_mtp=True)
