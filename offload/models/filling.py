@@ -117,6 +117,10 @@ def one_by_one() -> Iterator[None]:
 
 def waiting(values: Values) -> dict[str, torch.Tensor | Waiting]:
     """The values as transformers takes them; those that it would not cast keep their dtype."""
+    from transformers.quantizers import HfQuantizer
+
+    if not hasattr(HfQuantizer, "get_new_dtype"):  # before 5.21, it casts all
+        return dict(values.tensors)
     return {
         name: Waiting(tensor, keeps_dtype=True) if values.keeps_dtype(name) and is_offloaded(tensor) else tensor
         for name, tensor in values.tensors.items()

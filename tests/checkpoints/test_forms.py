@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.quantizers import HfQuantizer
 
 import offload
 from tests.checkpoints.forms import FORMS, PROMPT, outcome
@@ -71,6 +72,19 @@ def test_dense_values_beside_packed_ones_are_those_of_transformers(
     assert "model.norm.weight" in plain
     assert [] == [key for key in plain if not torch.equal(expected[key], offload.materialize(found[key]))]
     assert torch.bfloat16 == asked.model.norm.weight.dtype == asked.lm_head.weight.dtype
+
+
+def test_dense_values_beside_packed_ones_are_cast_where_transformers_casts_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does before 5.21."""
+    FORMS["bnb-nf4"].write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    values = load_file(file)
+    save_file({**values, "lm_head.weight": values["lm_head.weight"].float()}, file, {"format": "pt"})
+    monkeypatch.delattr(HfQuantizer, "get_new_dtype", raising=False)
+
+    assert torch.bfloat16 == offload.from_pretrained(tmp_path).lm_head.weight.dtype
 
 
 @pytest.mark.parametrize("name", ["fp8-llama", "fp8-qwen3_moe", "bnb-nf4", "gguf-q4_k_m"])
