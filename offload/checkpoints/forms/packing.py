@@ -29,6 +29,7 @@ _LEFT_OUT = {  # where a configuration lists the dense modules, by method
     "compressed-tensors": "ignore",
 }
 _USUAL = "modules_to_not_convert"
+_OF_A_MATRIX = 2  # dimensions
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,10 @@ class Packed:
         if not changed:
             return dict(self.quantization)
         key = _LEFT_OUT.get(str(method_of(self.quantization)), _USUAL)
-        modules = {name.removesuffix(".weight") for name in changed}
-        return {**self.quantization, key: sorted({*(self.quantization.get(key) or ()), *modules})}
+        listed = self.quantization.get(key)
+        if listed is None:  # a list replaces what is left out without one, such as the output layer
+            listed = [name.removesuffix(".weight") for name, tensor in dense.items() if tensor.dim() == _OF_A_MATRIX]
+        return {**self.quantization, key: sorted({*listed, *(name.removesuffix(".weight") for name in changed)})}
 
 
 def left_beside(
