@@ -139,6 +139,13 @@ def _joined(parts: list[torch.Tensor], new: torch.Tensor | None, device: torch.d
     return torch.cat(parts if new is None else [*parts, new], dim=-2)
 
 
+def begins_after_what_is_known() -> bool:
+    """Whether transformers computes a prompt in chunks from the first token that its cache lacks: since 5.21."""
+    from transformers import __version__
+
+    return tuple(map(int, __version__.split(".")[:2])) >= (5, 21)
+
+
 def past_of(config: Any, prefix: Prefix, until: int) -> Any:
     """A `DynamicCache` that begins with a prefix, and can tell the states of the first `until` tokens that it sees.
 
@@ -234,6 +241,11 @@ class _KeptLayer:
         assert self._keys is not None
         assert self._values is not None
         return self._keys, self._values
+
+    def reset(self) -> None:
+        """Have seen nothing that can be kept."""
+        super().reset()  # type: ignore[misc]
+        self._seen = -1
 
     def _count(self, new: int) -> None:
         if self._seen < self._until:

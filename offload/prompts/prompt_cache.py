@@ -22,7 +22,7 @@ from offload.errors import ArgumentError, ArgumentTypeError, FileError
 from offload.prompts.blocks import TOKENS, Block, Blocks
 from offload.prompts.identity import Identities
 from offload.prompts.log import log
-from offload.prompts.past import Prefix, past_of
+from offload.prompts.past import Prefix, begins_after_what_is_known, past_of
 
 BEGINS = "drafts_begin_after_a_prefix"  # an attribute of a class of models
 _LEAVE_OUT = ": leave prompt_cache out"
@@ -196,10 +196,10 @@ class PromptCache:
         )
         drafts = options.get("assistant_model") or options.get("prompt_lookup_num_tokens")
         drafts = bool(drafts or getattr(settings, "prompt_lookup_num_tokens", None))
-        may_begin = not drafts or getattr(
-            type(model), BEGINS, False
-        )  # transformers (5.23) begins with the whole prompt
-        past = self._past(model, input_ids, options.get("attention_mask"), copies, is_new=not may_begin)
+        in_chunks = options.get("prefill_chunk_size") or getattr(settings, "prefill_chunk_size", None)
+        repeats = drafts and not getattr(type(model), BEGINS, False)  # transformers (5.23) begins with the whole prompt
+        repeats = repeats or bool(in_chunks and not begins_after_what_is_known())
+        past = self._past(model, input_ids, options.get("attention_mask"), copies, is_new=repeats)
         past.drafts = drafts
         try:
             return model.generate(input_ids, past_key_values=past, **options)

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen3NextConfig
+from packaging.version import Version
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen3NextConfig, __version__
 
 import offload
 from offload.errors import ArgumentError, ForeignFileError, UnsupportedOpError
-from offload.prompts import PromptCache
+from offload.prompts import PromptCache, prompt_cache
 from tests.campaigns import amount
 from tests.processes import ended, forked, in_fork
 
@@ -99,6 +100,19 @@ def test_tokens_equal_those_without_it(model: Any, prompts: PromptCache, way: st
     for length in (0, 192):
         assert length == known(prompts, model, tokens)
         assert torch.equal(expected, answer(prompts.generate, model, tokens, **WAYS[way]))
+
+
+def test_a_prompt_in_chunks_is_computed_from_its_first_token_where_transformers_repeats_it(
+    llama: Any, prompts: PromptCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it does before 5.21: tokens that are known would be there twice."""
+    monkeypatch.setattr(prompt_cache, "begins_after_what_is_known", lambda: False)
+    expected = answer(llama.generate, ids(200), prefill_chunk_size=50)
+    answer(prompts.generate, llama, ids(200))
+    caplog.set_level("INFO", "offload")
+
+    assert torch.equal(expected, answer(prompts.generate, llama, ids(200), prefill_chunk_size=50))
+    assert ["0 of 200 tokens of the prompt are known"] == [one for one in caplog.messages if "are known" in one]
 
 
 def test_a_longer_prompt_begins_with_what_it_has_in_common(model: Any, prompts: PromptCache) -> None:
@@ -297,7 +311,16 @@ def test_gradients_are_refused(llama: Any, prompts: PromptCache) -> None:
 
 
 def test_a_cache_that_was_reset_is_not_kept(model: Any, prompts: PromptCache) -> None:
-    """Its states are those of other tokens."""
+    past = prompts.past_for(model, ids(100))
+    logits(model, ids(100), past)
+    past.reset()
+    prompts.keep(past)
+
+    assert [] == blocks(prompts)
+
+
+@pytest.mark.skipif(Version(__version__) < Version("5.18"), reason="before 5.18, transformers empties no cache")
+def test_a_cache_of_other_tokens_since_it_was_reset_is_not_kept(model: Any, prompts: PromptCache) -> None:
     past = prompts.past_for(model, ids(100))
     logits(model, ids(100), past)
     past.reset()
