@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from functools import reduce
+from operator import getitem
 from statistics import median
 
 import pytest
@@ -194,6 +196,67 @@ SENTENCES = [
         for ranks in (1, 2, 4)
     ),
 ]
+
+
+GPU = "2026-11-27-gpu.json"
+PERFORMANCE = "tutorials/explanation/performance.md"
+STAYS = ("nothing stays", "half stays", "everything stays")
+MODEL, STACK = "a language model", "accelerate"
+# As above, with the keys under which the figure of a GPU is.
+ON_A_GPU = [
+    *(
+        (PERFORMANCE, rf"\| {re.escape(row)} \| (\d+ ms) \|", [(MODEL, arm, "a token, s")])
+        for row, arm in {
+            "in the memory of the GPU": "in the memory of the device",
+            "from disk, with a budget for all of them": "offload, everything stays",
+            "from disk, with a budget for half": "offload, half stays",
+            "from disk, without a budget: nothing stays": "offload, nothing stays",
+            "accelerate, from main memory": "accelerate, from memory",
+            "accelerate, from disk": "accelerate, from disk",
+        }.items()
+    ),
+    *(
+        (
+            PERFORMANCE,
+            rf"\| {re.escape(row)} \| (\d+ MB) \| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+) \|",
+            [
+                (form, "stored bytes"),
+                *((form, stays, "later tokens, s") for stays in STAYS),
+                (form, STAYS[0], "of the plain copy's rate"),
+            ],
+        )
+        for row, form in {
+            "bfloat16": "bfloat16", "FP8 in blocks": "FP8", "W4A16 in groups of 128": "W4A16", "Q4_K": "Q4_K",
+        }.items()
+    ),
+    (
+        PERFORMANCE,
+        r"accelerate takes (\d+ ms) for the matrices in bfloat16 from main memory, and (\d+ ms) from disk",
+        [(STACK, "memory", "later tokens, s"), (STACK, "disk", "later tokens, s")],
+    ),
+    (PERFORMANCE, r"plain copies from pinned memory make (\d+ GB)/s", [("bfloat16", "plain pinned copy, bytes/s")]),
+    (
+        "README.md",
+        r"a token of a Llama of ([\d.]+ GB) takes (\d+ ms) then, and (\d+ ms) in the memory of the GPU",
+        [
+            (MODEL, "bytes"),
+            (MODEL, "offload, nothing stays", "a token, s"),
+            (MODEL, "in the memory of the device", "a token, s"),
+        ],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "sentence", "keys"), ON_A_GPU)
+def test_a_figure_of_a_gpu_equals_that_of_the_result(page, sentence, keys):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    found = json.loads((RESULTS / GPU).read_text(encoding="utf-8"))
+
+    [said] = re.findall(sentence, text)
+
+    figures = (said,) if isinstance(said, str) else said
+    measured = [reduce(getitem, path, found) for path in keys]
+    assert [] == [pair for pair in zip(figures, measured, strict=True) if not are_one(*pair)]
 
 
 @pytest.mark.parametrize(("page", "sentence", "sources"), SENTENCES)
