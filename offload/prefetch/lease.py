@@ -96,6 +96,8 @@ class Lease:
                 pool.users = [one for one in pool.users if one is not users]
                 leaving.extend(pool.reconsider(anew=True))
                 del self._users[pool]
+            self._streams.part_with(self._stream)
+            self._blocks = ()
 
     def result(self, key: Hashable) -> torch.Tensor | None:
         """A result that is kept."""

@@ -77,6 +77,11 @@ class Streams:
             stream.give_up()
             self.live.remove(stream)
 
+    def part_with(self, stream: Stream) -> None:
+        """No thread reads so any more: its part of the window is for others."""
+        stream.give_up()
+        self.live = [one for one in self.live if one is not stream]
+
     def in_flight(self) -> int:
         """Bytes that are ahead, that stream and are in use, or that are still being dropped."""
         return sum(stream.in_flight for stream in self.live) + self.reader.leaving_bytes

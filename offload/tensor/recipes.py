@@ -22,9 +22,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from offload.kernels import accelerated
-from offload.kernels.native import DTYPES, decode_turned, library
-from offload.kernels.native import decode as decode_rows
+from offload.kernels import accelerated, native
 from offload.kernels.packed import Packed
 from offload.memory import count_freed
 from offload.prefetch.engine import coming, computed_before, computed_once
@@ -635,31 +633,30 @@ class Decoded(Plain):
     def has_kernel(self) -> bool:
         """Whether the kernels give its numbers, row by row."""
         packed = self.packed
-        return packed is not None and not packed.is_turned and not packed.is_rounded and library() is not None
+        return packed is not None and not packed.is_turned and not packed.is_rounded and native.library() is not None
 
     def _decoded_by_kernel(self, pieces: Sequence[torch.Tensor], first: int, place: torch.Tensor) -> bool:
         """Whether the kernels have decoded rows of the pieces, beginning with row `first`, into `place`."""
+        known = self.layout.dtype in (torch.float32, place.dtype)
         if place.device != CPU:
-            is_known = self.layout.dtype in (torch.float32, place.dtype)
-            return is_known and accelerated.decode(self.packed, pieces, first, place)
+            return known and accelerated.decode(self.packed, pieces, first, place)
         if not self.has_kernel():
             return self.packed is not None and self.packed.is_turned and self._turned_by_kernel(pieces, first, place)
         assert self.packed is not None
         if place.dim() == 3 and place.is_contiguous():
             place, first = place.flatten(0, 1), first * place.shape[1]
-        if place.dim() != 2 or place.stride(1) != 1 or place.dtype not in DTYPES or not place.is_cpu:
+        if place.dim() != 2 or place.stride(1) != 1 or place.dtype not in native.DTYPES or not place.is_cpu:
             return False
         matrix = self.packed.matrix(pieces, place.shape[1])
-        if matrix is None:
-            return False
-        if self.layout.dtype in (torch.float32, place.dtype):
-            decode_rows(matrix, first, place)
-            return True
+        if known and matrix is not None:
+            native.decode(matrix, first, place)
+        if known or matrix is None:
+            return matrix is not None
         step = max(1, BLOCK // (place.shape[1] * self.layout.dtype.itemsize))
         for begin in range(0, len(place), step):  # rounded twice, as a copy of the whole would be
             part = place[begin : begin + step]
             rounded = torch.empty(part.shape, dtype=self.layout.dtype, device="cpu")
-            decode_rows(matrix, first + begin, rounded)
+            native.decode(matrix, first + begin, rounded)
             part.copy_(rounded)
         return True
 
@@ -667,13 +664,13 @@ class Decoded(Plain):
         """The same where the packed rows are columns of the value: only all rows of the pieces."""
         rows = max(len(piece) * self.granule // per for piece, per in zip(pieces, self.per, strict=True) if per)
         is_whole = place.dim() == 2 and place.stride(1) == 1 and place.is_cpu and not first and len(place) == rows
-        if not is_whole or library() is None or place.dtype not in DTYPES:
+        if not is_whole or native.library() is None or place.dtype not in native.DTYPES:
             return False
         assert self.packed is not None
         known = self.layout.dtype in (torch.float32, place.dtype) and not self.packed.is_rounded
         matrix = self.packed.matrix(pieces, rows) if known else None
         if matrix is not None:
-            decode_turned(matrix, place)
+            native.decode_turned(matrix, place)
         return matrix is not None
 
 

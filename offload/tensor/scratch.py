@@ -16,7 +16,7 @@ from offload.torch_api import storage_id, storage_uses
 
 LEAST = 512 << 10  # smallest size in bytes
 _MOST_UNUSED = 32 << 20  # bytes of unused memory to keep
-_MOST_TIMES = 4  # most times the needed size that a reused block may have
+_MOST_TIMES = 2  # most times the needed size that a reused block may have: what is kept of it keeps all of it
 _BY_US = 2  # references to an unused storage: the tensor over all of it, and our own
 
 
@@ -30,9 +30,11 @@ class _Scratch:
     def take(self, nbytes: int) -> torch.Tensor:
         """At least `nbytes` bytes, uninitialized."""
         with self._lock:
-            for flat, storage in self._blocks:
-                if nbytes <= flat.numel() <= _MOST_TIMES * max(nbytes, LEAST) and _is_free(storage):
-                    return flat[:nbytes]
+            most = _MOST_TIMES * max(nbytes, LEAST)
+            fitting = ((flat, storage) for flat, storage in self._blocks if nbytes <= flat.numel() <= most)
+            found = min((flat for flat, storage in fitting if _is_free(storage)), key=torch.Tensor.numel, default=None)
+            if found is not None:
+                return found[:nbytes]
             flat = scratch(contiguous(torch.uint8, (max(nbytes, LEAST),)))
             if nbytes <= _MOST_UNUSED:
                 self._blocks.append((flat, flat.untyped_storage()))

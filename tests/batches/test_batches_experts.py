@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -14,12 +15,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import offload
 from offload.batches.mapping import map_batches
+from offload.prefetch import engine
 from offload.prefetch.engine import counts
 from offload.prefetch.plan import Pool
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import groups
-from offload.tensor.recipes import Joined, Piece
+from offload.tensor.recipes import Joined, Piece, stored_in
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import wrap_handle
 from tests.page_cache import needs_page_cache
@@ -210,6 +212,21 @@ def test_a_sweep_reads_the_bytes_over_the_budget_once(folder):
 
     a_block = EXPERTS * 1.5 * MIB
     assert (counts().bytes_read - before) / 3 <= 1.1 * (size - budget + a_block + 4 * MIB)
+
+
+@torch.no_grad()
+def test_batches_that_have_ended_have_no_part_of_the_window(folder):
+    """Nor do they keep the files of a model that is gone."""
+    model, batches = loaded(folder), batches_of(4)
+    values = [weakref.ref(handle) for handle in stored_in(map(handle_of, model.parameters()))]
+
+    for _ in range(3):
+        list(map_batches(model, batches, model, in_flight=2))
+
+    assert [] == [stream for stream in engine._ENGINE.streams.live if stream.lease is not None]
+    del model
+    gc.collect()
+    assert 1 >= sum(value() is not None for value in values)  # the reader notes the last one that it read
 
 
 def test_a_call_outside_batches_keeps_no_matrices(folder, monkeypatch):

@@ -14,7 +14,6 @@ from offload.checkpoints.forms import fp8
 from offload.kernels import native
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
-from offload.tensor import recipes
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import is_offloaded
@@ -62,12 +61,14 @@ def test_only_experts_with_tokens_are_decoded(way: str, tmp_path: Path, monkeypa
         decoded[weight.data_ptr()] += 1
         return decode(weight, *rest, **options)
 
+    decode_rows = native.decode
+
     def counted_rows(matrix: native.Matrix, *rest: Any) -> None:
         decoded[matrix.rows] += 1
-        native.decode(matrix, *rest)
+        decode_rows(matrix, *rest)
 
     monkeypatch.setattr(fp8, "_decode", counted)
-    monkeypatch.setattr(recipes, "decode_rows", counted_rows)
+    monkeypatch.setattr(native, "decode", counted_rows)
     model = offload.from_pretrained(tmp_path)
     model.set_experts_implementation(way)
     experts = model.model.layers[0].mlp.experts

@@ -25,12 +25,14 @@ from offload import OffloadedTensor, memory
 from offload.errors import ChangedFileError, MissingFileError
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.tensor import recipes
+from offload.tensor import recipes, scratch
 from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decoded, Piece
 from offload.tensor.views import handle_of, meta_of
 from offload.tensor.wrapper import wrap_handle
+
+MIB = 1 << 20
 
 EXPERTS, INNER, WIDTH = 4, 12, 20
 ROWS, GRANULE = 65, 10
@@ -445,6 +447,22 @@ def test_scratch_memory_is_reused_once_it_is_free(folder: Path) -> None:
     assert addresses.isdisjoint({held.untyped_storage().data_ptr(), view.untyped_storage().data_ptr()})
     assert torch.equal(plain, held)
     assert torch.equal(plain[1], view)
+
+
+def test_scratch_memory_is_the_smallest_that_fits_and_not_much_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of it keeps all of it."""
+    monkeypatch.setattr(scratch, "_SCRATCH", scratch._Scratch())
+    made = {size: scratch_of(size) for size in (8, 4, 3)}
+    del made
+    held = scratch_of(1)
+
+    assert 1 * MIB == held.untyped_storage().nbytes()
+    assert 3 * MIB == scratch_of(2).untyped_storage().nbytes()
+    assert 8 * MIB == scratch_of(5).untyped_storage().nbytes()
+
+
+def scratch_of(size: int) -> torch.Tensor:
+    return scratch.scratch_for(contiguous(torch.uint8, (size * MIB,)), torch.device("cpu"))
 
 
 def test_memory_freed_by_decoding_is_returned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
