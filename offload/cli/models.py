@@ -75,6 +75,12 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     )
     add_max_memory(command)
     command.add_argument(
+        "--device-memory",
+        type=arguments.size,
+        metavar="SIZE",
+        help="the same, on an accelerator: 20GiB (default: nothing)",
+    )
+    command.add_argument(
         "--offload-dir",
         type=arguments.path,
         metavar="FOLDER",
@@ -104,7 +110,7 @@ def add_drafts(command: argparse.ArgumentParser) -> None:
         type=_draft,
         default="auto",
         metavar="N",
-        help="tokens of a draft; auto: as many as pay (default: auto)",
+        help="tokens of a draft (default: auto, as many as pay)",
     )
 
 
@@ -288,15 +294,35 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
         disable_progress_bar()  # for loading weights: it would overwrite the line above, and no weight is loaded
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
-        names = ("dtype", "max_memory", "store", "expert_counts", "trust_remote_code")
+        names = ("dtype", "offload_dir", "store", "expert_counts", "trust_remote_code")
         chosen = {name: getattr(options, name) for name in names}
-        model = from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
+        model = from_pretrained(folder, device_map=device_map, max_memory=_budgets(options), **chosen)
         if not writes_text(model):
             raise CheckpointError(
                 f"{folder} is a {type(model).__name__}, which does not continue text: run it in Python, with "
                 f"offload.from_pretrained({str(folder)!r})"
             )
         return model
+
+
+def _budgets(options: argparse.Namespace) -> Any:
+    """How much may stay where, as `from_pretrained` is told.
+
+    Raises:
+        ArgumentError: there is no accelerator to keep something on.
+    """
+    import torch
+
+    from offload.models.device_map import existing
+
+    if options.device_memory is None:
+        return options.max_memory
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = existing(options.device or current or "cpu")
+    if device.type == "cpu":
+        raise ArgumentError("--device-memory: the model runs on the CPU; --max-memory is for main memory")
+    main = {} if options.max_memory is None else {"cpu": options.max_memory}
+    return {**main, str(device): options.device_memory}
 
 
 def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -318,7 +344,8 @@ def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[s
     if not takes_drafts:
         raise CheckpointError(f"{options.model} can't take back what it has computed, so leave out --assistant")
     folder = folder_of_model(argparse.Namespace(model=options.assistant, revision=None))
-    chosen = {**vars(options), "dtype": None, "max_memory": None, "offload_dir": None, "store": False}
+    nothing = dict.fromkeys(("dtype", "max_memory", "device_memory", "offload_dir"))
+    chosen = {**vars(options), **nothing, "store": False}
     assistant = loaded_model(folder, argparse.Namespace(**chosen))
     if options.draft is not None:
         said = assistant.generation_config

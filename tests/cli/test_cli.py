@@ -595,6 +595,19 @@ def test_invalid_values_are_a_wrong_command_line(
     assert told in captured.err
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="here models run on an accelerator")
+def test_without_an_accelerator_nothing_stays_on_one(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "llama"
+    shutil.copytree(llama_folder, folder)
+    _tokenizer(folder)
+
+    assert 1 == cli.main(["generate", str(folder), "--prompt", "w3 w5", "--device-memory", "1GiB"])
+
+    assert "--device-memory: the model runs on the CPU" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert", "cache info", "doctor"])
 def test_an_empty_path_is_not_the_current_folder(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import threading
 import time
@@ -18,10 +19,14 @@ import offload
 from offload import OffloadedTensor
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.forms.decoding import unpacked
+from offload.cli.models import add_model_options, loaded_model
 from offload.errors import ChangedFileError
 from offload.prefetch.engine import POOL
+from offload.prefetch.value import page_state_of
+from offload.tensor.views import handle_of
 from offload.tensor.wrapper import guest_of
 from tests.campaigns import amount
+from tests.checkpoints.forms import FORMS
 from tests.prefetch import delayed_device as delayed
 from tests.prefetch.delayed_device import MIB, held, on_disk, on_the_device
 
@@ -169,6 +174,23 @@ def test_a_value_that_is_larger_than_the_device_is_an_error(device: torch.device
 
     with pytest.raises(torch.OutOfMemoryError):
         guest_of(weight)
+
+
+@on_the_device
+def test_a_command_is_told_how_much_may_stay_on_the_device(device: torch.device, folder: Path) -> None:
+    FORMS["llama"].write(folder)
+    command = argparse.ArgumentParser()
+    add_model_options(command)
+    options = command.parse_args([str(folder), "--device", "delayed:0", "--device-memory", "64MiB"])
+
+    model = loaded_model(folder, options)
+
+    with torch.no_grad():
+        tokens = torch.arange(8, device=device)[None]
+        model(tokens)
+        stays = page_state_of(handle_of(model.lm_head.weight)).pool.on_devices[device]
+        assert 64 * MIB == stays.max_memory
+        assert MIB // 16 > crossing(lambda: model(tokens))
 
 
 @on_the_device
