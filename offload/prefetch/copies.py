@@ -62,8 +62,9 @@ class Copy(Value):
             return None
         stored = torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped, self.start, (self.nbytes,), (1,))
         sent = send_bytes(stored, self._device)
-        if self.kept:
-            self.sent, self.checked_until = sent, _FOREVER
+        self.sent, self.checked_until = sent, _FOREVER
+        if not self.kept:  # in this order: a plan that another thread makes meanwhile drops what it finds
+            self.let_go()
         return sent
 
     def cached_bytes(self) -> int:

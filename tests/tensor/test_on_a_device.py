@@ -21,7 +21,9 @@ from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.forms.decoding import unpacked
 from offload.cli.models import add_model_options, loaded_model
 from offload.errors import ChangedFileError
-from offload.prefetch.engine import POOL
+from offload.prefetch import copies
+from offload.prefetch.engine import POOL, replanning
+from offload.prefetch.staging import Sent
 from offload.prefetch.value import page_state_of
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import guest_of
@@ -174,6 +176,27 @@ def test_a_value_that_is_larger_than_the_device_is_an_error(device: torch.device
 
     with pytest.raises(torch.OutOfMemoryError):
         guest_of(weight)
+
+
+@on_the_device
+def test_a_value_that_a_new_plan_drops_while_it_is_sent_does_not_stay(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, send = on_disk(folder, "w", torch.ones(1 << 18)), copies.send_bytes
+
+    def send_slowly(values: torch.Tensor, target: torch.device) -> Sent:
+        pool = POOL.on_devices[device]
+        with replanning() as leaving:
+            pool.max_memory = 0
+            leaving.extend(pool.reconsider(anew=True))
+        return send(values, target)
+
+    monkeypatch.setattr(copies, "send_bytes", send_slowly)
+    with offload.set_max_memory({"delayed:0": 4 * MIB}):
+        assert guest_of(weight).cpu().eq(1).all()
+        stays = sum(copy.cached_bytes() for copy in page_state_of(handle_of(weight)).copies.values())
+
+    assert 0 == stays
 
 
 @on_the_device
