@@ -90,8 +90,9 @@ def multiply(packed: Rows, pieces: Sequence[torch.Tensor], x: torch.Tensor, coun
     out = torch.empty(len(x), count, dtype=x.dtype, device=x.device)
     most = 1 << (len(x) - 1).bit_length()
     _kernels().multiply[(-(-count // _HIGH),)](
-        out, x, len(x), *found.given, count, x.shape[1], MOST=most, HIGH=_HIGH, WIDE=_WIDE, **found.meant
-    )
+        *(out, x, len(x), *found.given, count, x.shape[1]),
+        MOST=most, HIGH=_HIGH, WIDE=_WIDE, enable_fp_fusion=True, **found.meant,
+    )  # fmt: skip
     return out
 
 
