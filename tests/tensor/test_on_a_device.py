@@ -200,7 +200,7 @@ def test_a_value_that_a_new_plan_drops_while_it_is_sent_does_not_stay(
 
 
 @on_the_device
-def test_a_command_is_told_how_much_may_stay_on_the_device(device: torch.device, folder: Path) -> None:
+def test_a_command_takes_a_budget_for_the_device(device: torch.device, folder: Path) -> None:
     FORMS["llama"].write(folder)
     command = argparse.ArgumentParser()
     add_model_options(command)
