@@ -38,6 +38,8 @@ _OTHER = 5.0  # of other forms
 _ON_META = 2.0  # cost of calling a CPU kernel, relative to the same call on the meta device
 _SHOWN, _PRINTED = 3, 2
 _QUICKER = 0.9  # of the time of a simpler way: what takes more is not offered
+_OF_DEVICE = 0.8  # of the free memory of an accelerator, for weights; the rest is for activations, and what is in use
+_MIB = 1 << 20
 _SLOW = 1.0  # seconds per token that nobody waits for
 # Of an assistant: its parameters, its bytes, and tokens per pass of the model by tokens of a draft. These are assumed:
 # they were measured with a pair of 1.8 and 0.6 billion parameters that continues code.
@@ -92,7 +94,9 @@ class Plan:
         tokens: of a batch, whose keys and values are kept.
         context_bytes: what those take.
         runs: whether there is memory for keys and values.
-        fits: whether all of the model stays in memory, in the form that it is stored in.
+        device_memory: what is free on the accelerator that computes; None on the CPU.
+        fits: whether all of the model stays in memory, that of the accelerator if there is one, in the form that it is
+            stored in.
         as_it_is: one pass per token, of the model as it is stored.
         ways: the best of the others, the quickest first.
     """
@@ -103,6 +107,7 @@ class Plan:
     computing: Computing
     tokens: int
     context_bytes: int | None
+    device_memory: int | None
     runs: bool
     fits: bool
     as_it_is: Way
@@ -119,16 +124,17 @@ class Plan:
             )
         seconds = self.as_it_is.token_seconds
         said = f"Runs here{', slowly' if seconds > _SLOW else ''}: {_in_words(seconds)} per token"
+        where = "memory" if self.device_memory is None else "the memory of the device"
         if self.fits and self.model.form in DENSE:
-            return f"{said}. It fits in memory: use plain transformers, no setting of offload makes it faster."
+            return f"{said}. It fits in {where}: use plain transformers, no setting of offload makes it faster."
         said += "".join(f"; {way.what} {_in_words(way.token_seconds)}" for way in self.ways[:1])
-        return f"{said}. It fits in memory, packed as it is." if self.fits else f"{said}."
+        return f"{said}. It fits in {where}, packed as it is." if self.fits else f"{said}."
 
     def __str__(self) -> str:
         from rich.filesize import decimal
 
         model, way = self.model, self.as_it_is
-        kept = ""
+        on_device, kept, memory = self.device_memory, "", self.budget
         if self.context_bytes is not None:
             kept = f"keys and values of {self.tokens:,} tokens take {decimal(self.context_bytes)} of it, "
         reading = f"reads {decimal(way.reads)}" if way.reads else "reads nothing"
@@ -137,11 +143,14 @@ class Plan:
             self.answer,
             f"{model.name}: {_count(model.parameters)} parameters, {decimal(model.stored)} ({model.form})",
             f"here: {decimal(self.budget)} may stay in memory, the disk reads {decimal(int(self.disk_rate))}/s",
-            f"  {kept}weights {decimal(way.stays)}",
+            f"  {kept if on_device is None else ''}weights {decimal(way.stays)}",
             f"as it is, bound by {bound}: a pass {reading}; the first takes {_in_words(way.first_seconds)}",
             *(f"  {command}" for command in way.commands),
         ]
-        if self.context_bytes and self.context_bytes >= self.budget:
+        if on_device is not None:
+            memory = on_device
+            lines.insert(4, f"the device has {decimal(memory)} free{kept and ', ' + kept.removesuffix(', ')}")
+        if self.context_bytes and self.context_bytes >= memory:
             lines += [
                 "keys and values leave no memory for the weights: shorten the context, or keep them on disk,",
                 f"which adds up to {_in_words(self.context_bytes / self.disk_rate)} of reading per step:",
@@ -217,10 +226,14 @@ def plan(
     computes_on = computing_device(device) if device is not None else torch.accelerator.current_accelerator()
     computing = computing_rates(computes_on or torch.device("cpu"))
     context_bytes = None if sizes.kv_per_token is None else sizes.kv_per_token * batch * context
-    left = max(0, budget - (context_bytes or 0))
+    on_device = None
+    if computes_on is not None and computes_on.type != "cpu":
+        on_device = int(torch.accelerator.get_memory_info(computes_on)[0])
+    left = max(0, budget - (context_bytes or 0 if on_device is None else 0))  # keys and values are where ops run
     measured = rate or _rate_of_disk(sizes.file)
-    estimate = Estimate(sizes, left, measured, computing, batch, _options(max_memory, device))
-    fits = sizes.stored <= left
+    stays = 0 if on_device is None else min(sizes.stored, int(_OF_DEVICE * (on_device - (context_bytes or 0))))
+    estimate = Estimate(sizes, left, measured, computing, batch, _options(max_memory, device, stays))
+    fits = sizes.stored <= left if on_device is None else sizes.stored <= stays
     return Plan(
         model=sizes,
         budget=budget,
@@ -228,16 +241,23 @@ def plan(
         computing=computing,
         tokens=batch * context,
         context_bytes=context_bytes,
-        runs=(context_bytes or 0) < max(available_bytes(), budget),
+        device_memory=on_device,
+        runs=(context_bytes or 0) < (max(available_bytes(), budget) if on_device is None else on_device),
         fits=fits,
         as_it_is=estimate.of("as it is", sizes, 1, (estimate.generating(sizes.name),)),
         ways=() if fits and sizes.form in DENSE else tuple(estimate.others()),
     )
 
 
-def _options(max_memory: int | float | str | None, device: torch.device | str | None) -> str:
-    """The request as options for the suggested commands, which have none for a fraction of memory."""
+def _options(max_memory: int | float | str | None, device: torch.device | str | None, stays: int) -> str:
+    """The request as options for the suggested commands, which have none for a fraction of memory.
+
+    Args:
+        stays: bytes of weights that may stay on an accelerator.
+    """
     options = {"--max-memory": None if isinstance(max_memory, float) else max_memory, "--device": device}
+    if stays >= _MIB:
+        options["--device-memory"] = f"{-(-stays // _MIB)}MiB"
     return "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items() if value is not None)
 
 

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+)
 
 import offload
 from offload import cli
@@ -20,6 +27,7 @@ from offload.planning.estimate import Estimate
 from offload.planning.machine import Computing, Disk
 from offload.planning.sizes import ModelSizes, sizes_of
 from tests.checkpoints.forms import FORMS
+from tests.prefetch.delayed_device import on_the_device
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -212,6 +220,28 @@ def test_the_commands_of_a_plan_have_the_options_that_it_was_made_with(saved: An
     assert run
     assert all(" --max-memory 1MiB --device cpu" in command for command in run)
     assert f'offload generate {folder} --prompt "..."' == plain.as_it_is.commands[0]
+
+
+@on_the_device
+def test_a_plan_for_an_accelerator_is_about_its_memory(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Computing(streams=1e10, multiplies=1e12, casts=1e9)
+    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _: rates)
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 20_000})).save_pretrained(folder)
+    stored = sizes_of(folder).stored
+
+    def planned(free: int) -> Any:
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (free, 2 * free))
+        return offload.plan(folder, device=device, disk_rate="1GB", context=1)
+
+    fits, does_not = planned(2 * stored), planned(stored)
+
+    assert (True, False) == (fits.fits, does_not.fits)
+    assert "It fits in the memory of the device: use plain transformers" in str(fits)
+    assert f"--device {device} --device-memory " in does_not.as_it_is.commands[0]
+    assert does_not.as_it_is.stays > 0  # in main memory
+    assert "\nthe device has " in str(does_not)
 
 
 @pytest.mark.usefixtures("machine")

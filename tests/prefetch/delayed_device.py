@@ -57,7 +57,6 @@ def register(library: Path) -> torch.device:
     torch.utils.rename_privateuse1_backend("delayed")
     module: Any = ModuleType("torch.delayed")
     module.Stream, module.Event = torch.Stream, torch.Event
-    module.stream = lambda stream: stream  # a stream is a context itself
     module.current_stream = torch.accelerator.current_stream
     module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
     torch._register_device_module("delayed", module)  # torch's own function for a backend's module
