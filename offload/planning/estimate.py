@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -57,10 +58,11 @@ class Way:
         stored: size of its files in bytes.
         stays: bytes of these that stay in memory.
         reads: bytes read per pass.
+        sends: bytes that cross the bus to an accelerator per pass.
         tokens: per pass.
         pass_seconds: per pass.
         first_seconds: for the first pass, with nothing in memory.
-        is_read_bound: whether reading takes longer than computing.
+        bound: what takes longest: "reading", "sending" or "computing".
         commands: shell commands for it.
         drafted: tokens of a draft; 0 without an assistant.
     """
@@ -69,10 +71,11 @@ class Way:
     stored: int
     stays: int
     reads: int
+    sends: int
     tokens: int
     pass_seconds: float
     first_seconds: float
-    is_read_bound: bool
+    bound: str
     commands: tuple[str, ...]
     drafted: int = 0
 
@@ -138,13 +141,13 @@ class Plan:
         if self.context_bytes is not None:
             kept = f"keys and values of {self.tokens:,} tokens take {decimal(self.context_bytes)} of it, "
         reading = f"reads {decimal(way.reads)}" if way.reads else "reads nothing"
-        bound = "reading" if way.is_read_bound else "computing"
+        reading += f" and sends {decimal(way.sends)}" if way.sends else ""
         lines = [
             self.answer,
             f"{model.name}: {_count(model.parameters)} parameters, {decimal(model.stored)} ({model.form})",
             f"here: {decimal(self.budget)} may stay in memory, the disk reads {decimal(int(self.disk_rate))}/s",
             f"  {kept if on_device is None else ''}weights {decimal(way.stays)}",
-            f"as it is, bound by {bound}: a pass {reading}; the first takes {_in_words(way.first_seconds)}",
+            f"as it is, bound by {way.bound}: a pass {reading}; the first takes {_in_words(way.first_seconds)}",
             *(f"  {command}" for command in way.commands),
         ]
         if on_device is not None:
@@ -231,9 +234,10 @@ def plan(
         on_device = int(torch.accelerator.get_memory_info(computes_on)[0])
     left = max(0, budget - (context_bytes or 0 if on_device is None else 0))  # keys and values are where ops run
     measured = rate or _rate_of_disk(sizes.file)
-    stays = 0 if on_device is None else min(sizes.stored, int(_OF_DEVICE * (on_device - (context_bytes or 0))))
-    estimate = Estimate(sizes, left, measured, computing, batch, _options(max_memory, device, stays))
-    fits = sizes.stored <= left if on_device is None else sizes.stored <= stays
+    stays = None if on_device is None else max(0, int(_OF_DEVICE * (on_device - (context_bytes or 0))))
+    options = _options(max_memory, device, min(stays or 0, sizes.stored))
+    estimate = Estimate(sizes, left, measured, computing, batch, options, stays)
+    fits = sizes.stored <= (left if stays is None else stays)
     return Plan(
         model=sizes,
         budget=budget,
@@ -292,7 +296,11 @@ def _rate_of_disk(file: Path | None) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimates the time of passes on a machine."""
+    """Estimates the time of passes on a machine.
+
+    Attributes:
+        on_device: bytes of weights that stay on an accelerator; None on the CPU.
+    """
 
     sizes: ModelSizes
     budget: int
@@ -300,6 +308,7 @@ class Estimate:
     computing: Computing
     batch: int
     options: str = ""
+    on_device: int | None = None
 
     def generating(self, name: str) -> str:
         """The command for one request, or for a model that does not continue text, how to load it in Python."""
@@ -313,16 +322,20 @@ class Estimate:
         needed = sizes.needed(tokens)
         stays = min(self.budget, sizes.stored - sizes.rows)
         reads = int(needed * (1 - stays / max(sizes.stored - sizes.rows, 1)))
-        reading, computing = reads / self.disk_rate, self._computing(sizes, tokens, in_flight)
+        sends = 0 if self.on_device is None else int(needed * (1 - min(1.0, self.on_device / sizes.stored)))
+        computing, rate = self._computing(sizes, tokens, in_flight), self.computing.sends or math.inf
+        taken = {"reading": reads / self.disk_rate, "sending": sends / rate, "computing": computing}
+        bound = max(reversed(taken), key=taken.__getitem__)
         return Way(
             what=what,
             stored=sizes.stored,
             stays=stays,
             reads=reads,
+            sends=sends,
             tokens=tokens,
-            pass_seconds=max(reading, computing),
-            first_seconds=max(needed / self.disk_rate, computing),
-            is_read_bound=reading > computing,
+            pass_seconds=taken[bound],
+            first_seconds=max(needed / self.disk_rate, needed / rate, computing),
+            bound=bound,
             commands=commands,
         )
 

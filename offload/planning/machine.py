@@ -30,6 +30,7 @@ from offload.kernels.native import description, library, most_rows, multiply
 from offload.kernels.packed import BLOCKS, GgufRows
 from offload.memory import available_bytes, cgroup_room, total_bytes
 from offload.prefetch.plan import Pool
+from offload.prefetch.staging import send
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, owned
 from offload.storage.replacing import remove, temporary_for
@@ -132,6 +133,7 @@ class Computing:
             were not built, and on accelerators.
         slows: how many times as long the kernels take with `_MANY` rows.
         fused_rows: up to how many rows they multiply; with more, weights are decoded first.
+        sends: bytes per second from main memory to an accelerator; None on the CPU.
     """
 
     streams: float
@@ -140,6 +142,7 @@ class Computing:
     unpacks: tuple[float, float] | None = None
     slows: float = 1.0
     fused_rows: int = 0
+    sends: float | None = None
 
     def unpacking(self, numbers: float, rate: float, rows: int) -> float:
         """Seconds that packed numbers take that go through the processor at `rate` with one row of activations."""
@@ -148,6 +151,7 @@ class Computing:
 
 
 _MANY = 8  # rows of activations
+_SENT = 64 << 20  # bytes, to measure a bus
 _ENOUGH = 0.25  # seconds to measure something for
 
 
@@ -171,6 +175,10 @@ def computing_rates(device: torch.device) -> Computing:
     if device.type == "cpu" and library() is not None:
         rates = (_unpacking_rate("Q8_0", one), _unpacking_rate("Q4_K", one))
         slows, fused_rows = rates[1] / _unpacking_rate("Q4_K", many[:_MANY]), most_rows(dtype, in_integers=True)
+    sends = None
+    if device.type != "cpu":
+        values = torch.zeros(_SENT, dtype=torch.uint8, device="cpu")
+        sends = _SENT / _seconds(lambda: send(values, device), device)
     return Computing(
         streams=weight.nbytes / streaming,
         multiplies=2 * len(many) * weight.numel() / multiplying,
@@ -178,6 +186,7 @@ def computing_rates(device: torch.device) -> Computing:
         unpacks=rates,
         slows=slows,
         fused_rows=fused_rows,
+        sends=sends,
     )
 
 

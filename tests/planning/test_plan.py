@@ -150,7 +150,7 @@ def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(saved: Any)
     quick = offload.plan(folder, max_memory=budget, disk_rate="1GB", context=64).as_it_is
 
     assert reads == pytest.approx(slow.reads, rel=1e-6) == quick.reads
-    assert (True, False) == (slow.is_read_bound, quick.is_read_bound)
+    assert ("reading", "computing") == (slow.bound, quick.bound)
     assert slow.reads / 1000 == pytest.approx(slow.token_seconds)
     assert whole / MB == pytest.approx(quick.token_seconds, rel=0.01)  # and kernel calls
     assert sizes.dispatch > 0
@@ -226,7 +226,7 @@ def test_the_commands_of_a_plan_have_the_options_that_it_was_made_with(saved: An
 def test_a_plan_for_an_accelerator_is_about_its_memory(
     device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = Computing(streams=1e10, multiplies=1e12, casts=1e9)
+    rates = Computing(streams=1e10, multiplies=1e12, casts=1e9, sends=1e6)
     monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _: rates)
     LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 20_000})).save_pretrained(folder)
     stored = sizes_of(folder).stored
@@ -236,11 +236,15 @@ def test_a_plan_for_an_accelerator_is_about_its_memory(
         return offload.plan(folder, device=device, disk_rate="1GB", context=1)
 
     fits, does_not = planned(2 * stored), planned(stored)
+    context = fits.context_bytes
 
     assert (True, False) == (fits.fits, does_not.fits)
     assert "It fits in the memory of the device: use plain transformers" in str(fits)
     assert f"--device {device} --device-memory " in does_not.as_it_is.commands[0]
-    assert does_not.as_it_is.stays > 0  # in main memory
+    assert (0, "computing") == (fits.as_it_is.sends, fits.as_it_is.bound)
+    assert does_not.as_it_is.sends == int(does_not.model.needed(1) * (1 - int(0.8 * (stored - context)) / stored))
+    assert does_not.as_it_is.pass_seconds == does_not.as_it_is.sends / 1e6
+    assert "bound by sending: a pass reads nothing and sends " in str(does_not)
     assert "\nthe device has " in str(does_not)
 
 
