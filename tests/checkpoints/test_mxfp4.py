@@ -14,7 +14,6 @@ from offload import OffloadedTensor
 from offload.checkpoints.forms.decoding import unpacked
 from offload.errors import CheckpointError
 from offload.kernels import native
-from offload.tensor import recipes
 from tests.checkpoints.forms import FORMS
 
 CONFIG = {"quant_method": "mxfp4"}
@@ -74,12 +73,13 @@ def test_a_part_is_that_of_the_whole(cut: Any, tmp_path: Path) -> None:
 def test_a_whole_expert_is_decoded_by_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, found = _both(tmp_path, torch.float32)
     made: list[torch.Size] = []
+    decode_turned = native.decode_turned
 
     def note(matrix: Any, place: torch.Tensor) -> None:
         made.append(place.shape)
-        native.decode_turned(matrix, place)
+        decode_turned(matrix, place)
 
-    monkeypatch.setattr(recipes, "decode_turned", note)
+    monkeypatch.setattr(native, "decode_turned", note)
 
     assert torch.equal(expected[2], offload.materialize(found[2]))
     assert [(BLOCKS * 32, OUTPUTS)] == made
