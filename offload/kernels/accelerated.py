@@ -33,6 +33,7 @@ _SCALES = {  # and how they are read
     torch.bfloat16: "bfloat16",
     torch.uint8: "exponent",
 }
+_ROLES = (("numbers", "scales"), ("numbers", "scales", "nested_scales", "nested_numbers"))
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HIGH, _WIDE = 4, 256  # of the tiles that a program decodes at a time
 _NO_TABLE = (0.0,) * 16
@@ -78,7 +79,7 @@ def takes(packed: Packed | None, dtype: torch.dtype) -> bool:
         return False
     if packed.is_rounded:
         return False
-    return isinstance(packed, GgufRows) or (packed.roles == ("numbers", "scales") and packed.last == 1.0)
+    return isinstance(packed, GgufRows) or packed.roles in _ROLES
 
 
 def multiply(packed: Rows, pieces: Sequence[torch.Tensor], x: torch.Tensor, count: int) -> torch.Tensor | None:
@@ -132,7 +133,7 @@ class _Layout:
     Attributes:
         rows: that are packed.
         given: the numbers, their step, rows per head, scales, the width of their grid, rows and columns that share one,
-            and the table.
+            the table; scales of the scales, their numbers, how many share one, and what is added; the last factor.
         meant: what they mean.
     """
 
@@ -159,7 +160,9 @@ def _layout(packed: Rows, pieces: Sequence[torch.Tensor], columns: int) -> _Layo
             return None
         meant["IN_BLOCKS"], meant["IN_HEADS"] = True, packed.heads > 0
         table = _table(_NO_TABLE, device)
-        return _Layout(rows, (numbers, numbers.stride(0), packed.heads, table, 1, 1, 1, table), meant)
+        return _Layout(
+            rows, (numbers, numbers.stride(0), packed.heads, table, 1, 1, 1, table, *_not_nested(table)), meant
+        )
     scales = pieces[1]
     group, high = packed.group or columns, packed.rows_per_scale or rows
     if scales.numel() == 1:
@@ -170,9 +173,23 @@ def _layout(packed: Rows, pieces: Sequence[torch.Tensor], columns: int) -> _Layo
         return None
     if scales.dtype == torch.bfloat16:
         found = found.view(torch.int16)
-    meant["SCALES"] = _SCALES[scales.dtype]
     table = _table(packed.table, device)
-    return _Layout(rows, (numbers, numbers.stride(0), 0, found, found.stride(0), high, group, table), meant)
+    meant["SCALES"], nested = _SCALES[scales.dtype], _not_nested(table, packed.last)
+    if len(pieces) > 2:
+        outer, inner = pieces[2:]
+        are_floats = all(one.dtype == torch.float32 and one.is_contiguous() for one in (outer, inner))
+        fits = found.is_contiguous() and outer.numel() * packed.nested_block >= found.numel() and inner.numel() >= 256
+        if not are_floats or not fits or scales.dtype != torch.uint8:
+            return None
+        meant["SCALES"] = "nested"
+        nested = (outer, inner, packed.nested_block, packed.nested_offset, packed.last)
+    given = (numbers, numbers.stride(0), 0, found, found.stride(0), high, group, table, *nested)
+    return _Layout(rows, given, meant)
+
+
+def _not_nested(table: torch.Tensor, last: float = 1.0) -> tuple[Any, ...]:
+    """The same for scales that are not packed, too."""
+    return table, table, 1, 0.0, last
 
 
 @lru_cache(maxsize=16)

@@ -71,7 +71,7 @@ def _in_blocks(numbers, start, column, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _with_scales(
-    numbers, start, scales, across, high, group, table, row, column, inside,
+    numbers, start, scales, across, high, group, table, outer, inner, nested, offset, last, row, column, inside,
     KIND: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """A tile of the dense value of rows whose scales are stored elsewhere, in float32."""
@@ -91,18 +91,21 @@ def _with_scales(
         byte = _byte(numbers, start + column // 2, inside)
         is_high = column % 2 == (1 if KIND == "halves_low" else 0)
         number = tl.load(table + tl.where(is_high, byte >> 4, byte & 15))
-    scale = tl.load(scales + row // high * across + column // group, mask=inside, other=0)
+    place = row // high * across + column // group
+    scale = tl.load(scales + place, mask=inside, other=0)
     if SCALES == "bfloat16":  # given as integers: the interpreter takes subnormal numbers of bfloat16 for zero
         scale = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif SCALES == "exponent":  # of 2, plus 127
         exponent = scale.to(tl.int32)
         scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
-    return number * scale.to(tl.float32)
+    elif SCALES == "nested":  # a number of a table, with a scale and an offset
+        scale = tl.load(inner + scale.to(tl.int32)) * tl.load(outer + place // nested, mask=inside, other=0) + offset
+    return number * scale.to(tl.float32) * last
 
 
 @triton.jit
 def _dense(
-    numbers, step, heads, scales, across, high, group, table, row, column, inside,
+    numbers, step, heads, scales, across, high, group, table, outer, inner, nested, offset, last, row, column, inside,
     KIND: tl.constexpr, IN_BLOCKS: tl.constexpr, SCALES: tl.constexpr, IN_HEADS: tl.constexpr,
 ):  # fmt: skip
     """A tile of the dense value, in float32; zero outside."""
@@ -114,13 +117,17 @@ def _dense(
     if IN_BLOCKS:
         found = _in_blocks(numbers, start, column, inside, KIND)
     else:
-        found = _with_scales(numbers, start, scales, across, high, group, table, row, column, inside, KIND, SCALES)
+        found = _with_scales(
+            numbers, start, scales, across, high, group, table, outer, inner, nested, offset, last,
+            row, column, inside, KIND, SCALES,
+        )  # fmt: skip
     return tl.where(inside, found, 0.0)
 
 
 @triton.jit
 def multiply(
-    out, x, count, numbers, step, heads, scales, across, high, group, table, rows, columns,
+    out, x, count,
+    numbers, step, heads, scales, across, high, group, table, outer, inner, nested, offset, last, rows, columns,
     MOST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     KIND: tl.constexpr, IN_BLOCKS: tl.constexpr, SCALES: tl.constexpr, IN_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +140,7 @@ def multiply(
         column = (begin + tl.arange(0, WIDE))[None, :]
         inside = (row < rows) & (column < columns)
         dense = _dense(
-            numbers, step, heads, scales, across, high, group, table,
+            numbers, step, heads, scales, across, high, group, table, outer, inner, nested, offset, last,
             row, column, inside, KIND, IN_BLOCKS, SCALES, IN_HEADS,
         )  # fmt: skip
         given = tl.load(x + one * columns + column, mask=(one < count) & (column < columns), other=0.0).to(tl.float32)
@@ -145,7 +152,8 @@ def multiply(
 
 @triton.jit
 def decode(
-    out, out_step, out_wide, begin, numbers, step, heads, scales, across, high, group, table, rows, columns,
+    out, out_step, out_wide, begin,
+    numbers, step, heads, scales, across, high, group, table, outer, inner, nested, offset, last, rows, columns,
     HIGH: tl.constexpr, WIDE: tl.constexpr,
     KIND: tl.constexpr, IN_BLOCKS: tl.constexpr, SCALES: tl.constexpr, IN_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +162,7 @@ def decode(
     column = (tl.program_id(1) * WIDE + tl.arange(0, WIDE))[None, :]
     inside = (place < rows) & (column < columns)
     found = _dense(
-        numbers, step, heads, scales, across, high, group, table,
+        numbers, step, heads, scales, across, high, group, table, outer, inner, nested, offset, last,
         begin + place, column, inside, KIND, IN_BLOCKS, SCALES, IN_HEADS,
     )  # fmt: skip
     tl.store(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 import offload
 from bench import gpu
 from offload.checkpoints.forms import mxfp4
-from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _decode_4_bits
+from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _ONE_OF_127, _decode_4_bits, _decode_8_bits
 from offload.checkpoints.forms.fp8 import _decode
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
 from offload.kernels import accelerated
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 
 LEVELS = tuple(number - 8.0 for number in range(16))
 ROWS, COLUMNS = 80, 160  # no whole tiles
+_NESTED = ("numbers", "scales", "nested_scales", "nested_numbers")
 BLOCK_KINDS = {"Q4_0": 18, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # and the bytes of a block
 
 
@@ -89,6 +91,12 @@ FORMS: dict[str, tuple[NumberRows, Callable[..., torch.Tensor], tuple[int, int],
         lambda numbers, scales: scaled(numbers.view(torch.int8).float(), scales.float(), 1, 32),
         (ROWS, COLUMNS),
         (ROWS, COLUMNS // 32),
+    ),
+    "8-bit integers of bitsandbytes": (
+        NumberRows("signed_bytes", last=_ONE_OF_127),
+        lambda numbers, scales: _decode_8_bits(numbers.view(torch.int8), scales),
+        (ROWS, COLUMNS),
+        (ROWS, 1),
     ),
     "8-bit integers around 128": (
         NumberRows("centred_bytes", group=0),
@@ -181,10 +189,19 @@ def blocks_that_run_across_rows_are_decoded() -> None:
 
     assert accelerated._decode(packed, [numbers, scales], 0, place)
 
-    given = {"numbers": _NUMBERS["nf4"], "columns": 128, "block": 64, "scales_block": None, "offset": 0.0}
-    expected = _decode_4_bits(numbers, scales, **given)
+    given = {"numbers": _NUMBERS["nf4"], "columns": 128, "block": 64}
+    expected = _decode_4_bits(numbers, scales, scales_block=None, offset=0.0, **given)
     assert torch.equal(expected.isnan(), place.isnan())
     assert torch.equal(bits_of(expected.nan_to_num(0)), bits_of(place.nan_to_num(0)))
+
+    packed = replace(packed, roles=_NESTED, nested_block=32, nested_offset=0.125)
+    nested = [bits(1, 128).flatten(), torch.tensor([0.5, 1e-40, 3e38, -0.25]), torch.randn(256)]
+
+    assert accelerated._decode(packed, [numbers, *nested], 0, place)
+
+    expected = _decode_4_bits(numbers, *nested, scales_block=32, offset=0.125, **given)
+    assert torch.equal(bits_of(expected), bits_of(place))
+    assert not accelerated._decode(packed, [numbers, nested[0], nested[1][:3], nested[2]], 0, place)
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
