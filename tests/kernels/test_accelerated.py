@@ -8,6 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -306,6 +307,43 @@ def on_the_stand_in(library: Path) -> tuple[torch.device, list[str]]:
 
     accelerated.is_there, accelerated.multiply, accelerated._decode = lambda _: True, multiply, decode
     return device, used
+
+
+COMPILED = [  # a kind, how its scales are read, and their type
+    *(("e4m3", *scales) for scales in (("float", "*fp32"), ("bfloat16", "*i16"), ("exponent", "*u8"))),
+    ("halves_low", "float", "*fp16"),
+    ("halves_high", "nested", "*u8"),
+    ("signed_bytes", "float", "*fp32"),
+    ("centred_bytes", "bfloat16", "*i16"),
+    *((kind, "float", "*fp32") for kind in BLOCK_KINDS),
+]
+
+
+@pytest.mark.parametrize(("kind", "scales", "type_of_scales"), COMPILED)
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(
+    kind: str, scales: str, type_of_scales: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For compute capability 8.0; and what decodes fuses no product with a sum, which would round otherwise."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from offload.kernels import triton_rows
+
+    meant = {"KIND": kind, "IN_BLOCKS": kind in BLOCK_KINDS, "SCALES": scales, "IN_HEADS": kind in BLOCK_KINDS}
+    tiles = {"MOST": 2, "HIGH": accelerated._HIGH, "WIDE": accelerated._WIDE}
+    pointers = {"out": "*bf16", "x": "*bf16", "numbers": "*u8", "scales": type_of_scales}
+    types = {**pointers, **dict.fromkeys(("table", "outer", "inner"), "*fp32"), "offset": "fp32", "last": "fp32"}
+
+    def code_of(function: Any, *, is_fused: bool) -> str:
+        constants = {name: value for name, value in {**meant, **tiles}.items() if name in function.arg_names}
+        signature = {name: types.get(name, "i32") for name in function.arg_names}
+        signature |= dict.fromkeys(constants, "constexpr")
+        source, target = ASTSource(function, signature, constants), GPUTarget("cuda", 80, 32)
+        return str(compile(source, target, options={"enable_fp_fusion": is_fused}).asm["ptx"])
+
+    assert "fma.rn.f32" in code_of(triton_rows.multiply, is_fused=True)
+    assert "fma.rn" not in code_of(triton_rows.decode, is_fused=False)
 
 
 def test_pieces_of_other_sizes_are_not_taken() -> None:
