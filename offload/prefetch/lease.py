@@ -90,13 +90,12 @@ class Lease:
         self._has_ended = True
         self.move_on()
         with dropping_after(self._streams.reader.lock) as leaving:
-            self._stream.give_up()
+            self._streams.part_with(self._stream)
             while self._users:
                 pool, users = next(iter(self._users.items()))
                 pool.users = [one for one in pool.users if one is not users]
                 leaving.extend(pool.reconsider(anew=True))
                 del self._users[pool]
-            self._streams.part_with(self._stream)
             self._blocks = ()
 
     def result(self, key: Hashable) -> torch.Tensor | None:

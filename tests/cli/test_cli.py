@@ -595,15 +595,18 @@ def test_invalid_values_are_a_wrong_command_line(
     assert told in captured.err
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="here models run on an accelerator")
-def test_without_an_accelerator_nothing_stays_on_one(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "llama"
+@pytest.fixture
+def with_words(llama_folder: Path, tmp_path: Path) -> Path:
+    """A model with a tokenizer."""
+    folder = tmp_path / "model"
     shutil.copytree(llama_folder, folder)
     _tokenizer(folder)
+    return folder
 
-    assert 1 == cli.main(["generate", str(folder), "--prompt", "w3 w5", "--device-memory", "1GiB"])
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="here models run on an accelerator")
+def test_without_an_accelerator_nothing_stays_on_one(with_words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 == cli.main(["generate", str(with_words), "--prompt", "w3 w5", "--device-memory", "1GiB"])
 
     assert "--device-memory: the model runs on the CPU" in capsys.readouterr().err
 
@@ -616,14 +619,8 @@ def test_an_empty_path_is_not_the_current_folder(command: str, capsys: pytest.Ca
     assert "'' is not a path" in capsys.readouterr().err
 
 
-def test_a_prompt_without_tokens_is_an_error(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(llama_folder, folder)
-    _tokenizer(folder)
-
-    assert 1 == cli.main(["generate", str(folder), "--prompt", ""])
+def test_a_prompt_without_tokens_is_an_error(with_words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 == cli.main(["generate", str(with_words), "--prompt", ""])
 
     assert "offload: the prompt '' has no tokens for this model" in capsys.readouterr().err
 

@@ -119,7 +119,10 @@ def test_a_kernel_decodes_to_the_bits_of_the_decoder(name: str, dtype: torch.dty
     for rows in (1, 5, 16):
         x = torch.randn(rows, dense.shape[1]).to(dtype)
         product = accelerated.multiply(packed, on_device, x.to(device), len(dense))
+        alone = accelerated.multiply(packed, on_device, x[-1:].to(device), len(dense))
         assert product is not None
+        assert alone is not None
+        assert torch.equal(product[-1:].nan_to_num(), alone.nan_to_num())
         if torch.equal(usual, dense):  # no infinities
             truth = x.double() @ expected.double().T
             limit = (x.abs().double() @ expected.abs().double().T) * (2.0**-20 + torch.finfo(dtype).eps)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import random
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,14 +54,6 @@ def crossing(act: Callable[[], object]) -> int:
     act()
     torch.accelerator.synchronize()
     return int(delayed.ops.sent() - before)
-
-
-def until(fact: Callable[[], bool]) -> bool:
-    """Whether something becomes true; a minute is long enough."""
-    ends = time.monotonic() + 60
-    while not fact() and time.monotonic() < ends:
-        time.sleep(0.005)
-    return fact()
 
 
 @on_the_device
@@ -118,13 +109,17 @@ def test_the_next_pieces_are_on_their_way_while_an_op_computes(device: torch.dev
     weights = [on_disk(folder, f"w{number}", torch.full((1 << 18,), float(number))) for number in range(2)]
     outs = [torch.zeros(1 << 18, device=device) for _ in weights]
     torch.accelerator.synchronize()
+    guest_of(weights[0])  # there is a copy stream
+    torch.accelerator.synchronize()
     before = delayed.ops.sent()
-    go_on = held(torch.accelerator.current_stream())
+    go_on, send_on = held(torch.accelerator.current_stream()), held(delayed.side_of(device))
 
     for weight, out in zip(weights, outs, strict=True):
         out.copy_(guest_of(weight))
 
-    assert until(lambda: delayed.ops.sent() - before == 2 * MIB)
+    assert 2 * MIB == delayed.ops.sent() - before  # issued
+    send_on()
+    delayed.side_of(device).synchronize()  # it ends
     go_on()
     assert all(out.cpu().eq(number).all() for number, out in enumerate(outs))
 
