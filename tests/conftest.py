@@ -52,8 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted((item for item in items if not left_out(item)), key=_seconds, reverse=True)
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: garbage collections, for which many tests ask, need not look at it each time."""
+@pytest.fixture(autouse=True, scope="module")
+def known_objects_stay() -> None:
+    """What was imported or made before stays: garbage collections, for which many tests ask, do not look at it."""
     gc.collect()
     gc.freeze()
 

@@ -22,6 +22,7 @@ from typing import Any
 from tests.fork_server import ROOT, ForkServer
 
 _OWN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+_OF_THIS_PROCESS = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}  # an address, set as torch._inductor is imported
 _SERVERS: dict[int, ForkServer] = {}  # by the process that uses it
 
 
@@ -50,7 +51,7 @@ def run_script(
             a fork copies.
     """
     words, code = [*map(str, args)], textwrap.dedent(code)
-    environment = {**os.environ, **_OWN, **(env or {})}
+    environment = {**_environment(), **(env or {})}
     if fresh or shell or not fork_server().fits(environment):
         python = [sys.executable, "-c", code, *words]
         command = ["sh", "-c", f'{shell} && exec "$@"', "sh", *python] if shell else python
@@ -83,7 +84,7 @@ def run_module(
         limit: seconds until it is killed, and the test fails.
     """
     words = [*map(str, args)]
-    environment = {**os.environ, **_OWN, **(env or {})}
+    environment = {**_environment(), **(env or {})}
     if fork_server().fits(environment):
         job: dict[str, Any] = {"module": name, "argv": [name, *words], "cwd": str(cwd), "env": environment}
         return fork_server().run(job, limit, given)
@@ -96,9 +97,15 @@ def fork_server() -> ForkServer:
     """The server of this process, which begins when it is first needed."""
     server = _SERVERS.get(os.getpid())
     if server is None or not server.runs:
-        server = _SERVERS[os.getpid()] = ForkServer({**os.environ, **_OWN})
+        server = _SERVERS[os.getpid()] = ForkServer(_environment())
         atexit.register(server.close)
     return server
+
+
+def _environment() -> dict[str, str]:
+    """That of new processes."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_THIS_PROCESS}
+    return {**inherited, **_OWN}
 
 
 def forked(act: Callable[[], object]) -> int:

@@ -13,6 +13,7 @@ from bench import gpu
 from tests.processes import run_module
 
 
+@pytest.mark.slow(45)
 def test_everything_for_an_accelerator_goes_through_on_the_stand_in(
     tmp_path: Path, delayed_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,11 +244,14 @@ def doubled(tree: object, make: Callable[[Any], tuple[object, object]]) -> tuple
 
 
 def samples_of(op: OpInfo, dtype: torch.dtype, *, requires_grad: bool) -> list[Sample]:
-    """All samples in the database, the same each time."""
+    """All samples in the database, the same each time.
+
+    Not by `op.sample_inputs`, which looks through all frames and modules for a test that it is called by.
+    """
     seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = op.sample_inputs("cpu", dtype, requires_grad=requires_grad, set_seed=False)
+        found = op.sample_inputs_func(op, "cpu", dtype, requires_grad)
         return [
             Sample(place, sample.input, list(sample.args), dict(sample.kwargs)) for place, sample in enumerate(found)
         ]

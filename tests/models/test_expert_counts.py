@@ -25,9 +25,10 @@ WORDS = torch.arange(3)[None]
 Uses = dict[tuple[str, int, int], float]
 
 
-@pytest.fixture(params=["dense", "fp8"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.fixture(params=["dense", "fp8"], scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts, which lie apart in its checkpoint."""
+    tmp_path = tmp_path_factory.mktemp("mixture")
     sizes = {"hidden_size": 256, "moe_intermediate_size": 384, "num_experts": 8}
     made = tiny_checkpoint(tmp_path / "dense", "qwen3_moe", **sizes, max_shard_size="1MB")
     if request.param == "fp8":
