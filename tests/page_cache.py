@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from bench.memory_cap import memory_cap
 from offload import TensorCache
+from offload.storage.direct import can_be_read
 from offload.storage.file import TensorFile
 from offload.storage.pages import Range
 
@@ -32,6 +33,13 @@ def _can_be_dropped() -> bool:
         return probe.cached_bytes() < entry.layout.nbytes // 2
 
 
+def _can_be_read_past() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "probe.safetensors"
+        save_file({"w": torch.zeros(1 << 10)}, path)
+        return can_be_read(TensorFile.open(path))
+
+
 def _why_no_memory_cap() -> str:
     """The reason why this process can make no memory cgroup; empty if it can."""
     try:
@@ -46,6 +54,7 @@ needs_memory_cap = pytest.mark.skipif(bool(_NO_CAP), reason=_NO_CAP)
 needs_page_cache = pytest.mark.skipif(
     not _can_be_dropped(), reason="cached files can't be dropped here (a temporary folder in memory)"
 )
+needs_direct_reads = pytest.mark.skipif(not _can_be_read_past(), reason="this file system has no direct reads")
 
 
 def made_hot(cache: TensorCache) -> None:

@@ -26,9 +26,14 @@ _log = logging.getLogger("offload.batches")
 class Gathering:
     """The acts that wait for others at a stage."""
 
-    def __init__(self, compute_next: Callable[[], bool]) -> None:
-        """`compute_next` computes the stage for the next batch; False if there is none."""
-        self._compute_next = compute_next
+    def __init__(self, compute_next: Callable[[], bool], are_others_due: Callable[[], bool]) -> None:
+        """Acts at a stage.
+
+        Args:
+            compute_next: computes the stage for the next batch; False if there is none.
+            are_others_due: whether the stage is still to be computed for other batches.
+        """
+        self._compute_next, self._are_others_due = compute_next, are_others_due
         self._waiting: list[_Waiting] = []
 
     def __call__(self, act: Act) -> torch.Tensor | None:
@@ -50,10 +55,12 @@ class Gathering:
         return len(sizes) < _MOST and sum(sizes) + nbytes <= _BYTES
 
     def _compute(self, together: list[_Waiting]) -> None:
+        are_last = not self._are_others_due()
         if len(together) == 1:
+            together[0].act.is_last = are_last
             return
         try:
-            found = Act.together([one.act for one in together])
+            found = Act.together([one.act for one in together], are_last=are_last)
         except Exception as error:  # each has its own
             _log.debug("%d batches compute their experts apart: %s", len(together), error)
             return

@@ -62,6 +62,7 @@ class Call:
         number: of the batch.
         place: where it waits; None before it has started, and after it has ended.
         has_ended: whether there is a result or an error.
+        is_computing: whether the iterating thread is inside of its stage.
         thread: its thread.
         waiting_bytes: memory of its tensors while it waits.
         made: if waiting tensors go to disk: those that its last stage has created and nothing else refers to.
@@ -88,6 +89,7 @@ class Call:
         self._first, self._settings = settings, settings
         self._spilled: Spilled | None = None
         self._delegated: DelegatedCall | None = None
+        self.is_computing = False
         self._is_stopped = self._was_told = False
         # One C call each, which an interrupt can't split.
         self._turn: SimpleQueue[None] = SimpleQueue()
@@ -163,8 +165,12 @@ class Call:
     def _run_delegated(self) -> None:
         delegated, self._delegated = self._delegated, None
         if delegated is not None:
-            with self.scheduler.lease.joined(), gathered_by(self.scheduler.gathering):
-                delegated.run(None if self._spilled is None else self._spilled.bring_back)
+            self.is_computing = True
+            try:
+                with self.scheduler.lease.joined(), gathered_by(self.scheduler.gathering):
+                    delegated.run(None if self._spilled is None else self._spilled.bring_back)
+            finally:
+                self.is_computing = False
 
     def announce(self) -> None:
         """Its turn is near: read ahead what it has on disk."""
@@ -249,7 +255,7 @@ class Scheduler:
         self._places = 2 * max(len(stages), 1)
         self._at = 0
         self._calls: list[Call] = []
-        self.gathering = Gathering(self._compute_next)
+        self.gathering = Gathering(self._compute_next, self._are_others_due)
         self._threads: list[Thread] = []  # all that were begun
         self._idle: list[Thread] = []  # of calls that have ended
         self._least = anonymous_bytes()  # since freed memory was last returned
@@ -299,6 +305,10 @@ class Scheduler:
             return False
         min(waiting, key=attrgetter("number")).compute()
         return True
+
+    def _are_others_due(self) -> bool:
+        """Whether the current stage is still to be computed for other calls than those that are inside of it now."""
+        return any(call.place == self._at and not call.is_computing for call in self._calls)
 
     def restart(self) -> None:
         """Start again with the calls that wait at the lowest place."""

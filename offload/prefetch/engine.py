@@ -32,6 +32,7 @@ from offload.prefetch.plan import Pool
 from offload.prefetch.reader import Counts, Reader, ReadInParts
 from offload.prefetch.value import AWAY, SMALL, PageState, Value, dropping_after, page_state_of
 from offload.storage import clock
+from offload.storage.direct import LEAST, Ahead, Load
 from offload.storage.handle import Access, Handle
 from offload.storage.pages import PAGE, announce, are_cached
 
@@ -43,6 +44,7 @@ _BETWEEN = 64 << 10  # gap in bytes that the system reads anyway: half its read-
 _LEAST_PIECE = 64 << 10  # smallest scattered piece, in bytes, that is worth checking
 _MOST = 2  # a part larger than the value divided by this counts as the value
 _LOOKED_AT = 8  # pieces of a view to check for being in memory
+_MOST_PAST = 16 << 20  # bytes up to which less work makes up for disks that feed the page cache faster
 _OF_MATRICES = 3  # dimensions of a stack of matrices, of which some are read
 
 
@@ -128,6 +130,63 @@ def were_here(views: Sequence[tuple[Handle, torch.Tensor]]) -> bool:
         elif value.is_picked:
             value.pool.picked.count(value)
     return True
+
+
+def passing(views: Sequence[tuple[Handle, torch.Tensor]]) -> bool:
+    """Whether what several views need is not in memory, and will not stay there: it need not pass the page cache.
+
+    If so, it counts as used.
+    """
+    found = []
+    for handle, view_spec in views:
+        value = _range_of(handle, view_spec)
+        if value is None or not value.is_picked or handle.owned or value.pool.fits:
+            return False
+        found.append(value)
+    nbytes = sum(value.nbytes for value in found)
+    with lock():
+        stream = _ENGINE.streams.own()
+        if not found or nbytes > min(_MOST_PAST, stream.room_past(found[0].pool) // LEAST):
+            return False
+        if any(value.stays or value.is_ahead or value.pool.would_admit(value) for value in found):
+            return False
+    for value in found:
+        value.pool.picked.count(value)
+    return True
+
+
+def ahead_of_use(loads: Sequence[Load], handle: Handle) -> Ahead:
+    """Read loads one after the other, as far as the window for `handle`, which they are parts of, allows."""
+    with lock():
+        stream = _ENGINE.streams.own()
+        stream.leave_room(sum(load.room for load in loads))
+        capacity = stream.room_past(page_state_of(handle).pool or POOL)
+    return Ahead(loads, capacity)
+
+
+def waited_for(ahead: Ahead, load: Load, values: int) -> None:
+    """Wait until the next load is there.
+
+    Args:
+        ahead: reads it.
+        load: what is needed.
+        values: the number of values in it.
+
+    Raises: as `Ahead.get`.
+    """
+    started = clock.now()
+    ahead.get(load)
+    with lock():
+        counts = _ENGINE.reader.counts
+        counts.ahead += values
+        counts.bytes_read += load.nbytes
+        counts.waited += clock.now() - started
+
+
+def is_shared() -> bool:
+    """Whether other threads are about to use the same values as this one."""
+    lease = _ENGINE.streams.lease()
+    return lease is not None and lease.keeps_results
 
 
 def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:

@@ -22,6 +22,7 @@ from offload.storage import clock
 
 if TYPE_CHECKING:
     from offload.prefetch.lease import Lease
+    from offload.prefetch.plan import Pool
 
 _LEAST_AHEAD = 3  # values, if they fit: one in use, one resident, one on its way
 _MOST_STEPS = 256  # steps to follow the order at a time
@@ -144,6 +145,14 @@ class Stream:
         new = [value for value in dict.fromkeys(values) if not value.is_ahead and value not in self.ahead]
         self._picked = sum(value.nbytes for value in new) if new else self._picked
         self._reader.queue_first(list(itertools.takewhile(self._put_ahead, new)))
+
+    def room_past(self, pool: Pool) -> int:
+        """Bytes of the window for picked values that are read past the page cache."""
+        return self._streams.share(pool.window) // 2
+
+    def leave_room(self, nbytes: int) -> None:
+        """So much is about to be read past the page cache: what follows the order leaves room for it."""
+        self._picked = nbytes
 
     def give_up(self) -> None:
         """Drop everything."""

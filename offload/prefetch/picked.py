@@ -71,9 +71,28 @@ class Picked:
             self._places = [(uses / self.worth, *others) for uses, *others in self._places]  # type: ignore[misc]
             self.worth = 1.0
 
+    def would_admit(self, value: Pick) -> bool:
+        """Whether `value`, which does not stay so far, does once it is used."""
+        leaving = self._replaced(value, value.uses)
+        for one in leaving or ():
+            heapq.heappush(self._places, one)
+        return leaving is not None
+
     def admit(self, value: Pick) -> list[Pick]:
         """`value`, which does not stay so far, is used: decide whether it does now. Returns what it replaces."""
-        before = value.uses - self.worth
+        leaving = self._replaced(value, value.uses - self.worth)
+        if leaving is None:
+            return []
+        self._free += sum(place[3] for place in leaving)
+        self._take_in(value)
+        left = [old for _, _, known, _ in leaving if (old := known()) is not None]
+        for old in left:
+            old.kept = False
+        value.kept = True
+        return left
+
+    def _replaced(self, value: Pick, before: float) -> list[_Place] | None:
+        """Take out as many entries, used less than `before`, as `value` needs; None if there are not enough."""
         leaving: list[_Place] = []
         free = self._free
         while free < value.nbytes:
@@ -84,14 +103,8 @@ class Picked:
             if place is None or place[0] >= before:
                 for one in leaving:
                     heapq.heappush(self._places, one)
-                return []
-        self._free = free
-        self._take_in(value)
-        left = [old for _, _, known, _ in leaving if (old := known()) is not None]
-        for old in left:
-            old.kept = False
-        value.kept = True
-        return left
+                return None
+        return leaving
 
     def _take_in(self, value: Pick) -> None:
         heapq.heappush(self._places, (value.uses, next(self._numbers), weakref.ref(value), value.nbytes))

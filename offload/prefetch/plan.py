@@ -217,6 +217,10 @@ class Pool:
             return []
         return cast("list[Value]", self.picked.admit(value))
 
+    def would_admit(self, value: Value) -> bool:
+        """Whether `admit` would let `value` stay, if it were used now."""
+        return not self.users and self.picked.would_admit(value)
+
     def doubt(self) -> None:
         """A value that should have been in memory was not: don't assume it of any other."""
         for value in self.values():

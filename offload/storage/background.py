@@ -40,6 +40,9 @@ class Background(ABC, Generic[Work]):
     def carry_out(self, work: Work) -> None:
         """Do it. Called by the thread, without the lock. An error ends the thread; the next `wake` starts another."""
 
+    def rest(self) -> None:
+        """There was no work for a while. Called under the lock, as the thread ends."""
+
     def wake(self) -> None:
         """Announce new work. Called under the lock.
 
@@ -60,5 +63,6 @@ class Background(ABC, Generic[Work]):
                     work = self.take()
                     if work is None and not was_woken:
                         self.thread = None
+                        self.rest()
                         return
             self.carry_out(work)

@@ -3,6 +3,7 @@
 Always true:
 - experts that are in memory are computed first, while the others are read, in the order of their file; those are
   computed as they arrive
+- those that will not stay are read past the page cache, unless other threads are about to need them
 - an expert with few tokens is multiplied from its pieces where they lie, packed or dense, joined or apart, and all of
   these in one call; one with many is multiplied by torch, by each piece where it lies, or once that is decoded
 - the result of a token depends neither on the other tokens nor on what is in memory, but for experts with many of them
@@ -16,12 +17,12 @@ import ctypes
 import operator
 import platform
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +31,19 @@ import torch.nn.functional as F
 from offload.errors import OffloadError, RowIndexError
 from offload.kernels import native
 from offload.kernels.native import DTYPES, Expert, Layer, Matrix, Part, most_rows
-from offload.prefetch.engine import brought_in, coming, computed_once, were_here
+from offload.prefetch.engine import (
+    ahead_of_use,
+    brought_in,
+    coming,
+    computed_once,
+    is_shared,
+    passing,
+    span_of,
+    waited_for,
+    were_here,
+)
+from offload.storage.direct import Load, can_be_read
+from offload.storage.direct import Part as FilePart
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor.guests import CPU
@@ -43,8 +56,8 @@ from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import modes_are_on
 
 _AT_ONCE = 1024  # rows that experts are given in one call: their products are in memory together
+_MOST_AROUND = 2  # bytes that are read past the page cache, as a multiple of those needed: rows can alternate
 _AHEAD = 4  # experts after which more are asked for, as the window has room again
-_FORMS = 4  # of one stack that experts are known in
 
 Gate: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
 Gather: TypeAlias = "Callable[[Act], torch.Tensor | None]"
@@ -111,7 +124,7 @@ def multiplied_by_experts(
         return None
     if any(type(one._handle) is Traced or one._target != CPU for one in (up, down)):
         return None
-    act = Act(x, picks, weights, _Stack.of(up, down, is_turned=is_turned), between)
+    act = Act(x, picks, weights, _Stack.of(between.owner, up, down, is_turned=is_turned), between)
     gather: Gather | None = getattr(_GATHERING, "gather", None)
     return act.result() if gather is None else gather(act)
 
@@ -146,7 +159,7 @@ def most_of_an_expert(dtype: torch.dtype) -> int:
 class _Known:
     """An expert: its rows, and the matrices over them as they were last mapped."""
 
-    __slots__ = ("_is_stored", "_mapped", "down", "first", "reads", "up")
+    __slots__ = ("_is_stored", "_mapped", "_parts", "down", "first", "reads", "up")
 
     def __init__(self, up: Sequence[Rows], down: Sequence[Rows]) -> None:
         self.up, self.down = up, down
@@ -155,23 +168,42 @@ class _Known:
         self.first = _place(self.reads[0])
         self._is_stored = all(piece.handle.composed is None for piece in pieces)
         self._mapped: _Mapped | None = None
+        self._parts: list[FilePart] | None = None
 
-    def mapped(self, columns: tuple[int, int]) -> _Mapped | None:
-        """Its matrices over what is mapped now; None if the kernels do not take them.
+    def load(self) -> Load | None:
+        """What it needs from its files, if that is better read past the page cache. Then it counts as used."""
+        if self._parts is None:
+            self._parts = self._parts_of_files() if self._is_stored else []
+        return Load(self._parts) if self._parts and passing(self.reads) else None
+
+    def _parts_of_files(self) -> list[FilePart]:
+        """Where it lies in its files; nothing if it can't be read from there past the page cache."""
+        parts = []
+        for handle, view_spec in self.reads:
+            part = FilePart(handle.file, _start_of(handle, view_spec), span_of(view_spec))
+            is_scattered = part.nbytes > _MOST_AROUND * view_spec.nbytes
+            if is_scattered or part.start % view_spec.itemsize or not can_be_read(part.file):
+                return []
+            parts.append(part)
+        return parts
+
+    def mapped(self, columns: tuple[int, int], load: Load | None = None) -> _Mapped | None:
+        """Its matrices over what is mapped now, or was loaded; None if the kernels do not take them.
 
         Args:
             columns: of the rows of `up` and of `down`.
+            load: what was loaded.
 
         Raises: as `Handle.base`.
         """
-        bases, known = [handle.base() for handle, _ in self.reads], self._mapped
-        if known is not None and all(map(operator.is_, bases, known.bases)):
+        bases, known = [handle.base() for handle, _ in self.reads] if load is None else [], self._mapped
+        if load is None and known is not None and all(map(operator.is_, bases, known.bases)):
             return known
         made = _Mapped(bases, [], [], *((Part * len(many))() for many in (self.up, self.down)))
         for many, parts, wide in zip((self.up, self.down), (made.up, made.down), columns, strict=True):
             column = 0
             for rows, part in zip(many, parts, strict=True):
-                pieces = values_in_order(rows.pieces)
+                pieces = values_in_order(rows.pieces) if load is None else _loaded(load, rows.pieces)
                 matrix = rows.packed.matrix(pieces, wide)
                 if matrix is None or matrix.outputs < rows.count:
                     return None
@@ -179,7 +211,7 @@ class _Known:
                 made.matrices.append(matrix)
                 part.packed, part.count, part.column = ctypes.addressof(matrix), rows.count, column
                 column += rows.count
-        if self._is_stored:
+        if self._is_stored and load is None:
             self._mapped = made
         return made
 
@@ -199,20 +231,34 @@ def _decoded(matrix: Matrix, rows: int, columns: int, dtype: torch.dtype) -> tor
 
 
 def _place(read: tuple[Handle, torch.Tensor]) -> tuple[str, int]:
-    handle, view_spec = read
-    return str(handle.path), handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
+    return str(read[0].path), _start_of(*read)
+
+
+def _start_of(handle: Handle, view_spec: torch.Tensor) -> int:
+    return handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
+
+
+def _loaded(load: Load, pieces: Iterable[tuple[int, Piece]]) -> list[torch.Tensor]:
+    """The values of stored pieces, in the order of their numbers."""
+    made = {
+        number: load.tensor(piece.handle.file, _start_of(piece.handle, piece.view_spec), piece.view_spec)
+        for number, piece in pieces
+    }
+    return [made[number] for number in range(len(made))]
 
 
 class _Stack:
     """The experts of a layer, as far as they are known.
 
     Attributes:
+        key: of the two tensors, as long as they live.
         columns: of `up`'s rows and of `down`'s.
         outputs: rows of `up` and of `down`.
     """
 
     def __init__(self, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> None:
         first, second = handle_of(up), handle_of(down)
+        self.key = _key_of(up, down, is_turned=is_turned)
         self.name = first.name
         self.count = len(up)
         self._sources = first.source, second.source
@@ -224,20 +270,16 @@ class _Stack:
         self._known: dict[int, _Known | None] = {}
 
     @classmethod
-    def of(cls, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> _Stack:
-        """That of two tensors, which may be known from before."""
-        handles = handle_of(up), handle_of(down)
-        forms = _STACKS.setdefault(handles[0], {})
-        key = is_turned, id(handles[1]), *(metadata_of(view_spec_of(one)) for one in (up, down))
-        found = forms.get(key)
-        if found is None or not found._is_of(*handles):
-            if len(forms) >= _FORMS:
-                forms.clear()
-            found = forms[key] = cls(up, down, is_turned=is_turned)
+    def of(cls, owner: object, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> _Stack:
+        """That of two tensors of `owner`, which may be known from before."""
+        found = _STACKS.get(owner)
+        if found is None or found.key != _key_of(up, down, is_turned=is_turned) or not found._is_of_now():
+            found = _STACKS[owner] = cls(up, down, is_turned=is_turned)
         return found
 
-    def _is_of(self, up: Handle, down: Handle) -> bool:
-        return self._sources[0] is up.source and self._sources[1] is down.source and not self._is_exact()
+    def _is_of_now(self) -> bool:
+        sources = (piece.handle.source for piece in self._pieces)
+        return all(map(operator.is_, sources, self._sources)) and not self._is_exact()
 
     def _is_exact(self) -> bool:
         return any(getattr(source.composed, "is_exact", False) for source in self._sources)
@@ -250,17 +292,23 @@ class _Stack:
         return self._known[number]
 
 
-_STACKS: WeakKeyDictionary[Handle, dict[Any, _Stack]] = WeakKeyDictionary()
+def _key_of(up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> object:
+    return is_turned, *((id(handle_of(one)), metadata_of(view_spec_of(one))) for one in (up, down))
+
+
+# By the owner, which lives as long as what is known of its experts: that refers to the values.
+_STACKS: WeakKeyDictionary[object, _Stack] = WeakKeyDictionary()
 
 
 class _Group:
-    """An expert, and its matrices, once it is in memory."""
+    """An expert, and its matrices, once it is in memory; `load` is what was read of it past the page cache."""
 
-    __slots__ = ("expert", "mapped", "number", "runs")
+    __slots__ = ("expert", "load", "mapped", "number", "runs")
     mapped: _Mapped
 
     def __init__(self, number: int, expert: _Known) -> None:
         self.number, self.expert = number, expert
+        self.load: Load | None = None
         self.runs: list[_Run] = []
 
 
@@ -292,6 +340,7 @@ class Act:
     Attributes:
         key: acts with the same one can be done together.
         nbytes: of the results that are summed up.
+        is_last: whether no other thread is about to need the same experts.
     """
 
     def __init__(
@@ -302,13 +351,15 @@ class Act:
         self._weights = weights.reshape(-1).to(torch.float32).contiguous()
         self._most = native.MOST_ROWS if any_rows.get() else most_of_an_expert(x.dtype)
         self._tokens_of = [len(x)]  # each batch
+        self.is_last = not is_shared()
         self.key = stack, between.owner, self._most, x.dtype, x.shape[1], picks.shape[1]
         self.nbytes = picks.numel() * stack.outputs[1] * torch.float32.itemsize
 
     @classmethod
-    def together(cls, acts: Sequence[Act]) -> list[torch.Tensor | None]:
+    def together(cls, acts: Sequence[Act], *, are_last: bool) -> list[torch.Tensor | None]:
         """The results of acts that have the same key: the bits that each of them has alone."""
         act = copy(acts[0])
+        act.is_last = are_last
         act._x = torch.cat([one._x for one in acts])
         act._picks = torch.cat([one._picks for one in acts])
         act._weights = torch.cat([one._weights for one in acts])
@@ -336,13 +387,10 @@ class Act:
             places[order[rows:]] = -1
         out = torch.empty(len(self._x), self._stack.outputs[1], dtype=self._x.dtype)
         asked = _Sum(places, self._weights, out)
-        arriving = self._as_they_arrive(groups)
-        some: list[_Group] | None = next(arriving, [])
-        while some is not None:
-            following = next(arriving, None)
-            if not self._multiply(some, asked if following is None else None):
-                return None
-            some = following
+        with closing(self._as_they_arrive(groups)) as arriving:
+            for some, are_last in arriving:
+                if not self._multiply(some, asked if are_last else None):
+                    return None
         return out
 
     def _groups(self, numbers: torch.Tensor) -> list[_Group] | None:
@@ -370,29 +418,48 @@ class Act:
             begin += many
         return groups
 
-    def _as_they_arrive(self, groups: Sequence[_Group]) -> Iterator[list[_Group]]:
-        """Those in memory, together; then the others, one by one, in the order of their file."""
+    def _as_they_arrive(self, groups: Sequence[_Group]) -> Generator[tuple[list[_Group], bool]]:
+        """Those in memory, together; then the others, one by one, in the order of their file. True: the last ones.
+
+        What is read past the page cache is there until the next ones are asked for.
+        """
         here: list[_Group] = []
         away: list[_Group] = []
+        past: list[_Group] = []  # the page cache
         for group in groups:
-            (here if were_here(group.expert.reads) else away).append(group)
-        away.sort(key=lambda group: group.expert.first)
-        coming(read for group in away for read in group.expert.reads)
-        if here:
-            yield here
-        for number, group in enumerate(away):
-            if number and number % _AHEAD == 0:
-                coming(read for one in away[number : number + 4 * _AHEAD] for read in one.expert.reads)
-            with _naming(group, self._stack.name):
-                for read in group.expert.reads:
-                    brought_in(*read)
-            yield [group]
+            if were_here(group.expert.reads):
+                here.append(group)
+                continue
+            group.load = group.expert.load() if self.is_last else None
+            (away if group.load is None else past).append(group)
+        for some in (away, past):
+            some.sort(key=lambda group: group.expert.first)
+        loads = [group.load for group in past if group.load is not None]
+        with closing(ahead_of_use(loads, groups[0].expert.reads[0][0])) as ahead:
+            coming(read for group in away for read in group.expert.reads)
+            left = len(away) + len(past)
+            if here or not left:
+                yield here, not left
+            for number, group in enumerate(away):
+                if number and number % _AHEAD == 0:
+                    coming(read for one in away[number : number + 4 * _AHEAD] for read in one.expert.reads)
+                with _naming(group, self._stack.name):
+                    for read in group.expert.reads:
+                        brought_in(*read)
+                left -= 1
+                yield [group], not left
+            for group, load in zip(past, loads, strict=True):
+                with _naming(group, self._stack.name):
+                    waited_for(ahead, load, len(group.expert.reads))
+                left -= 1
+                yield [group], not left
+                ahead.release(load)
 
     def _multiply(self, groups: Sequence[_Group], asked: _Sum | None) -> bool:
         """The results of some experts, which are in memory, and the sum if that is asked for; False: not possible."""
         for group in groups:
             with _naming(group, self._stack.name):
-                mapped = group.expert.mapped(self._stack.columns)
+                mapped = group.expert.mapped(self._stack.columns, group.load)
             if mapped is None:
                 return False
             group.mapped = mapped

@@ -264,7 +264,7 @@ def test_a_file_that_is_cut_is_an_error_that_names_the_expert(tmp_path):
 def test_an_interrupt_among_the_experts_stops_every_batch(tmp_path, monkeypatch):
     model, ended = loaded(tmp_path), []
 
-    def interrupt(_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     def fn(batch: torch.Tensor) -> None:
@@ -285,7 +285,8 @@ def test_an_interrupt_among_the_experts_stops_every_batch(tmp_path, monkeypatch)
 
 @needs_page_cache
 @torch.no_grad()
-def test_experts_that_do_not_fit_in_memory_are_read_once_for_all_batches(tmp_path, monkeypatch):
+@pytest.mark.parametrize("window", ["1MiB", "32MiB"], ids=["mapped", "past the page cache"])
+def test_experts_that_do_not_fit_in_memory_are_read_once_for_all_batches(tmp_path, monkeypatch, window):
     """The experts of a layer take 18 MiB, the budget is 4 MiB."""
     config = Qwen3MoeConfig(
         vocab_size=64,
@@ -301,7 +302,7 @@ def test_experts_that_do_not_fit_in_memory_are_read_once_for_all_batches(tmp_pat
     )
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     model = offload.from_pretrained(
-        tmp_path, max_memory="4MiB", read_ahead="1MiB", experts_implementation="offload", dtype=torch.bfloat16
+        tmp_path, max_memory="4MiB", read_ahead=window, experts_implementation="offload", dtype=torch.bfloat16
     )
     model.requires_grad_(False)
     batches = batches_of(*[2] * 16)

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import copy
+import errno
+import gc
 import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import offload
 from bench import experts as bench_of_experts
 from bench.architectures import prepared
-from offload.errors import ChangedFileError, RowIndexError
+from offload.errors import ChangedFileError, ReadError, RowIndexError
 from offload.integrations.experts import prefer_experts
 from offload.kernels import native
+from offload.prefetch import engine, plan
+from offload.storage import direct
+from offload.storage.direct import Ahead, Load
+from offload.storage.handle import Handle
 from offload.tensor import experts as acts
 from offload.tensor.recipes import Decoded, Joined
+from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, outcome
+from tests.page_cache import needs_direct_reads
 
 pytestmark = [
     pytest.mark.fused,
@@ -29,6 +41,7 @@ pytestmark = [
 
 # Joined of dense parts; packed; turned, with biases and another gate; of rows that alternate; of blocks, by integers.
 NAMES = ["qwen3_moe", "fp8-qwen3_moe", "mxfp4-gpt_oss", "inkling2_text", "gguf-qwen3_moe"]
+TIGHT = {"max_memory": 0, "read_ahead": "32MiB"}
 MIXTURES = [
     name for name in FORMS if any(word in name for word in ("moe", "mixtral", "deepseek", "gpt_oss", "inkling"))
 ]
@@ -37,6 +50,16 @@ MIXTURES = [
 def loaded(name: str, folder: Path, **options: Any) -> Any:
     FORMS[name].write(folder)
     return offload.from_pretrained(folder, **FORMS[name].options, experts_implementation="offload", **options)
+
+
+@contextmanager
+def only_mapped(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In this context, nothing is read past the page cache."""
+    patch.setattr(acts, "passing", lambda _: False)
+    try:
+        yield
+    finally:
+        patch.undo()
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -175,6 +198,115 @@ def test_a_file_that_is_cut_is_an_error_that_names_the_expert(tmp_path):
     assert str(path) in text
     assert "model.layers.1.mlp.experts.2." in text
     assert "expert 2 of" in text
+
+
+@pytest.fixture
+def past(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many experts each act reads past the page cache."""
+    found: list[int] = []
+    plain = acts.ahead_of_use
+
+    def noting(loads: list[Load], handle: Handle) -> Ahead:
+        found.append(len(loads))
+        return plain(loads, handle)
+
+    monkeypatch.setattr(acts, "ahead_of_use", noting)
+    monkeypatch.setattr(acts, "were_here", lambda reads: False)  # written just now, they are in the page cache
+    for module in (engine, plan):
+        monkeypatch.setattr(module, "SMALL", 0)  # as large ones are
+    return found
+
+
+@needs_direct_reads
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_that_will_not_stay_are_read_past_the_page_cache(name, tmp_path, past):
+    """With the bits of those that do."""
+    model = loaded(name, tmp_path, **TIGHT)
+    picks = [[number, (number + 1) % 4] for number in (2, 0, 3, 1, 2)] + [[1, 3]] * 40
+    given = [routed(model.dtype, *picks, width=getattr(one, "hidden_dim", 128)) for one in experts_of(model)]
+    with only_mapped(pytest.MonkeyPatch()):
+        expected = [experts(*one) for experts, one in zip(experts_of(model), given, strict=True)]
+    past.clear()
+
+    found = [experts(*one) for experts, one in zip(experts_of(model), given, strict=True)]
+
+    assert all(map(torch.equal, expected, found))
+    assert sum(past) >= 4
+
+
+@needs_direct_reads
+@torch.no_grad()
+def test_files_that_may_be_written_to_are_read_through_the_page_cache(tmp_path, past):
+    """Values in files of ours, which may not have reached the disk yet."""
+    model = loaded("qwen3_moe", tmp_path, **TIGHT)
+    experts, given = experts_of(model)[0], routed(torch.bfloat16, [2, 0])
+    before = experts(*given)
+    assert [2] == past
+
+    experts.down_proj.mul_(2)
+
+    torch.testing.assert_close(2 * before, experts(*given), rtol=0.01, atol=0.01)
+    assert [2, 0] == past
+
+
+@needs_direct_reads
+@torch.no_grad()
+def test_an_expert_that_is_used_again_and_again_stays(tmp_path, past):
+    """And replaces what is used less, which is read past the page cache from then on. Each takes 2.25 MiB."""
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=512, moe_intermediate_size=768, num_hidden_layers=1, num_experts=4
+    )
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = offload.from_pretrained(
+        tmp_path, max_memory="6MiB", read_ahead="32MiB", experts_implementation="offload", dtype=torch.bfloat16
+    )
+    [experts], given = experts_of(model), [routed(torch.bfloat16, [number], width=512) for number in range(4)]
+
+    for number in (0, 1, 2, 3, *[2] * 4):
+        experts(*given[number])
+    past.clear()
+    for number in (2, 0, 1, 3):
+        experts(*given[number])
+
+    assert 0 == past[0]
+    assert 1 <= sum(past)
+
+
+@needs_direct_reads
+@torch.no_grad()
+def test_a_failed_read_past_the_page_cache_names_layer_expert_and_file(tmp_path, past, monkeypatch):
+    model = loaded("qwen3_moe", tmp_path, **TIGHT)
+    experts, given = experts_of(model)[1], routed(torch.bfloat16, [3, 2])
+    expected = experts(*given)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "_read_into", fail)
+        with pytest.raises(ReadError) as caught:
+            experts(*given)
+
+    text = f"{caught.value} {caught.value.__notes__}"
+    assert str(next(tmp_path.glob("*.safetensors"))) in text
+    assert "model.layers.1.mlp.experts." in text
+    assert "expert 2 of" in text
+    assert torch.equal(expected, experts(*given))
+
+
+@torch.no_grad()
+def test_nothing_is_left_of_a_model_that_is_gone(tmp_path):
+    model = loaded("qwen3_moe", tmp_path)
+    for experts in experts_of(model):
+        experts(*routed(torch.bfloat16, [0, 1]))
+    values = [weakref.ref(handle_of(experts.down_proj)) for experts in experts_of(model)]
+
+    del model, experts
+    gc.collect()
+
+    assert [None, None] == [value() for value in values]
 
 
 def test_gradients_flow_through_frozen_experts(tmp_path):

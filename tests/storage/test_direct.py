@@ -1,0 +1,243 @@
+"""Parts of files that are read past the page cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.errors import ChangedFileError, CorruptFileError, MissingFileError, ReadError
+from offload.storage import background, direct
+from offload.storage.direct import Ahead, Load, Part, can_be_read
+from offload.storage.file import TensorFile
+from offload.storage.layout import Entry, contiguous
+from tests.page_cache import needs_direct_reads
+from tests.processes import ended, forked
+
+SIZE = 1_234_567
+
+
+pytestmark = needs_direct_reads
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_STATE", direct._State())
+
+
+def stored(path: Path, seed: int = 0, size: int = SIZE) -> tuple[TensorFile, bytes]:
+    """A file without a header, and its bytes."""
+    data = random.Random(seed).randbytes(size)
+    path.write_bytes(data)
+    return TensorFile.raw(path, Entry("x", contiguous(torch.uint8, (size,)), 0)), data
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> tuple[TensorFile, bytes]:
+    return stored(tmp_path / "data")
+
+
+def text(load: Load, part: Part) -> bytes:
+    return (
+        load.tensor(part.file, part.start, torch.empty(part.nbytes, dtype=torch.uint8, device="meta")).numpy().tobytes()
+    )
+
+
+def in_order(loads: list[Load], capacity: int = 1 << 20) -> Iterator[Load]:
+    """Each once it is there, until the next one is asked for."""
+    with closing(Ahead(loads, capacity)) as ahead:
+        for load in loads:
+            ahead.get(load)
+            yield load
+            ahead.release(load)
+
+
+def test_parts_of_any_place_and_size_are_what_the_file_holds(file, tmp_path):
+    (first, data), (second, others) = file, stored(tmp_path / "others", 1)
+    texts, chance = {first: data, second: others}, random.Random(2)
+    places = [(0, 1), (SIZE - 1, 1), (0, SIZE), (4095, 2), (4096, 4096), (SIZE - 5000, 5000)]
+    places += [(start, chance.randrange(1, SIZE - start + 1)) for start in (chance.randrange(SIZE) for _ in range(30))]
+    parts = [Part(chance.choice([first, second]), *place) for place in places]
+    groups = [parts[at : at + 3] for at in range(0, len(parts), 3)]
+    loads = [Load(group) for group in groups]
+
+    for load, group in zip(in_order(loads), groups, strict=True):
+        for part in group:
+            assert texts[part.file][part.start : part.start + part.nbytes] == text(load, part)
+
+
+def test_values_lie_in_memory_as_in_the_file(file):
+    opened, data = file
+    load = Load([Part(opened, 1000, 64)])
+    like = torch.empty(4, 2, dtype=torch.float32, device="meta").t()
+
+    [found] = [load.tensor(opened, 1000, like) for load in in_order([load])]
+
+    assert torch.equal(
+        torch.frombuffer(bytearray(data[1000:1032]), dtype=torch.float32).view(4, 2).t().isnan(), found.isnan()
+    )
+    assert found.stride() == like.stride()
+    assert 1000 % 4096 == found.data_ptr() % 4096
+
+
+def test_gaps_are_left_out_unless_they_are_small(file):
+    opened, _ = file
+
+    assert 8192 == Load([Part(opened, 0, 10), Part(opened, 5000, 10)]).nbytes
+    assert 8192 == Load([Part(opened, 0, 10), Part(opened, 500_000, 10)]).nbytes
+
+
+def test_no_more_memory_is_taken_than_there_is_room_for(file, monkeypatch):
+    opened, _ = file
+    taken: list[int] = []
+    take = direct._State.take
+
+    def noting(self: direct._State, nbytes: int) -> torch.Tensor:
+        found = take(self, nbytes)
+        taken.append(self._used + sum(one.numel() for one in self.unused))
+        return found
+
+    monkeypatch.setattr(direct._State, "take", noting)
+    parts = [Part(opened, 4096 * number, 200_000) for number in range(40)]
+
+    assert 40 == len(list(in_order([Load([part]) for part in parts], 5 * direct._SIZES)))
+
+    assert max(taken) == 5 * direct._SIZES
+    assert 0 == direct._STATE._used
+    assert 5 * direct._SIZES == sum(one.numel() for one in direct._STATE.unused)
+
+
+def test_memory_that_is_in_use_is_not_handed_out(file):
+    opened, data = file
+    parts = [Part(opened, 4096 * number, 200_000) for number in range(20)]
+    loads = [Load([part]) for part in parts]
+    with closing(Ahead(loads, 0)) as ahead:  # one in use, one that is read
+        for load, part in zip(loads, parts, strict=True):
+            ahead.get(load)
+            time.sleep(0.001)  # for the next one
+            assert data[part.start : part.start + part.nbytes] == text(load, part)
+            ahead.release(load)
+
+
+def test_unused_memory_is_freed_after_a_while(file, monkeypatch):
+    monkeypatch.setattr(background, "IDLE", 0.01)
+    list(in_order([Load([Part(file[0], 0, 100)])]))
+    begun = [reader.thread for reader in direct._STATE.readers if reader.thread is not None]
+
+    for thread in begun:
+        thread.join(60)
+
+    assert begun
+    assert [] == direct._STATE.unused
+
+
+def change(path: Path) -> None:
+    path.write_bytes(b"another")
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (change, ChangedFileError),
+        (lambda path: os.truncate(path, 4096), ChangedFileError),
+        (Path.unlink, MissingFileError),
+    ],
+    ids=["changed", "cut", "gone"],
+)
+def test_a_file_that_is_another_one_now_is_an_error(file, act: Callable[[Path], object], error):
+    opened, _ = file
+    act(opened.path)
+
+    with pytest.raises(error, match=str(opened.path)):
+        list(in_order([Load([Part(opened, 0, 100)])]))
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(file, monkeypatch):
+    opened, _ = file
+    monkeypatch.setattr(direct, "_read_into", lambda *_: 4096)
+
+    with pytest.raises(CorruptFileError, match="was truncated"):
+        list(in_order([Load([Part(opened, 0, 5000)])]))
+
+
+def test_an_error_of_the_disk_is_that_of_its_load_alone(file, monkeypatch):
+    opened, _ = file
+    read = direct._read_into
+
+    def failing(memory: memoryview, fd: int, first: int) -> int:
+        if first == 8192:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(memory, fd, first)
+
+    monkeypatch.setattr(direct, "_read_into", failing)
+    loads = [Load([Part(opened, 8192 * number, 100)]) for number in range(3)]
+    with closing(Ahead(loads, 1 << 20)) as ahead:
+        ahead.get(loads[0])
+        with pytest.raises(ReadError, match=str(opened.path)):
+            ahead.get(loads[1])
+        ahead.get(loads[2])
+
+
+def test_without_threads_it_is_read_by_the_caller(file, monkeypatch):
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(direct._Reader, "wake", refuse)
+    opened, data = file
+    parts = [Part(opened, 5000 * number, 5000) for number in range(4)]
+    loads = [Load([part]) for part in parts]
+
+    found = [text(load, part) for load, part in zip(in_order(loads), parts, strict=True)]
+
+    assert data[:20_000] == b"".join(found)
+
+
+def test_memory_that_is_still_written_to_is_not_used_again(file, monkeypatch):
+    opened, _ = file
+    reads, goes_on = threading.Event(), threading.Event()
+    read = direct._read_into
+
+    def slow(*given: object) -> int:
+        reads.set()
+        assert goes_on.wait(60)
+        return read(*given)
+
+    monkeypatch.setattr(direct, "_read_into", slow)
+    ahead = Ahead([Load([Part(opened, 0, 100)])], 1 << 20)
+    assert reads.wait(60)
+
+    ahead.close()
+
+    assert [] == direct._STATE.unused
+    assert 0 == direct._STATE._used
+    goes_on.set()
+
+
+def test_a_forked_child_reads(file):
+    opened, data = file
+    list(in_order([Load([Part(opened, 0, 100)])]))
+
+    def child() -> None:
+        part = Part(opened, 100, 100)
+        assert [data[100:200]] == [text(load, part) for load in in_order([Load([part])])]
+
+    assert 0 == ended(forked(child))
+
+
+def test_file_systems_without_direct_reads_are_noticed(file, monkeypatch):
+    opened, _ = file
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+
+    assert not can_be_read(opened)
