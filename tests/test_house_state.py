@@ -124,6 +124,7 @@ STATE = {
     "offload.kernels.native._experts": "a function of the library",
     "offload.tensor.experts._GATHERING": "whom this thread gives the experts of a layer to",
     "offload.tensor.experts._STACKS": "what is known of the experts of a module, as long as that lives",
+    "offload.tensor.loads._HERE": "what this thread takes stored values from",
     "offload.tensor.products._exact": "what `exact()` asks for, in this context",
     "offload.tensor.processes._COMPOSED": "what came from another process is one value here",
     "offload.tensor.processes._COUNT": "of `_NUMBERS`",

@@ -144,6 +144,8 @@ def passing(views: Sequence[tuple[Handle, torch.Tensor]]) -> bool:
             return False
         found.append(value)
     nbytes = sum(value.nbytes for value in found)
+    if any(value.checked_until >= clock.now() or value.is_cached() for value in found):
+        return False
     with lock():
         stream = _ENGINE.streams.own()
         if not found or nbytes > min(_MOST_PAST, stream.room_past(found[0].pool) // LEAST):

@@ -99,10 +99,15 @@ class Load:
         self._runs.append(_Run(parts[0].file, first, self.nbytes, size, needed))
         self.nbytes += size
 
-    def tensor(self, file: TensorFile, start: int, like: torch.Tensor) -> torch.Tensor:
-        """What is at a position of a file, with the dtype, shape and strides of `like`; valid until it is released."""
+    def tensor(self, file: TensorFile, start: int, like: torch.Tensor) -> torch.Tensor | None:
+        """What is at a position of a file, with the dtype, shape and strides of `like`; None if it is not part of this.
+
+        Valid until it is released.
+        """
         assert self._memory is not None
-        [run] = [one for one in self._runs if one.file is file and one.first <= start < one.first + one.size]
+        run = next((one for one in self._runs if one.file is file and 0 <= start - one.first < one.needed), None)
+        if run is None:
+            return None
         place, beside = divmod(run.at + start - run.first, like.itemsize)
         assert not beside, "a value that is not aligned to its dtype"
         empty = torch.empty(0, dtype=like.dtype, device="cpu")
@@ -185,8 +190,9 @@ class Ahead:
                 _carry_out(load)
             else:
                 done.acquire()
-        if load._error is not None:
-            raise load._error
+        error, load._error = load._error, None  # its traceback refers to the load
+        if error is not None:
+            raise error
 
     def release(self, load: Load) -> None:
         """Its memory is for others."""

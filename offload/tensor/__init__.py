@@ -29,6 +29,7 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `arguments` | checks of user input |
 | `materialize` | offloaded tensors, modules and nested containers made plain again |
 | `recipes` | values computed from others when they are read: joined, cast, decoded |
+| `loads` | stored values that will not stay in memory: read past the page cache |
 | `boxes` | contiguous parts of a value's memory |
 | `steps` | which rows of a decoded value are computed at a time |
 | `products` | products with packed weights, computed from the packed bytes; `exact` |

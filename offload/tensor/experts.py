@@ -17,7 +17,7 @@ import ctypes
 import operator
 import platform
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -31,22 +31,12 @@ import torch.nn.functional as F
 from offload.errors import OffloadError, RowIndexError
 from offload.kernels import native
 from offload.kernels.native import DTYPES, Expert, Layer, Matrix, Part, most_rows
-from offload.prefetch.engine import (
-    ahead_of_use,
-    brought_in,
-    coming,
-    computed_once,
-    is_shared,
-    passing,
-    span_of,
-    waited_for,
-    were_here,
-)
-from offload.storage.direct import Load, can_be_read
-from offload.storage.direct import Part as FilePart
+from offload.prefetch.engine import brought_in, coming, computed_once, is_shared, were_here
+from offload.storage import direct
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor.guests import CPU
+from offload.tensor.loads import Arriving, load_of, parts_of_files, start_of, taken_from
 from offload.tensor.products import Rows, any_rows, may_be_fused, parts_of
 from offload.tensor.recipes import Piece, values_in_order
 from offload.tensor.rules import records_graph
@@ -56,7 +46,6 @@ from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import modes_are_on
 
 _AT_ONCE = 1024  # rows that experts are given in one call: their products are in memory together
-_MOST_AROUND = 2  # bytes that are read past the page cache, as a multiple of those needed: rows can alternate
 _AHEAD = 4  # experts after which more are asked for, as the window has room again
 
 Gate: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
@@ -168,26 +157,15 @@ class _Known:
         self.first = _place(self.reads[0])
         self._is_stored = all(piece.handle.composed is None for piece in pieces)
         self._mapped: _Mapped | None = None
-        self._parts: list[FilePart] | None = None
+        self._parts: list[direct.Part] | None = None
 
-    def load(self) -> Load | None:
+    def load(self) -> direct.Load | None:
         """What it needs from its files, if that is better read past the page cache. Then it counts as used."""
         if self._parts is None:
-            self._parts = self._parts_of_files() if self._is_stored else []
-        return Load(self._parts) if self._parts and passing(self.reads) else None
+            self._parts = parts_of_files(self.reads) if self._is_stored else []
+        return load_of(self.reads, self._parts)
 
-    def _parts_of_files(self) -> list[FilePart]:
-        """Where it lies in its files; nothing if it can't be read from there past the page cache."""
-        parts = []
-        for handle, view_spec in self.reads:
-            part = FilePart(handle.file, _start_of(handle, view_spec), span_of(view_spec))
-            is_scattered = part.nbytes > _MOST_AROUND * view_spec.nbytes
-            if is_scattered or part.start % view_spec.itemsize or not can_be_read(part.file):
-                return []
-            parts.append(part)
-        return parts
-
-    def mapped(self, columns: tuple[int, int], load: Load | None = None) -> _Mapped | None:
+    def mapped(self, columns: tuple[int, int], load: direct.Load | None = None) -> _Mapped | None:
         """Its matrices over what is mapped now, or was loaded; None if the kernels do not take them.
 
         Args:
@@ -203,7 +181,8 @@ class _Known:
         for many, parts, wide in zip((self.up, self.down), (made.up, made.down), columns, strict=True):
             column = 0
             for rows, part in zip(many, parts, strict=True):
-                pieces = values_in_order(rows.pieces) if load is None else _loaded(load, rows.pieces)
+                with taken_from(load):
+                    pieces = values_in_order(rows.pieces)
                 matrix = rows.packed.matrix(pieces, wide)
                 if matrix is None or matrix.outputs < rows.count:
                     return None
@@ -231,20 +210,7 @@ def _decoded(matrix: Matrix, rows: int, columns: int, dtype: torch.dtype) -> tor
 
 
 def _place(read: tuple[Handle, torch.Tensor]) -> tuple[str, int]:
-    return str(read[0].path), _start_of(*read)
-
-
-def _start_of(handle: Handle, view_spec: torch.Tensor) -> int:
-    return handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
-
-
-def _loaded(load: Load, pieces: Iterable[tuple[int, Piece]]) -> list[torch.Tensor]:
-    """The values of stored pieces, in the order of their numbers."""
-    made = {
-        number: load.tensor(piece.handle.file, _start_of(piece.handle, piece.view_spec), piece.view_spec)
-        for number, piece in pieces
-    }
-    return [made[number] for number in range(len(made))]
+    return str(read[0].path), start_of(*read)
 
 
 class _Stack:
@@ -308,7 +274,7 @@ class _Group:
 
     def __init__(self, number: int, expert: _Known) -> None:
         self.number, self.expert = number, expert
-        self.load: Load | None = None
+        self.load: direct.Load | None = None
         self.runs: list[_Run] = []
 
 
@@ -434,8 +400,8 @@ class Act:
             (away if group.load is None else past).append(group)
         for some in (away, past):
             some.sort(key=lambda group: group.expert.first)
-        loads = [group.load for group in past if group.load is not None]
-        with closing(ahead_of_use(loads, groups[0].expert.reads[0][0])) as ahead:
+        loads = Arriving([(group.load, group.expert.reads) for group in past if group.load is not None])
+        with closing(loads):
             coming(read for group in away for read in group.expert.reads)
             left = len(away) + len(past)
             if here or not left:
@@ -448,12 +414,11 @@ class Act:
                         brought_in(*read)
                 left -= 1
                 yield [group], not left
-            for group, load in zip(past, loads, strict=True):
+            for group in past:
                 with _naming(group, self._stack.name):
-                    waited_for(ahead, load, len(group.expert.reads))
+                    loads.take()
                 left -= 1
                 yield [group], not left
-                ahead.release(load)
 
     def _multiply(self, groups: Sequence[_Group], asked: _Sum | None) -> bool:
         """The results of some experts, which are in memory, and the sum if that is asked for; False: not possible."""

@@ -8,17 +8,20 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Container, Generator, Sequence
+from contextlib import closing
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 
 from offload.annotations import Args, Kwargs, Op
 from offload.prefetch.engine import are_staying, brought_in, coming, shared
+from offload.storage.direct import Load
 from offload.storage.handle import Handle
 from offload.storage.source import Composition
 from offload.tensor.guests import CPU, mapped_value, value_on
+from offload.tensor.loads import Arriving, load_of, taken_from
 from offload.tensor.products import multiplied, multiplied_there
 from offload.tensor.recipes import Piece
 from offload.tensor.registry import implements
@@ -74,47 +77,56 @@ def _multiply_one_by_one(
     rest, kwargs = guests_of(rest[1:], {}), _without_ends(kwargs)
     noted = shared((recipe, metadata_of(view_spec)))
     known = noted or {}
-    results, begin = [], 0
-    for group in _announced(handle, view_spec, groups, known):
-        some, matrix = rows[begin : ends[group]], known.get(group)
-        begin = ends[group]
+    results, begin, is_here = [], 0, matrices._target == CPU
+
+    def multiply(group: int, some: torch.Tensor) -> torch.Tensor:
+        matrix = known.get(group)
         if matrix is None and is_plain:
-            turned, there = Piece(handle, view_spec[group].t()), matrices._target
-            found = multiplied(some, turned) if there == CPU else multiplied_there(some, turned, there)
+            turned = Piece(handle, view_spec[group].t())
+            found = multiplied(some, turned) if is_here else multiplied_there(some, turned, matrices._target)
             if found is not None:
-                results.append(found)
-                continue
+                return found
         if matrix is None:
             cut = view_spec[group : group + 1]
-            is_here = matrices._target == CPU
             matrix = recipe.value(cut) if is_here else value_on(handle, cut, matrices._target)
             if noted is not None and is_here and _is_staying(recipe, cut):
                 noted[group] = matrix
-        given = [some, matrix, each[group].to(rows.device)]
-        results.append(call(func, [*given, *rest], kwargs))
+        made: torch.Tensor = call(func, [some, matrix, each[group].to(rows.device), *rest], kwargs)
+        return made
+
+    with closing(_arriving(handle, view_spec, groups, known, may_pass=is_here and noted is None)) as arriving:
+        for group, load in arriving:
+            with taken_from(load):
+                results.append(multiply(group, rows[begin : ends[group]]))
+            begin = ends[group]
     if begin < len(rows) or not results:  # rows of no group: torch leaves their memory uninitialized
         results.append(rows.new_zeros(len(rows) - begin, matrices.shape[-1]))
     return torch.cat(results)
 
 
-def _announced(handle: Handle, view_spec: torch.Tensor, groups: Sequence[int], known: Container[int]) -> Iterator[int]:
-    """The groups, one by one; some matrices that are not known yet are read ahead."""
-    due = [(handle, view_spec[group : group + 1]) for group in groups if group not in known]
-    coming(_reads(due[: 2 * _AT_ONCE]))
-    used = 0
-    for group in groups:
-        if group not in known:
-            if used and used % _AT_ONCE == 0:
-                coming(_reads(due[used + _AT_ONCE : used + 2 * _AT_ONCE]))
-            used += 1
-        yield group
+def _arriving(
+    handle: Handle, view_spec: torch.Tensor, groups: Sequence[int], known: Container[int], *, may_pass: bool
+) -> Generator[tuple[int, Load | None]]:
+    """The groups, one by one; matrices that are not known yet are read ahead, those that will not stay into loads.
 
-
-def _reads(views: Iterable[tuple[Handle, torch.Tensor]]) -> Iterator[tuple[Handle, torch.Tensor]]:
-    """The views of stored values that are read for some views."""
-    for handle, view_spec in views:
-        composed = handle.composed
-        yield from [(handle, view_spec)] if composed is None else composed.reads(view_spec)
+    Args:
+        may_pass: whether some may be read past the page cache.
+    """
+    recipe = handle.composed
+    assert recipe is not None
+    reads = {group: list(recipe.reads(view_spec[group : group + 1])) for group in groups if group not in known}
+    loads = {group: load for group, views in reads.items() if may_pass and (load := load_of(views)) is not None}
+    due = [views for group, views in reads.items() if group not in loads]
+    with closing(Arriving([(load, reads[group]) for group, load in loads.items()])) as past:
+        coming(chain.from_iterable(due[: 2 * _AT_ONCE]))
+        used = 0
+        for group in groups:
+            load = past.take() if group in loads else None
+            if group in reads and load is None:
+                if used and used % _AT_ONCE == 0:
+                    coming(chain.from_iterable(due[used + _AT_ONCE : used + 2 * _AT_ONCE]))
+                used += 1
+            yield group, load
 
 
 def _is_staying(recipe: Composition, view_spec: torch.Tensor) -> bool:

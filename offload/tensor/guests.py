@@ -21,6 +21,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import replace_whole
 from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.tensor.boxes import recut
+from offload.tensor.loads import loaded
 from offload.tensor.views import Traced, cut, handle_of, uncut, view_spec_of
 from offload.torch_api import version_of
 
@@ -119,6 +120,8 @@ def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> 
     Raises: as `Handle.base`, even if the file is not read, and
         torch.OutOfMemoryError: the device has no room.
     """
+    if target == CPU and (value := loaded(handle, view_spec)) is not None:
+        return value
     base = handle.base()
     if target != CPU and not handle.owned and handle.recipe is None:
         if version_of(base) > _AS_MAPPED:

@@ -32,6 +32,7 @@ from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.boxes import Box, first_row, lies_as, recut, start_in
 from offload.tensor.guests import CPU, stored_on
+from offload.tensor.loads import is_loaded
 from offload.tensor.scratch import LEAST, scratch_for
 from offload.tensor.steps import Unit, steps
 from offload.tensor.views import meta_of, metadata_of
@@ -338,8 +339,7 @@ class Joined(Plain):
         return ((piece, view_spec) for piece, view_spec, _ in self._inside(box))
 
     def _in_box(self, box: Box, device: torch.device) -> torch.Tensor:
-        found = computed_before((self, box)) if device == CPU else None
-        if found is not None:
+        if device == CPU and (found := computed_before((self, box))) is not None:
             return found
         only = self._only_one(self._inside(box))
         if only is None:
@@ -350,7 +350,7 @@ class Joined(Plain):
     def _computed(self, box: Box, device: torch.device) -> torch.Tensor:
         inside = self._inside(box)
         whole = scratch_for(contiguous(self.layout.dtype, box.size), device)
-        if len(inside) > 1:
+        if len(inside) > 1 and not is_loaded():
             coming(view for piece, view_spec, _ in inside for view in piece.reads(view_spec))
         for piece, view_spec, at in inside:
             place = whole

@@ -7,8 +7,8 @@ import errno
 import gc
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from offload.errors import ChangedFileError, ReadError, RowIndexError
 from offload.integrations.experts import prefer_experts
 from offload.kernels import native
 from offload.prefetch import engine, plan
+from offload.prefetch.value import Value
 from offload.storage import direct
-from offload.storage.direct import Ahead, Load
-from offload.storage.handle import Handle
+from offload.storage.direct import Load
 from offload.tensor import experts as acts
+from offload.tensor import loads
+from offload.tensor.loads import Arriving, Views
 from offload.tensor.recipes import Decoded, Joined
 from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, outcome
@@ -55,7 +57,7 @@ def loaded(name: str, folder: Path, **options: Any) -> Any:
 @contextmanager
 def only_mapped(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """In this context, nothing is read past the page cache."""
-    patch.setattr(acts, "passing", lambda _: False)
+    patch.setattr(loads, "passing", lambda _: False)
     try:
         yield
     finally:
@@ -204,14 +206,14 @@ def test_a_file_that_is_cut_is_an_error_that_names_the_expert(tmp_path):
 def past(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many experts each act reads past the page cache."""
     found: list[int] = []
-    plain = acts.ahead_of_use
+    begin = Arriving.__init__
 
-    def noting(loads: list[Load], handle: Handle) -> Ahead:
+    def noting(self: Arriving, loads: Sequence[tuple[Load, Views]]) -> None:
         found.append(len(loads))
-        return plain(loads, handle)
+        begin(self, loads)
 
-    monkeypatch.setattr(acts, "ahead_of_use", noting)
-    monkeypatch.setattr(acts, "were_here", lambda reads: False)  # written just now, they are in the page cache
+    monkeypatch.setattr(Arriving, "__init__", noting)
+    monkeypatch.setattr(Value, "is_cached", lambda _: False)  # they were written just now
     for module in (engine, plan):
         monkeypatch.setattr(module, "SMALL", 0)  # as large ones are
     return found
@@ -233,6 +235,28 @@ def test_experts_that_will_not_stay_are_read_past_the_page_cache(name, tmp_path,
 
     assert all(map(torch.equal, expected, found))
     assert sum(past) >= 4
+
+
+@needs_direct_reads
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*NAMES, "ct-w4a16-qwen3_moe", "ct-nvfp4a16-qwen3_moe"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fused"])
+def test_products_of_groups_take_experts_that_will_not_stay_from_past_the_page_cache(name, exact, tmp_path, past):
+    """As without that, and if they are exact, as in plain transformers."""
+    model = loaded(name, tmp_path, **TIGHT)
+    model.set_experts_implementation("grouped_mm")
+    with only_mapped(pytest.MonkeyPatch()), offload.exact() if exact else nullcontext():
+        expected = outcome(model)
+    past.clear()
+
+    with offload.exact() if exact else nullcontext():
+        found = outcome(model)
+
+    assert torch.equal(expected.logits, found.logits)
+    assert torch.equal(expected.tokens, found.tokens)
+    assert sum(past) >= 4
+    if exact:
+        assert torch.equal(outcome(FORMS[name].plain(tmp_path)).logits, found.logits)
 
 
 @needs_direct_reads

@@ -1,0 +1,104 @@
+"""Stored values that will not stay in memory, read past the page cache in the order in which they will be used.
+
+Always true:
+- only values in files that `offload` does not write are read so
+- a value is in memory that is used again from then on; what is computed from it has memory of its own
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+
+from offload.prefetch.engine import ahead_of_use, passing, span_of, waited_for
+from offload.storage.direct import Load, Part, can_be_read
+from offload.storage.handle import Handle
+
+_MOST_AROUND = 2  # bytes that are read, as a multiple of those that are needed: rows of two values can alternate
+_HERE = threading.local()
+
+Views: TypeAlias = "Sequence[tuple[Handle, torch.Tensor]]"
+
+
+def load_of(reads: Views, parts: Sequence[Part] | None = None) -> Load | None:
+    """What several views need, to be read past the page cache; it counts as used. None: better not so.
+
+    Not if another thread is about to need it, too.
+
+    Args:
+        reads: the views.
+        parts: what `parts_of_files` has found for them, if that is known.
+    """
+    parts = parts_of_files(reads) if parts is None else parts
+    return Load(parts) if parts and passing(reads) else None
+
+
+def parts_of_files(reads: Views) -> list[Part]:
+    """Where views lie in their files; nothing if they can't be read from there past the page cache."""
+    parts = []
+    for handle, view_spec in reads:
+        if handle.owned or handle.composed is not None or handle.recipe is not None or view_spec.is_neg():
+            return []
+        part = Part(handle.file, start_of(handle, view_spec), span_of(view_spec))
+        is_scattered = part.nbytes > _MOST_AROUND * view_spec.numel() * view_spec.itemsize
+        if is_scattered or part.start % view_spec.itemsize or view_spec.is_conj() or not can_be_read(part.file):
+            return []
+        parts.append(part)
+    return parts
+
+
+def start_of(handle: Handle, view_spec: torch.Tensor) -> int:
+    """Where the first element of a view of a stored value is in its file."""
+    return handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
+
+
+class Arriving:
+    """Loads of some views, which are read from now on. Close it when done."""
+
+    def __init__(self, loads: Sequence[tuple[Load, Views]]) -> None:
+        self._loads = iter(loads)
+        self._ahead = ahead_of_use([load for load, _ in loads], loads[0][1][0][0]) if loads else None
+        self._before: Load | None = None
+
+    def take(self) -> Load:
+        """The next one, once it is there; the one before it no longer is.
+
+        Raises: as `Ahead.get`.
+        """
+        assert self._ahead is not None
+        if self._before is not None:
+            self._ahead.release(self._before)
+        self._before, views = next(self._loads)
+        waited_for(self._ahead, self._before, len(views))
+        return self._before
+
+    def close(self) -> None:
+        """None of them is needed any more."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+
+@contextmanager
+def taken_from(load: Load | None) -> Generator[None]:
+    """In this context, this thread takes stored values from a load that holds them."""
+    before = getattr(_HERE, "load", None)
+    _HERE.load = load
+    try:
+        yield
+    finally:
+        _HERE.load = before
+
+
+def is_loaded() -> bool:
+    """Whether stored values are taken from a load."""
+    return getattr(_HERE, "load", None) is not None
+
+
+def loaded(handle: Handle, view_spec: torch.Tensor) -> torch.Tensor | None:
+    """A view of a stored value, if it is taken from a load."""
+    load: Load | None = getattr(_HERE, "load", None)
+    return None if load is None else load.tensor(handle.file, start_of(handle, view_spec), view_spec)
