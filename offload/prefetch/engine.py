@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -35,6 +35,8 @@ from offload.storage import clock
 from offload.storage.direct import LEAST, Ahead, Load
 from offload.storage.handle import Access, Handle
 from offload.storage.pages import PAGE, announce, are_cached
+
+Views: TypeAlias = "Sequence[tuple[Handle, torch.Tensor]]"
 
 CHECKED_FOR = 2.0  # longest time in seconds for which a value seen in memory is assumed to be still there
 _FOREVER = float("inf")
@@ -113,7 +115,7 @@ def are_staying(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
     return all(one is UNTRACKED or (one is not None and one.stays) for one in found)
 
 
-def were_here(views: Sequence[tuple[Handle, torch.Tensor]]) -> bool:
+def were_here(views: Views) -> bool:
     """Whether all that several views need was in memory; then it counts as used, as after `brought_in`.
 
     Raises: as `brought_in`.
@@ -132,29 +134,29 @@ def were_here(views: Sequence[tuple[Handle, torch.Tensor]]) -> bool:
     return True
 
 
-def passing(views: Sequence[tuple[Handle, torch.Tensor]]) -> bool:
-    """Whether what several views need is not in memory, and will not stay there: it need not pass the page cache.
+def passing(views: Views) -> list[int]:
+    """Which of several views are not in memory, and will not stay there: they need not pass the page cache.
 
-    If so, it counts as used.
+    None of them if one has to. They count as used.
     """
-    found = []
-    for handle, view_spec in views:
+    now, away = clock.now(), {}
+    for number, (handle, view_spec) in enumerate(views):
         value = _range_of(handle, view_spec)
         if value is None or not value.is_picked or handle.owned or value.pool.fits:
-            return False
-        found.append(value)
-    nbytes = sum(value.nbytes for value in found)
-    if any(value.checked_until >= clock.now() or value.is_cached() for value in found):
-        return False
+            return []
+        if value.checked_until < now and (value.is_ahead or not value.is_cached()):
+            away[number] = value
+    if not away:
+        return []
+    nbytes, pool = sum(value.nbytes for value in away.values()), next(iter(away.values())).pool
     with lock():
-        stream = _ENGINE.streams.own()
-        if not found or nbytes > min(_MOST_PAST, stream.room_past(found[0].pool) // LEAST):
-            return False
-        if any(value.stays or value.is_ahead or value.pool.would_admit(value) for value in found):
-            return False
-    for value in found:
+        if nbytes > min(_MOST_PAST, _ENGINE.streams.own().room_past(pool) // LEAST):
+            return []
+        if any(value.stays or value.is_ahead or value.pool.would_admit(value) for value in away.values()):
+            return []
+    for value in away.values():
         value.pool.picked.count(value)
-    return True
+    return list(away)
 
 
 def ahead_of_use(loads: Sequence[Load], handle: Handle) -> Ahead:
@@ -166,13 +168,8 @@ def ahead_of_use(loads: Sequence[Load], handle: Handle) -> Ahead:
     return Ahead(loads, capacity)
 
 
-def waited_for(ahead: Ahead, load: Load, values: int) -> None:
+def waited_for(ahead: Ahead, load: Load) -> None:
     """Wait until the next load is there.
-
-    Args:
-        ahead: reads it.
-        load: what is needed.
-        values: the number of values in it.
 
     Raises: as `Ahead.get`.
     """
@@ -180,7 +177,7 @@ def waited_for(ahead: Ahead, load: Load, values: int) -> None:
     ahead.get(load)
     with lock():
         counts = _ENGINE.reader.counts
-        counts.ahead += values
+        counts.ahead += load.count
         counts.bytes_read += load.nbytes
         counts.waited += clock.now() - started
 

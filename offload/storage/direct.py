@@ -69,10 +69,12 @@ class Load:
     """Parts that are read together.
 
     Attributes:
+        count: of the parts.
         nbytes: that are read.
     """
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.count = len(parts)
         self._runs: list[_Run] = []
         self.nbytes = 0
         for _, group in groupby(sorted(parts, key=_place), key=lambda part: part.file):
@@ -168,6 +170,8 @@ class Ahead:
 
     def __init__(self, loads: Iterable[Load], capacity: int) -> None:
         self._coming = deque(loads)
+        self._room = max((load.room for load in self._coming), default=0)  # of each, so that it fits again
+        self._most = max(LEAST, capacity // max(self._room, 1))  # loads
         self._capacity = capacity
         self._held: list[Load] = []
         self._begin_more()
@@ -208,21 +212,18 @@ class Ahead:
         with _STATE.lock:
             self._coming.clear()
             for load in self._held:
-                if load._memory is not None:
-                    is_free = load._is_read or not load._is_taken
-                    _STATE.give(load._memory, self._capacity, again=is_free)
+                if load._memory is not None and (load._is_read or not load._is_taken):
+                    _STATE.give(load._memory, self._capacity)
                 load._memory, load._is_taken = None, True
             self._held.clear()
 
     def _begin_more(self) -> None:
         with _STATE.lock:
-            taken = sum(load.room for load in self._held)
-            while self._coming and (len(self._held) < LEAST or taken + self._coming[0].room <= self._capacity):
-                load = self._coming.popleft()
-                taken += load.room
+            while self._coming and len(self._held) < self._most:
+                load = self._coming[0]
+                load._memory = _STATE.take(self._room)
                 self._held.append(load)
-                load._memory = _STATE.take(load.room)
-                _STATE.queue.append(load)
+                _STATE.queue.append(self._coming.popleft())
             with suppress(RuntimeError):  # no more threads: whoever needs them reads them
                 for reader in _STATE.readers[: len(_STATE.queue)]:
                     reader.wake()
@@ -276,7 +277,7 @@ class _State:
         self.queue: deque[Load] = deque()
         self.readers = [_Reader(self) for _ in range(_THREADS)]
         self.unused: list[torch.Tensor] = []  # the oldest first
-        self._used = 0  # bytes
+        self._all: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by address
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Memory of so many bytes, or up to twice as many."""
@@ -286,16 +287,19 @@ class _State:
             self.unused = [one for one in self.unused if one is not found]
         else:
             found = scratch(contiguous(torch.uint8, (nbytes,)))
-        self._used += found.numel()
+            self._all[found.data_ptr()] = found
         return found
 
-    def give(self, memory: torch.Tensor, most: int, *, again: bool = True) -> None:
-        """It is not needed any more: for use `again`, if there are no more than `most` bytes of it in all."""
-        self._used -= memory.numel()
-        if again:
-            self.unused.append(memory)
-        while self.unused and sum(one.numel() for one in self.unused) + self._used > most:
+    def give(self, memory: torch.Tensor, most: int) -> None:
+        """It is used again, if there are no more than `most` bytes in all."""
+        self.unused.append(memory)
+        while self.unused and self.nbytes > most:
             del self.unused[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all memory: in use, and not."""
+        return sum(one.numel() for one in self._all.values())
 
 
 def _begin_anew() -> None:

@@ -440,6 +440,9 @@ class Act:
             few.append(run)
             rows += run.end - run.begin
         self._multiply_few(few, asked)
+        for group in groups:
+            if group.load is not None:
+                del group.mapped  # its memory is used again
         return True
 
     def _multiply_many(self, run: _Run) -> None:

@@ -10,31 +10,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import torch
 
-from offload.prefetch.engine import ahead_of_use, passing, span_of, waited_for
+from offload.prefetch.engine import Views, ahead_of_use, passing, span_of, waited_for
 from offload.storage.direct import Load, Part, can_be_read
 from offload.storage.handle import Handle
 
 _MOST_AROUND = 2  # bytes that are read, as a multiple of those that are needed: rows of two values can alternate
 _HERE = threading.local()
 
-Views: TypeAlias = "Sequence[tuple[Handle, torch.Tensor]]"
-
 
 def load_of(reads: Views, parts: Sequence[Part] | None = None) -> Load | None:
-    """What several views need, to be read past the page cache; it counts as used. None: better not so.
+    """What is not in memory of several views, to be read past the page cache; None: nothing, or better not so.
 
-    Not if another thread is about to need it, too.
+    It counts as used. Not if another thread is about to need it, too.
 
     Args:
         reads: the views.
         parts: what `parts_of_files` has found for them, if that is known.
     """
     parts = parts_of_files(reads) if parts is None else parts
-    return Load(parts) if parts and passing(reads) else None
+    chosen = passing(reads) if parts else []
+    return Load([parts[number] for number in chosen]) if chosen else None
 
 
 def parts_of_files(reads: Views) -> list[Part]:
@@ -57,11 +55,13 @@ def start_of(handle: Handle, view_spec: torch.Tensor) -> int:
 
 
 class Arriving:
-    """Loads of some views, which are read from now on. Close it when done."""
+    """Loads that are read from now on. Close it when done."""
 
     def __init__(self, loads: Sequence[tuple[Load, Views]]) -> None:
-        self._loads = iter(loads)
-        self._ahead = ahead_of_use([load for load, _ in loads], loads[0][1][0][0]) if loads else None
+        """Each is of some views, under one budget."""
+        wanted = [load for load, _ in loads]
+        self._loads = iter(wanted)
+        self._ahead = ahead_of_use(wanted, loads[0][1][0][0]) if loads else None
         self._before: Load | None = None
 
     def take(self) -> Load:
@@ -72,8 +72,8 @@ class Arriving:
         assert self._ahead is not None
         if self._before is not None:
             self._ahead.release(self._before)
-        self._before, views = next(self._loads)
-        waited_for(self._ahead, self._before, len(views))
+        self._before = next(self._loads)
+        waited_for(self._ahead, self._before)
         return self._before
 
     def close(self) -> None:

@@ -24,12 +24,13 @@ from offload.errors import ChangedFileError, ReadError, RowIndexError
 from offload.integrations.experts import prefer_experts
 from offload.kernels import native
 from offload.prefetch import engine, plan
+from offload.prefetch.engine import Views
 from offload.prefetch.value import Value
 from offload.storage import direct
 from offload.storage.direct import Load
 from offload.tensor import experts as acts
 from offload.tensor import loads
-from offload.tensor.loads import Arriving, Views
+from offload.tensor.loads import Arriving
 from offload.tensor.recipes import Decoded, Joined
 from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, outcome
@@ -57,7 +58,7 @@ def loaded(name: str, folder: Path, **options: Any) -> Any:
 @contextmanager
 def only_mapped(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """In this context, nothing is read past the page cache."""
-    patch.setattr(loads, "passing", lambda _: False)
+    patch.setattr(loads, "passing", lambda _: [])
     try:
         yield
     finally:

@@ -102,7 +102,7 @@ def test_no_more_memory_is_taken_than_there_is_room_for(file, monkeypatch):
 
     def noting(self: direct._State, nbytes: int) -> torch.Tensor:
         found = take(self, nbytes)
-        taken.append(self._used + sum(one.numel() for one in self.unused))
+        taken.append(self.nbytes)
         return found
 
     monkeypatch.setattr(direct._State, "take", noting)
@@ -111,8 +111,7 @@ def test_no_more_memory_is_taken_than_there_is_room_for(file, monkeypatch):
     assert 40 == len(list(in_order([Load([part]) for part in parts], 5 * direct._SIZES)))
 
     assert max(taken) == 5 * direct._SIZES
-    assert 0 == direct._STATE._used
-    assert 5 * direct._SIZES == sum(one.numel() for one in direct._STATE.unused)
+    assert 5 * direct._SIZES == direct._STATE.nbytes == sum(one.numel() for one in direct._STATE.unused)
 
 
 def test_memory_that_is_in_use_is_not_handed_out(file):
@@ -217,7 +216,6 @@ def test_memory_that_is_still_written_to_is_not_used_again(file, monkeypatch):
     ahead.close()
 
     assert [] == direct._STATE.unused
-    assert 0 == direct._STATE._used
     goes_on.set()
 
 
