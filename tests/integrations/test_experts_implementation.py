@@ -28,11 +28,14 @@ from offload.prefetch.engine import Views
 from offload.prefetch.value import Value
 from offload.storage import direct
 from offload.storage.direct import Load
+from offload.storage.layout import contiguous
+from offload.storage.mapping import scratch
 from offload.tensor import experts as acts
 from offload.tensor import loads
 from offload.tensor.loads import Arriving
 from offload.tensor.recipes import Decoded, Joined
 from offload.tensor.views import handle_of
+from offload.torch_api import storage_id, storage_uses
 from tests.checkpoints.forms import FORMS, outcome
 from tests.page_cache import needs_direct_reads
 
@@ -236,6 +239,28 @@ def test_experts_that_will_not_stay_are_read_past_the_page_cache(name, tmp_path,
 
     assert all(map(torch.equal, expected, found))
     assert sum(past) >= 4
+
+
+@needs_direct_reads
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["offload", "grouped_mm"])
+def test_nothing_refers_to_the_memory_of_an_expert_that_was_multiplied(implementation, tmp_path, past, monkeypatch):
+    """Otherwise it would not be free, and all experts of a layer would be in memory together."""
+    model, uses = loaded("qwen3_moe", tmp_path, **TIGHT), []
+    model.set_experts_implementation(implementation)
+    release = direct.Ahead.release
+
+    def noting(self: direct.Ahead, load: Load) -> None:
+        uses.append(storage_uses(storage_id(load._memory.untyped_storage())))
+        release(self, load)
+
+    monkeypatch.setattr(direct.Ahead, "release", noting)
+    for experts in experts_of(model):
+        experts(*routed(torch.bfloat16, [0, 1], [2, 3]))
+
+    unused = scratch(contiguous(torch.uint8, (100,)))
+    assert len(uses) >= 6
+    assert {storage_uses(storage_id(unused.untyped_storage()))} == {*uses}
 
 
 @needs_direct_reads
