@@ -137,12 +137,14 @@ def were_here(views: Views) -> bool:
 def passing(views: Views) -> list[int]:
     """Which of several views are not in memory, and will not stay there: they need not pass the page cache.
 
-    None of them if one has to. They count as used.
+    None of them if one has to; small ones, which stay once they are read, are left out. They count as used.
     """
     now, away = clock.now(), {}
     for number, (handle, view_spec) in enumerate(views):
         value = _range_of(handle, view_spec)
-        if value is None or not value.is_picked or handle.owned or value.pool.fits:
+        if value is UNTRACKED:
+            continue
+        if value is None or not value.is_picked or handle.owned:
             return []
         if value.checked_until < now and (value.is_ahead or not value.is_cached()):
             away[number] = value
@@ -157,6 +159,11 @@ def passing(views: Views) -> list[int]:
     for value in away.values():
         value.pool.picked.count(value)
     return list(away)
+
+
+def fits(handle: Handle) -> bool:
+    """Whether all values under the budget of this one can stay in memory."""
+    return (page_state_of(handle).pool or POOL).fits
 
 
 def ahead_of_use(loads: Sequence[Load], handle: Handle) -> Ahead:

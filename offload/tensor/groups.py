@@ -115,7 +115,7 @@ def _arriving(
     recipe = handle.composed
     assert recipe is not None
     reads = {group: list(recipe.reads(view_spec[group : group + 1])) for group in groups if group not in known}
-    loads = {group: load for group, views in reads.items() if may_pass and (load := load_of(views)) is not None}
+    loads = {group: load for group, views in reads.items() if may_pass and views and (load := load_of(views))}
     due = [views for group, views in reads.items() if group not in loads]
     with closing(Arriving([(load, reads[group]) for group, load in loads.items()])) as past:
         coming(chain.from_iterable(due[: 2 * _AT_ONCE]))

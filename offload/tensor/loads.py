@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.prefetch.engine import Views, ahead_of_use, passing, span_of, waited_for
+from offload.prefetch.engine import Views, ahead_of_use, fits, passing, span_of, waited_for
 from offload.storage.direct import Load, Part, can_be_read
 from offload.storage.handle import Handle
 
@@ -30,6 +30,8 @@ def load_of(reads: Views, parts: Sequence[Part] | None = None) -> Load | None:
         reads: the views.
         parts: what `parts_of_files` has found for them, if that is known.
     """
+    if fits(reads[0][0]):
+        return None
     parts = parts_of_files(reads) if parts is None else parts
     chosen = passing(reads) if parts else []
     return Load([parts[number] for number in chosen]) if chosen else None

@@ -21,11 +21,12 @@ import offload
 from bench import experts as bench_of_experts
 from bench.architectures import prepared
 from offload.errors import ChangedFileError, ReadError, RowIndexError
+from offload.integrations.compressed_tensors import quantize_checkpoint
 from offload.integrations.experts import prefer_experts
 from offload.kernels import native
 from offload.prefetch import engine, plan
 from offload.prefetch.engine import Views
-from offload.prefetch.value import Value
+from offload.prefetch.value import SMALL, Value
 from offload.storage import direct
 from offload.storage.direct import Load
 from offload.storage.layout import contiguous
@@ -35,6 +36,7 @@ from offload.tensor import loads
 from offload.tensor.loads import Arriving
 from offload.tensor.recipes import Decoded, Joined
 from offload.tensor.views import handle_of
+from offload.testing.checkpoints import tiny_checkpoint
 from offload.torch_api import storage_id, storage_uses
 from tests.checkpoints.forms import FORMS, outcome
 from tests.page_cache import needs_direct_reads
@@ -239,6 +241,28 @@ def test_experts_that_will_not_stay_are_read_past_the_page_cache(name, tmp_path,
 
     assert all(map(torch.equal, expected, found))
     assert sum(past) >= 4
+
+
+@needs_direct_reads
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["offload", "grouped_mm"])
+def test_small_scales_stay_and_their_experts_are_read_past_the_page_cache(implementation, tmp_path, past, monkeypatch):
+    """Values of up to 64 KiB stay once they are read; the matrices beside them do not, without a budget."""
+    for module in (engine, plan):
+        monkeypatch.setattr(module, "SMALL", SMALL)
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 384, "num_experts": 8}
+    tiny_checkpoint(tmp_path / "dense", "qwen3_moe", **sizes, max_shard_size="1MB")
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "fp8", "fp8", progress=False)
+    model = offload.from_pretrained(tmp_path / "fp8", experts_implementation=implementation, **TIGHT)
+    given = [routed(model.dtype, [3, 0], [1, 2], width=256) for _ in experts_of(model)]
+    with only_mapped(pytest.MonkeyPatch()):
+        expected = [experts(*one) for experts, one in zip(experts_of(model), given, strict=True)]
+    past.clear()
+
+    found = [experts(*one) for experts, one in zip(experts_of(model), given, strict=True)]
+
+    assert all(map(torch.equal, expected, found))
+    assert 4 * len(experts_of(model)) <= sum(past)
 
 
 @needs_direct_reads
