@@ -12,6 +12,7 @@ Always true:
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
@@ -123,7 +124,7 @@ class Load:
         for file, runs in groupby(self._runs, key=lambda run: run.file):
             with _opened(file) as opened, reading(file.path):
                 for run in runs:
-                    read = _read_into(memory[run.at : run.at + run.size], opened.fileno(), run.first)
+                    read = _read_run(memory[run.at : run.at + run.size], opened.fileno(), run)
                     if read < run.needed:
                         raise CorruptFileError(
                             f"{file.path} was truncated after it had been opened: download or copy the file again"
@@ -136,6 +137,18 @@ def _place(part: Part) -> tuple[str, int]:
 
 def _opened(file: TensorFile) -> Descriptor:
     return file.descriptor(os.O_RDONLY | os.O_DIRECT)
+
+
+def _read_run(memory: memoryview, fd: int, run: _Run) -> int:
+    """How many bytes were read; if the file system refuses these, through its cache, as all others from now on."""
+    try:
+        return _read_into(memory, fd, run.first)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    _CAN_BE_READ[run.file] = False
+    with run.file.descriptor() as opened:
+        return _read_into(memory, opened.fileno(), run.first)
 
 
 def _read_into(memory: memoryview, fd: int, first: int) -> int:
