@@ -102,16 +102,18 @@ class Load:
         self._runs.append(_Run(parts[0].file, first, self.nbytes, size, needed))
         self.nbytes += size
 
-    def tensor(self, file: TensorFile, start: int, like: torch.Tensor) -> torch.Tensor | None:
-        """What is at a position of a file, with the dtype, shape and strides of `like`; None if it is not part of this.
+    def tensor(self, part: Part, like: torch.Tensor) -> torch.Tensor | None:
+        """A part, with the dtype, shape and strides of `like`, which spans it; None if it was not read.
 
         Valid until it is released.
         """
         assert self._memory is not None
-        run = next((one for one in self._runs if one.file is file and 0 <= start - one.first < one.needed), None)
+        end = part.start + part.nbytes
+        inside = (run for run in self._runs if run.file is part.file and run.first <= part.start)
+        run = next((run for run in inside if end <= run.first + run.needed), None)
         if run is None:
             return None
-        place, beside = divmod(run.at + start - run.first, like.itemsize)
+        place, beside = divmod(run.at + part.start - run.first, like.itemsize)
         assert not beside, "a value that is not aligned to its dtype"
         empty = torch.empty(0, dtype=like.dtype, device="cpu")
         return empty.set_(self._memory.untyped_storage(), place, like.shape, like.stride())

@@ -43,12 +43,16 @@ def parts_of_files(reads: Views) -> list[Part]:
     for handle, view_spec in reads:
         if handle.owned or handle.composed is not None or handle.recipe is not None or view_spec.is_neg():
             return []
-        part = Part(handle.file, start_of(handle, view_spec), span_of(view_spec))
+        part = _part_of(handle, view_spec)
         is_scattered = part.nbytes > _MOST_AROUND * view_spec.numel() * view_spec.itemsize
         if is_scattered or part.start % view_spec.itemsize or view_spec.is_conj() or not can_be_read(part.file):
             return []
         parts.append(part)
     return parts
+
+
+def _part_of(handle: Handle, view_spec: torch.Tensor) -> Part:
+    return Part(handle.file, start_of(handle, view_spec), span_of(view_spec))
 
 
 def start_of(handle: Handle, view_spec: torch.Tensor) -> int:
@@ -103,4 +107,4 @@ def is_loaded() -> bool:
 def loaded(handle: Handle, view_spec: torch.Tensor) -> torch.Tensor | None:
     """A view of a stored value, if it is taken from a load."""
     load: Load | None = getattr(_HERE, "load", None)
-    return None if load is None else load.tensor(handle.file, start_of(handle, view_spec), view_spec)
+    return None if load is None else load.tensor(_part_of(handle, view_spec), view_spec)

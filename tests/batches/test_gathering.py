@@ -15,6 +15,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import offload
+from bench.page_cache import files_in, make_cold
 from offload.batches import gathering
 from offload.batches.mapping import map_batches
 from offload.errors import ChangedFileError
@@ -22,7 +23,7 @@ from offload.kernels import native
 from offload.prefetch.engine import counts
 from offload.tensor import experts as acts
 from tests.checkpoints.forms import FORMS
-from tests.page_cache import needs_page_cache
+from tests.page_cache import needs_direct_reads, needs_page_cache
 
 pytestmark = [
     pytest.mark.fused,
@@ -283,11 +284,8 @@ def test_an_interrupt_among_the_experts_stops_every_batch(tmp_path, monkeypatch)
     assert len(list(map_batches(model, batches_of(1, 2, 3), model, in_flight=3))) == 3
 
 
-@needs_page_cache
-@torch.no_grad()
-@pytest.mark.parametrize("window", ["1MiB", "32MiB"], ids=["mapped", "past the page cache"])
-def test_experts_that_do_not_fit_in_memory_are_read_once_for_all_batches(tmp_path, monkeypatch, window):
-    """The experts of a layer take 18 MiB, the budget is 4 MiB."""
+def model_of_large_experts(folder: Path, **options: Any) -> Any:
+    """The experts of each of two layers take 18 MiB, the budget is 4 MiB."""
     config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=512,
@@ -300,11 +298,17 @@ def test_experts_that_do_not_fit_in_memory_are_read_once_for_all_batches(tmp_pat
         num_key_value_heads=1,
         head_dim=32,
     )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     model = offload.from_pretrained(
-        tmp_path, max_memory="4MiB", read_ahead=window, experts_implementation="offload", dtype=torch.bfloat16
+        folder, max_memory="4MiB", experts_implementation="offload", dtype=torch.bfloat16, **options
     )
-    model.requires_grad_(False)
+    return model.requires_grad_(False)
+
+
+@needs_page_cache
+@torch.no_grad()
+def test_experts_that_do_not_fit_in_memory_are_read_once_for_all_batches(tmp_path, monkeypatch):
+    model = model_of_large_experts(tmp_path, read_ahead="1MiB")
     batches = batches_of(*[2] * 16)
 
     def read(most: int) -> int:
@@ -315,3 +319,21 @@ def test_experts_that_do_not_fit_in_memory_are_read_once_for_all_batches(tmp_pat
 
     read(16)
     assert 2 * read(16) < read(1)
+
+
+@needs_page_cache
+@needs_direct_reads
+@torch.no_grad()
+@pytest.mark.parametrize("most", [1, 8, 16])
+def test_experts_that_several_acts_need_are_read_once_where_they_fit(tmp_path, monkeypatch, most):
+    """The last act reads what it needs past the page cache; what another one will need is kept for that."""
+    model = model_of_large_experts(tmp_path, read_ahead="32MiB")
+    monkeypatch.setattr(gathering, "_MOST", most)
+    for _ in range(2):  # what is known is what was used
+        offload.budget.evict(model)
+        make_cold(files_in(tmp_path))
+        before = counts().bytes_read
+        list(map_batches(model, batches_of(*[2] * 16), model, in_flight=16))
+
+    once = 2 * 18 * 2**20
+    assert once / 2 < counts().bytes_read - before < 1.2 * once

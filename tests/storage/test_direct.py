@@ -7,7 +7,6 @@ import fcntl
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -47,9 +46,7 @@ def file(tmp_path: Path) -> tuple[TensorFile, bytes]:
 
 
 def text(load: Load, part: Part) -> bytes:
-    return (
-        load.tensor(part.file, part.start, torch.empty(part.nbytes, dtype=torch.uint8, device="meta")).numpy().tobytes()
-    )
+    return load.tensor(part, torch.empty(part.nbytes, dtype=torch.uint8, device="meta")).numpy().tobytes()
 
 
 def in_order(loads: list[Load], capacity: int = 1 << 20) -> Iterator[Load]:
@@ -80,13 +77,22 @@ def test_values_lie_in_memory_as_in_the_file(file):
     load = Load([Part(opened, 1000, 64)])
     like = torch.empty(4, 2, dtype=torch.float32, device="meta").t()
 
-    [found] = [load.tensor(opened, 1000, like) for load in in_order([load])]
+    [found] = [load.tensor(Part(opened, 1000, 32), like) for load in in_order([load])]
 
     assert torch.equal(
         torch.frombuffer(bytearray(data[1000:1032]), dtype=torch.float32).view(4, 2).t().isnan(), found.isnan()
     )
     assert found.stride() == like.stride()
     assert 1000 % 4096 == found.data_ptr() % 4096
+
+
+def test_a_part_that_was_not_read_to_its_end_is_not_found(file):
+    opened, _ = file
+    load, like = Load([Part(opened, 5000, 100)]), torch.empty(200, dtype=torch.uint8, device="meta")
+
+    for _ in in_order([load]):
+        assert load.tensor(Part(opened, 5000, 200), like) is None
+        assert load.tensor(Part(opened, 300_000, 200), like) is None
 
 
 def test_gaps_are_left_out_unless_they_are_small(file):
@@ -120,9 +126,9 @@ def test_memory_that_is_in_use_is_not_handed_out(file):
     parts = [Part(opened, 4096 * number, 200_000) for number in range(20)]
     loads = [Load([part]) for part in parts]
     with closing(Ahead(loads, 0)) as ahead:  # one in use, one that is read
-        for load, part in zip(loads, parts, strict=True):
+        for load, part, following in zip(loads, parts, [*loads[1:], loads[-1]], strict=True):
             ahead.get(load)
-            time.sleep(0.001)  # for the next one
+            ahead.get(following)
             assert data[part.start : part.start + part.nbytes] == text(load, part)
             ahead.release(load)
 
