@@ -64,6 +64,22 @@ def _seconds(item: pytest.Item) -> float:
     return marker.args[0] if marker else 0.0
 
 
+@pytest.fixture(autouse=True, scope="session")
+def groups_are_formed_in_ranks() -> Iterator[None]:
+    """`tests.distributed.ranks` says why."""
+    import torch.distributed as dist
+
+    form, this = dist.init_process_group, os.getpid()
+
+    def formed(*args: object, **given: object) -> None:
+        assert this != os.getpid(), "a group of the process of the tests: see tests/distributed/ranks.py"
+        form(*args, **given)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", formed)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh_prefetcher() -> None:
     """No order, plan, rate or budget that an earlier test has left."""

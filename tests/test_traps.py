@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -20,6 +21,7 @@ import offload
 from offload import OffloadedTensor
 from offload.errors import ArgumentTypeError, UnknownSubclassError, UnsupportedOpError
 from offload.testing import assert_equal
+from tests.distributed.ranks import in_a_rank
 from tests.processes import in_fork, run_script
 
 
@@ -300,25 +302,17 @@ def test_12_methods_work_when_called_through_torch_tensor(plain: torch.Tensor) -
     assert w.untyped_storage().data_ptr() == torch.Tensor.untyped_storage(w).data_ptr()
 
 
-@pytest.fixture
-def gloo(tmp_path: Path) -> Any:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield dist
-    dist.destroy_process_group()
-
-
-def test_12_collectives_take_offloaded_tensors_in_lists(gloo: Any) -> None:
+@in_a_rank
+def test_12_collectives_take_offloaded_tensors_in_lists() -> None:
     """As inputs and as outputs; what is received is in the file."""
     one, two = torch.arange(3.0), torch.arange(3.0) + 5
     w = offloaded(one)
     calls = {
-        "all_gather": lambda out: gloo.all_gather([out], two),
-        "all_gather_into_tensor": lambda out: gloo.all_gather_into_tensor(out, two),
-        "reduce_scatter": lambda out: gloo.reduce_scatter(out, [two]),
-        "scatter": lambda out: gloo.scatter(out, [two]),
-        "gather": lambda out: gloo.gather(two, [out]),
+        "all_gather": lambda out: dist.all_gather([out], two),
+        "all_gather_into_tensor": lambda out: dist.all_gather_into_tensor(out, two),
+        "reduce_scatter": lambda out: dist.reduce_scatter(out, [two]),
+        "scatter": lambda out: dist.scatter(out, [two]),
+        "gather": lambda out: dist.gather(two, [out]),
     }
     for name, call in calls.items():
         out = offloaded(torch.zeros(3), name)
@@ -327,20 +321,21 @@ def test_12_collectives_take_offloaded_tensors_in_lists(gloo: Any) -> None:
         assert_equal(two, safetensors.torch.load_file(out.offload_path)[name])
 
     received = [torch.zeros(3)]
-    gloo.all_gather(received, w)
-    gloo.all_reduce(w)
-    gloo.broadcast(w, 0)
+    dist.all_gather(received, w)
+    dist.all_reduce(w)
+    dist.broadcast(w, 0)
     assert_equal(one, received[0])
     assert_equal(one, w)
 
 
-def test_12_a_collective_never_writes_to_a_checkpoint(gloo: Any, tmp_path: Path) -> None:
+@in_a_rank
+def test_12_a_collective_never_writes_to_a_checkpoint(tmp_path: Path) -> None:
     """The schemas don't say what is written: the tensor is copied to its own file anyway."""
     path = tmp_path / "checkpoint.safetensors"
     safetensors.torch.save_file({"w": torch.zeros(3)}, path)
     before = path.read_bytes()
     w = OffloadedTensor.from_file(path, "w")
-    gloo.all_gather([w], torch.ones(3))
+    dist.all_gather([w], torch.ones(3))
 
     assert path != w.offload_path  # before it is read
     assert before == path.read_bytes()

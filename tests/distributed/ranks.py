@@ -3,10 +3,13 @@
 Always true:
 - a rank that fails or hangs fails the test, with its output
 - a forked child never returns into the test
+- the process of the tests forms no group: DTensor's caches keep one even after `destroy_process_group`, and a child
+  that another thread forks later destroys it as it begins, which waits forever for threads that it does not have
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import signal
@@ -38,6 +41,16 @@ def run_ranks(world: int, act: Callable[[int], Any], *, ends: dict[int, int] | N
         _wait(children, dict(ends or {}), Path(folder))
         found = [Path(folder, str(rank)) for rank in range(world)]
         return [pickle.loads(path.read_bytes()) if path.exists() else None for path in found]
+
+
+def in_a_rank(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that runs as the only rank of a group."""
+
+    @functools.wraps(test)
+    def alone(*args: Any, **given: Any) -> None:
+        run_ranks(1, lambda _: test(*args, **given))
+
+    return alone
 
 
 def _wait(children: list[int], ends: dict[int, int], folder: Path) -> None:

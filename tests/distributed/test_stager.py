@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
@@ -15,18 +14,11 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 import offload
 from offload import OffloadedTensor
 from offload.distributed.staging import FileStager
+from tests.distributed.ranks import in_a_rank
 from tests.page_cache import needs_memory_cap
 from tests.processes import run_script
 
 VALUE = torch.arange(24.0).reshape(4, 6)
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of only this process, and a mesh of it."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def referenced(folder) -> OffloadedTensor:
@@ -34,7 +26,7 @@ def referenced(folder) -> OffloadedTensor:
     return OffloadedTensor.from_file(folder / "checkpoint.safetensors", "w")
 
 
-def of_each_kind(folder, mesh) -> dict[str, torch.Tensor]:
+def of_each_kind(folder) -> dict[str, torch.Tensor]:
     own = OffloadedTensor.from_original_tensor(VALUE, "own")
     layer = offload.disk_offload(nn.Linear(6, 4, bias=False))
     return {
@@ -44,7 +36,7 @@ def of_each_kind(folder, mesh) -> dict[str, torch.Tensor]:
         "referenced": referenced(folder),
         "named": OffloadedTensor.from_original_tensor(VALUE * 2, "named", folder / "values"),
         "parameter": layer.weight,
-        "dtensor": DTensor.from_local(own, mesh, [Shard(0)], run_check=False),
+        "dtensor": DTensor.from_local(own, init_device_mesh("cpu", (1,)), [Shard(0)], run_check=False),
         "plain": VALUE.clone(),
         "large": torch.ones(256, 256),
     }
@@ -56,8 +48,9 @@ def plain(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stager", [FileStager, lambda: None], ids=["files", "torch's own"])
-def test_async_save_saves_each_kind_of_tensor_as_it_was_when_it_was_called(tmp_path, alone, stager):
-    state = {**of_each_kind(tmp_path, alone), "step": 3}
+@in_a_rank
+def test_async_save_saves_each_kind_of_tensor_as_it_was_when_it_was_called(tmp_path, stager):
+    state = {**of_each_kind(tmp_path), "step": 3}
     expected = {name: plain(value) for name, value in state.items() if name != "step"}
 
     saving = dcp.async_save(state, checkpoint_id=tmp_path / "saved", async_stager=stager())

@@ -12,7 +12,7 @@ import pytest
 from offload.prefetch import engine as engines
 from offload.prefetch.engine import Engine
 from offload.prefetch.plan import Pool
-from offload.prefetch.value import QUEUED, READING, RESIDENT, SMALL, Value
+from offload.prefetch.value import LEAVING, QUEUED, READING, RESIDENT, SMALL, Value
 from offload.storage import background, clock
 from tests.engines import rest
 from tests.processes import in_fork
@@ -285,12 +285,13 @@ def test_streaming_values_stay_within_the_window(engine, memory, window):
 def test_the_disk_does_not_wait_for_what_is_dropped(engine, memory, monkeypatch):
     """Dropping takes the kernel a while."""
     values = seed(made(memory, "abcdefghijklmnop", window=8 * MIB))
-    drop, may_go, read_before, droppers = memory.drop, threading.Event(), [], set()
+    drop, has_begun, may_go, droppers, read_before = memory.drop, threading.Event(), threading.Event(), set(), []
 
     def slowly(value: Made) -> None:
         read_before.append(len(memory.log))
         droppers.add(threading.current_thread())
-        may_go.wait(10)
+        has_begun.set()
+        may_go.wait(60)
         drop(value)
 
     monkeypatch.setattr(memory, "drop", slowly)
@@ -298,6 +299,8 @@ def test_the_disk_does_not_wait_for_what_is_dropped(engine, memory, monkeypatch)
         while value.stage in (QUEUED, READING):
             time.sleep(0.0005)
         engine.arrive(value)
+        if any(one.stage is LEAVING for one in values):
+            assert has_begun.wait(60)
     may_go.set()
     rest(engine)
 
