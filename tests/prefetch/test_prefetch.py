@@ -286,12 +286,14 @@ def test_the_disk_does_not_wait_for_what_is_dropped(engine, memory, monkeypatch)
     """Dropping takes the kernel a while."""
     values = seed(made(memory, "abcdefghijklmnop", window=8 * MIB))
     drop, has_begun, may_go, droppers, read_before = memory.drop, threading.Event(), threading.Event(), set(), []
+    went_on = []
 
     def slowly(value: Made) -> None:
         read_before.append(len(memory.log))
         droppers.add(threading.current_thread())
         has_begun.set()
-        may_go.wait(60)
+        went_on.append(may_go.wait(10))
+        may_go.set()
         drop(value)
 
     monkeypatch.setattr(memory, "drop", slowly)
@@ -304,6 +306,7 @@ def test_the_disk_does_not_wait_for_what_is_dropped(engine, memory, monkeypatch)
     may_go.set()
     rest(engine)
 
+    assert all(went_on)  # all values were read while the first was being dropped
     assert engine.reader.thread not in droppers
     assert any(by_reader for _, by_reader in memory.log[read_before[0] :])
 
