@@ -32,6 +32,12 @@ Settings: TypeAlias = Mapping[str, Any]
 """Settings by name, from a JSON file: how a model is quantized, for example."""
 
 
+class Digest(Protocol):
+    """A hash object from `hashlib`."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+
 class Config(Protocol):
     """What is used of transformers' `PreTrainedConfig`; a quantized model's has a `quantization_config`, too."""
 

@@ -20,8 +20,8 @@ from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
-from offload.tensor.recipes import Piece, joined
-from offload.tensor.views import handle_of, target_of, view_spec_of
+from offload.tensor.recipes import Joined, Piece
+from offload.tensor.views import handle_of, meta_of, metadata_of, target_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
 from offload.torch_api import offsets_of_shard, world_of
 
@@ -83,8 +83,9 @@ def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> Of
     with no_functions(), no_modes():
         view_spec = view_spec_of(share)
         piece = Piece(handle_of(share), view_spec).alone()
-        if tuple(piece.view_spec.shape) != piece.handle.layout.shape:
-            piece = joined(contiguous(view_spec.dtype, tuple(view_spec.shape)), [piece], [(0,) * view_spec.dim()], name)
+        if metadata_of(piece.view_spec) != metadata_of(meta_of(piece.handle)):
+            layout = contiguous(view_spec.dtype, tuple(view_spec.shape))
+            piece = Piece(Handle.compose(Joined(layout, [piece], [(0,) * view_spec.dim()]), name))
         composed = piece.handle.composed
         handle = (
             piece.handle.elsewhere(offload_dir) if composed is None else Handle.compose(composed, name, offload_dir)

@@ -6,6 +6,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,16 @@ def start_in(layout: Layout, spec: torch.Tensor) -> tuple[int, ...] | None:
     for dim in layout.order:
         start[dim], left = divmod(left, layout.stride[dim])
     return tuple(start)
+
+
+def rows_in(layout: Layout, spec: torch.Tensor) -> tuple[int, int] | None:
+    """Which whole rows of a row-major value a cut consists of, in whatever shape: the first, and how many; or None."""
+    if spec.dtype != layout.dtype or not lies_as(spec, contiguous_stride(tuple(spec.shape))) or not spec.numel():
+        return None
+    row = math.prod(layout.shape[1:])
+    first, shifted = divmod(int(spec.storage_offset()), row)
+    is_whole = layout.shape and layout.stride == contiguous_stride(layout.shape) and not shifted + spec.numel() % row
+    return (first, spec.numel() // row) if is_whole else None
 
 
 def first_row(shape: Sequence[int], at: Sequence[int], size: Sequence[int]) -> int | None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from offload.annotations import Digest
 from offload.prefetch.engine import brought_in
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming
 from offload.storage.subclasses import layout_from, unflatten
 from offload.tensor.guests import CPU
-from offload.tensor.recipes import Digest, Piece, Recipe
+from offload.tensor.recipes import Piece, Recipe
 from offload.tensor.views import uncut
 
 

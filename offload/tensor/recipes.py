@@ -18,10 +18,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from offload.annotations import Digest
 from offload.kernels import accelerated, native
 from offload.kernels.packed import Packed
 from offload.memory import count_freed
@@ -30,7 +31,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.boxes import Box, first_row, lies_as, recut, start_in
+from offload.tensor.boxes import Box, first_row, lies_as, recut, rows_in, start_in
 from offload.tensor.guests import CPU, stored_on
 from offload.tensor.loads import is_loaded
 from offload.tensor.scratch import LEAST, scratch_for
@@ -47,12 +48,6 @@ _GENERATION = b"1"  # change it when a decoder's numbers change: stored results 
 
 Decode: TypeAlias = Callable[..., torch.Tensor]
 Inside: TypeAlias = "tuple[Piece, torch.Tensor, list[int]]"  # a piece, its cut in a box, and where that goes
-
-
-class Digest(Protocol):
-    """A hash object from `hashlib`."""
-
-    def update(self, data: bytes, /) -> None: ...
 
 
 class Piece:
@@ -85,7 +80,12 @@ class Piece:
         What is not needed is then neither counted, nor read ahead, nor copied at a first write.
         """
         handle, view_spec, layout = self.handle, self.view_spec, self.handle.layout
-        start = None if handle.is_subclass or handle.owned else start_in(layout, view_spec)
+        if handle.is_subclass or handle.owned:
+            return self
+        start, whole = start_in(layout, view_spec), rows_in(layout, view_spec)
+        if start is None and whole is not None:
+            found = Piece(handle, meta_of(handle).narrow(0, *whole)).alone()
+            return Piece(found.handle, found.view_spec.view(view_spec.shape))
         if start is None:
             return self
         if isinstance(composed := handle.composed, Recipe):
@@ -586,10 +586,8 @@ class Decoded(Plain):
             place, view_spec = place[0], view_spec[0]
         step = math.prod(self._row)
         offset = int(view_spec.storage_offset())
-        first = len(self.layout.shape) - view_spec.dim()
-        is_rows = (
-            first >= 0 and view_spec.dim() > len(self._row) and view_spec.shape[1:] == self.layout.shape[first + 1 :]
-        )
+        first = max(0, len(self.layout.shape) - view_spec.dim())
+        is_rows = view_spec.dim() > len(self._row) and view_spec.shape[1:] == self.layout.shape[first + 1 :]
         lies_so = is_rows and lies_as(view_spec, self.layout.stride[first:])
         if lies_so and view_spec.dtype == self.layout.dtype and offset % step == 0:
             self._into(place, offset // step)

@@ -17,11 +17,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import offload
-from offload.distributed.placing import share_of
+from offload.distributed.placing import alone, share_of
 from offload.errors import CheckpointError
 from offload.tensor.locals import local_of
+from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
 from tests.processes import forked
+from tests.tensor.test_recipes import GRANULE, decoded
 
 PLACEMENTS = [
     Replicate(),
@@ -83,6 +85,33 @@ def test_shares_of_64_ranks_are_views_that_know_their_own_bytes(tmp_path: Path):
 
     for rank in (0, 27, 63):
         in_a_fake_group(act, rank, 64)
+
+
+@pytest.mark.parametrize("is_decoded", [False, True])
+def test_the_share_of_a_view_has_its_shape_and_its_numbers_and_reads_no_other_rows(tmp_path: Path, is_decoded: bool):
+    numbers, scales = torch.randint(0, 256, (4 * GRANULE, 16), dtype=torch.uint8), torch.rand(4, 16)
+    save_file({"numbers": numbers, "scales": scales}, tmp_path / "w.safetensors")
+    stored = offload.load_file(tmp_path / "w.safetensors")
+    whole = decoded(stored["numbers"], stored["scales"]) if is_decoded else stored["numbers"]
+    expected = whole.materialize()
+    shares = {
+        "elements of a stack": lambda value: value.view(4, GRANULE, 16)[2:],
+        "one of them": lambda value: value.view(4, GRANULE, 16)[1],
+        "rows with a dimension more": lambda value: value[GRANULE : 2 * GRANULE, None],
+        "all in another shape": lambda value: value.view(2, 320),
+        "turned": lambda value: value.t(),
+        "parts of rows": lambda value: value.view(80, 8)[3:5],
+        "nothing": lambda value: value.view(4, GRANULE, 16)[:0],
+    }
+    for what, cut in shares.items():
+        share = alone(cut(whole), "w", None)
+
+        assert handle_of(share).layout.shape == share.shape == cut(expected).shape, what
+        assert torch.equal(cut(expected), share), what
+        if what in ("elements of a stack", "one of them", "rows with a dimension more"):
+            needed = sum(handle.extent[1] for handle in stored_in([handle_of(share)]))
+            of_scales = 4 / GRANULE if is_decoded else 0
+            assert cut(expected).numel() * (1 + of_scales) == needed, what
 
 
 def test_other_rows_of_the_same_place_in_the_mesh_are_not_taken_for_those_that_were_stored(tmp_path: Path):
