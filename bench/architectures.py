@@ -224,11 +224,11 @@ def _saved(model: Any, folder: Path) -> Path:
     except Exception as error:
         raise NoPlainModel(f"not saved: {reason(error)}") from error
     for path in folder.glob("*.safetensors"):
-        _align(path)
+        align(path)
     return folder
 
 
-def _align(path: Path) -> None:
+def align(path: Path) -> None:
     """Have the values of a file begin at multiples of 64 bytes, but for small ones whose size is none: they come last.
 
     Experts that are stored apart are multiplied where they lie, and plain transformers joins them in memory that is
