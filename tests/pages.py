@@ -12,6 +12,7 @@ from __future__ import annotations
 import doctest
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -129,7 +130,8 @@ def _run(fence: Fence, page: Path, module: ModuleType) -> None:
     try:
         exec(compile(lines_before + fence.text, str(page), "exec"), module.__dict__)
     except BaseException as error:
-        raise PageError(f"line {fence.line}: this fence raises\n{traceback.format_exc()}") from error
+        told = error.stderr or "" if isinstance(error, subprocess.CalledProcessError) else ""
+        raise PageError(f"line {fence.line}: this fence raises\n{traceback.format_exc()}{told}") from error
 
 
 def _run_prompts(fence: Fence, page: Path, module: ModuleType) -> None:
