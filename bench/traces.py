@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from offload.prefetch.value import page_state_of
 from offload.tensor.views import handle_of
 
 ROWS, COLUMNS = 68, 256  # of a matrix in float32: 68 KiB, whole pages
+PICKS, TOPIC = 4, 200  # matrices that a token picks, and tokens about one topic, where topics change
 _ENTRY = "experts"
 
 
@@ -32,6 +34,15 @@ def orders(count: int, length: int, seed: int = 0) -> dict[str, list[int]]:
         shares = torch.arange(1, count + 1, dtype=torch.float64) ** -exponent
         return torch.multinomial(shares, length, replacement=True, generator=chance)
 
+    def of_topics() -> torch.Tensor:
+        """As `drawn(1)`, without repetition in a token; each topic has favourites of its own."""
+        shares = torch.arange(1, count + 1, dtype=torch.float64) ** -1.0
+        tokens = math.ceil(length / PICKS)
+        ranks = torch.multinomial(shares.expand(tokens, count), min(PICKS, count), generator=chance)
+        topics = range(math.ceil(tokens / TOPIC))
+        favourites = torch.stack([torch.randperm(count, generator=chance) for _ in topics])
+        return favourites[torch.arange(tokens)[:, None] // TOPIC, ranks].flatten()[:length]
+
     places = torch.randperm(count, generator=chance)
     turned = torch.arange(length) * count // length
     return {
@@ -39,6 +50,7 @@ def orders(count: int, length: int, seed: int = 0) -> dict[str, list[int]]:
         "Zipf 0.8": places[drawn(0.8)].tolist(),
         "Zipf 1.2": places[drawn(1.2)].tolist(),
         "drifting": places[(drawn(1) + turned) % count].tolist(),
+        "topics": of_topics().tolist(),
         "circle": (torch.arange(length) % count).tolist(),
     }
 
