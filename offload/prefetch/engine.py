@@ -341,7 +341,7 @@ class Engine:
         if not self.reader.brings(value, found=found):
             self._make_sure(value)
         if value.kept or value.is_held:
-            lasts = value.is_held or value.nbytes <= SMALL
+            lasts = value.is_held or (value.nbytes <= SMALL and (value.is_picked or not value.is_apart))
             calm = _FOREVER if lasts else CHECKED_FOR * self._chance.uniform(0.1, 1)
             value.checked_until = clock.now() + calm
 

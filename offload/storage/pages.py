@@ -103,6 +103,12 @@ class Range:
         """Whether something in this process holds its file."""
         return self._file() is not None
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether its neighbours in the file are not to be read along, as a page fault would, by megabytes."""
+        file = self._file()
+        return file is not None and file.is_picked_from
+
     def missing_bytes(self) -> int:
         """Bytes still to be read from the disk, in whole pages; all of them if the kernel does not tell."""
         return self.nbytes - self.cached_bytes() if self.may_ask else self.nbytes

@@ -18,14 +18,14 @@ from bench.page_cache import cached_fraction, make_cold
 from bench.traces import COLUMNS, ROWS, hits_in_hindsight, orders, replayed, stack
 from offload.prefetch import engine as engines
 from offload.prefetch import filling
-from offload.prefetch.engine import POOL, Engine
+from offload.prefetch.engine import CHECKED_FOR, POOL, Engine, expect
 from offload.prefetch.picked import _RESCALE, Picked
 from offload.prefetch.plan import Pool
 from offload.prefetch.tables import has_rows_here, runs_of
 from offload.prefetch.value import Value, page_state_of
 from offload.storage import pages
 from offload.tensor.views import handle_of
-from tests.engines import rest
+from tests.engines import Clock, rest
 from tests.page_cache import needs_page_cache
 from tests.prefetch.test_prefetch import MIB, Made, engine, made, memory, read, seed  # noqa: F401
 
@@ -374,6 +374,26 @@ def test_a_small_value_is_read_alone_in_a_file_that_is_picked_from(tmp_path: Pat
 
     assert 16 == float(small.sum())
     assert cached_fraction([path]) <= 0.01
+
+
+@needs_page_cache
+@pytest.mark.parametrize("is_expected", [True, False])
+def test_a_small_value_that_the_system_dropped_is_read_alone_again(
+    tmp_path: Path, still_clock: Clock, is_expected: bool
+) -> None:
+    """Small values stay once they are read; but where memory is short, the system drops them, too."""
+    path = tmp_path / "w.safetensors"
+    save_file({**{f"{number:02}": torch.zeros(1 << 20) for number in range(16)}, "08a": torch.ones(16)}, path)
+    small = offload.load_file(path)["08a"]
+    handle_of(small).read_apart()
+    if is_expected:
+        expect([handle_of(small)])
+    for _ in range(3):
+        make_cold([path])
+        still_clock.time += 2 * CHECKED_FOR
+
+        assert 16 == float(small.sum())
+        assert cached_fraction([path]) <= 0.01
 
 
 @needs_page_cache
