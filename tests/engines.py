@@ -12,7 +12,7 @@ from offload.prefetch import engine as engines
 from offload.prefetch import filling, plan
 from offload.prefetch.engine import POOL, Engine
 from offload.prefetch.plan import Pool
-from offload.prefetch.value import QUEUED, READING
+from offload.prefetch.value import QUEUED, READING, Value
 from offload.storage import disks
 from offload.training import activations
 
@@ -30,6 +30,7 @@ def forget() -> None:
         engine.streams.live.clear()
         engine.streams._local = threading.local()
         vars(POOL).update(vars(Pool()))
+    engine._glance = Value.nowhere()
     rest(engine)
     disks._DISKS.clear()
 

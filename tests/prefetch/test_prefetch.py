@@ -23,6 +23,8 @@ MIB = 1 << 20
 class File:
     """A stand-in for a file that is not mapped; ranges hold weak references to theirs."""
 
+    is_picked_from = False
+
     def mapping(self, *, shared: bool) -> None:
         return None
 
