@@ -321,8 +321,9 @@ class Estimate:
         tokens = self.batch * in_flight
         needed = sizes.needed(tokens)
         stays = min(self.budget, sizes.stored - sizes.rows)
-        reads = int(needed * (1 - stays / max(sizes.stored - sizes.rows, 1)))
-        sends = 0 if self.on_device is None else int(needed * (1 - min(1.0, self.on_device / max(sizes.stored, 1))))
+        reads = sizes.missing(tokens, stays)
+        on_device = 1.0 if self.on_device is None else min(1.0, self.on_device / max(sizes.stored, 1))
+        sends = sizes.missing(tokens, int(on_device * (sizes.stored - sizes.rows)))
         computing, rate = self._computing(sizes, tokens, in_flight), self.computing.sends or math.inf
         taken = {"reading": reads / self.disk_rate, "sending": sends / rate, "computing": computing}
         bound = max(reversed(taken), key=taken.__getitem__)

@@ -79,6 +79,12 @@ class ModelSizes:
         """Bytes needed for a pass over this many tokens, if they are routed at random."""
         return int(self.stored - self.rows - self.experts * (1 - self.touched(tokens)))
 
+    def missing(self, tokens: int, stays: int) -> int:
+        """Bytes of these that are not in memory if that many stay there: first what every pass needs, then experts."""
+        always = self.stored - self.rows - self.experts
+        of_experts = 1 - min(1.0, max(0, stays - always) / max(self.experts, 1))
+        return max(0, always - stays) + int((self.needed(tokens) - always) * of_experts)
+
     def multiplied(self, tokens: int) -> float:
         """How many weights such a pass multiplies."""
         return self.parameters - self.looked_up - self.routed * (1 - self.touched(tokens))

@@ -157,6 +157,21 @@ def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(saved: Any)
     assert slow.first_seconds == pytest.approx(whole / 1000)
 
 
+def test_what_every_token_reads_stays_before_experts(saved: Any) -> None:
+    sizes = sizes_of(saved(Qwen3MoeConfig(**SIZES, **EXPERTS)))
+    always, experts = (
+        sizes.stored - sizes.rows - sizes.experts,
+        sizes.needed(1) - sizes.stored + sizes.rows + sizes.experts,
+    )
+
+    assert 0 < experts < sizes.experts
+    assert always + experts == sizes.missing(1, 0)
+    assert always // 2 + experts == pytest.approx(sizes.missing(1, always - always // 2))
+    assert experts == sizes.missing(1, always)
+    assert experts / 4 == pytest.approx(sizes.missing(1, always + sizes.experts * 3 // 4), abs=1)
+    assert 0 == sizes.missing(1, sizes.stored) == sizes.missing(8, sizes.stored)
+
+
 def test_calling_kernels_and_decoding_take_time_for_each_batch_in_flight(saved: Any) -> None:
     """With an infinitely fast multiplication, nothing else is left."""
     sizes = sizes_of(saved(LlamaConfig(**SIZES)))
@@ -242,7 +257,8 @@ def test_a_plan_for_an_accelerator_is_about_its_memory(
     assert "It fits in the memory of the device: use plain transformers" in str(fits)
     assert f"--device {device} --device-memory " in does_not.as_it_is.commands[0]
     assert (0, "computing") == (fits.as_it_is.sends, fits.as_it_is.bound)
-    assert does_not.as_it_is.sends == int(does_not.model.needed(1) * (1 - int(0.8 * (stored - context)) / stored))
+    sent = does_not.model.needed(1) * (1 - 0.8 * (stored - context) / stored)
+    assert does_not.as_it_is.sends == pytest.approx(sent, abs=2)
     assert does_not.as_it_is.pass_seconds == does_not.as_it_is.sends / 1e6
     assert "bound by sending: a pass reads nothing and sends " in str(does_not)
     assert "\nthe device has " in str(does_not)
