@@ -98,7 +98,7 @@ def compute_exactly(handle: Handle) -> None:
 @overrides(F.linear)
 def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A packed weight is not decoded first."""
-    if len(args) >= 2 and not kwargs and type(args[1]) is OffloadedTensor and type(args[0]) is not OffloadedTensor:
+    if len(args) >= 2 and not kwargs and _is_composed(args[1]) and type(args[0]) is not OffloadedTensor:
         with DisableTorchFunctionSubclass():
             if not (modes_are_on() or records_graph(args, kwargs)):
                 found = _product_with_rows(args[0], args[1], args[2] if len(args) > 2 else None)
