@@ -49,8 +49,8 @@ GROUPS = {
 
 RESULTS = "bench/results/2026-11-"
 SUMMARY = (
-    ("26-packed.json", "gguf: a token, 1.1 GB, Q4_K_M, bfloat16"),
-    ("26-packed.json", "gguf: a token, SmolLM2-135M, Q4_1, bfloat16"),
+    ("27-packed.json", "gguf: a token, 1.1 GB, Q4_K_M, bfloat16"),
+    ("27-packed.json", "gguf: a token, SmolLM2-135M, Q4_1, bfloat16"),
     ("24-larger.json", "larger, dense: a token"),
     ("24-larger.json", "larger, dense: bytes read, a token"),
     ("24-capped.json", "capped, 1.5x: a token"),
@@ -58,7 +58,7 @@ SUMMARY = (
     ("24-cold.json", "cold, first pass: prompt of 1"),
     ("24-cold.json", "cold, later: prompt of 1"),
     ("23-batches.json", "batches, dense, 32 tokens, 16 in flight: a batch"),
-    ("23-routed.json", "routed: bytes read by one token of a mixture of experts, cold"),
+    ("27-routed.json", "routed: bytes read by one token of a mixture of experts, cold"),
     ("24-loading.json", "generate: load"),
     ("24-loading.json", "generate: bytes written by loading"),
     ("24-loading.json", "generate: a token"),
