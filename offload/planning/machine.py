@@ -13,7 +13,6 @@ import mmap
 import os
 import platform
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +30,7 @@ from offload.kernels.packed import BLOCKS, GgufRows
 from offload.memory import available_bytes, cgroup_room, total_bytes
 from offload.prefetch.plan import Pool
 from offload.prefetch.staging import send
+from offload.storage.disks import read_shared
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, owned
 from offload.storage.replacing import remove, temporary_for
@@ -253,9 +253,9 @@ def _measured(folder: Path, nbytes: int) -> Disk:
         with writing(path, size):
             writes = _rate(size, lambda: _write(path, size))
         _forget(path)
-        reads = _rate(size, lambda: _read(path, 0))
+        reads = _rate(size, lambda: _read(path, 0, size))
         with suppress(OSError):  # the file system does not support O_DIRECT
-            return Disk(folder, free, writes, reads, _rate(size, lambda: _read(path, os.O_DIRECT)))
+            return Disk(folder, free, writes, reads, _rate(size, lambda: _read(path, os.O_DIRECT, size)))
         return Disk(folder, free, writes, reads, reads_direct=None)
     finally:
         remove(path)
@@ -276,12 +276,17 @@ def _write(path: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
-def _read(path: Path, flags: int, size: int = sys.maxsize) -> None:
-    buffer = mmap.mmap(-1, _BLOCK)
+def _read(path: Path, flags: int, size: int) -> None:
+    """As the prefetcher does: by as many threads as the disk is clearly faster with."""
     with owned(os.open, path, os.O_RDONLY | flags) as opened:
-        at = 0
-        while at < size and (done := os.preadv(opened.fileno(), [buffer], at)):
-            at += done
+        fd = opened.fileno()
+
+        def read(start: int, nbytes: int) -> None:
+            with mmap.mmap(-1, min(nbytes, _BLOCK)) as buffer:
+                for at in range(start, start + nbytes, _BLOCK):
+                    os.preadv(fd, [buffer], at)
+
+        read_shared(os.fstat(fd).st_dev, 0, size, _BLOCK, read, lambda: size)
 
 
 def _forget(path: Path) -> None:
