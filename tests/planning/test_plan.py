@@ -157,7 +157,7 @@ def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(saved: Any)
     assert slow.first_seconds == pytest.approx(whole / 1000)
 
 
-def test_what_every_token_reads_stays_before_experts(saved: Any) -> None:
+def test_values_that_every_token_reads_stay_before_experts(saved: Any) -> None:
     sizes = sizes_of(saved(Qwen3MoeConfig(**SIZES, **EXPERTS)))
     always, experts = (
         sizes.stored - sizes.rows - sizes.experts,
