@@ -29,8 +29,8 @@ CASES = (
         "larger, dense: a token",
     ),
     (
-        "A batch of a model 3 times the memory, 16 batches in flight (one round)",
-        "2026-11-23-batches.json",
+        "A batch of a model 3 times the memory, 16 batches in flight",
+        "2026-11-27-batches.json",
         "batches, dense, 32 tokens, 16 in flight: a batch",
     ),
     ("256 random rows of 8 KiB, cold", "2026-11-23-cache.json", "cache, cold: 256 random rows of 8192 B"),

@@ -91,7 +91,8 @@ def test_a_figure_is_compared_to_its_last_digit():
 
 
 CAPPED, LARGER = "2026-11-24-capped.json", "2026-11-24-larger.json"
-BATCHES, ROWS_FILE, RANKS = "2026-11-23-batches.json", "2026-11-23-cache.json", "2026-11-23-ranks.json"
+BATCHES, LARGER_BATCHES = "2026-11-27-batches.json", "2026-11-23-larger-batches.json"
+ROWS_FILE, RANKS = "2026-11-23-cache.json", "2026-11-23-ranks.json"
 TOKEN, LARGER_TOKEN, LARGER_FIRST = "capped, 1.5x: a token", "larger, dense: a token", "larger, dense: first pass"
 BATCH, EIGHT = "batches, dense, 32 tokens, 16 in flight: a batch", "larger-batches, 16 tokens, 8 in flight"
 EIGHT_MADE = "larger-batches, 16 tokens and 4 generated, 8 in flight"
@@ -159,20 +160,20 @@ SENTENCES = [
         r"each takes ([\d.]+ s) and reads ([\d.]+ GB); "
         r"one by one, after a first pass, it is ([\d.]+ s) and ([\d.]+ GB)\.",
         [
-            (BATCHES, f"{EIGHT}: a batch", OURS),
-            (BATCHES, f"{EIGHT}: bytes read, a batch", OURS),
-            (BATCHES, f"{EIGHT}: a batch", ONE_BY_ONE),
-            (BATCHES, f"{EIGHT}: bytes read, a batch", ONE_BY_ONE),
+            (LARGER_BATCHES, f"{EIGHT}: a batch", OURS),
+            (LARGER_BATCHES, f"{EIGHT}: bytes read, a batch", OURS),
+            (LARGER_BATCHES, f"{EIGHT}: a batch", ONE_BY_ONE),
+            (LARGER_BATCHES, f"{EIGHT}: bytes read, a batch", ONE_BY_ONE),
         ],
     ),
     (
         "tutorials/explanation/performance.md",
         r"With 4 tokens generated it is ([\d.]+ s) and ([\d.]+ GB); one by one ([\d.]+ s) and ([\d.]+ GB)\.",
         [
-            (BATCHES, f"{EIGHT_MADE}: a batch", OURS),
-            (BATCHES, f"{EIGHT_MADE}: bytes read, a batch", OURS),
-            (BATCHES, f"{EIGHT_MADE}: a batch", ONE_BY_ONE),
-            (BATCHES, f"{EIGHT_MADE}: bytes read, a batch", ONE_BY_ONE),
+            (LARGER_BATCHES, f"{EIGHT_MADE}: a batch", OURS),
+            (LARGER_BATCHES, f"{EIGHT_MADE}: bytes read, a batch", OURS),
+            (LARGER_BATCHES, f"{EIGHT_MADE}: a batch", ONE_BY_ONE),
+            (LARGER_BATCHES, f"{EIGHT_MADE}: bytes read, a batch", ONE_BY_ONE),
         ],
     ),
     (

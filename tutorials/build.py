@@ -57,7 +57,7 @@ SUMMARY = (
     ("24-capped.json", "capped, 1.5x: bytes read, a token"),
     ("24-cold.json", "cold, first pass: prompt of 1"),
     ("24-cold.json", "cold, later: prompt of 1"),
-    ("23-batches.json", "batches, dense, 32 tokens, 16 in flight: a batch"),
+    ("27-batches.json", "batches, dense, 32 tokens, 16 in flight: a batch"),
     ("27-routed.json", "routed: bytes read by one token of a mixture of experts, cold"),
     ("24-loading.json", "generate: load"),
     ("24-loading.json", "generate: bytes written by loading"),
