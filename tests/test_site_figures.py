@@ -92,7 +92,7 @@ def test_a_figure_is_compared_to_its_last_digit():
 
 CAPPED, LARGER = "2026-11-24-capped.json", "2026-11-24-larger.json"
 BATCHES, LARGER_BATCHES = "2026-11-27-batches.json", "2026-11-23-larger-batches.json"
-ROWS_FILE, RANKS = "2026-11-23-cache.json", "2026-11-23-ranks.json"
+ROWS_FILE, RANKS = "2026-11-23-cache.json", "2026-11-27-ranks.json"
 TOKEN, LARGER_TOKEN, LARGER_FIRST = "capped, 1.5x: a token", "larger, dense: a token", "larger, dense: first pass"
 BATCH, EIGHT = "batches, dense, 32 tokens, 16 in flight: a batch", "larger-batches, 16 tokens, 8 in flight"
 EIGHT_MADE = "larger-batches, 16 tokens and 4 generated, 8 in flight"
