@@ -25,6 +25,7 @@ pytestmark = [
 ]
 IN_THE_CAMPAIGN = pytest.mark.campaign("mixtures", only=True)
 VIEWS = ["inkling2_text", "gguf-qwen3_moe"]  # whose experts are values of another shape
+PLAIN_REFUSES = ("has no `ep_plan`", "Cannot evenly shard")
 PROMPT = torch.tensor([[3, 17, 42, 8, 64, 5, 91]])
 
 
@@ -93,6 +94,8 @@ def assert_as_plain(in_memory: Callable[[], Any], on_disk: Callable[..., Any]) -
     try:
         plain = run_ranks(2, of_memory)
     except AssertionError as error:
+        if not any(reason in str(error) for reason in PLAIN_REFUSES):
+            raise
         pytest.skip(f"plain transformers: {str(error).strip().splitlines()[-1]}")
     for (shapes, (logits, tokens), dtype), (found, exact, close) in zip(plain, run_ranks(2, of_disk), strict=True):
         assert shapes == found
