@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,24 @@ def _storm(call: Call, folder: Path, interrupts: int, rng: random.Random) -> Lef
             shutil.rmtree(place, ignore_errors=True)
     left.faults.update(seen)
     gc.collect()
+    _run_put_off_finalizers()
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
     left.faults.update(f"a thread: {thread.name}" for thread in set(threading.enumerate()) - before)
     if (more := _descriptors() - descriptors) > 0:
         left.faults["open descriptors"] = more
     return left
+
+
+def _run_put_off_finalizers() -> None:
+    """Run those whose object is gone: an interrupt at the start of one puts it off until the process ends.
+
+    Python's collector runs finalizers, and an interrupt that arrives in the collector is raised in the first of them.
+    """
+    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
+        object_of = getattr(finalizer, "_weakref", None)
+        if object_of is not None and object_of() is None:
+            finalizer()
 
 
 def _interrupted(call: Call, given: Any, seconds: float, faults: Counter[str]) -> bool:
