@@ -27,6 +27,7 @@ import torch
 import offload
 from offload.integrations import torchao
 from offload.prefetch import engine as engines
+from offload.prefetch.value import SMALL
 from offload.storage.locks import _LOCKS
 from offload.storage.replacing import TEMPORARY
 
@@ -208,12 +209,15 @@ def held_locks() -> Iterator[threading.RLock]:
 
 
 def wrong_counts() -> Iterator[str]:
-    """Byte counts of the read-ahead that are not the sum of its values."""
+    """Counts of the read-ahead that are not those of its values."""
     engine = engines._ENGINE
     with engine.reader.lock:
         for stream in engine.streams.live:
             total = sum(value.nbytes for value in (*stream.ahead, *stream._used))
             if stream.in_flight != total:
                 yield f"{stream.in_flight} bytes in flight, of {total}"
+            in_order = sum(value.nbytes > SMALL and not value.is_picked for value in stream.ahead)
+            if stream._in_order != in_order:
+                yield f"{stream._in_order} values of the order ahead, of {in_order}"
         if threading.get_ident() in engine.reader._going:
             yield "bytes that are still going"

@@ -112,6 +112,7 @@ class Stream:
         self._last: Value | None = None
         self._walked: tuple[Value | None, Value | None] = (None, None)  # how far the order has been followed
         self.ahead: OrderedDict[Value, int] = OrderedDict()
+        self._in_order = 0  # values ahead that are neither small nor picked
         self._moves = self._picks = 0  # values of the order, and picked ones
         self._surprises = 0  # in a row
         self._picked = 0  # bytes picked last; as much of the window stays free for them
@@ -133,7 +134,7 @@ class Stream:
         self._use(value)
         if not self.ahead:
             self._walked = (self._before, self._last) if value.is_picked else (self._last, value)
-        if value.nbytes > SMALL and not value.is_picked:  # small values are read once, and are not part of it either
+        if _is_in_order(value):
             if self._last is not None:
                 self._last.learn(self._before, value)
             self._before, self._last = self._last, value
@@ -160,14 +161,15 @@ class Stream:
         while self._used:
             self._drop(self._used.popleft())
         self._before = self._last = None
-        self._surprises = self.in_flight = 0
+        self._surprises = self.in_flight = self._in_order = 0
 
     def _arrive(self, value: Value) -> None:
         """Take a value out of those ahead, and forget those that are overdue."""
-        if self.ahead.pop(value, None) is not None:
+        if value in self.ahead:
+            self._take(value)
             self.in_flight -= value.nbytes
             self._surprises = 0
-        elif value.nbytes > SMALL and not value.is_picked:
+        elif _is_in_order(value):
             self._surprises += 1
         if self.lease is not None:  # what one thread does not use, the next one may
             return
@@ -200,12 +202,16 @@ class Stream:
     def _forget(self, values: Iterable[Value]) -> None:
         """These values, which are ahead, were not needed after all."""
         for value in values:
-            del self.ahead[value]
+            self._take(value)
             if value.stage is QUEUED:
                 value.move_to(AWAY)
             else:
                 self._reader.counts.wasted += 1
             self._drop(value)
+
+    def _take(self, value: Value) -> None:
+        del self.ahead[value]
+        self._in_order -= _is_in_order(value)
 
     def _drop(self, value: Value) -> None:
         self.in_flight -= value.nbytes
@@ -236,6 +242,7 @@ class Stream:
         if not self._has_room(value):
             return False
         self.ahead[value] = (self._picks if value.is_picked else self._moves) + len(self.ahead)
+        self._in_order += _is_in_order(value)
         self.in_flight += value.nbytes
         return True
 
@@ -260,4 +267,9 @@ class Stream:
 
     def _is_few(self) -> bool:
         """Whether less is ahead than there should be: small and picked values don't count."""
-        return sum(value.nbytes > SMALL and not value.is_picked for value in self.ahead) < _LEAST_AHEAD
+        return self._in_order < _LEAST_AHEAD
+
+
+def _is_in_order(value: Value) -> bool:
+    """Whether a value is part of the order: small ones are read once, and picked ones in no order."""
+    return value.nbytes > SMALL and not value.is_picked
