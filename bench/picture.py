@@ -22,7 +22,7 @@ from bench.peers import IN_MEMORY, OURS
 RESULTS = Path(__file__).parent / "results"
 PICTURE = RESULTS / "in-short.svg"
 CASES = (
-    ("One token of a model 1.5 times the memory it may take", "2026-11-24-capped.json", "capped, 1.5x: a token"),
+    ("One token of a model 1.5 times the memory it may take", "2026-11-27-capped.json", "capped, 1.5x: a token"),
     (
         "One token of a model of 30 GB, with 24 GiB of memory (one round)",
         "2026-11-24-larger.json",
@@ -33,7 +33,7 @@ CASES = (
         "2026-11-27-batches.json",
         "batches, dense, 32 tokens, 16 in flight: a batch",
     ),
-    ("256 random rows of 8 KiB, cold", "2026-11-23-cache.json", "cache, cold: 256 random rows of 8192 B"),
+    ("256 random rows of 8 KiB, cold", "2026-11-27-cache.json", "cache, cold: 256 random rows of 8192 B"),
 )
 NAMES = {IN_MEMORY: "plain transformers", "transformers": "transformers, disk map"}
 _WIDTH, _NAMES, _ROW, _TITLE = 6.6, 2.0, 0.24, 0.4  # inches: the picture, its column of names, a bar, a title

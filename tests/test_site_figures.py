@@ -16,18 +16,18 @@ from tests.processes import ROOT
 
 # For each row of the table: the file, and the case in it.
 ROWS = {
-    "bytes written by loading": ("2026-11-24-loading.json", "generate: bytes written by loading"),
-    "warm, time per token": ("2026-11-24-loading.json", "generate: a token"),
-    "peak anonymous memory, warm": ("2026-11-24-loading.json", "generate: peak anonymous memory"),
-    "cold, the first pass, one token": ("2026-11-24-cold.json", "cold, first pass: prompt of 1"),
-    "cold, a later pass, one token": ("2026-11-24-cold.json", "cold, later: prompt of 1"),
+    "bytes written by loading": ("2026-11-27-loading.json", "generate: bytes written by loading"),
+    "warm, time per token": ("2026-11-27-loading.json", "generate: a token"),
+    "peak anonymous memory, warm": ("2026-11-27-loading.json", "generate: peak anonymous memory"),
+    "cold, the first pass, one token": ("2026-11-27-cold.json", "cold, first pass: prompt of 1"),
+    "cold, a later pass, one token": ("2026-11-27-cold.json", "cold, later: prompt of 1"),
     "a model of 30 GB, nothing set, time per token (one round)": (
         "2026-11-24-larger.json",
         "larger, dense: a token",
     ),
     "a model of 30 GB, bytes read per token": ("2026-11-24-larger.json", "larger, dense: bytes read, a token"),
-    "capped, the model 1.5 times the budget, time per token": ("2026-11-24-capped.json", "capped, 1.5x: a token"),
-    "capped, bytes read per token": ("2026-11-24-capped.json", "capped, 1.5x: bytes read, a token"),
+    "capped, the model 1.5 times the budget, time per token": ("2026-11-27-capped.json", "capped, 1.5x: a token"),
+    "capped, bytes read per token": ("2026-11-27-capped.json", "capped, 1.5x: bytes read, a token"),
 }
 ARMS = {
     "transformers": "transformers",
@@ -90,9 +90,9 @@ def test_a_figure_is_compared_to_its_last_digit():
     assert not are_one("58 ms", 0.0589)
 
 
-CAPPED, LARGER = "2026-11-24-capped.json", "2026-11-24-larger.json"
+CAPPED, LARGER = "2026-11-27-capped.json", "2026-11-24-larger.json"
 BATCHES, LARGER_BATCHES = "2026-11-27-batches.json", "2026-11-23-larger-batches.json"
-ROWS_FILE, RANKS = "2026-11-23-cache.json", "2026-11-27-ranks.json"
+ROWS_FILE, RANKS = "2026-11-27-cache.json", "2026-11-27-ranks.json"
 TOKEN, LARGER_TOKEN, LARGER_FIRST = "capped, 1.5x: a token", "larger, dense: a token", "larger, dense: first pass"
 BATCH, EIGHT = "batches, dense, 32 tokens, 16 in flight: a batch", "larger-batches, 16 tokens, 8 in flight"
 EIGHT_MADE = "larger-batches, 16 tokens and 4 generated, 8 in flight"
