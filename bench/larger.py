@@ -37,7 +37,7 @@ from bench.scale import Scale
 _ARMS = (*IN_PLACE, _COPIES := "accelerate")  # needs disk space for another copy of the checkpoint
 _ONE_ACT = "offload, experts as one act"
 _PROMPT, _TOKENS = 16, 3
-_NEW, _SETTLED = 20, 10  # tokens of a mixture in which many experts are used for the first time; and some after them
+NEW, _SETTLED = 20, 10  # tokens of a mixture in which many experts are used for the first time; and some after them
 _ENOUGH = 2 << 30  # bytes that suffice to measure the disk rate
 
 
@@ -98,10 +98,10 @@ def _figures_of(kind: str, scale: Scale, scratch: Path) -> list[Figure]:
         if shutil.disk_usage(scratch).free < 1.1 * sum(path.stat().st_size for path in files_in(folder)):
             missing[_COPIES] = "it copies the checkpoint, for which the disk has no room"
         is_mixture = bytes_of_a_token(folder) < bytes_of_a_pass(folder)
-        tokens = _NEW + _SETTLED if is_mixture else _TOKENS
+        tokens = NEW + _SETTLED if is_mixture else _TOKENS
         wanted = (*_ARMS, _ONE_ACT) if is_mixture else _ARMS
         arms = {arm: partial(run_apart, trial, arm, folder, scratch, tokens) for arm in wanted}
-        done = in_turn(arms, 1, missing)
+        done = in_turn(arms, scale.rounds, missing)
         return _told(f"larger, {kind}", done, max(rate, disk_rate(folder)), folder, tokens)
 
 
@@ -124,7 +124,7 @@ def _told(case: str, done: Rounds[LargerTrial], rate: float, folder: Path, token
         figure("load", "s", lambda one: one.load_seconds),
         figure("first pass", "s", lambda one: one.first_seconds),
     ]
-    spans = {"a token": slice(_TOKENS)} | ({f"a token after {_NEW}": slice(_NEW, None)} if tokens > _NEW else {})
+    spans = {"a token": slice(_TOKENS)} | ({f"a token after {NEW}": slice(NEW, None)} if tokens > NEW else {})
     for what, span in spans.items():
         found += [
             figure(what, "s", lambda one, span=span: median(one.seconds[span]), [least / rate], "over the budget"),

@@ -55,7 +55,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
             ONE_BY_ONE: partial(run_apart, trial, folder, scratch, 0),
             OURS: partial(run_apart, trial, folder, scratch, _IN_FLIGHT),
         }
-        done = in_turn(arms, 1, {})
+        done = in_turn(arms, scale.rounds, {})
         size = bytes_of_a_pass(folder)
     found = []
     for number, work in enumerate(_WORKS):

@@ -5,7 +5,8 @@ Always true:
 - only `offload` runs it: the others dequantize it into memory, where it does not fit
 - before a cold token all of its files are dropped from the page cache; the limit is reading what the token needs, at
   the disk's rate
-- consecutive tokens are routed to different experts; experts that fit stay in memory
+- consecutive tokens are routed to different experts; experts that fit stay in memory. Memory that no process has used
+  for a while is slow at first in a virtual machine, so that tokens are measured once more after some others
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from bench.apart import run_apart
 from bench.cold import next_token
-from bench.larger import made_larger
+from bench.larger import NEW, made_larger
 from bench.models import toy_fp8_experts
 from bench.packed import needed_by_a_token
 from bench.page_cache import files_in, make_cold
@@ -32,19 +33,18 @@ from bench.routed import NOTICED
 from bench.scale import Scale
 
 _TOKENS = 3
+_COLD, _NEXT, _LATER = _KINDS = (", cold", " after another", f" after {NEW}")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Seconds and bytes; a list has an entry per token."""
+    """Seconds and bytes: of loading, and of single tokens by their kind."""
 
     load_seconds: float
     loaded_bytes: int
     bytes_written: int
-    cold_seconds: list[float]
-    cold_read: list[float]
-    seconds: list[float]
-    read: list[float]
+    seconds: dict[str, list[float]]
+    read: dict[str, list[float]]
     needed: int
     peak_bytes: int
 
@@ -58,7 +58,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     with made_larger(scale.packed_experts, scale, scratch) as (folder, rate), tempfile.TemporaryDirectory() as small:
         toy_fp8_experts(Path(small), 0)
         size = sum(path.stat().st_size for path in files_in(folder))
-        done = in_turn({OURS: partial(run_apart, trial, folder, Path(small))}, 1, {})
+        done = in_turn({OURS: partial(run_apart, trial, folder, Path(small))}, scale.rounds, {})
     case = f"larger-packed, {size / 1e9:.1f} GB of experts in FP8"
     return _told(case, done.results.get(OURS, []), rate, done.missing)
 
@@ -77,10 +77,14 @@ def _told(case: str, done: list[Trial], rate: float, missing: dict[str, str]) ->
         figure("load", "s", lambda one: [one.load_seconds]),
         figure("bytes written by loading", "B", lambda one: [one.bytes_written]),
         figure("anonymous memory, loaded", "B", lambda one: [one.loaded_bytes]),
-        figure("a token, cold", "s", lambda one: one.cold_seconds, *at_the_rate),
-        figure("bytes read, a token, cold", "B", lambda one: one.cold_read, *all_of_it),
-        figure("a token after another", "s", lambda one: one.seconds, *at_the_rate),
-        figure("bytes read, a token after another", "B", lambda one: one.read, *all_of_it),
+        *(
+            one
+            for kind in _KINDS
+            for one in (
+                figure(f"a token{kind}", "s", lambda one, kind=kind: one.seconds[kind], *at_the_rate),
+                figure(f"bytes read, a token{kind}", "B", lambda one, kind=kind: one.read[kind], *all_of_it),
+            )
+        ),
         figure("peak anonymous memory", "B", lambda one: [one.peak_bytes]),
     ]
 
@@ -96,13 +100,17 @@ def trial(folder: Path, small: Path) -> Trial:
         load_seconds, bytes_written, loaded = perf_counter() - start, written_bytes() - written, memory.now()
         needed = needed_by_a_token(model)
         next_token(model, torch.tensor([[1]]))
-        runs: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-        for number, is_cold in enumerate([True] * _TOKENS + [False] * _TOKENS):
-            if is_cold:
+        seconds: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+        read: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+        kinds = [_COLD] * _TOKENS + [_NEXT] * NEW + [_LATER] * _TOKENS
+        for number, kind in enumerate(kinds):
+            if kind == _COLD:
                 make_cold(files_in(folder))
                 sleep(NOTICED)
             before, start = read_bytes(), perf_counter()
             next_token(model, torch.tensor([[number + 2]]))
-            runs[is_cold].append((perf_counter() - start, float(read_bytes() - before)))
-    (cold_seconds, cold_read), (seconds, read) = (map(list, zip(*runs[key], strict=True)) for key in (True, False))
-    return Trial(load_seconds, loaded, bytes_written, cold_seconds, cold_read, seconds, read, needed, memory.peak)
+            seconds[kind].append(perf_counter() - start)
+            read[kind].append(float(read_bytes() - before))
+    for figures_of in (seconds, read):
+        figures_of[_NEXT] = figures_of[_NEXT][:_TOKENS]
+    return Trial(load_seconds, loaded, bytes_written, seconds, read, needed, memory.peak)
