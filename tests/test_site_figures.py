@@ -92,6 +92,7 @@ def test_a_figure_is_compared_to_its_last_digit():
 
 CAPPED, LARGER = "2026-11-27-capped.json", "2026-11-24-larger.json"
 BATCHES, LARGER_BATCHES = "2026-11-27-batches.json", "2026-11-23-larger-batches.json"
+PACKED, EXPERTS = "2026-11-27-larger-packed.json", "larger-packed, 30.7 GB of experts in FP8"
 ROWS_FILE, RANKS = "2026-11-27-cache.json", "2026-11-27-ranks.json"
 TOKEN, LARGER_TOKEN, LARGER_FIRST = "capped, 1.5x: a token", "larger, dense: a token", "larger, dense: first pass"
 BATCH, EIGHT = "batches, dense, 32 tokens, 16 in flight: a batch", "larger-batches, 16 tokens, 8 in flight"
@@ -174,6 +175,27 @@ SENTENCES = [
             (LARGER_BATCHES, f"{EIGHT_MADE}: bytes read, a batch", OURS),
             (LARGER_BATCHES, f"{EIGHT_MADE}: a batch", ONE_BY_ONE),
             (LARGER_BATCHES, f"{EIGHT_MADE}: bytes read, a batch", ONE_BY_ONE),
+        ],
+    ),
+    (
+        "tutorials/explanation/forms.md",
+        r"it loads in ([\d.]+ s) and (\d+ MB), and writes nothing\. A token for which nothing is cached reads "
+        r"([\d.]+ GB), what it needs, and takes ([\d.]+ s)\. The tokens after it take ([\d.]+ s), though they read "
+        r"([\d.]+ GB) each: .* one takes ([\d.]+ s) and reads ([\d.]+ GB)\. Beside the mapped files, no more than "
+        r"(\d+ MB)",
+        [
+            (PACKED, f"{EXPERTS}: {what}", OURS)
+            for what in (
+                "load",
+                "anonymous memory, loaded",
+                "bytes read, a token, cold",
+                "a token, cold",
+                "a token after another",
+                "bytes read, a token after another",
+                "a token after 20",
+                "bytes read, a token after 20",
+                "peak anonymous memory",
+            )
         ],
     ),
     (
