@@ -24,8 +24,8 @@ PICTURE = RESULTS / "in-short.svg"
 CASES = (
     ("One token of a model 1.5 times the memory it may take", "2026-11-27-capped.json", "capped, 1.5x: a token"),
     (
-        "One token of a model of 30 GB, with 24 GiB of memory (one round)",
-        "2026-11-24-larger.json",
+        "One token of a model of 30 GB, with 24 GiB of memory",
+        "2026-11-27-larger.json",
         "larger, dense: a token",
     ),
     (
