@@ -51,7 +51,7 @@ from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.folders import SUFFIX, file_name
 from offload.storage.header import build
 from offload.storage.layout import Entry, contiguous
-from offload.storage.mapping import mapped
+from offload.storage.mapping import map_bytes
 from offload.storage.pages import PAGE
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import closed_on_error, open_regular, read_all
@@ -487,7 +487,7 @@ class HeapColumn:
     def _mapped(self) -> torch.Tensor | None:
         size = size_of(self._fd, self.path)
         with suppress(ReadError):  # there are too many mappings
-            storage = mapped(self._fd, self.path, 0, size, shared=False)
+            storage = map_bytes(self._fd, self.path, 0, size, shared=False)
             return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (size,), (1,))
         return None
 

@@ -44,7 +44,7 @@ from offload.errors import CorruptFileError, OffloadError, ReadError
 from offload.memory import available_bytes
 from offload.prefetch.filling import Filling
 from offload.storage.layout import contiguous
-from offload.storage.mapping import mapped
+from offload.storage.mapping import map_bytes
 from offload.storage.modes import is_plain_world
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
 from offload.storage.reasons import explained, reading
@@ -150,7 +150,7 @@ class RowFile:
             return torch.empty(shape, dtype=self._dtype, device="cpu")
         if size_of(self.fd, self.path) < self._at(count):
             raise CorruptFileError(f"{self.path} ends before its {count} rows: it was truncated")
-        storage = mapped(self.fd, self.path, self._start, nbytes, shared=False)
+        storage = map_bytes(self.fd, self.path, self._start, nbytes, shared=False)
         empty = torch.empty(0, dtype=self._dtype, device="cpu")
         return empty.set_(storage, 0, shape, contiguous(self._dtype, shape).stride)
 
@@ -281,7 +281,7 @@ class RowFile:
         if size <= self._start:
             return None
         try:
-            mapping = mapped(self.fd, self.path, 0, size, shared=False)
+            mapping = map_bytes(self.fd, self.path, 0, size, shared=False)
         except ReadError:  # there are too many mappings
             return None
         if os.fstat(self.fd).st_size < size:  # a writer has just cut off capacity

@@ -115,7 +115,7 @@ def _are_here(args: Args, kwargs: Kwargs) -> bool:
 
 def _is_dense_here(tensor: torch.Tensor) -> bool:
     if is_offloaded(tensor):
-        return target_of(tensor) == CPU and handle_of(tensor).recipe is None
+        return target_of(tensor) == CPU and handle_of(tensor).subclass is None
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device == CPU

@@ -220,8 +220,8 @@ def _announce(handle: Handle, view_spec: torch.Tensor) -> None:
     mapped = handle.file.mapping(shared=handle.owned) if handle.file.is_picked_from else None
     if mapped is None or not view_spec.numel():
         return
-    piece, others = (handle.extent[1], []) if handle.recipe is not None else _piece_of(view_spec, PAGE)
-    first = handle.extent[0] + (int(view_spec.storage_offset()) * view_spec.itemsize if handle.recipe is None else 0)
+    piece, others = (handle.extent[1], []) if handle.subclass is not None else _piece_of(view_spec, PAGE)
+    first = handle.extent[0] + (int(view_spec.storage_offset()) * view_spec.itemsize if handle.subclass is None else 0)
     pieces = [mapped.data_ptr() + start for start in _starts(first, others)]
     some = pieces[:: max(1, len(pieces) // _LOOKED_AT)]
     if len(pieces) > 1 and all(are_cached(address, piece) for address in some):
@@ -236,7 +236,7 @@ def _range_of(handle: Handle, view_spec: torch.Tensor) -> Value | None:
     source, page_state = handle.source, page_state_of(handle)
     start, most = source.extent
     whole = page_state.ranges.get(source.extent)
-    if source.recipe is not None or nbytes == most:
+    if source.subclass is not None or nbytes == most:
         return whole or (_tracked(page_state, handle, start, most) if most > SMALL else UNTRACKED)
     if whole is not None and whole.checked_until >= clock.now():
         return whole

@@ -38,8 +38,7 @@ from offload.storage import header as safetensors_header
 from offload.storage.header import Header
 from offload.storage.layout import Entry, Loose, Record, contiguous
 from offload.storage.locks import fork_safe_lock
-from offload.storage.mapping import mapped as map_bytes
-from offload.storage.mapping import scratch, scratch_bytes
+from offload.storage.mapping import map_bytes, scratch, scratch_bytes
 from offload.storage.reasons import explained, not_regular, reading, some
 from offload.storage.regular import Descriptor, absolute, as_file, closed_on_error, open_regular
 from offload.storage.state_file import Kind, state_if_ours

@@ -33,7 +33,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming
 from offload.storage.regular import absolute
 from offload.storage.source import MADE_OF, Composed, Composition, Owned, Referenced, Source
-from offload.storage.subclasses import Recipe, with_inner
+from offload.storage.subclasses import SubclassSpec, with_inner
 
 MOST_MAPPINGS = 16_384  # Linux allows 65,530 mappings per process; the rest is for others
 _MOST_LOOKS = 100  # retries when another process replaces the file between our look and our mapping
@@ -125,13 +125,13 @@ class Handle:
         return self.source.extent
 
     @property
-    def recipe(self) -> Recipe | None:
+    def subclass(self) -> SubclassSpec | None:
         """How to rebuild it if it is a tensor subclass."""
-        return self.source.recipe
+        return self.source.subclass
 
     @property
     def is_subclass(self) -> bool:
-        return self.source.recipe is not None
+        return self.source.subclass is not None
 
     @property
     def owned(self) -> bool:
@@ -263,7 +263,7 @@ class Handle:
         """Like `base`, but a new tensor object over the file."""
         base, source = self.base(), self.source
         if isinstance(source, Composed):
-            return base if source.recipe is None else with_inner(base, lambda inner: inner)
+            return base if source.subclass is None else with_inner(base, lambda inner: inner)
         with naming(self.name), no_functions(), no_modes():
             return source.map()
 
@@ -293,7 +293,7 @@ class Handle:
         """The value is there from now on. Views become stale if its layout is another one."""
         old: Source | None = getattr(self, "source", None)
         is_alike = old is not None and source.layout == old.layout
-        if source.recipe is not None or not is_alike:
+        if source.subclass is not None or not is_alike:
             self.meta = None
         self.generation += old is not None and not is_alike
         self._base = self._addresses = None  # before the source: with a new source, nobody finds an old mapping

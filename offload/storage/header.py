@@ -248,8 +248,8 @@ def _notes(metadata: Mapping[str, str]) -> Mapping[str, Json] | None:
 
 def _check_name(notes: Mapping[str, Json], keys: Container[str]) -> None:
     """A file of ours must contain the value it is named for: under its name, or as the parts of a subclass."""
-    name, recipe = notes["name"], notes.get("subclass")
-    if not isinstance(name, str) or not is_unicode(name) or (name not in keys and not isinstance(recipe, dict)):
+    name, subclass = notes["name"], notes.get("subclass")
+    if not isinstance(name, str) or not is_unicode(name) or (name not in keys and not isinstance(subclass, dict)):
         raise CorruptFileError(f"its `offload` metadata says that it holds {short(name)!r}, and it does not")
 
 

@@ -30,7 +30,7 @@ _WRITABLE = 0x200  # PyBUF_WRITE
 _HUGE = 2 << 20
 
 
-def mapped(fd: int, path: Path, start: int, nbytes: int, *, shared: bool) -> torch.UntypedStorage:
+def map_bytes(fd: int, path: Path, start: int, nbytes: int, *, shared: bool) -> torch.UntypedStorage:
     """`nbytes` bytes of an open file that is at least that long, as a storage: shared or copy-on-write.
 
     Not with `UntypedStorage.from_file`, which counts a private mapping against the commit limit, and for a shared one

@@ -287,7 +287,7 @@ def _copy(handle: Handle, other: Handle) -> None:
         assert not isinstance(source, Composed)
         with naming(name):
             entries = source.entries
-        more = None if source.recipe is None else {"subclass": source.recipe}
+        more = None if source.subclass is None else {"subclass": source.subclass}
         with _new_file(other, {entry.key: entry.layout for entry in entries}, more) as (fd, head):
             copy_entries(source.file, entries, fd, head, settled=not source.owned)
 

@@ -314,9 +314,9 @@ def read_in_huge_pages(address: int, nbytes: int, *, leave_free: int = 0, again:
 
     Args:
         leave_free: bytes of free huge pages to leave.
-        again: whether it is read again and again, in pages that are freed in between. Otherwise a virtual machine
-            whose host takes what is free has no memory behind its huge pages: to get that back takes longer than to
-            read. Small pages that are free it keeps.
+        again: whether it is read again and again, in pages that are freed in between. Otherwise the host of a virtual
+            machine may have taken the memory behind free huge pages, and supplying it again takes longer than the
+            read. It leaves free small pages alone.
     """
     are_there = again or not _HOST_TAKES_FREE_PAGES
     has_enough = _READS_HUGE_PAGES and are_there and free_in_huge_pages() >= nbytes + leave_free + _LEAVE_FREE

@@ -19,7 +19,7 @@ import torch
 from offload.storage.file import TensorFile
 from offload.storage.layout import Entry, Layout
 from offload.storage.reasons import naming
-from offload.storage.subclasses import Recipe, layout_from, unflatten
+from offload.storage.subclasses import SubclassSpec, layout_from, unflatten
 
 if TYPE_CHECKING:
     from offload.storage.handle import Handle
@@ -33,11 +33,11 @@ class Composition(Protocol):
 
     Attributes:
         layout: of the computed value.
-        recipe: how to rebuild it if it is a tensor subclass; else None.
+        subclass: how to rebuild it if it is a tensor subclass; else None.
     """
 
     layout: Layout
-    recipe: Recipe | None
+    subclass: SubclassSpec | None
 
     @property
     def file(self) -> TensorFile:
@@ -72,14 +72,14 @@ class _InFile:
     Attributes:
         name: its key in the file, or the beginning of the keys of its inner tensors.
         layout: shape, dtype and strides of the whole value.
-        recipe: how to rebuild it if it is a tensor subclass; else None.
+        subclass: how to rebuild it if it is a tensor subclass; else None.
         extent: its first byte in the file, and its size.
     """
 
     file: TensorFile
     name: str
     layout: Layout
-    recipe: Recipe | None
+    subclass: SubclassSpec | None
     extent: tuple[int, int]
 
     owned: ClassVar[bool]
@@ -97,18 +97,18 @@ class _InFile:
     @property
     def entries(self) -> list[Entry]:
         """Its entries in the file: one, or those of the inner tensors."""
-        return [self.entry] if self.recipe is None else list(self.file.entries.values())
+        return [self.entry] if self.subclass is None else list(self.file.entries.values())
 
     def bytes(self) -> torch.UntypedStorage:
         """Its bytes as a new storage; for a subclass, those of one inner tensor."""
         return self.file.storage(self.entries[0], shared=self.owned)
 
     def _mapped(self) -> torch.Tensor:
-        if self.recipe is None:
+        if self.subclass is None:
             return self.file.tensor(self.entry, shared=self.owned)
         parts = {key: self.file.tensor(entry, shared=self.owned) for key, entry in self.file.entries.items()}
         with naming(self.name, self.file.path):
-            return unflatten(parts, self.recipe, self.name)
+            return unflatten(parts, self.subclass, self.name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,13 +186,13 @@ class Composed:
     Attributes:
         composed: how.
         file: of its first source.
-        layout, recipe, extent: as for a value in a file.
+        layout, subclass, extent: as for a value in a file.
     """
 
     composed: Composition
     file: TensorFile
     layout: Layout
-    recipe: Recipe | None
+    subclass: SubclassSpec | None
     extent: tuple[int, int] = (0, 0)
 
     owned: ClassVar[bool] = False
@@ -200,7 +200,7 @@ class Composed:
 
     @classmethod
     def of(cls, composed: Composition) -> Composed:
-        return cls(composed, composed.file, composed.layout, composed.recipe)
+        return cls(composed, composed.file, composed.layout, composed.subclass)
 
     @property
     def path(self) -> Path:
@@ -217,16 +217,18 @@ class Composed:
 Source: TypeAlias = Referenced | Owned | Composed
 
 
-def _described(file: TensorFile, name: str, part: Entry | None = None) -> tuple[Layout, Recipe | None, tuple[int, int]]:
-    """The layout of a value in a file, its recipe if it is a subclass, and its extent."""
+def _described(
+    file: TensorFile, name: str, part: Entry | None = None
+) -> tuple[Layout, SubclassSpec | None, tuple[int, int]]:
+    """The layout of a value in a file, how to rebuild it if it is a tensor subclass, and its extent."""
     entry = part or file.header.entries.get(name)
     if entry is not None:
         return entry.layout, None, (entry.start, entry.layout.nbytes)
     with naming(name, file.path):
-        recipe = file.notes.get("subclass")
-        if recipe is None:
+        subclass = file.notes.get("subclass")
+        if subclass is None:
             file.entry(name)  # raises
             raise AssertionError(name)
-        layout, entries = layout_from(recipe), file.entries.values()
+        layout, entries = layout_from(subclass), file.entries.values()
     start = min(entry.start for entry in entries)
-    return layout, recipe, (start, max(entry.start + entry.layout.nbytes for entry in entries) - start)
+    return layout, subclass, (start, max(entry.start + entry.layout.nbytes for entry in entries) - start)

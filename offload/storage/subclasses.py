@@ -1,7 +1,7 @@
-"""Tensor subclasses as inner tensors and a recipe in JSON.
+"""Tensor subclasses as inner tensors, and JSON that says how to rebuild them.
 
 Always true:
-- nothing is pickled: a recipe contains plain data and class names
+- nothing is pickled: the JSON contains plain data and class names
 - only classes on the allow-list are rebuilt; one that could not be rebuilt is refused when it is stored
 - what a class would not restore is not stored: no class that can't be flattened, and no attribute that flattening
   leaves out
@@ -66,8 +66,8 @@ _NUMBERS_ALONE = {"offload:OffloadedTensor", "tensordict:MemoryMappedTensor"}  #
 _SIMPLE = (bool, int, float, str)
 is_subclass_value: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass  # stored as inner tensors
 
-Recipe = dict[str, Json]
-_OF_MALFORMED = (ArgumentError, ArgumentTypeError, UnknownTypeError)  # what a recipe that is not one can raise
+SubclassSpec = dict[str, Json]
+_OF_MALFORMED = (ArgumentError, ArgumentTypeError, UnknownTypeError)  # what malformed ones raise
 
 
 def register_subclass(*classes: type) -> None:
@@ -166,8 +166,8 @@ def _differ(value: object, other: object) -> bool:
     return type(value) in _SIMPLE and (type(other) is not type(value) or str(other) != str(value))
 
 
-def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], Recipe]:
-    """The plain tensors inside `tensor`, by key, and the recipe to rebuild it.
+def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], SubclassSpec]:
+    """The plain tensors inside `tensor`, by key, and how to rebuild it.
 
     Raises:
         UnknownSubclassError: as `refuse_lossy`; or a class in its context is not on the allow-list.
@@ -175,7 +175,7 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
     refuse_lossy(tensor, name)
     attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     values: dict[str, torch.Tensor] = {}
-    inner: dict[str, Recipe | None] = {}
+    inner: dict[str, SubclassSpec | None] = {}
     for attribute in attributes:
         part: torch.Tensor = getattr(tensor, attribute)
         key = f"{name}.{attribute}"
@@ -185,7 +185,7 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
         else:
             refuse_lossy(part, key)
             values[key], inner[attribute] = part, None
-    recipe = {
+    spec = {
         "class": _checked_word(type(tensor)),
         "context": _context_node(context),
         "inner": inner,
@@ -194,7 +194,7 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
         "dtype": dtype_name(tensor.dtype),
     }
     wide_first = sorted(values, key=lambda key: -values[key].itemsize)  # keeps every value aligned
-    return {key: values[key] for key in wide_first}, recipe
+    return {key: values[key] for key in wide_first}, spec
 
 
 def with_inner(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -205,50 +205,50 @@ def with_inner(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tens
     return made
 
 
-def layout_from(recipe: Json) -> Layout:
+def layout_from(spec: Json) -> Layout:
     """The dtype, shape and strides of the rebuilt tensor.
 
     Raises:
-        CorruptFileError: it is not a recipe.
+        CorruptFileError: it is malformed.
     """
     try:
-        dtype = dtype_named(recipe["dtype"])
-        layout = None if dtype is None else layout_as(dtype, recipe["shape"], recipe["stride"])
+        dtype = dtype_named(spec["dtype"])
+        layout = None if dtype is None else layout_as(dtype, spec["shape"], spec["stride"])
     except (KeyError, TypeError) as error:
-        raise _malformed(recipe) from error
+        raise _malformed(spec) from error
     if layout is None:
-        raise _malformed(recipe)
+        raise _malformed(spec)
     return layout
 
 
-def unflatten(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> torch.Tensor:
+def unflatten(values: Mapping[str, torch.Tensor], spec: SubclassSpec, name: str) -> torch.Tensor:
     """The tensor that `flatten` took apart.
 
     Raises:
         UnknownSubclassError: its class is not on the allow-list.
-        CorruptFileError: an inner tensor is missing, or the recipe is not one.
+        CorruptFileError: an inner tensor is missing, or `spec` is malformed.
     """
     try:
-        rebuilt = _rebuilt(values, recipe, name)
-        if (list(rebuilt.shape), dtype_name(rebuilt.dtype)) != (recipe["shape"], recipe["dtype"]):
-            raise _malformed(recipe)
+        rebuilt = _rebuilt(values, spec, name)
+        if (list(rebuilt.shape), dtype_name(rebuilt.dtype)) != (spec["shape"], spec["dtype"]):
+            raise _malformed(spec)
     except Exception as error:  # classes can raise anything when given arguments that are not their own
         if isinstance(error, OffloadError) and not isinstance(error, _OF_MALFORMED):
             raise
-        raise _malformed(recipe) from error
+        raise _malformed(spec) from error
     return rebuilt
 
 
-def _rebuilt(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> torch.Tensor:
-    cls = _known(recipe["class"])
+def _rebuilt(values: Mapping[str, torch.Tensor], spec: SubclassSpec, name: str) -> torch.Tensor:
+    cls = _known(spec["class"])
     inner = {}
-    for attribute, part in recipe["inner"].items():
+    for attribute, part in spec["inner"].items():
         key = f"{name}.{attribute}"
         if part is None and key not in values:
-            raise CorruptFileError(f"the inner tensor {key!r} of a {recipe['class']} is missing")
+            raise CorruptFileError(f"the inner tensor {key!r} of a {spec['class']} is missing")
         inner[attribute] = values[key] if part is None else _rebuilt(values, part, key)
-    shape, stride = torch.Size(recipe["shape"]), tuple(recipe["stride"])
-    context = decode(recipe["context"], _refuse_tensor, _known)
+    shape, stride = torch.Size(spec["shape"]), tuple(spec["stride"])
+    context = decode(spec["context"], _refuse_tensor, _known)
     rebuilt: torch.Tensor = cls.__tensor_unflatten__(inner, context, shape, stride)  # type: ignore[attr-defined]
     return rebuilt
 
@@ -264,8 +264,8 @@ def _refuse_tensor(_: object, where: object) -> NoReturn:
     raise UnknownTypeError(f"there is a tensor ({where}), which can't be stored as plain data")
 
 
-def _malformed(recipe: Json) -> CorruptFileError:
-    return CorruptFileError(f"its recipe for a tensor subclass is malformed: {str(recipe)[:200]}")
+def _malformed(spec: Json) -> CorruptFileError:
+    return CorruptFileError(f"its description of a tensor subclass is malformed: {str(spec)[:200]}")
 
 
 def _word(cls: type) -> str:

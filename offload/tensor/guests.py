@@ -50,7 +50,7 @@ def guest(tensor: OffloadedTensor) -> torch.Tensor:
 
 
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
-    """Like `guest_of`, but where the file is mapped, whatever the target device."""
+    """Like `guest`, but where the file is mapped, whatever the target device."""
     value = mapped_value(tensor)
     known = tensor._range
     if known is not None and known.checked_until >= clock.now():
@@ -70,8 +70,8 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
         return source.composed.value(view_spec)
     base = handle.base()
     if view_spec is not handle.meta:
-        base = cut(base, view_spec) if source.recipe is None else uncut(base, view_spec, handle_of(tensor).name)
-    if not source.owned and version_of(base) > _AS_MAPPED and source.recipe is None:
+        base = cut(base, view_spec) if source.subclass is None else uncut(base, view_spec, handle_of(tensor).name)
+    if not source.owned and version_of(base) > _AS_MAPPED and source.subclass is None:
         store_what_compiled_code_wrote(handle_of(tensor))
         return mapped_value(tensor)
     return base
@@ -123,7 +123,7 @@ def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> 
     if target == CPU and (value := loaded(handle, view_spec)) is not None:
         return value
     base = handle.base()
-    if target != CPU and not handle.owned and handle.recipe is None:
+    if target != CPU and not handle.owned and handle.subclass is None:
         if version_of(base) > _AS_MAPPED:
             store_what_compiled_code_wrote(handle)
             return stored_on(handle, view_spec, target)
@@ -132,7 +132,7 @@ def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> 
             if found is not None:
                 return recut(*found, view_spec)
     brought_in(handle, view_spec)
-    return sent_to(cut(base, view_spec) if handle.recipe is None else uncut(base, view_spec, handle.name), target)
+    return sent_to(cut(base, view_spec) if handle.subclass is None else uncut(base, view_spec, handle.name), target)
 
 
 def sent_to(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
@@ -165,6 +165,3 @@ def copied(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
         if guest.itemsize == 1:
             return guest.view(torch.uint8).clone().view(guest.dtype)
         return guest.clone()
-
-
-# Stand-ins while a value is traced

@@ -41,7 +41,7 @@ def parts_of_files(reads: Views) -> list[Part]:
     """Where views lie in their files; nothing if they can't be read from there past the page cache."""
     parts = []
     for handle, view_spec in reads:
-        if handle.owned or handle.composed is not None or handle.recipe is not None or view_spec.is_neg():
+        if handle.owned or handle.composed is not None or handle.subclass is not None or view_spec.is_neg():
             return []
         part = _part_of(handle, view_spec)
         is_scattered = part.nbytes > _MOST_AROUND * view_spec.numel() * view_spec.itemsize

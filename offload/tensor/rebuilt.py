@@ -28,21 +28,21 @@ class Rebuilt(Recipe):
     Args:
         name: of the value.
         pieces: the inner tensors by key, each a whole value of a file; and
-        recipe: how to rebuild it from them; `flatten` returns both.
+        subclass: how to rebuild it from them; `flatten` returns both.
     """
 
-    __slots__ = ("_keys", "_made", "_name", "recipe")
+    __slots__ = ("_keys", "_made", "_name", "subclass")
 
-    def __init__(self, name: str, pieces: Mapping[str, Piece], recipe: dict[str, Any]) -> None:
-        self.layout = layout_from(recipe)
+    def __init__(self, name: str, pieces: Mapping[str, Piece], subclass: dict[str, Any]) -> None:
+        self.layout = layout_from(subclass)
         self.pieces = tuple(pieces.values())
-        self.recipe = recipe
+        self.subclass = subclass
         self._name = name
         self._keys = tuple(pieces)
         self._made: tuple[list[torch.Tensor], torch.Tensor] | None = None  # the mappings, and the result
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Rebuilt, (self._name, dict(zip(self._keys, self.pieces, strict=True)), self.recipe)
+        return Rebuilt, (self._name, dict(zip(self._keys, self.pieces, strict=True)), self.subclass)
 
     @property
     def form(self) -> str:
@@ -52,7 +52,7 @@ class Rebuilt(Recipe):
     def note(self, digest: Digest) -> None:
         """As `Piece.note`."""
         super().note(digest)
-        digest.update(repr(self.recipe).encode())
+        digest.update(repr(self.subclass).encode())
 
     def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
         """See `Composition`.
@@ -62,7 +62,7 @@ class Rebuilt(Recipe):
         if device != CPU:
             with no_functions(), no_modes(), naming(self._name, self.file.path):
                 sent = [piece.value(device=device) for piece in self.pieces]
-                made_there = unflatten(dict(zip(self._keys, sent, strict=True)), self.recipe or {}, self._name)
+                made_there = unflatten(dict(zip(self._keys, sent, strict=True)), self.subclass or {}, self._name)
                 return made_there if view_spec is None else uncut(made_there, view_spec, self._name)
         bases = [piece.handle.base() for piece in self.pieces]
         for piece in self.pieces:
@@ -71,5 +71,5 @@ class Rebuilt(Recipe):
         if made is None or any(now is not before for now, before in zip(bases, made[0], strict=True)):
             with no_functions(), no_modes(), naming(self._name, self.file.path):
                 values = dict(zip(self._keys, bases, strict=True))
-                self._made = made = bases, unflatten(values, self.recipe or {}, self._name)
+                self._made = made = bases, unflatten(values, self.subclass or {}, self._name)
         return made[1] if view_spec is None else uncut(made[1], view_spec, self._name)

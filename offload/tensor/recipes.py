@@ -137,14 +137,14 @@ class Recipe(ABC):
 
     Attributes:
         layout: of the value.
-        recipe: see `Composition`.
+        subclass: see `Composition`.
         pieces: all its sources.
     """
 
     __slots__ = ("layout", "pieces")
 
     layout: Layout
-    recipe: dict[str, Any] | None = None
+    subclass: dict[str, Any] | None = None
     pieces: tuple[Piece, ...]
 
     @property

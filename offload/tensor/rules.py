@@ -124,6 +124,7 @@ def guests_that_ask_for_grad(args: Args, kwargs: Kwargs) -> dict[int, torch.Tens
 
 @implements(BY_SCHEMA)
 def rule_of(func: Op, *_: object) -> Rule:
+    """The rule that follows from an op's schema: whether it consists of other ops, writes, views or only reads."""
     if not isinstance(func, OpOverload):
         return read
     if is_composite(func):
@@ -240,7 +241,7 @@ def read(func: Op, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor] | N
 def _view(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Cut the view spec: nothing is read."""
     base = args[0]
-    if type(base) is not OffloadedTensor or base._handle.recipe is not None:
+    if type(base) is not OffloadedTensor or base._handle.subclass is not None:
         is_exported = type(base) is OffloadedTensor and type(base._handle) is Traced
         return _view_inside(func, args, kwargs) if is_exported else read(func, args, kwargs)
     if type(base._handle) is Traced:
@@ -418,7 +419,7 @@ def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
         return handle.inner  # the tensor itself: this is how a compiler sees writes
     make_writable(handle)
     guest = sent_to(mapped_value(tensor), tensor._target)  # the op may not need the old value: it is not prefetched
-    return guest.detach() if handle.recipe is None else guest.clone()
+    return guest.detach() if handle.subclass is None else guest.clone()
 
 
 def _metadata(guest: torch.Tensor) -> tuple[object, ...]:
@@ -433,7 +434,7 @@ def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[object, 
     handle, view_spec = tensor._handle, tensor._view_spec
     if type(handle) is Traced:
         return
-    if handle.recipe is not None:
+    if handle.subclass is not None:
         store(tensor, guest)
     elif before == _metadata(guest):
         if tensor._target != CPU:

@@ -138,7 +138,7 @@ def uncut(base: torch.Tensor, view_spec: torch.Tensor, name: str) -> torch.Tenso
 def start_of_run(handle: Handle, view_spec: torch.Tensor) -> int | None:
     """The first byte in the file of a view whose elements are contiguous there; None for any other view."""
     if (
-        handle.recipe is not None
+        handle.subclass is not None
         or handle.composed is not None
         or not view_spec.is_contiguous()
         or view_spec.is_conj()
@@ -155,13 +155,13 @@ def start_of_run(handle: Handle, view_spec: torch.Tensor) -> int | None:
 class Traced:
     """Stands in for a handle while a compiler traces: the value is one of the compiler's tensors."""
 
-    __slots__ = ("generation", "inner", "recipe")
+    __slots__ = ("generation", "inner", "subclass")
     owned = True
     composed = None
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
-        self.recipe: dict[str, Any] | None = {} if is_subclass_value(inner) else None
+        self.subclass: dict[str, Any] | None = {} if is_subclass_value(inner) else None
         self.generation = 0
 
     def base(self) -> torch.Tensor:

@@ -408,7 +408,7 @@ class OffloadedTensor(torch.Tensor):
     def _on_cpu(self) -> torch.Tensor:
         """The value over the mapping, as a new tensor object."""
         with no_functions(), no_modes():  # a fake mode would create a fake tensor
-            return mapped_value(self).detach() if self._handle.recipe is None else handle_of(self).another_base()
+            return mapped_value(self).detach() if self._handle.subclass is None else handle_of(self).another_base()
 
     @property
     def _guest(self) -> torch.Tensor:
@@ -576,7 +576,7 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
     for value in values:
         kind = type(value)
         if kind is OffloadedTensor:
-            if value._handle.source.recipe is not None:
+            if value._handle.source.subclass is not None:
                 return True
         elif (kind is list or kind is tuple) and _holds_subclass(value):
             return True

@@ -217,17 +217,17 @@ def test_rows_that_do_not_begin_at_a_multiple_of_their_elements_are_mapped_too(t
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "too many mappings"])
 def test_a_file_that_is_cut_while_it_is_mapped_or_can_not_be_is_read_by_calls(tmp_path, monkeypatch, is_cut):
-    cache, mapped = filled_cache(tmp_path), rowfile.mapped
+    cache, map_bytes = filled_cache(tmp_path), rowfile.map_bytes
 
     def refused(fd, path, *args, **kwargs):
         asked.append(path)
         if not is_cut:
             raise ReadError(errno.ENOMEM, "no more mappings", str(path))
         os.truncate(path, path.stat().st_size - 1)
-        return mapped(fd, path, *args, **kwargs)
+        return map_bytes(fd, path, *args, **kwargs)
 
     asked = []
-    monkeypatch.setattr(rowfile, "mapped", refused)
+    monkeypatch.setattr(rowfile, "map_bytes", refused)
 
     assert torch.equal(torch.arange(10, 20), cache[10:20]["x"][:, 7])
     assert asked

@@ -154,7 +154,7 @@ def test_shards_without_an_index_are_found(tmp_path: Path, suffix: str) -> None:
     [
         ({"name": "v"}, "says that it holds 'v', and it does not"),
         ({"name": 5}, "says that it holds '5', and it does not"),
-        ({"name": "v", "subclass": {"x": 1}}, "recipe for a tensor subclass is malformed"),
+        ({"name": "v", "subclass": {"x": 1}}, "description of a tensor subclass is malformed"),
     ],
 )
 def test_a_file_with_contradicting_notes_is_found(

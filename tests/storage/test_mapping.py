@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offload.errors import ReadError
-from offload.storage.mapping import mapped
+from offload.storage.mapping import map_bytes
 from offload.storage.regular import owned
 
 DATA = bytes(range(256)) * 64
@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 def private(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
     with owned(os.open, path, os.O_RDONLY) as opened:
-        return mapped(opened.fileno(), path, start, nbytes, shared=False)
+        return map_bytes(opened.fileno(), path, start, nbytes, shared=False)
 
 
 @pytest.mark.parametrize(("start", "nbytes"), [(0, len(DATA)), (4096, 1), (5, 300), (4097, 8192)], ids=str)
@@ -35,7 +35,7 @@ def test_any_part_of_a_file_is_mapped(path, start, nbytes):
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "private"])
 def test_a_store_reaches_the_file_through_a_shared_mapping_alone(path, shared):
     fd = os.open(path, os.O_RDWR)
-    storage = mapped(fd, path, 0, len(DATA), shared=shared)
+    storage = map_bytes(fd, path, 0, len(DATA), shared=shared)
     os.close(fd)
 
     torch.empty(0, dtype=torch.uint8).set_(storage)[5] = 99
@@ -57,5 +57,5 @@ def test_a_mapping_keeps_no_descriptor_and_outlives_the_file(path):
 def test_unmappable_files_are_errors_with_their_path(tmp_path):
     fd = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(ReadError, match=str(tmp_path)):
-        mapped(fd, tmp_path, 0, 1, shared=False)
+        map_bytes(fd, tmp_path, 0, 1, shared=False)
     os.close(fd)
