@@ -88,7 +88,7 @@ def test_a_figure_is_compared_to_its_last_digit():
 
 
 CAPPED, LARGER = "2026-11-27-capped.json", "2026-11-27-larger.json"
-BATCHES, LARGER_BATCHES = "2026-11-27-batches.json", "2026-11-23-larger-batches.json"
+BATCHES, LARGER_BATCHES = "2026-11-27-batches.json", "2026-11-27-larger-batches.json"
 PACKED, EXPERTS = "2026-11-27-larger-packed.json", "larger-packed, 30.7 GB of experts in FP8"
 ROWS_FILE, RANKS = "2026-11-27-cache.json", "2026-11-27-ranks.json"
 TOKEN, LARGER_TOKEN, LARGER_FIRST = "capped, 1.5x: a token", "larger, dense: a token", "larger, dense: first pass"
