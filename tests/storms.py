@@ -78,7 +78,7 @@ def _storm(call: Call, folder: Path, interrupts: int, rng: random.Random) -> Lef
             shutil.rmtree(place, ignore_errors=True)
     left.faults.update(seen)
     gc.collect()
-    _run_put_off_finalizers()
+    run_put_off_finalizers()
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
     left.faults.update(f"a thread: {thread.name}" for thread in set(threading.enumerate()) - before)
@@ -87,7 +87,7 @@ def _storm(call: Call, folder: Path, interrupts: int, rng: random.Random) -> Lef
     return left
 
 
-def _run_put_off_finalizers() -> None:
+def run_put_off_finalizers() -> None:
     """Run those whose object is gone: an interrupt at the start of one puts it off until the process ends.
 
     Python's collector runs finalizers, and an interrupt that arrives in the collector is raised in the first of them.
