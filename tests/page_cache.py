@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.memory_cap import memory_cap
+from bench.page_cache import cached_fraction
 from offload import TensorCache
 from offload.storage.direct import can_be_read
 from offload.storage.file import TensorFile
@@ -73,3 +74,14 @@ def made_hot(cache: TensorCache) -> None:
         if (warm := cache._store.warm) and warm.take(rows, None) is not None:
             return
     raise AssertionError("the rows did not stay in memory")
+
+
+def dropped(path: Path) -> Path:
+    """A file that is not in memory: a page that the kernel is moving just then stays, and goes at the next try."""
+    with path.open("rb") as file:
+        for _ in range(100):
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if not cached_fraction([path]):
+                break
+    return path

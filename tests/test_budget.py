@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ from offload.prefetch.plan import Pool
 from offload.prefetch.value import page_state_of
 from offload.tensor.views import handle_of
 from tests.engines import rest
-from tests.page_cache import needs_page_cache
+from tests.page_cache import dropped, needs_page_cache
 
 MIB = 1 << 20
 LAYERS = 12
@@ -55,10 +54,7 @@ def in_memory(path: Path) -> nn.Module:
 
 
 def on_disk(path: Path, **options: object) -> nn.Module:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+    dropped(path)
     with offload.init_empty_weights():
         model = network()
     return offload.load_checkpoint_and_dispatch(model, path, device_map=ON_DISK, **options)  # type: ignore[arg-type]
@@ -233,10 +229,7 @@ def test_a_forward_reads_only_the_experts_that_it_is_routed_to(tmp_path):
     """Parts of one stored value are read in and dropped separately."""
     path = tmp_path / "experts.safetensors"
     save_file({"experts": torch.randn(16, 512, 512)}, path)
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+    dropped(path)
     experts = OffloadedTensor.from_file(path)
     expected = {index: experts._on_cpu()[index].clone() for index in (3, 9)}
     offload.budget.evict(experts)
@@ -330,10 +323,7 @@ def cold(tmp_path, monkeypatch):
         save_file({"w": torch.randn(shape)}, path)
         w = OffloadedTensor.from_file(path)
         page_state_of(handle_of(w)).pool = pool
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # also what was read along with the header
-        os.close(fd)
+        dropped(path)  # also what was read along with the header
         return w
 
     return make

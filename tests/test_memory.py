@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from offload import memory
 from offload.memory import anonymous_bytes, available_bytes, cgroup_room, mapped_bytes, uncollected
 from offload.prefetch.plan import Pool
-from tests.page_cache import needs_page_cache
+from tests.page_cache import dropped, needs_page_cache
 from tests.processes import run_script
 
 MANY = """
@@ -110,10 +110,7 @@ def test_peak_memory_is_budget_window_and_32_mib(tmp_path):
     path = tmp_path / "model.safetensors"
     weights = {f"{layer}.weight": torch.eye(size).mul_(layer + 1) for layer in range(layers)}
     save_file(weights, path)
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+    dropped(path)
 
     found = json.loads(run_script(PEAK, path, layers, size, budget, window))
 

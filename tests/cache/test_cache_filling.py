@@ -7,7 +7,6 @@ import mmap
 import os
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from offload.cache import rowfile
 from offload.errors import CorruptFileError
 from offload.prefetch import engine, filling
 from offload.storage import background, pages
-from tests.page_cache import needs_page_cache
+from tests.page_cache import dropped, needs_page_cache
 from tests.processes import in_fork, run_script
 
 MIB = 1 << 20
@@ -31,17 +30,6 @@ pytestmark = [needs_page_cache, pytest.mark.usefixtures("only_own_values", "stil
 
 def values(numbers):
     return torch.as_tensor(numbers)[:, None].int().expand(-1, 2048)
-
-
-def dropped(path: Path) -> Path:
-    """Not in memory: a page that the kernel is moving just then stays, and is dropped by the next try."""
-    with path.open("rb") as file:
-        for _ in range(100):
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if not cached_fraction([path]):
-                break
-    return path
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from offload.errors import CorruptFileError
 from offload.storage import pages
 from offload.storage.file import TensorFile
 from offload.storage.pages import Range
-from tests.page_cache import needs_page_cache
+from tests.page_cache import dropped, needs_page_cache
 
 pytestmark = needs_page_cache
 MIB = 1 << 20
@@ -31,15 +31,8 @@ def values() -> torch.Tensor:
 def file(tmp_path: Path, values: torch.Tensor) -> TensorFile:
     path = tmp_path / "w.safetensors"
     save_file({"w": values}, path)
-    make_cold(path)
+    dropped(path)
     return TensorFile.open(path)
-
-
-def make_cold(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
 
 
 def whole(file: TensorFile, *, shared: bool = False) -> Range:
@@ -82,7 +75,7 @@ def test_a_range_can_be_read_without_its_neighbours(tmp_path, monkeypatch, huge)
     monkeypatch.setattr(pages, "_HOST_TAKES_FREE_PAGES", False)
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(16 * MIB)}, path)  # 64 MiB
-    make_cold(path)
+    dropped(path)
     file = TensorFile.open(path)
     Range(file, 20 * MIB, 9 * MIB, shared=False).bring_in(exactly=True)
 
@@ -98,7 +91,7 @@ def test_a_range_is_dropped_whole_and_its_neighbours_stay(tmp_path, monkeypatch,
     monkeypatch.setattr(pages, "_HOST_TAKES_FREE_PAGES", False)
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(8 * MIB)}, path)  # 32 MiB
-    make_cold(path)
+    dropped(path)
     file = TensorFile.open(path)
     parts = [Range(file, 4096 + start * MIB, 7 * MIB, shared=False) for start in (1, 8, 15)]
     for part in parts:
@@ -122,7 +115,7 @@ def test_huge_pages_are_requested_while_some_are_free(tmp_path, monkeypatch):
     part = Range(file, 4 * MIB, 8 * MIB, shared=False)
     asked = []
     for free in 1000, 100, 1000:
-        make_cold(path)
+        dropped(path)
         blocks.write_text(f"Node 0, zone Normal {'9 ' * 9} {free} 0\nNode 0, zone DMA {'9 ' * 9} 3 1\n")
         part.bring_in(exactly=True)
         asked.append("hg" in flags_of(path))
@@ -158,7 +151,7 @@ def test_huge_pages_that_the_host_has_taken_are_asked_for_where_they_are_used_ag
     exactly = pages.bring_in_exactly
     monkeypatch.setattr(pages, "bring_in_exactly", lambda *given: (small.append(len(asked)), exactly(*given)))
     for _ in range(3):
-        make_cold(path)
+        dropped(path)
         part.bring_in(exactly=streams)
         assert part.is_cached()
         asked.append("hg" in flags_of(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from offload.storage.pages import Range
 from offload.tensor import groups as of_groups
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.views import handle_of
-from tests.page_cache import needs_page_cache
+from tests.page_cache import dropped, needs_page_cache
 
 EXPERTS, INNER, WIDTH = 16, 512, 1024  # 2 MiB per expert
 ENDS = torch.tensor([0, 2, 2, *[5] * 13], dtype=torch.int32)  # rows 0 and 1 go to expert 1, the others to expert 3
@@ -45,9 +44,7 @@ def cold(plain: torch.Tensor, tmp_path: Path) -> OffloadedTensor:
     stored.flush()
     path = stored.offload_path
     del stored
-    fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+    dropped(path)
     return OffloadedTensor.from_file(path)
 
 
