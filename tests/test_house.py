@@ -79,7 +79,7 @@ GUESTS = {
     "checkpoints.writing": {"huggingface_hub"},
     "prompts.identity": {"transformers"},
     "prompts.past": {"transformers"},
-    "kernels.codebooks": {"gguf"},
+    "kernels.packed": {"gguf"},
     "storage.gguf_header": {"gguf"},
     "tensor.blocks": {"gguf"},
     "testing.checkpoints": {"transformers"},

@@ -68,7 +68,7 @@ STATE = {
     "offload.kernels.accelerated._kernels": "imported once",
     "offload.kernels.accelerated.is_there": "does not change",
     "offload.kernels.accelerated._table": "a pure function, remembered",
-    "offload.kernels.codebooks.codebook": "a pure function, remembered",
+    "offload.kernels.packed._codebook": "a pure function, remembered",
     "offload.kernels.native._forked": "the team of threads is gone in a forked child",
     "offload.kernels.native._team": "does not change",
     "offload.kernels.native.best_level": "does not change",

@@ -12,7 +12,6 @@ Always true:
 | `accelerated` | packed rows on a GPU, decoded and multiplied by Triton where it is installed |
 | `triton_rows` | the functions that Triton compiles |
 | `packed` | how rows are packed, and the matrices that the library is given |
-| `codebooks` | the numbers that codes in GGUF blocks stand for |
 
 | source | what |
 | --- | --- |

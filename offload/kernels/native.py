@@ -12,10 +12,10 @@ import ctypes
 import logging
 import os
 import platform
-from collections.abc import Callable
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,88 +38,81 @@ _LEAST = 1 << 15  # numbers for which a second thread is worth waking
 _forked = False
 
 
+_TYPES: dict[str, type[Any]] = {
+    "pointer": ctypes.c_void_p,
+    "count": ctypes.c_int64,
+    "int": ctypes.c_int32,
+    "float": ctypes.c_float,
+    "table": ctypes.c_float * 16,
+}
+
+
+def _fields(text: str) -> list[tuple[str, type[Any]]]:
+    """The fields of a structure, from lines of a type and names, as C declares them."""
+    declared = [line.split() for line in text.strip().splitlines()]
+    return [(name, _TYPES[kind]) for kind, *names in declared for name in names]
+
+
 class Matrix(ctypes.Structure):
     """Packed rows, as the library takes them: `matrix` in kernels.h. `packed` makes them."""
 
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("step", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("scale_dtype", ctypes.c_int32),
-        ("zero_dtype", ctypes.c_int32),
-        ("group", ctypes.c_int64),
-        ("rows_per_scale", ctypes.c_int64),
-        ("scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
-        ("scale_step", ctypes.c_int64),
-        ("zero_step", ctypes.c_int64),
-        ("divisor", ctypes.c_float),
-        ("last", ctypes.c_float),
-        ("nested_numbers", ctypes.c_void_p),
-        ("nested_scales", ctypes.c_void_p),
-        ("nested_block", ctypes.c_int64),
-        ("nested_offset", ctypes.c_float),
-        ("table", ctypes.c_float * 16),
-        ("order", ctypes.c_void_p),
-        ("bits", ctypes.c_int32),
-        ("less", ctypes.c_int32),
-        ("outputs", ctypes.c_int64),
-        ("book", ctypes.c_void_p),
-    )
+    _fields_ = _fields("""
+        pointer rows
+        count step columns
+        int kind heads scale_dtype zero_dtype
+        count group rows_per_scale
+        pointer scales zeros
+        count scale_step zero_step
+        float divisor last
+        pointer nested_numbers nested_scales
+        count nested_block
+        float nested_offset
+        table table
+        pointer order
+        int bits less
+        count outputs
+        pointer book
+    """)
 
 
 class Part(ctypes.Structure):
     """Packed rows whose products are columns of a result: `part` in experts.h."""
 
-    _fields_ = (("packed", ctypes.c_void_p), ("count", ctypes.c_int64), ("column", ctypes.c_int64))
+    _fields_ = _fields("""
+        pointer packed
+        count count column
+    """)
 
 
 class Expert(ctypes.Structure):
     """An expert, and the rows that it is given: `expert` in experts.h."""
 
-    _fields_ = (
-        ("up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
-        ("up_count", ctypes.c_int64),
-        ("down_count", ctypes.c_int64),
-        ("begin", ctypes.c_int64),
-        ("end", ctypes.c_int64),
-        ("to", ctypes.c_int64),
-    )
+    _fields_ = _fields("""
+        pointer up down
+        count up_count down_count begin end to
+    """)
 
 
 class Layer(ctypes.Structure):
     """What is computed with some experts of a layer: `layer` in experts.h, which says what each field is."""
 
-    _fields_ = (
-        ("experts", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("x", ctypes.c_void_p),
-        ("x_step", ctypes.c_int64),
-        ("tokens", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("hidden", ctypes.c_int64),
-        ("inner", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("wide", ctypes.c_int64),
-        ("up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("all_tokens", ctypes.c_int64),
-        ("picks", ctypes.c_int64),
-        ("x_dtype", ctypes.c_int32),
-        ("out_dtype", ctypes.c_int32),
-    )
+    _fields_ = _fields("""
+        pointer experts
+        count count
+        pointer x
+        count x_step
+        pointer tokens
+        count rows hidden inner width wide
+        pointer up down places weights out
+        count all_tokens picks
+        int x_dtype out_dtype
+    """)
 
 
 class Team(ctypes.Structure):
     """Functions of the OpenMP runtime that torch uses."""
 
-    _fields_ = (("parallel", ctypes.c_void_p), ("number", ctypes.c_void_p), ("count", ctypes.c_void_p))
+    _fields_ = _fields("pointer parallel number count")
 
 
 @lru_cache(maxsize=1)
@@ -147,22 +140,10 @@ def _interface_of(found: ctypes.CDLL) -> int | None:
 
 def _with_signatures(found: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    found.offload_kernels_levels.argtypes = ()
-    found.offload_kernels_levels.restype = whole
-    found.offload_decode.argtypes = (
-        *(pointer, pointer, number, number),
-        *(pointer, number, whole, whole),
-        *(whole, pointer, ctypes.c_uint),
-    )
-    found.offload_decode.restype = whole
-    found.offload_multiply.argtypes = (
-        *(pointer, number),
-        *(pointer, number, number, whole),
-        *(pointer, whole),
-        *(pointer, number, whole),
-        *(whole, pointer, ctypes.c_uint),
-    )
-    found.offload_multiply.restype = whole
+    place, how = (pointer, number, whole), (whole, pointer, ctypes.c_uint)  # `how`: level, team, threads
+    found.offload_decode.argtypes = (pointer, pointer, number, number, *place, whole, *how)
+    found.offload_multiply.argtypes = (pointer, number, pointer, number, number, whole, pointer, whole, *place, *how)
+    found.offload_experts.argtypes = (pointer, *how)
     return found
 
 
@@ -305,27 +286,17 @@ def multiply(
         raise MemoryError(f"no memory for {len(x)} x {x.shape[1]} floats")
 
 
-@lru_cache(maxsize=1)
-def _experts() -> Callable[..., int]:
-    """The function for the experts of a layer."""
-    found = library()
-    assert found is not None, "callers ask `library` first"
-    function = found.offload_experts
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint)
-    function.restype = ctypes.c_int
-    return function
-
-
-def multiply_experts(layer: Layer, *, level: int | None = None) -> None:
+def multiply_experts(layer: Layer) -> None:
     """What the layer's fields ask for: products with experts, and their weighted sum.
 
     Args:
         layer: whose memory is alive; an expert is given at most `MOST_ROWS` rows.
-        level: another instruction set than the best.
 
     Raises:
         MemoryError
     """
+    found = library()
+    assert found is not None, "callers ask `library` first"
     count, team = _threads(layer.rows * layer.hidden * layer.inner)
-    if _experts()(ctypes.addressof(layer), best_level() if level is None else level, team, count):
+    if found.offload_experts(ctypes.addressof(layer), best_level(), team, count):
         raise MemoryError(f"no memory for {layer.rows} rows of experts")

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, TypeAlias
 
 import torch
 
-from offload.kernels.codebooks import codebook, has_codebook
 from offload.kernels.native import Matrix
 
 _BLOCKS = {  # numbers and bytes of a block, by kind, in the order of `BLOCK_KINDS` in kernels.h; see `limbs.h`
@@ -43,6 +43,15 @@ CODED = {  # the same, in the order of `CODED_KINDS`
     "IQ1_M": (256, 56),
     "TQ1_0": (256, 54),
     "NVFP4": (64, 36),
+}
+_BOOKS = {  # codes of a codebook, and the numbers that each stands for
+    "IQ2_XXS": (256, 8),
+    "IQ2_XS": (512, 8),
+    "IQ2_S": (1024, 8),
+    "IQ3_XXS": (256, 4),
+    "IQ3_S": (512, 4),
+    "IQ1_S": (2048, 8),
+    "IQ1_M": (2048, 8),
 }
 BLOCKS = _BLOCKS | CODED  # of GGUF files
 QUARTERS = ("quarter_0", "quarter_1", "quarter_2", "quarter_3")  # two of the bits of a byte, for one number
@@ -117,8 +126,8 @@ class GgufRows:
         made = Matrix(rows.data_ptr(), rows.stride(0), columns, _KINDS[self.kind], self.heads, _NONE, _NONE)
         made.group, made.rows_per_scale, made.divisor, made.last = columns, 1, 1, 1
         made.outputs = len(rows)
-        if has_codebook(self.kind):
-            book = codebook(self.kind)
+        if self.kind in _BOOKS:
+            book = _codebook(self.kind)
             if book is None:
                 return None
             made.book = book.data_ptr()
@@ -270,3 +279,17 @@ def as_rows(piece: torch.Tensor, high: int | None, wide: int) -> torch.Tensor | 
         piece = piece.view(-1, wide)
     is_so = (high is None or len(piece) == high) and (wide == 1 or piece.stride(1) == 1)
     return piece if is_so else None
+
+
+@lru_cache(maxsize=len(_BOOKS))
+def _codebook(kind: str) -> torch.Tensor | None:
+    """What the codes stand for, (codes, 8 or 4), int8; None if the `gguf` package has none of that shape."""
+    from gguf import quants
+
+    quant = getattr(quants, kind, None)
+    if quant is None:
+        return None
+    quant.init_grid()
+    if quant.grid is None or tuple(quant.grid.shape[-2:]) != _BOOKS[kind]:
+        return None
+    return torch.from_numpy(quant.grid).reshape(_BOOKS[kind]).to(torch.int8)

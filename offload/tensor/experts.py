@@ -287,19 +287,6 @@ class _Run:
         self.group, self.begin, self.end, self.are_few = group, begin, end, are_few
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """What the results are summed up to: for each pick its row of the results, its weight, and the sums."""
-
-    places: torch.Tensor
-    weights: torch.Tensor
-    out: torch.Tensor
-
-    def ask(self, layer: Layer, picks: int) -> None:
-        layer.places, layer.weights, layer.out = (one.data_ptr() for one in (self.places, self.weights, self.out))
-        layer.all_tokens, layer.picks, layer.out_dtype = len(self.out), picks, DTYPES[self.out.dtype]
-
-
 class Act:
     """The experts of a layer, for some tokens, which are those of one batch or of several.
 
@@ -347,17 +334,16 @@ class Act:
         if int(numbers[-1]) == count:
             rows -= int((numbers == count).sum())
         self._down = _results(rows, self._stack.outputs[1])
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order))
+        self._places = torch.empty_like(order)  # the row of the results, for each pick
+        self._places[order] = torch.arange(len(order))
         if rows < len(order):
-            places[order[rows:]] = -1
-        out = torch.empty(len(self._x), self._stack.outputs[1], dtype=self._x.dtype)
-        asked = _Sum(places, self._weights, out)
+            self._places[order[rows:]] = -1
+        self._out = torch.empty(len(self._x), self._stack.outputs[1], dtype=self._x.dtype)
         with closing(self._as_they_arrive(groups)) as arriving:
             for some, are_last in arriving:
-                if not self._multiply(some, asked if are_last else None):
+                if not self._multiply(some, are_last=are_last):
                     return None
-        return out
+        return self._out
 
     def _groups(self, numbers: torch.Tensor) -> list[_Group] | None:
         """The experts of the rows, in the order of their numbers; None if the kernels do not take one of them."""
@@ -420,8 +406,8 @@ class Act:
                 left -= 1
                 yield [group], not left
 
-    def _multiply(self, groups: Sequence[_Group], asked: _Sum | None) -> bool:
-        """The results of some experts, which are in memory, and the sum if that is asked for; False: not possible."""
+    def _multiply(self, groups: Sequence[_Group], *, are_last: bool) -> bool:
+        """The results of some experts, which are in memory, and after the last ones their sum; False: not possible."""
         for group in groups:
             with _naming(group, self._stack.name):
                 mapped = group.expert.mapped(self._stack.columns, group.load)
@@ -435,11 +421,11 @@ class Act:
                 self._multiply_many(run)
                 continue
             if rows + run.end - run.begin > _AT_ONCE:
-                self._multiply_few(few, None)
+                self._multiply_few(few, and_sum=False)
                 few, rows = [], 0
             few.append(run)
             rows += run.end - run.begin
-        self._multiply_few(few, asked)
+        self._multiply_few(few, and_sum=are_last)
         for group in groups:
             if group.load is not None:
                 del group.mapped  # its memory is used again
@@ -463,26 +449,24 @@ class Act:
             found = self._between.finish(found, numbers)
         self._down[run.begin : run.end] = found
 
-    def _multiply_few(self, runs: Sequence[_Run], asked: _Sum | None) -> None:
+    def _multiply_few(self, runs: Sequence[_Run], *, and_sum: bool) -> None:
         """The results of experts with few rows each, in one call if the kernels know what is between the products."""
         between, x, stack = self._between, self._x, self._stack
         experts = (Expert * len(runs))()
         at = 0
         for one, run in zip(experts, runs, strict=True):
             up, down = run.group.mapped.up, run.group.mapped.down
-            one.up, one.up_count, one.down, one.down_count = (
-                ctypes.addressof(up),
-                len(up),
-                ctypes.addressof(down),
-                len(down),
-            )
+            one.up, one.up_count = ctypes.addressof(up), len(up)
+            one.down, one.down_count = ctypes.addressof(down), len(down)
             one.begin, one.end, one.to = at, at + run.end - run.begin, run.begin
             at = one.end
         layer = Layer(experts=ctypes.addressof(experts), count=len(experts), rows=at, x_dtype=DTYPES[x.dtype])
         layer.hidden, layer.inner = stack.columns
         layer.wide, layer.width = stack.outputs
         layer.down = self._down.data_ptr()
-        tokens = self._tokens if at == len(self._down) else _joined([self._tokens[one.begin : one.end] for one in runs])
+        tokens = self._tokens
+        if at < len(self._down):
+            tokens = torch.cat([tokens[:0], *(tokens[one.begin : one.end] for one in runs)])
         layer.x, layer.x_step, layer.tokens = x.data_ptr(), x.stride(0), tokens.data_ptr()
         if runs and not between.is_silu:
             numbers = torch.tensor([one.group.number for one in runs]).repeat_interleave(
@@ -499,8 +483,10 @@ class Act:
                     part = self._down[one.begin : one.end]
                     part.copy_(between.finish(part, torch.full((len(part),), one.group.number)))
                 layer.count = 0
-        if asked is not None:
-            asked.ask(layer, self._picks.shape[-1])
+        if and_sum:
+            layer.places, layer.weights = self._places.data_ptr(), self._weights.data_ptr()
+            layer.out, layer.out_dtype = self._out.data_ptr(), DTYPES[self._out.dtype]
+            layer.all_tokens, layer.picks = self._picks.shape
         if layer.count or layer.out:
             native.multiply_experts(layer)
 
@@ -509,10 +495,6 @@ def _results(rows: int, columns: int) -> torch.Tensor:
     """Memory for results. The pages of many megabytes would be made anew for each layer."""
     layout = contiguous(torch.float32, (rows, columns))
     return torch.empty(rows, columns, dtype=torch.float32) if layout.nbytes < LEAST else scratch_for(layout, CPU)
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
 
 
 @contextmanager

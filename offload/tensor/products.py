@@ -162,18 +162,9 @@ def _is_composed(weight: object) -> bool:
 
 def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` without the whole dense weight; None if that is needed, or may be in memory."""
-    found = _product(x, weight, bias)
+    piece, device = Piece(handle_of(weight), view_spec_of(weight)), weight._target
+    found = multiplied(x, piece, bias) if device == CPU else multiplied_there(x, piece, device, bias)
     return _product_in_parts(x, weight, bias) if found is None else found
-
-
-def _product(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Tensor | None:
-    """`F.linear(x, weight, bias)` from the packed bytes of the weight; None if the kernels do not take it."""
-    handle = weight._handle
-    if type(handle) is Traced or handle.composed is None:
-        return None
-    if weight._target != CPU:
-        return multiplied_there(x, Piece(handle, view_spec_of(weight)), weight._target, bias)
-    return multiplied(x, Piece(handle, view_spec_of(weight)), bias)
 
 
 def multiplied_there(x: torch.Tensor, weight: Piece, device: torch.device, bias: Any = None) -> torch.Tensor | None:

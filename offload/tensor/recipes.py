@@ -236,11 +236,6 @@ class Plain(Recipe):
     def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
         """The pieces that a box is computed from, and the cut of each that it needs."""
 
-    def put_into(self, place: torch.Tensor) -> None:
-        """Compute all of it into a plain tensor of its shape, in the dtype of that tensor."""
-        with no_functions(), no_modes():
-            place.copy_(self.value(device=place.device))
-
     def blocks(self) -> Iterator[torch.Tensor]:
         """See `Composition`."""
         layout = self.layout
@@ -358,11 +353,6 @@ class Joined(Plain):
                 place = place.narrow(dim, at[dim], size)
             piece.put(place, view_spec)
         return whole
-
-    def parts(self, view_spec: torch.Tensor) -> Iterator[Piece]:
-        """The pieces that a cut of the value is computed from."""
-        for piece, _ in self.rows_of(view_spec):
-            yield piece
 
     def rows_of(self, view_spec: torch.Tensor) -> Iterator[tuple[Piece, int | None]]:
         """The pieces that a cut of the value is computed from, and the row of the cut that each begins with.

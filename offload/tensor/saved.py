@@ -26,8 +26,9 @@ from offload.storage.source import InBlocks
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_runs, write_tensor
 from offload.tensor.guests import mapped_value
+from offload.tensor.loads import start_of
 from offload.tensor.recipes import files_in
-from offload.tensor.views import handle_of, is_part, metadata_of, start_of_run, view_spec_of
+from offload.tensor.views import handle_of, is_part, metadata_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor
 
 
@@ -146,9 +147,10 @@ def subclass_value(tensor: torch.Tensor) -> torch.Tensor | None:
 def _copied(fd: int, at: int, tensor: OffloadedTensor) -> bool:
     """Copy it from file to file if possible; returns whether it was."""
     handle, view_spec = handle_of(tensor), view_spec_of(tensor)
-    start = start_of_run(handle, view_spec)
-    if start is None:
+    is_stored = handle.subclass is None and handle.composed is None
+    if not is_stored or not view_spec.is_contiguous() or view_spec.is_conj() or view_spec.is_neg():
         return False
+    start, nbytes = start_of(handle, view_spec), view_spec.numel() * view_spec.itemsize
     with handle.file.descriptor(settled=not handle.owned) as source:
-        copy_range(source.fileno(), start, fd, at, view_spec.numel() * view_spec.itemsize, handle.file.path)
+        copy_range(source.fileno(), start, fd, at, nbytes, handle.file.path)
     return True

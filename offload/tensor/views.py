@@ -135,19 +135,6 @@ def uncut(base: torch.Tensor, view_spec: torch.Tensor, name: str) -> torch.Tenso
     return base
 
 
-def start_of_run(handle: Handle, view_spec: torch.Tensor) -> int | None:
-    """The first byte in the file of a view whose elements are contiguous there; None for any other view."""
-    if (
-        handle.subclass is not None
-        or handle.composed is not None
-        or not view_spec.is_contiguous()
-        or view_spec.is_conj()
-        or view_spec.is_neg()
-    ):
-        return None
-    return handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
-
-
 # Values that a compiler traces
 
 

@@ -9,11 +9,11 @@ Always true:
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -375,7 +375,7 @@ class OffloadedTensor(torch.Tensor):
         memo[id(self)] = copy
         if not isinstance(self, torch.nn.Parameter):  # as in torch
             copy.grad = None if self.grad is None else self.grad.__deepcopy__(memo)
-            copy_attributes(self, copy, memo)
+            vars(copy).update(deepcopy(_more(self, copy), memo))
         return copy
 
     # For torch: executing ops
@@ -592,11 +592,6 @@ _OWN = {"_handle", "_view_spec", "_target", "_generation", "_range", PARAMETER_M
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Give `target`, which stands for the value of `source`, its attributes, such as `ds_id`, `_is_hf_initialized`."""
     vars(target).update(_more(source, target))
-
-
-def copy_attributes(source: torch.Tensor, target: torch.Tensor, memo: dict[int, Any]) -> None:
-    """Like `carry_attributes`, but with copies of them, as `copy.deepcopy` makes."""
-    vars(target).update(copy.deepcopy(_more(source, target), memo))
 
 
 def _more(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:

@@ -408,7 +408,7 @@ def test_experts_in_memory_are_computed_first_and_others_in_file_order(tmp_path,
     monkeypatch.setattr(
         acts.Act,
         "_multiply",
-        lambda act, some, asked: computed.append([one.number for one in some]) or plain(act, some, asked),
+        lambda act, some, **how: computed.append([one.number for one in some]) or plain(act, some, **how),
     )
 
     assert torch.equal(expected, experts(*given))

@@ -63,7 +63,7 @@ def most_rows(layer: nn.Linear) -> int:
 def unrounded(piece: Piece) -> torch.Tensor:
     recipe, rows = piece.handle.composed, len(piece.view_spec)
     if isinstance(recipe, Joined):
-        return torch.cat([unrounded(part) for part in recipe.parts(piece.view_spec)])
+        return torch.cat([unrounded(part) for part, _ in recipe.rows_of(piece.view_spec)])
     assert isinstance(recipe, Decoded)
     parts = recipe.parts_of_pieces(piece.view_spec.storage_offset() // recipe.layout.shape[-1], rows)
     pieces = [(number, Piece(recipe.pieces[number].handle, part)) for number, part in parts]

@@ -118,7 +118,7 @@ def _owners(tensor: torch.Tensor) -> Iterator[tuple[Decoded | Handle, int]]:
 def _of_piece(piece: Piece) -> Iterator[tuple[Decoded | Handle, int]]:
     composed = piece.handle.composed
     if isinstance(composed, Joined):
-        for inner in composed.parts(piece.view_spec):
+        for inner, _ in composed.rows_of(piece.view_spec):
             yield from _of_piece(inner)
     else:
         yield composed if isinstance(composed, Decoded) else piece.handle, piece.view_spec.numel()
