@@ -106,15 +106,8 @@ def map_batches(
     stages = stages_of(models, blocks)
     scheduler = Scheduler(stages, handles_of(models, stages), spills=spill)
     mapping = _Mapping(fn, iter(batches), scheduler, most)
-    bar = Bar(desc="batches", total=_length(batches), delay=1, disable=None if progress else True, leave=False)
+    bar = Bar(batches, desc="batches", delay=1, disable=None if progress else True, leave=False)
     return mapping.results(bar, ordered=ordered)
-
-
-def _length(batches: Iterable[object]) -> int | None:
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 class _Mapping:

@@ -97,7 +97,7 @@ class Call:
 
     def begin(self, fn: Callable[[], object], state: ThreadState) -> None:
         """Have its thread wait for the first turn of `fn`."""
-        self.thread.begin(partial(self._run, fn, state), f"offload-batch-{self.number}")
+        self.thread.give(partial(self._run, fn, state), f"offload-batch-{self.number}")
 
     @property
     def has_drawn(self) -> bool:
@@ -143,9 +143,10 @@ class Call:
         self._end()
         waited = 0.0
         try:
-            while not (self.thread.is_left or self.thread.join(_LOOK)):
+            while self.thread.is_running and not self.thread.is_left:
+                self.thread.join(_LOOK)
                 waited += _LOOK if self._was_told else 0.0
-                self.thread.is_left = waited >= _PATIENCE
+                self.thread.is_left = waited >= _PATIENCE and self.thread.is_running
                 if self.thread.is_left:
                     _log.warning("the function of batch %d does not end: it is left to itself", self.number)
         except BaseException:
@@ -345,7 +346,7 @@ class Scheduler:
             thread.end()
         thread = Thread()
         self._threads.append(thread)
-        thread.start()
+        thread.begin()
         return thread
 
     def _end_threads(self) -> None:

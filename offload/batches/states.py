@@ -89,7 +89,7 @@ class ThreadState:
             return fn()
 
 
-class Thread:
+class Thread(Worker):
     """A thread that runs one task after another, so that the per-thread memory of kernels and glibc is reused.
 
     List it before it is started: then an interrupt can't lose it.
@@ -103,39 +103,27 @@ class Thread:
         self._is_bare = True
         self._kernels = kernels()
         self._acts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Worker(self._run, "offload-batch")
-
-    def start(self) -> None:
-        """
-        Raises:
-            RuntimeError: the system has no more threads.
-        """
-        self._thread.begin()
+        super().__init__(self._run_acts, "offload-batch")
 
     @property
     def is_as_new(self) -> bool:
         """Whether no mode or hook is left in it, and kernels have the caller's threads and denormal numbers in it."""
         return self._is_bare and kernels() == self._kernels
 
-    def begin(self, act: Callable[[], None], name: str) -> None:
-        """Run a task under a name."""
-        self._thread.name = name
+    def give(self, act: Callable[[], None], name: str) -> None:
+        """Have it run a task under a name."""
+        self.name = name
         self._acts.put(act)
 
     def end(self) -> None:
         """End it after the current task, without waiting."""
         self._acts.put(None)
 
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait for its end, at most `timeout` seconds; returns whether it has ended."""
-        self._thread.join(timeout)
-        return not self._thread.is_running
-
     def check(self) -> None:
         """Check what was left in it; called in this thread."""
         self._is_bare, self._kernels = is_bare(), kernels()
 
-    def _run(self) -> None:
+    def _run_acts(self) -> None:
         while (act := self._acts.get()) is not None:
             act()
             del act  # with everything it refers to

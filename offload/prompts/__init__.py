@@ -11,7 +11,6 @@ Always true:
 | `past` | a cache of transformers whose first tokens come from blocks, layer by layer |
 | `blocks` | the folder: a file per block of tokens, found by hash, under a budget of disk |
 | `identity` | what distinguishes a model from all others that could give other keys and values |
-| `log` | the logger of this package |
 """
 
 from offload.prompts.prompt_cache import PromptCache

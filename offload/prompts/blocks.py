@@ -12,6 +12,7 @@ Always true:
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -28,7 +29,6 @@ import torch
 from offload.annotations import Json
 from offload.errors import CorruptFileError, FileError, ForeignFileError, MissingFileError
 from offload.memory import as_bytes
-from offload.prompts.log import log
 from offload.storage.file import TensorFile
 from offload.storage.header import build
 from offload.storage.layout import Layout, dtype_name, dtype_named
@@ -39,6 +39,8 @@ from offload.storage.regular import absolute, is_there, open_regular
 from offload.storage.replacing import TEMPORARY, create_folder, remove, sweep
 from offload.storage.state_file import Kind, read_state, write_state
 from offload.storage.write import write_values
+
+log = logging.getLogger("offload.prompts")
 
 TOKENS = 64  # in a block
 MANIFEST = "prompts.json"
@@ -95,7 +97,7 @@ class Block:
         file = TensorFile.open(path)
         try:
             noted = file.notes[_NOTE]
-            forms = [form for noted_form, count in noted["forms"] for form in [_form(noted_form)] * count]
+            forms = [_form(form) for form in noted["forms"]]
             if noted["identity"] != identity or noted["tokens"] != tokens:
                 raise CorruptFileError(f"{path} is the block of other tokens, or of another model")
             if sum(form.nbytes for form in forms) != file.entry(_KEY).layout.nbytes or len(forms) != len(noted["sums"]):
@@ -246,7 +248,8 @@ class Blocks:
             whole[at : at + layer.nbytes] = flat.view(torch.uint8)
             sums.append([*sums_of(keys), *sums_of(values)])
             at += layer.nbytes
-        noted = {"identity": identity, "tokens": tokens, "forms": _runs(forms), "sums": sums}
+        noted_forms = [[form.heads, form.key, form.value, dtype_name(form.dtype)] for form in forms]
+        noted = {"identity": identity, "tokens": tokens, "forms": noted_forms, "sums": sums}
         layouts = {_KEY: Layout(torch.uint8, (nbytes,), (1,))}
         if not room.make(build(layouts, {_NOTE: noted}).size):
             return False
@@ -307,18 +310,6 @@ def _touch(path: Path) -> None:
     """Note that a block was used: in its access time, since the time of its change belongs to its identity."""
     with suppress(OSError):  # another user's, or just removed
         os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
-
-
-def _runs(forms: list[Form]) -> Json:
-    """Forms, and how many layers in a row have each."""
-    runs: list[list[Json]] = []
-    for form in forms:
-        noted = [form.heads, form.key, form.value, dtype_name(form.dtype)]
-        if runs and runs[-1][0] == noted:
-            runs[-1][1] += 1
-        else:
-            runs.append([noted, 1])
-    return runs
 
 
 def _form(noted: Json) -> Form:

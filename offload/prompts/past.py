@@ -10,6 +10,7 @@ Always true:
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from functools import cache
 from itertools import chain
@@ -20,8 +21,9 @@ import torch
 
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
 from offload.prompts.blocks import TOKENS, Block, Form, sums_of
-from offload.prompts.log import log
 from offload.tensor.rules import is_followed
+
+log = logging.getLogger("offload.prompts")
 
 _AHEAD = 4  # layers that are read together
 

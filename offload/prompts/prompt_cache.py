@@ -10,10 +10,10 @@ Always true:
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ import torch
 from offload.errors import ArgumentError, ArgumentTypeError, FileError
 from offload.prompts.blocks import TOKENS, Block, Blocks
 from offload.prompts.identity import Identities
-from offload.prompts.log import log
 from offload.prompts.past import Prefix, begins_after_what_is_known, past_of
+
+log = logging.getLogger("offload.prompts")
 
 BEGINS = "drafts_begin_after_a_prefix"  # an attribute of a class of models
 _LEAVE_OUT = ": leave prompt_cache out"
@@ -85,14 +86,7 @@ class PromptCache:
         """
         self._blocks = Blocks(folder, max_disk)
         self._identities = Identities()
-
-    @property
-    def folder(self) -> Path:
-        return self._blocks.folder
-
-    @property
-    def max_disk(self) -> int:
-        return self._blocks.max_disk
+        self.folder, self.max_disk = self._blocks.folder, self._blocks.max_disk
 
     def past_for(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, copies: int = 1
