@@ -124,14 +124,14 @@ def test_a_cache_shows_them(tmp_path: Path) -> None:
 def test_a_model_whose_text_has_them_does_not_move_the_cursor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.cli.models import _printing
+    from offload.cli.models import _streamer
 
     class Tokens:
         def decode(self, _: object, **__: object) -> str:
             return NAME + "\n"
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    streamer = _printing(Tokens(), lambda _: None, lambda: None)
+    streamer = _streamer(Tokens(), lambda _: None, prints=True)
     streamer.put(torch.tensor([1]))  # the prompt
     streamer.put(torch.tensor([2]))
     streamer.end()

@@ -24,20 +24,12 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64
 _MOST = 2**31 - 1
 
 
-def complete_with_files(*actions: argparse.Action) -> None:
-    """Have the shell complete these arguments with files and folders."""
+def complete(*actions: argparse.Action, folders: bool = False) -> None:
+    """Have the shell complete these arguments with files and folders, or with folders alone."""
     import shtab
 
     for action in actions:
-        action.complete = shtab.FILE  # type: ignore[attr-defined]
-
-
-def complete_with_folders(*actions: argparse.Action) -> None:
-    """Have the shell complete these arguments with folders."""
-    import shtab
-
-    for action in actions:
-        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        action.complete = shtab.DIRECTORY if folders else shtab.FILE  # type: ignore[attr-defined]
 
 
 def path(text: str) -> Path:

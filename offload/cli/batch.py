@@ -10,37 +10,31 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from offload.annotations import Json, Kwargs
 from offload.cli import arguments
-from offload.cli.models import (
-    add_model_options,
-    add_prompt_cache,
-    first_new,
-    folder_of_model,
-    loaded_model,
-    prompt_cache_of,
-)
+from offload.cli.models import add_model_options, add_prompt_cache, folder_of_model, loaded_model, prompt_cache_of
 from offload.cli.output import allow_json, counted, print_json, print_pairs, say
 from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
-from offload.serving.bodies import BadRequest
-from offload.serving.chat import ONLY_TOKENS, TOKENS_ALONE, ends_of, in_chat
+from offload.serving.bodies import Asked, Refused
+from offload.serving.chat import Prompts, ends_of
 from offload.storage.reasons import first_line
 from offload.storage.regular import is_there
 
 if TYPE_CHECKING:
-    import torch
+    from offload.serving.answering import Answering
 
 Refusal: TypeAlias = tuple[str, int, str]
 """Of a line: its custom_id, its number, and why it can't be answered."""
 
-_NO_TEMPLATE = "the model has no chat template: give a prompt instead of messages, or use a chat model"
+_MOST_SEED = 2**63 - 1
+_MOST = 2**31 - 1  # tokens of an answer of a model without an end to its context
 
 
 def add_to(commands: arguments.Commands) -> None:
@@ -70,7 +64,7 @@ def add_to(commands: arguments.Commands) -> None:
     add_prompt_cache(command)
     command.set_defaults(run=batch)
     allow_json(command)
-    arguments.complete_with_files(source, target)
+    arguments.complete(source, target)
 
 
 def batch(options: argparse.Namespace) -> int:
@@ -121,6 +115,7 @@ def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]
 
     from offload.batches.mapping import map_batches
     from offload.checkpoints.companions import tokenizer_in
+    from offload.serving.answering import Answering
 
     first = next(requests, None)
     if first is None:
@@ -129,15 +124,12 @@ def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]
     kept = prompt_cache_of(options)
     model = loaded_model(folder, options)
     tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
-    answer = _Answering(model, tokenizer, options.max_new_tokens, ends_of(model, folder), kept)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    answering = Answering(model, tokenizer, ends_of(model, folder), kept, {})
+    answer = partial(_answer, answering, Prompts(tokenizer, longest, _MOST), options.max_new_tokens)
     with torch.inference_mode():
         yield from map_batches(
-            answer,
-            chain([first], requests),
-            answer.model,
-            in_flight=options.in_flight,
-            ordered=False,
-            progress=False,
+            answer, chain([first], requests), model, in_flight=options.in_flight, ordered=False, progress=False
         )
 
 
@@ -149,8 +141,8 @@ def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[t
         try:
             request = parsed(line, number)
             if request.custom_id in seen:
-                raise BadRequest(f"the custom_id {request.custom_id!r} is that of an earlier line")
-        except BadRequest as error:
+                raise Refused(f"the custom_id {request.custom_id!r} is that of an earlier line")
+        except Refused as error:
             refusals.add(custom_id_of(line), number, str(error))
             continue
         for name in request.ignored:
@@ -162,89 +154,34 @@ def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[t
             yield number, request
 
 
-class _Answering:
-    """Answers one request; called in lockstep with others."""
+def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[int, Request]) -> Answer | Refusal:
+    """Answer one request, greedily unless it has a temperature; called in lockstep with others.
 
-    def __init__(self, model: Any, tokenizer: Any, most: int, ends: list[int], more: Kwargs) -> None:
-        """`more` are options for each call of `generate`."""
-        self.model = model
-        self._more = more
-        self._ends = ends
-        self._tokenizer = tokenizer
-        self._most = most
-        self._longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    Args:
+        most: tokens of an answer whose request does not say.
+    """
+    import torch
 
-    def __call__(self, numbered: tuple[int, Request]) -> Answer | Refusal:
-        import torch
+    from offload.serving.answering import Job
 
-        number, request = numbered
-        try:
-            inputs = self._inputs(request)
-        except OSError:  # the system's; a template has nothing to do with it
-            raise
-        except Exception as error:  # chat templates can raise anything
-            has_template = request.messages is None or getattr(self._tokenizer, "chat_template", None)
-            why = f"the model's tokenizer rejects it: {first_line(error)}" if has_template else _NO_TEMPLATE
-            return request.custom_id, number, why
-        length = inputs["input_ids"].shape[1]
-        most = request.max_tokens or self._most
-        if length == 0:
-            return request.custom_id, number, "the prompt has no tokens for this model"
-        if self._longest is not None:
-            if length >= self._longest:
-                return (
-                    request.custom_id,
-                    number,
-                    f"the prompt has {length} tokens, and the model takes fewer than {self._longest}",
-                )
-            most = min(most, self._longest - length)
-        first = first_new(self.model, length)
-        try:
-            options = self._options(request.options, most, first)
-            tokens = self.model.generate(**inputs.to(self.model.device), **options, **self._more)[0, first:]
-        except (OffloadError, OSError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # a temperature close to 0, an unknown token, an odd generation_config.json
-            return request.custom_id, number, f"the model rejects it: {first_line(error)}"
-        text, has_stopped = _up_to(self._tokenizer.decode(tokens, skip_special_tokens=True), request.options)
-        reason = "length" if len(tokens) == most and not has_stopped and int(tokens[-1]) not in self._ends else "stop"
-        return Answer(request, text, length, len(tokens), reason)
-
-    def _inputs(self, request: Request) -> Any:
-        if request.messages is None:
-            return self._tokenizer(request.prompt, return_tensors="pt", **ONLY_TOKENS)
-        return in_chat(self._tokenizer, request.messages)
-
-    def _options(self, asked: Json, most: int, first: int) -> Kwargs:
-        """Options for `generate`; greedy unless a temperature is given."""
-        import torch
-
-        chosen: Kwargs = {"max_new_tokens": most, "do_sample": bool(asked.get("temperature")), **TOKENS_ALONE}
-        if chosen["do_sample"]:
-            chosen |= {name: float(asked[name]) for name in ("temperature", "top_p") if name in asked}
-        if "stop" in asked:
-            chosen["stopping_criteria"] = [self._stopping(asked, first)]
-        if "seed" in asked:
-            torch.manual_seed(asked["seed"])  # for this request only, inside `map_batches`
-        if self.model.generation_config.pad_token_id is None:
-            chosen["pad_token_id"] = next(iter(self._ends), 0)
-        return chosen
-
-    def _stopping(self, asked: Json, first: int) -> Callable[..., torch.Tensor]:
-        """A criterion for stop strings; transformers' own does not work with every tokenizer (5.23)."""
-        import torch
-
-        def stops(tokens: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
-            text = self._tokenizer.decode(tokens[0, first:], skip_special_tokens=True)
-            return torch.tensor([_up_to(text, asked)[1]], device=tokens.device)
-
-        return stops
-
-
-def _up_to(text: str, asked: Json) -> tuple[str, bool]:
-    """Text up to the first stop string, and whether there was one."""
-    starts = [text.find(stop) for stop in asked.get("stop", []) if stop in text]
-    return (text[: min(starts)], True) if starts else (text, False)
+    number, request = numbered
+    asked = Asked(request.messages, [] if request.prompt is None else [request.prompt])
+    try:
+        [(tokens, room)] = prompts.of(asked)
+    except Refused as error:
+        return request.custom_id, number, str(error)
+    pieces: list[Any] = []
+    seed = int(torch.randint(_MOST_SEED, ()))  # of this request's own numbers, inside `map_batches`
+    options = {"temperature": 0, "seed": seed, **request.options}
+    job = Job(tokens, min(request.max_tokens or most, room), pieces.append, options)
+    try:
+        reason = answering(job)
+    except (OffloadError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a temperature close to 0, an unknown token, an odd generation_config.json
+        return request.custom_id, number, f"the model rejects it: {first_line(error)}"
+    text, count = "".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces)
+    return Answer(request, text, len(tokens), count, reason)
 
 
 class _Refusals:

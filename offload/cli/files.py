@@ -25,7 +25,7 @@ def add_to(commands: arguments.Commands) -> None:
     source = command.add_argument(
         "source", type=arguments.path, help="a checkpoint's file, index or folder, a GGUF file, or an offload folder"
     )
-    arguments.complete_with_folders(command.add_argument("target", type=arguments.path, help="the new folder"))
+    arguments.complete(command.add_argument("target", type=arguments.path, help="the new folder"), folders=True)
     add_dtype(command)
     add_shard_size(command)
     command.add_argument(
@@ -51,7 +51,7 @@ def add_to(commands: arguments.Commands) -> None:
     verified = checking.add_argument("path", type=arguments.path, help="as for inspect; a folder with all its files")
     checking.set_defaults(run=verify)
     allow_json(looking, checking)
-    arguments.complete_with_files(source, inspected, verified)
+    arguments.complete(source, inspected, verified)
 
 
 def add_dtype(command: argparse.ArgumentParser) -> None:

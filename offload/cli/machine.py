@@ -27,7 +27,7 @@ def add_to(commands: arguments.Commands) -> None:
         default=Path(),
         help="where values would be kept (default: the current folder)",
     )
-    arguments.complete_with_folders(folder)
+    arguments.complete(folder, folders=True)
     allow_json(command)
     command.set_defaults(run=doctor)
 

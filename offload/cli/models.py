@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from offload.annotations import Kwargs
 from offload.cli import arguments
 from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError, visible_lines
-from offload.serving.chat import ONLY_TOKENS, TOKENS_ALONE, ends_of, in_chat
+from offload.serving.chat import ONE_ANSWER, ONLY_TOKENS, ends_of, in_chat
 from offload.storage.reasons import first_line
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
 def add_drafts(command: argparse.ArgumentParser) -> None:
     """Add the options for drafts."""
     about = "a smaller model that drafts tokens (default: none)"
-    arguments.complete_with_folders(command.add_argument("--assistant", metavar="SMALL", help=about))
+    arguments.complete(command.add_argument("--assistant", metavar="SMALL", help=about), folders=True)
     command.add_argument(
         "--draft",
         type=_draft,
@@ -122,7 +124,7 @@ def _draft(text: str) -> int | None:
 def add_model(command: argparse.ArgumentParser) -> None:
     """Add the argument that names a model."""
     about = "a folder with a checkpoint, a GGUF file, or a model on the hub"
-    arguments.complete_with_folders(command.add_argument("model", help=about))
+    arguments.complete(command.add_argument("model", help=about), folders=True)
 
 
 def add_max_memory(command: argparse.ArgumentParser) -> None:
@@ -197,37 +199,38 @@ def generate(options: argparse.Namespace) -> None:
     ends_of(model, folder)
     drafts = drafts_of(model, tokenizer, options)
     inputs = inputs.to(model.device)
-    passes: list[int] = []  # their tokens
+    passes: list[list[int]] = []  # their tokens
     with (
         _watched(options, model) as recording,
         doing("reading the prompt") as begun,
         torch.inference_mode(),
     ):
 
-        def mark(count: int) -> None:
-            passes.append(count)
-            for _ in range(count):
+        def mark(tokens: list[int]) -> None:
+            begun()
+            passes.append(tokens)
+            for _ in tokens:
                 recording.mark()
 
         try:
-            tokens = model.generate(
+            model.generate(
                 **inputs,
-                **TOKENS_ALONE,
+                **ONE_ANSWER,
                 **kept,
                 **drafts,
                 max_new_tokens=options.max_new_tokens,
                 do_sample=options.sample,
-                streamer=_marking(mark) if options.json else _printing(tokenizer, mark, begun),
+                streamer=_streamer(tokenizer, mark, prints=not options.json),
             )
         except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
             raise CheckpointError(
                 f"{folder} can't generate, perhaps because of its generation_config.json: {first_line(error)}"
             ) from error
-    per_pass = sum(passes) / len(passes) if drafts else None
+    new = [*chain.from_iterable(passes)]
+    per_pass = len(new) / len(passes) if drafts else None
     figures = {**_figures(recording), "tokens_per_pass": per_pass, "anonymous_bytes": recording.peak - before}
     if options.json:
-        new = tokens[0, first_new(model, inputs["input_ids"].shape[1]) :]
-        print_json({"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new.tolist(), **figures})
+        print_json({"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new, **figures})
     else:
         print(_in_words(len(recording.marks), figures), file=sys.stderr)
 
@@ -335,8 +338,10 @@ def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[s
 
     if options.draft == 0:
         return {}
-    mode = model.generation_config.get_generation_mode()
-    takes_drafts = not (model._is_stateful or model.config.is_encoder_decoder) and mode in _MODES
+    settings = copy(model.generation_config)
+    settings.update(**ONE_ANSWER)
+    takes_back = not (model._is_stateful or model.config.is_encoder_decoder)
+    takes_drafts = takes_back and settings.get_generation_mode() in _MODES
     if options.assistant is None:
         streams, picked, _ = read_by_a_pass(model)
         is_wanted = options.draft is not None or streams + picked > 0
@@ -358,11 +363,6 @@ def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[s
     return {"assistant_model": assistant, "tokenizer": tokenizer, "assistant_tokenizer": others}
 
 
-def first_new(model: Any, length: int) -> int:
-    """Where what a model generates begins in its output, for a prompt of this length: a decoder of its own has none."""
-    return 1 if model.config.is_encoder_decoder else length
-
-
 def _watched(options: argparse.Namespace, model: Any) -> Any:
     """A recording, written as a page if requested."""
     from offload.report import Recording, memory_report
@@ -372,37 +372,20 @@ def _watched(options: argparse.Namespace, model: Any) -> Any:
     return memory_report(options.report, model, title=f"offload {options.model}")
 
 
-def _printing(tokenizer: Any, mark: Callable[[int], None], begun: Callable[[], None]) -> Any:
-    """A streamer that prints and marks tokens; `begun` is called before the first one."""
+def _streamer(tokenizer: Any, mark: Callable[[list[int]], None], *, prints: bool) -> Any:
+    """A streamer that gives the tokens of each pass to `mark`, and prints their text if requested."""
     from transformers import TextStreamer
 
     class Printing(TextStreamer):  # type: ignore[misc]
         def put(self, value: torch.Tensor) -> None:
             is_prompt = self.next_tokens_are_prompt
             if not is_prompt:
-                begun()
-                mark(value.numel())
-            super().put(value)
+                mark(value.flatten().tolist())
+            if is_prompt or prints:
+                super().put(value)
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            super().on_finalized_text(visible_lines(text) if sys.stdout.isatty() else text, stream_end)
+            if prints:
+                super().on_finalized_text(visible_lines(text) if sys.stdout.isatty() else text, stream_end)
 
     return Printing(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-def _marking(mark: Callable[[int], None]) -> Any:
-    """A streamer that marks tokens."""
-    from transformers.generation.streamers import BaseStreamer
-
-    class Marking(BaseStreamer):  # type: ignore[misc]
-        is_prompt = True
-
-        def put(self, value: torch.Tensor) -> None:
-            if not self.is_prompt:
-                mark(value.numel())
-            self.is_prompt = False
-
-        def end(self) -> None:
-            pass
-
-    return Marking()

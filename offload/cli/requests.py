@@ -22,7 +22,7 @@ from pathlib import Path
 
 from offload.annotations import Json
 from offload.errors import ArgumentError, ForeignFileError, ReadError, WriteError
-from offload.serving.bodies import OPTIONS, BadRequest, max_tokens_in, messages_in, options_in
+from offload.serving.bodies import OPTIONS, Refused, max_tokens_in, messages_in, options_in
 from offload.storage.locks import flock
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import closed_on_error, owned
@@ -105,19 +105,19 @@ def parsed(line: bytes, number: int) -> Request:
     """The request on a line.
 
     Raises:
-        BadRequest: it is invalid, or asks for something unsupported.
+        Refused: it is invalid, or asks for something unsupported.
     """
     if len(line) > _LONGEST:
-        raise BadRequest(f"longer than {_LONGEST} bytes")
+        raise Refused(f"longer than {_LONGEST} bytes")
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"not valid JSON: {error}") from error
+        raise Refused(f"not valid JSON: {error}") from error
     if not isinstance(request, dict):
-        raise BadRequest("not a JSON object")
+        raise Refused("not a JSON object")
     body = request.get("body", request)
     if not isinstance(body, dict):
-        raise BadRequest("body is not a JSON object")
+        raise Refused("body is not a JSON object")
     known = _KNOWN | _ENVELOPE if body is request else _KNOWN
     return Request(
         custom_id=_custom_id(request, number),
@@ -142,18 +142,18 @@ def custom_id_of(line: bytes) -> str | None:
 def _custom_id(request: Json, number: int) -> str:
     found = request.get("custom_id", f"line-{number}")
     if not isinstance(found, str) or not found:
-        raise BadRequest(f"custom_id is {found!r}, not a non-empty string")
+        raise Refused(f"custom_id is {found!r}, not a non-empty string")
     return found
 
 
 def _prompt(body: Json) -> str | None:
     if "messages" in body:
         if "prompt" in body:
-            raise BadRequest("both messages and a prompt are given")
+            raise Refused("both messages and a prompt are given")
         return None
     found = body.get("prompt")
     if not isinstance(found, str) or not found:
-        raise BadRequest("neither messages nor a prompt is given, or the prompt is not text")
+        raise Refused("neither messages nor a prompt is given, or the prompt is not text")
     return found
 
 

@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
         path = made[name].add_argument(
             "path", type=arguments.path, help="a cache's folder, or a file of TensorCache.to_disk"
         )
-        arguments.complete_with_files(path)
+        arguments.complete(path)
         made[name].set_defaults(run=act)
     allow_json(made["info"], made["verify"])
     command = made["export"]

@@ -98,7 +98,8 @@ def serve(options: argparse.Namespace) -> None:
 def _serve(options: argparse.Namespace, at: socket.socket) -> None:
     from offload.checkpoints.companions import tokenizer_in
     from offload.serving.answering import Answering
-    from offload.serving.app import App, Prompts
+    from offload.serving.app import App
+    from offload.serving.chat import Prompts
     from offload.serving.engine import Engine
     from offload.serving.server import is_loopback, serve
 

@@ -52,7 +52,7 @@ def _add_folders(command: argparse.ArgumentParser, *sources: str) -> None:
     }
     made = [command.add_argument(source, help=about[source]) for source in sources]
     made.append(command.add_argument("target", type=arguments.path, help="the new folder"))
-    arguments.complete_with_folders(*made)
+    arguments.complete(*made, folders=True)
 
 
 def quantize(options: argparse.Namespace) -> None:

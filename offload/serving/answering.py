@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from offload.annotations import Json, Kwargs
-from offload.serving.chat import TOKENS_ALONE
+from offload.serving.chat import ONE_ANSWER
 from offload.serving.text import Text
 
 _SCORED_BYTES = 256 << 20  # of logits, when a prompt is scored
@@ -118,7 +118,7 @@ class Answering:
         asked = job.options
         chosen: Kwargs = {
             **self._more,
-            **TOKENS_ALONE,
+            **ONE_ANSWER,
             "max_new_tokens": job.most,
             "streamer": told,
             "stopping_criteria": [told.stops],

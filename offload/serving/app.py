@@ -14,10 +14,10 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import anyio.to_thread
 from starlette.applications import Starlette
@@ -28,21 +28,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.responses import Response as Reply
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.annotations import Json
 from offload.errors import OffloadError, visible
 from offload.serving.answering import End, Job, Piece
-from offload.serving.bodies import Asked, BadRequest, Refused, chat_body, error_body, text_body
-from offload.serving.chat import ONLY_TOKENS, in_chat
+from offload.serving.bodies import Asked, Refused, chat_body, error_body, text_body
+from offload.serving.chat import Prompts
 from offload.serving.engine import Engine
 from offload.serving.figures import exposition
 from offload.serving.responses import Response
 from offload.storage.reasons import first_line
 
-Scope: TypeAlias = MutableMapping[str, Any]
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
 Items: TypeAlias = "asyncio.Queue[tuple[int, Piece | End] | None]"
 
 _MOST_BYTES = 4 << 20  # of a body
@@ -55,60 +52,6 @@ _access = logging.getLogger("offload.serving.access")
 
 class _Gone(OffloadError, ConnectionError):
     """The client has gone away."""
-
-
-class Prompts:
-    """What requests say, in tokens."""
-
-    def __init__(self, tokenizer: Any, longest: int | None, most_new: int) -> None:
-        """`longest` is the model's context, in tokens; `most_new` of an answer whose request does not say."""
-        self.tokenizer = tokenizer
-        self._longest, self._most_new = longest, most_new
-        self._vocabulary = len(tokenizer)
-        tokenizer("", **ONLY_TOKENS)  # the first call sets truncation and padding: later ones, in threads, only read
-
-    def of(self, asked: Asked) -> list[tuple[list[int], int]]:
-        """The tokens of each prompt, and how many may follow.
-
-        Raises:
-            BadRequest: the template or the tokenizer refuses it, or it is too long.
-        """
-        if asked.messages is not None:
-            return [self._with_room(self._in_chat(asked.messages), asked)]
-        return [self._with_room(self._tokens(prompt), asked) for prompt in asked.prompts]
-
-    def _in_chat(self, messages: list[Json]) -> list[int]:
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise Refused("the model has no chat template: use /v1/completions", param="messages")
-        try:
-            return [int(token) for token in in_chat(self.tokenizer, messages)["input_ids"][0]]
-        except OSError:  # the system's; a template has nothing to do with it
-            raise
-        except Exception as error:  # chat templates and tokenizers can raise anything
-            raise Refused(f"the model's chat template refuses it: {first_line(error)}", param="messages") from error
-
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, list):
-            if not all(0 <= token < self._vocabulary for token in prompt):
-                raise Refused(f"a token is not one of the model's {self._vocabulary}", param="prompt")
-            return prompt
-        try:
-            return [int(token) for token in self.tokenizer(prompt, **ONLY_TOKENS)["input_ids"]]
-        except Exception as error:  # half of a character, for example
-            raise Refused(f"the model's tokenizer refuses it: {first_line(error)}", param="prompt") from error
-
-    def _with_room(self, tokens: list[int], asked: Asked) -> tuple[list[int], int]:
-        if not tokens:
-            raise Refused("the prompt has no tokens for this model")
-        most = self._most_new if asked.max_tokens is None else asked.max_tokens
-        if self._longest is None:
-            return tokens, most
-        if asked.max_tokens is None:
-            most = min(most, max(self._longest - len(tokens), 1))
-        if len(tokens) + most > self._longest:
-            message = f"the model's context has {self._longest} tokens: {len(tokens)} of the prompt and {most} more"
-            raise Refused(f"{message} are too many", code="context_length_exceeded")
-        return tokens, most
 
 
 class App:
@@ -151,14 +94,12 @@ class App:
         )
         self._routes = Starlette(
             routes=routes,
-            middleware=[*([allowed] if origins else []), Middleware(_Guard, app=self)],
-            exception_handlers={BadRequest: _refusal, HTTPException: _unknown},
+            middleware=[*([allowed] if origins else []), Middleware(self._guarded)],
+            exception_handlers={Refused: _refusal, HTTPException: _unknown},
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and log it."""
-        if scope["type"] != "http":
-            return
         begun, status = time.monotonic(), 0
 
         async def told(message: Message) -> None:
@@ -177,7 +118,15 @@ class App:
             path = visible(scope["path"])[:200]
             _access.info('%s "%s %s" %d %.3f s', client, visible(scope["method"]), path, status, seconds)
 
-    def refuse(self, scope: Scope) -> Reply | None:
+    def _guarded(self, inner: ASGIApp) -> ASGIApp:
+        """Middleware: who may ask."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await (self._refuse(scope) or inner)(scope, receive, send)
+
+        return answer
+
+    def _refuse(self, scope: Scope) -> Reply | None:
         """A refusal, if the client may not ask."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         if self._hosts:
@@ -241,17 +190,6 @@ class App:
             scored=asked.top is not None,
         )
         return _Answer(response, asked, jobs, items)
-
-
-class _Guard:
-    """Middleware: who may ask."""
-
-    def __init__(self, inner: Callable[[Scope, Receive, Send], Awaitable[None]], app: App) -> None:
-        self._inner, self._app = inner, app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._app.refuse(scope)
-        await (self._inner if refusal is None else refusal)(scope, receive, send)
 
 
 class _Answer(Reply):
@@ -375,11 +313,11 @@ def _json(body: Json, status: int = 200) -> Reply:
 
 
 async def _refusal(_request: Request, error: Exception) -> Reply:
-    refused = error if isinstance(error, Refused) else Refused(str(error))
-    reply = _json(refused.body(), refused.status)
-    if refused.status == 429:
+    assert isinstance(error, Refused)
+    reply = _json(error.body(), error.status)
+    if error.status == 429:
         reply.headers["retry-after"] = "1"
-    if refused.status in (408, 413):
+    if error.status in (408, 413):
         reply.headers["connection"] = "close"
     return reply
 

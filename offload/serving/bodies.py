@@ -39,12 +39,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {  # fields, and the values that a
 }
 
 
-class BadRequest(OffloadError, ValueError):
-    """A request that can't be answered, and why."""
-
-
-class Refused(BadRequest):
-    """A request that the server refuses.
+class Refused(OffloadError, ValueError):
+    """A request that can't be answered, and why.
 
     Attributes:
         status: of HTTP.
@@ -110,7 +106,7 @@ def chat_body(data: bytes, models: Sequence[str]) -> Asked:
     """What the body of /v1/chat/completions asks for.
 
     Raises:
-        BadRequest: it is invalid, or asks for something unsupported.
+        Refused: it is invalid, or asks for something unsupported.
     """
     body = _object(data, models)
     messages = messages_in(body)
@@ -125,7 +121,7 @@ def text_body(data: bytes, models: Sequence[str]) -> Asked:
     """What the body of /v1/completions asks for.
 
     Raises:
-        BadRequest: it is invalid, or asks for something unsupported.
+        Refused: it is invalid, or asks for something unsupported.
     """
     body = _object(data, models)
     best, choices = body.get("best_of"), body.get("n")
@@ -226,16 +222,16 @@ def messages_in(body: Json) -> list[Json] | None:
     """The messages of a request; None if it has none.
 
     Raises:
-        BadRequest: they are no messages.
+        Refused: they are no messages.
     """
     if "messages" not in body:
         return None
     found = body["messages"]
     if not isinstance(found, list) or not found:
-        raise BadRequest("messages is not a list of messages")
+        raise Refused("messages is not a list of messages")
     for message in found:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRequest("a message has no role")
+            raise Refused("a message has no role")
     return found
 
 
@@ -243,11 +239,11 @@ def max_tokens_in(body: Json) -> int | None:
     """The most tokens of an answer; None if a request does not say.
 
     Raises:
-        BadRequest: it is not a positive integer.
+        Refused: it is not a positive integer.
     """
     found = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
     if found is not None and (type(found) is not int or found < 1):
-        raise BadRequest(f"max_tokens is {found!r}, not a positive integer")
+        raise Refused(f"max_tokens is {found!r}, not a positive integer")
     return found
 
 
@@ -255,20 +251,20 @@ def options_in(body: Json) -> Json:
     """Temperature, top_p, seed and stop strings, as far as a request has them.
 
     Raises:
-        BadRequest: one is invalid.
+        Refused: one is invalid.
     """
     options = {name: body[name] for name in OPTIONS if body.get(name) is not None}
     for name, least, most in (("temperature", 0, 100), ("top_p", 0, 1)):
         value = options.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise BadRequest(f"{name} is {value!r}, not a number from {least} to {most}")
+            raise Refused(f"{name} is {value!r}, not a number from {least} to {most}")
     seed = options.get("seed", 0)
     if type(seed) is not int or not -(2**63) <= seed < 2**64:  # the range that torch accepts
-        raise BadRequest(f"seed is {seed!r}, not a 64-bit integer")
+        raise Refused(f"seed is {seed!r}, not a 64-bit integer")
     stop = options.get("stop", [])
     options |= {"stop": [stop] if isinstance(stop, str) else stop} if stop else {}
     if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(one, str) for one in stop)):
-        raise BadRequest(f"stop is {stop!r}, not a string or a list of strings")
+        raise Refused(f"stop is {stop!r}, not a string or a list of strings")
     if "stop" in options:
         options["stop"] = [one for one in options["stop"] if one]
     return options

@@ -42,7 +42,7 @@ _PATIENCE = 20.0  # seconds that the last pass may take when the engine is close
 _log = logging.getLogger("offload.serving")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Figures:
     """What was done since the engine was started.
 
@@ -77,7 +77,6 @@ class Engine:
         *,
         in_flight: int | None = None,
         most_waiting: int = 256,
-        room: int | None = None,
     ) -> None:
         """Start it.
 
@@ -86,9 +85,8 @@ class Engine:
             answer: gives an answer's pieces to its job, and returns why it ended; called in lockstep.
             in_flight: answers in progress at a time; None: up to 64, as many as there is room for.
             most_waiting: jobs that may wait; more are refused.
-            room: bytes for keys and values; None: a quarter of the available memory.
         """
-        self.room = int(available_bytes() * _SHARE) if room is None else room
+        self.room = int(available_bytes() * _SHARE)  # for keys and values
         self.most_waiting = most_waiting
         self._answer = answer
         self._per_token = bytes_per_token(model)
@@ -192,7 +190,10 @@ class Engine:
                 self._cut_late()
                 self._look_at(scheduler.go_on())
                 now, read_now = time.monotonic(), counts().bytes_read
-                self._count(passes=scheduler.sweeps - sweeps, seconds=now - begun, read=read_now - read)
+                with self._changed:
+                    self._figures.passes += scheduler.sweeps - sweeps
+                    self._figures.seconds += now - begun
+                    self._figures.read += read_now - read
                 begun, read, sweeps = now, read_now, scheduler.sweeps
 
     def _admitted(self) -> Job | None:
@@ -207,7 +208,7 @@ class Engine:
             job = self._waiting.popleft()
             self._begun += 1
             self._running[self._begun] = job
-            self._figures = replace(self._figures, prompt_tokens=self._figures.prompt_tokens + len(job.prompt))
+            self._figures.prompt_tokens += len(job.prompt)
             return job
 
     def _drop_cancelled(self) -> None:
@@ -251,18 +252,11 @@ class Engine:
                 for job in self._running.values():
                     job.is_cut = True
 
-    def _count(self, passes: int, seconds: float, read: int) -> None:
-        with self._changed:
-            so_far = self._figures
-            self._figures = replace(
-                so_far, passes=so_far.passes + passes, seconds=so_far.seconds + seconds, read=so_far.read + read
-            )
-
     def count_tokens(self, piece: Piece) -> None:
         """Count generated tokens."""
         if piece.tokens:
             with self._changed:
-                self._figures = replace(self._figures, tokens=self._figures.tokens + piece.tokens)
+                self._figures.tokens += piece.tokens
 
     def _fail_all(self, error: Exception) -> None:
         with self._changed:

@@ -13,10 +13,9 @@ import errno
 import ipaddress
 import logging
 import resource
-import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -28,7 +27,6 @@ from offload.serving.engine import Engine
 
 _PATIENCE = 30.0  # seconds in which a connection asks for something
 _AFTER_CUT = 15  # seconds for clients to read the ends of answers that were cut
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _log = logging.getLogger("offload.serving")
 
 
@@ -103,19 +101,9 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """The first signal ends the server, the second one at once."""
+        """The first signal ends the server, the second one at once. None is noted, which uvicorn would raise again."""
         self.force_exit = self.should_exit
         self.should_exit = True
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Without raising the signal again: the command ends with its own exit code."""
-        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class _Connection(H11Protocol):

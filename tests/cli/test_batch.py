@@ -137,7 +137,7 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(folder, tmp_path):
         "temperature is": request(3, temperature="hot"),
         "top_p is 2": request(4, top_p=2),
         "stop is 3": request(6, stop=3),
-        "the prompt has 64 tokens": {"custom_id": "c", "prompt": "w1 " * 64},
+        "64 of the prompt and 1 more are too many": {"custom_id": "c", "prompt": "w1 " * 64},
         "a message has no role": request(7, messages=[1]),
         "rejects it": request(8, messages=[{"role": "user", "content": {"a": 1}, "x": 1}, {"role": "user"}]),
     }
@@ -153,6 +153,19 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(folder, tmp_path):
         if words != "rejects it":  # depends on the template
             assert words in told[at]
     assert all(said["response"] is None for said in read(errors))
+
+
+def test_answers_are_greedy_where_the_model_s_settings_ask_for_beams(folder, tmp_path):
+    beams = shutil.copytree(folder, tmp_path / "beams")
+    settings = json.loads((beams / "generation_config.json").read_text())
+    (beams / "generation_config.json").write_text(
+        json.dumps(settings | {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True})
+    )
+    source = written(tmp_path / "in.jsonl", [request(at) for at in range(3)])
+
+    assert [0, 0] == [run(model, source, tmp_path / f"{model.name}.jsonl") for model in (folder, beams)]
+
+    assert texts(tmp_path / "beams.jsonl") == texts(tmp_path / f"{folder.name}.jsonl")
 
 
 def test_an_unknown_option_is_one_warning(folder, tmp_path, capsys):
@@ -213,7 +226,7 @@ def test_without_a_chat_template_messages_are_refused_in_a_sentence(folder, tmp_
     assert 1 == run(plain, source, tmp_path / "out.jsonl")
 
     [first, second] = read(tmp_path / "out.jsonl.errors.jsonl")
-    why = "the model has no chat template: give a prompt instead of messages, or use a chat model"
+    why = "the model has no chat template: give a prompt, as for /v1/completions, instead of messages"
     assert [why, why] == [first["error"]["message"], second["error"]["message"]]
     assert ["a"] == [said["custom_id"] for said in read(tmp_path / "out.jsonl")]
     errors = tmp_path / "out.jsonl.errors.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,19 @@ def test_the_text_is_looked_up_where_a_pass_reads_from_the_disk_or_on_request(
 
     assert found["tokens_per_pass"] >= 1
     assert options == ["--sample"] or answer(capsys, folder, "--draft", "0")["tokens"] == found["tokens"]
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["alone", "drafted"])
+def test_one_answer_is_generated_where_the_model_s_settings_ask_for_beams(
+    drafts: bool, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    beams = shutil.copytree(folder, tmp_path / "beams")
+    settings = json.loads((beams / "generation_config.json").read_text())
+    asked = {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True, "length_penalty": 2.0}
+    (beams / "generation_config.json").write_text(json.dumps(settings | asked))
+    options = ["--assistant", folder, "--draft", "3"] if drafts else []
+
+    assert answer(capsys, folder)["tokens"] == answer(capsys, str(beams), *options)["tokens"]
 
 
 def test_the_last_line_says_tokens_per_pass(folder: str, capsys: pytest.CaptureFixture[str]):
