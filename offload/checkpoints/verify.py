@@ -9,7 +9,8 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 from offload.checkpoints.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
 from offload.checkpoints.dcp import METADATA, archives_of, check_shard, read_metadata
 from offload.checkpoints.gguf_parts import check_part, paths_of_parts
-from offload.errors import CheckpointError, MissingFileError, OffloadError, ReadError
+from offload.errors import CheckpointError, OffloadError, ReadError
 from offload.storage.file import TensorFile
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute, is_folder
@@ -62,23 +63,24 @@ class Verdict:
     def open(self, path: Path, opened: Callable[[Path], TensorFile] = TensorFile.open) -> TensorFile | None:
         """The file at `path`, checked once; None, with a finding, if it can't be used."""
         if path not in self.files:
-            try:
-                file = opened(path)
-            except ReadError:
-                raise
-            except OffloadError as error:
-                self.findings.append(Finding(path, _without(str(error), path)))
-                self.files[path] = None
-            else:
-                self.files[path] = file
+            self.files[path] = None
+            with self.noting(path):
+                file = self.files[path] = opened(path)
                 unreadable = file.header.unreadable.items()
                 self.findings.extend(Finding(path, f"{name!r} {why}") for name, why in unreadable)
-                try:
-                    if "subclass" in file.notes:
-                        layout_from(file.notes["subclass"])
-                except OffloadError as error:
-                    self.findings.append(Finding(path, str(error)))
+                if "subclass" in file.notes:
+                    layout_from(file.notes["subclass"])
         return self.files[path]
+
+    @contextmanager
+    def noting(self, path: Path) -> Iterator[None]:
+        """In this context, an error is a finding about a file; but not that it can't be read at the moment."""
+        try:
+            yield
+        except ReadError:
+            raise
+        except OffloadError as error:
+            self.findings.append(Finding(path, str(error).replace(f"{path} ", "").replace(f": '{path}'", "")))
 
 
 def verify(path: str | os.PathLike[str]) -> Verdict:
@@ -102,13 +104,11 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
 def _verify_file(path: Path, verdict: Verdict) -> None:
     """A file, and the other parts if it is one of several."""
     file = verdict.open(path)
-    try:
+    with verdict.noting(path):
         paths = [] if file is None else paths_of_parts(file)
         for number, part in enumerate(map(verdict.open, paths)):
             if part is not None:
                 check_part(part, number, len(paths))
-    except (MissingFileError, CheckpointError) as error:
-        verdict.findings.append(Finding(path, _without(str(error), path)))
 
 
 def _verify_folder(folder: Path, verdict: Verdict) -> None:
@@ -131,7 +131,7 @@ def _verify_folder(folder: Path, verdict: Verdict) -> None:
 
 
 def _verify_distributed(folder: Path, verdict: Verdict) -> None:
-    try:
+    with verdict.noting(folder / METADATA):
         values = read_metadata(folder)
         for name, places in archives_of(values).items():
             verdict.open(folder / name, partial(TensorFile.of_archives, places=places))
@@ -140,10 +140,6 @@ def _verify_distributed(folder: Path, verdict: Verdict) -> None:
                 file = verdict.files[folder / shard.file]
                 if file is not None:
                     check_shard(file, value, shard)
-    except ReadError:
-        raise
-    except OffloadError as error:
-        verdict.findings.append(Finding(folder / METADATA, _without(str(error), folder / METADATA)))
 
 
 def _claims(verdict: Verdict) -> Iterator[Finding]:
@@ -158,13 +154,9 @@ def _claims(verdict: Verdict) -> Iterator[Finding]:
 
 
 def _verify_index(path: Path, verdict: Verdict) -> None:
-    try:
+    places: Mapping[str, str] = {}
+    with verdict.noting(path):
         places, _ = read_index(path)
-    except ReadError:
-        raise
-    except OffloadError as error:
-        verdict.findings.append(Finding(path, _without(str(error), path)))
-        return
     placed: dict[str, set[str]] = {}
     for name, shard in places.items():
         placed.setdefault(shard, set()).add(name)
@@ -185,8 +177,3 @@ def _verify_index(path: Path, verdict: Verdict) -> None:
 
 def _names(file: TensorFile) -> set[str]:
     return {str(file.notes["name"])} if "name" in file.notes else set(file.header.keys)
-
-
-def _without(text: str, path: Path) -> str:
-    """A message without the path, which is shown beside it."""
-    return text.replace(f"{path} ", "").replace(f": '{path}'", "")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload.annotations import Pretrained
+from offload.budget import handles_in
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.companions import quantization_of
 from offload.checkpoints.forms.values import Form, values_in
@@ -27,8 +28,6 @@ from offload.models.slots import place_tensors, tensor_slots
 from offload.prefetch.engine import count_in
 from offload.prefetch.value import page_state_of
 from offload.tensor.recipes import stored_in
-from offload.tensor.views import handle_of
-from offload.tensor.wrapper import is_offloaded
 
 _LAYERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # by the model that they draft for
 
@@ -110,17 +109,8 @@ def _loaded(model: Pretrained, count: int) -> Any:
         raise CheckpointError(f"{source.path} has no layers to draft with: {missing[0]} is missing")
     slots = tensor_slots(layers)
     place_tensors(slots, places((name for slot in slots for name in slot.names), "disk"))
-    _share_budget(layers, model)
+    pools = [pool for handle in stored_in(handles_in([model])) if (pool := page_state_of(handle).pool) is not None]
+    if pools:
+        handles = handles_in([layers])
+        count_in([*handles, *stored_in(handles)], pools[0])
     return layers.eval()
-
-
-def _share_budget(layers: nn.Module, model: nn.Module) -> None:
-    of_model = [page_state_of(handle).pool for handle in stored_in(_handles_of(model))]
-    pool = next((pool for pool in of_model if pool is not None), None)
-    if pool is not None:
-        handles = _handles_of(layers)
-        count_in([*handles, *stored_in(handles)], pool)
-
-
-def _handles_of(module: nn.Module) -> list[Any]:
-    return [handle_of(slot.tensor) for slot in tensor_slots(module) if is_offloaded(slot.tensor)]

@@ -177,10 +177,9 @@ def let_save(model: nn.Module) -> None:
         conversions = _conversions(model)
         if conversions and not isinstance(conversions, _Streaming):
             model._weight_conversions = _Streaming(conversions)
-        if getattr(model, "hf_quantizer", None) is not None:
-            is_torchao = getattr(model, "quantization_method", None) == "torchao"
-            saved = _in_torchaos_form if is_torchao else partial(_saved_by, model.hf_quantizer)
-            model.hf_quantizer.get_state_dict_and_metadata = saved
+        is_torchao = getattr(model, "quantization_method", None) == "torchao"
+        if is_torchao and getattr(model, "hf_quantizer", None) is not None:
+            model.hf_quantizer.get_state_dict_and_metadata = _in_torchaos_form
     for module in model.modules():
         if hasattr(module, "save_pretrained") and not isinstance(module, _SavesFromDisk):
             kind: Any = type(module)
@@ -406,29 +405,8 @@ class _Undone:
 
 
 def _in_torchaos_form(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    return in_torchaos_form(_mapped_state(model))
-
-
-def _saved_by(quantizer: Any, model: Any) -> Any:
-    """What a quantizer saves of a model, given the weights without `offload`, mapped."""
-    return type(quantizer).get_state_dict_and_metadata(quantizer, _Mapped(model))
-
-
-class _Mapped:
-    """Stands in for a model whose weights are asked for."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def state_dict(self) -> dict[str, Any]:
-        return _mapped_state(self._model)
-
-
-def _mapped_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's weights by name, plain or of a quantized class, over their files."""
+    """A model's weights over their files, as torchao saves them."""
     named = model.state_dict().items()
     with no_functions(), no_modes():
-        return {name: mapped_value(value) if is_offloaded(value) else value for name, value in named}
+        mapped = {name: mapped_value(value) if is_offloaded(value) else value for name, value in named}
+    return in_torchaos_form(mapped)

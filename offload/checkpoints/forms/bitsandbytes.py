@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
@@ -25,7 +25,6 @@ from offload.checkpoints.forms.numbers import of_halves, scaled
 from offload.errors import CheckpointError
 from offload.kernels.packed import NumberRows
 from offload.storage.reasons import short
-from offload.tensor.recipes import Decode
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
 
@@ -58,13 +57,13 @@ def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTenso
             _refuse_other(quantization, "load_in_8bit", tensor)
             dense[name] = _of_4_bits(name, tensors, *found)
         elif tensor.dtype == torch.uint8 or f"{name}.absmax" in tensors:
-            raise missing(name, name + _STATE + str(quantization.get("bnb_4bit_quant_type", "nf4")), tensors)
+            raise missing(tensors[name], name + _STATE + str(quantization.get("bnb_4bit_quant_type", "nf4")))
         elif tensor.dtype != torch.int8:
             if name.endswith("weight") and f"{layer}SCB" in tensors:
                 raise unfit(name, [tensor, tensors[f"{layer}SCB"]], "there are scales, and the weight is not int8")
             dense[name] = tensor
         elif f"{layer}SCB" not in tensors:
-            raise missing(name, f"{layer}SCB", tensors)
+            raise missing(tensors[name], f"{layer}SCB")
         else:
             _refuse_other(quantization, "load_in_4bit", tensor)
             dense[name] = _of_8_bits(name, tensor, tensors[f"{layer}SCB"], tensors.get(f"{layer}weight_format"))
@@ -138,7 +137,7 @@ def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -
     suffixes = [".absmax", *([".nested_absmax", ".nested_quant_map"] if nested else [])]
     for suffix in suffixes:
         if f"{name}{suffix}" not in tensors:
-            raise missing(name, f"{name}{suffix}", tensors)
+            raise missing(tensors[name], f"{name}{suffix}")
     pieces = [weight, *(tensors[f"{name}{suffix}"] for suffix in suffixes)]
     count, held = math.prod(state.shape), 2 * weight.dtype.itemsize  # in all, and per packed element
     counts = [held, state.block, *([state.block * state.scales_block, None] if state.scales_block else [])]
@@ -158,7 +157,14 @@ def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -
     granule = min(unit // math.gcd(unit, state.shape[1]), state.shape[0])
     is_whole = granule == state.shape[0]
     per = [None if is_whole or each is None else granule * state.shape[1] // each for each in counts]
-    decode = _decoder_of_4_bits(kind, state)
+    decode = partial(
+        _decode_4_bits,
+        numbers=_NUMBERS[kind],
+        columns=state.shape[1],
+        block=state.block,
+        scales_block=state.scales_block,
+        offset=state.offset,
+    )
     packed = _packed(kind, state, pieces) if state.shape[1] % state.block == 0 else None
     return decoded(name, decode, pieces, shape=state.shape, granule=granule, per=per, dtype=state.dtype, packed=packed)
 
@@ -168,19 +174,6 @@ def _packed(kind: str, state: _State, pieces: list[OffloadedTensor]) -> NumberRo
     roles = ("numbers", "scales", "nested_scales", "nested_numbers")[: len(pieces)]
     nested = {} if state.scales_block is None else {"nested_block": state.scales_block, "nested_offset": state.offset}
     return number_rows("halves_high", pieces, roles, group=state.block, table=_NUMBERS[kind], **nested)
-
-
-@lru_cache(maxsize=1024)
-def _decoder_of_4_bits(kind: str, state: _State) -> Decode:
-    """One object for all weights of a kind."""
-    return partial(
-        _decode_4_bits,
-        numbers=_NUMBERS[kind],
-        columns=state.shape[1],
-        block=state.block,
-        scales_block=state.scales_block,
-        offset=state.offset,
-    )
 
 
 def _decode_4_bits(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from offload.checkpoints.forms.numbers import (
 )
 from offload.errors import CheckpointError
 from offload.kernels.packed import NumberRows
-from offload.tensor.recipes import Decode
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
 
@@ -66,7 +65,7 @@ def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTenso
         if "weight_packed" in pieces or ("weight" in pieces and pieces["weight"].dtype in _SMALL):
             dense[f"{layer}weight"] = _Packed(f"{layer}weight", pieces, groups.of_layer(layer)).weight()
         elif "weight" not in pieces and "weight_scale" in pieces:
-            raise _missing(pieces, "weight_scale", f"{layer}weight_packed")
+            raise missing(pieces["weight_scale"], f"{layer}weight_packed")
         elif "weight" in pieces:
             if "weight_scale" in pieces:
                 groups.refuse_packed(layer, pieces["weight"])
@@ -227,7 +226,7 @@ class _Packed:
             )
         if "weight_scale" not in self.pieces:
             marker = "weight_packed" if "weight_packed" in self.pieces else "weight"
-            raise _missing(self.pieces, marker, f"{self.name}_scale")
+            raise missing(self.pieces[marker], f"{self.name}_scale")
         if "weight_packed" not in self.pieces:
             return self._of_bytes()
         return self._of_words() if self.pieces["weight_packed"].dtype == torch.int32 else self._of_halves()
@@ -263,7 +262,7 @@ class _Packed:
         if whole is not None:
             self._needs("weight_global_scale", whole.numel() == 1 and whole.dtype.is_floating_point)
         elif self.scheme.form == _SMALLEST[0]:
-            raise _missing(self.pieces, "weight_packed", f"{self.name}_global_scale")
+            raise missing(self.pieces["weight_packed"], f"{self.name}_global_scale")
         return self._made(partial(_halves), "weight_packed", (packed.shape[0], 2 * packed.shape[1]), whole=whole)
 
     def _smallest_scales(self) -> tuple[torch.dtype, ...]:
@@ -310,7 +309,7 @@ class _Packed:
             used, per = [*used, whole], [*per, None]
         if packed_zeros is not None:
             if zeros is None:
-                raise _missing(self.pieces, packed, f"{self.name}_zero_point")
+                raise missing(self.pieces[packed], f"{self.name}_zero_point")
             words = packed_zeros * self.scheme.bits // 32
             right = (-(-shape[0] * self.scheme.bits // 32), grid[1])
             self._needs("weight_zero_point", zeros.dtype == torch.int32 and tuple(zeros.shape) == right)
@@ -320,16 +319,15 @@ class _Packed:
             self._needs("weight_zero_point", zeros.dtype in _ZEROS and fits)
             used, per = [*used, zeros], [*per, each]
         elif not self.scheme.symmetric and not is_small:
-            raise _missing(self.pieces, packed, f"{self.name}_zero_point")
+            raise missing(self.pieces[packed], f"{self.name}_zero_point")
         dtype = scales.dtype if scales.dtype in SCALES else torch.bfloat16
         dtype = torch.float32 if decode.keywords.get("is_wide") else dtype
         keywords = {**decode.keywords, "rows": rows, "block": columns}
-        made = _decoder(decode.func, tuple(sorted(keywords.items())))
         roles = {"numbers": numbers, "scales": scales, "divisor": whole, "zeros": zeros}
         by_kernel = self._by_kernel({role: one for role, one in roles.items() if one is not None}, shape[1], is_one)
         return decoded(
             self.name,
-            made,
+            partial(decode.func, **dict(sorted(keywords.items()))),
             used,
             shape=shape,
             granule=granule,
@@ -383,17 +381,6 @@ class _Packed:
     def _of(self, piece: str) -> str:
         handle = handle_of(self.pieces[piece])
         return f"{handle.name!r} in {handle.path}"
-
-
-def _missing(pieces: Mapping[str, OffloadedTensor], marker: str, wanted: str) -> CheckpointError:
-    handle = handle_of(pieces[marker])
-    return missing(handle.name, wanted, {handle.name: pieces[marker]})
-
-
-@lru_cache(maxsize=1024)
-def _decoder(function: Decode, keywords: tuple[tuple[str, object], ...]) -> Decode:
-    """One object for all weights of a kind."""
-    return partial(function, **dict(keywords))
 
 
 def _words(

@@ -26,6 +26,7 @@ from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decode, Decoded, Piece
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
+from offload.torch_api import DisableTorchFunctionSubclass
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of factors that are plain numbers
 Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
@@ -70,17 +71,13 @@ def unpacked(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTen
         )
     unpack: Unpack = import_module(f"offload.checkpoints.forms.{module}").unpack
     refuse_other_settings(quantization, str(method), _path_of(tensors))
-    return unpack(tensors, quantization)
+    with DisableTorchFunctionSubclass():  # answered by the wrappers' metadata: no rule is needed
+        return unpack(tensors, quantization)
 
 
 def _path_of(tensors: Tensors) -> Path | None:
     """The file of the first one, if there is one."""
     return next((handle_of(tensor).path for tensor in tensors.values()), None)
-
-
-def keeps_dtypes(quantization: Settings) -> bool:
-    """Whether transformers, when it dequantizes, leaves weights that are not packed in their own dtype."""
-    return method_of(quantization) in ("bitsandbytes", "fp8")
 
 
 def method_of(quantization: Settings) -> str | None:
@@ -126,7 +123,8 @@ def decoded(
         for one, each in zip(ones, per, strict=True)
     )
     try:
-        decode, found, made = _tried(*_call(decode), given)
+        whole = partial(decode)  # partial functions with the same arguments don't compare equal
+        decode, found, made = _tried(whole.func, whole.args, tuple(whole.keywords.items()), given)
     except Exception as error:  # decoders can raise anything for shapes that they don't expect
         raise unfit(name, pieces, str(error)) from error
     if found not in ((min(granule, rows), *row), (granule, *row)):
@@ -142,13 +140,6 @@ def decoded(
         packed=packed,
     )
     return wrap_handle(Handle.compose(recipe, name, handle_of(pieces[0]).folder), CPU)
-
-
-def _call(decode: Decode) -> tuple[Decode, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """The function and its bound arguments: partial functions with the same arguments don't compare equal."""
-    if isinstance(decode, partial):
-        return decode.func, decode.args, tuple(decode.keywords.items())
-    return decode, (), ()
 
 
 @lru_cache(maxsize=1024)
@@ -202,9 +193,10 @@ def unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointE
     )
 
 
-def missing(name: str, piece: str, tensors: Tensors) -> CheckpointError:
+def missing(weight: OffloadedTensor, piece: str) -> CheckpointError:
     """The error for a packed weight with a missing piece."""
+    handle = handle_of(weight)
     return CheckpointError(
-        f"{name!r} in {handle_of(tensors[name]).path} is packed, and {piece!r} is missing, which is needed to "
-        "decode it: download the checkpoint again"
+        f"{handle.name!r} in {handle.path} is packed, and {piece!r} is missing, which is needed to decode it: download "
+        "the checkpoint again"
     )

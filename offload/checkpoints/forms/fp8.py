@@ -24,7 +24,6 @@ from offload.errors import CheckpointError
 from offload.kernels.packed import NumberRows
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
-from offload.torch_api import DisableTorchFunctionSubclass
 
 _KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "halves_low"}  # that the kernels take
 _PACKED = (*_KINDS, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -34,11 +33,6 @@ _FP4_BLOCK = [1, 32]  # whatever the configuration says of other weights: transf
 
 def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
-    with DisableTorchFunctionSubclass():  # answered by the wrappers' metadata: no rule is needed
-        return _unpack(tensors, quantization)
-
-
-def _unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
     renamed = {_usual(name, tensors): tensor for name, tensor in tensors.items()}
     is_of_rows = method_of(quantization) == "fbgemm_fp8"
     dense: dict[str, OffloadedTensor] = {}
@@ -49,7 +43,7 @@ def _unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTens
         if scales is None and tensor.dtype not in _PACKED:
             dense[name] = tensor
         elif scales is None:
-            raise missing(handle_of(tensor).name, f"{name}_scale_inv", {handle_of(tensor).name: tensor})
+            raise missing(tensor, f"{name}_scale_inv")
         elif tensor.dtype not in (_PACKED if is_of_rows else (*_PACKED, *_WIDE)):
             raise unfit(name, [tensor, scales], "there are scales, and the numbers are not 8-bit floats")
         else:

@@ -11,6 +11,7 @@ Lin et al. 2023, https://arxiv.org/abs/2306.00978, as AutoAWQ stores it.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from offload.checkpoints.forms.decoding import SCALES, Tensors, decoded, method_
 from offload.checkpoints.forms.numbers import of_words
 from offload.errors import CheckpointError
 from offload.kernels.packed import WordColumns
+from offload.tensor.recipes import Decode
 from offload.tensor.wrapper import OffloadedTensor
 
 _WORD = 32  # bits of a packed word
@@ -40,7 +42,7 @@ def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTenso
         wanted = _PIECES[:3] if is_awq else _PIECES
         lacking = next((f"{layer}.{one}" for one in wanted if f"{layer}.{one}" not in tensors), None)
         if lacking is not None:
-            raise missing(name, lacking, tensors)
+            raise missing(tensors[name], lacking)
         pieces = [tensors[f"{layer}.{one}"] for one in wanted]
         if f"{layer}.weight" in tensors:
             raise unfit(f"{layer}.weight", [tensors[f"{layer}.weight"], *pieces], "it is there packed and dense")
@@ -73,20 +75,17 @@ def _weight(name: str, pieces: list[OffloadedTensor], quantization: Settings, bi
     wide = outputs if order else outputs // each
     if integers.shape[1] != wide or tuple(zeros.shape) != (groups, outputs // each):
         raise unfit(name, pieces, f"qweight and qzeros do not make {groups} groups of {outputs} outputs")
+    turned: list[Any] = [piece.t() for piece in pieces[:3]]  # outputs outermost
+    decode: Decode = _decode_awq
+    per: tuple[int | None, ...] = (1, 1, each)
+    packed = WordColumns(is_awq=True)
     if order:
         _check_order(name, pieces, shape[1], groups)
-    if not order:
-        turned, made = _turned(pieces), scales.dtype
-        packed = WordColumns(is_awq=True)
-        return decoded(
-            name, _decode_awq, turned, shape=shape, granule=each, per=(1, 1, each), dtype=made, packed=packed
-        )
-    form = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
-    is_first = str(form).lower() != "gptq_v2"
-    decode = partial(_decode_gptq, bits=bits, less=int(is_first))
-    turned, per, made = [*_turned(pieces[:3]), *order], (each, 1, each, None), scales.dtype
-    packed = WordColumns(bits, int(is_first))
-    return decoded(name, decode, turned, shape=shape, granule=each, per=per, dtype=made, packed=packed)
+        form = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
+        less = int(str(form).lower() != "gptq_v2")
+        turned, per = [*turned, *order], (each, 1, each, None)
+        decode, packed = partial(_decode_gptq, bits=bits, less=less), WordColumns(bits, less)
+    return decoded(name, decode, turned, shape=shape, granule=each, per=per, dtype=scales.dtype, packed=packed)
 
 
 def _check_order(name: str, pieces: list[OffloadedTensor], inputs: int, groups: int) -> None:
@@ -97,11 +96,6 @@ def _check_order(name: str, pieces: list[OffloadedTensor], inputs: int, groups: 
     found = read_now(order)
     if inputs and not 0 <= int(found.min()) <= int(found.max()) < groups:
         raise unfit(name, pieces, f"g_idx names groups from {int(found.min())} to {int(found.max())} of {groups}")
-
-
-def _turned(pieces: list[OffloadedTensor]) -> list[OffloadedTensor]:
-    """As views with the outputs outermost."""
-    return [piece.t() for piece in pieces]  # type: ignore[misc]
 
 
 def _decode_gptq(

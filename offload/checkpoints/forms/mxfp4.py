@@ -34,7 +34,7 @@ def unpack(tensors: Tensors, _: Mapping[str, object]) -> dict[str, OffloadedTens
         if other is None:
             dense[name] = tensor
         elif f"{of}_{other}" not in tensors:
-            raise missing(name, f"{of}_{other}", tensors)
+            raise missing(tensors[name], f"{of}_{other}")
         elif piece == "blocks":
             dense[of] = _weight(of, tensor, tensors[f"{of}_scales"])
     return dense

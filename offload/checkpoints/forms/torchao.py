@@ -45,9 +45,9 @@ def rebuilt(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, Offloade
         keys = {f"{name}.{part}": f"{_prefix(name)}{part}" for part in note.get("_tensor_data_names", ())}
         parts = {inner: found.pop(key) for inner, key in keys.items() if key in found}
         if parts:
-            first = handle_of(next(iter(parts.values()))).name
             if len(parts) < len(keys):
-                raise missing(first, next(key for key in keys.values() if key not in tensors), tensors)
+                first = next(iter(parts.values()))
+                raise missing(first, next(key for key in keys.values() if key not in tensors))
             found[name] = _weight(name, note, parts)
     return found
 

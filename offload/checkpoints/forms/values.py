@@ -16,7 +16,7 @@ import torch
 from offload.annotations import Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
 from offload.checkpoints.forms.bitnet import for_modules
-from offload.checkpoints.forms.decoding import keeps_dtypes, method_of, unpacked
+from offload.checkpoints.forms.decoding import method_of, unpacked
 from offload.checkpoints.forms.gguf import as_saved
 from offload.checkpoints.forms.packing import left_beside
 from offload.checkpoints.forms.torchao import PARTS_NOTE, rebuilt
@@ -65,7 +65,7 @@ class Values:
         tensor = self.tensors[name]
         return (
             self.form is Form.DECODED
-            and keeps_dtypes(self.quantization or {})
+            and method_of(self.quantization or {}) in ("bitsandbytes", "fp8")
             and name.endswith(".weight")
             and is_offloaded(tensor)
             and handle_of(tensor).composed is None
