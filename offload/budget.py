@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -40,20 +41,14 @@ Amount: TypeAlias = "int | float | str"
 MaxMemory: TypeAlias = "Amount | Mapping[int | str, Amount] | None"
 
 
-class Setting:
-    """An applied setting; as a context manager, it is undone at the end."""
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self._undo = undo
-
-    def __enter__(self) -> Setting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo()
+def _undone_by(undo: Callable[[], object]) -> AbstractContextManager[object]:
+    """An applied setting: as a context manager, it is undone at the end."""
+    stack = ExitStack()
+    stack.callback(undo)
+    return stack
 
 
-def set_max_memory(max_memory: MaxMemory) -> Setting:
+def set_max_memory(max_memory: MaxMemory) -> AbstractContextManager[object]:
     """Set how much of the values on disk may stay in memory between ops; the rest is read again for each use.
 
     Without it, values stay while there is memory that nothing else needs. Values of up to 64 KiB stay in any case.
@@ -76,10 +71,10 @@ def set_max_memory(max_memory: MaxMemory) -> Setting:
     """
     undo = partial(_limit, POOL.max_memory, POOL.on_devices)
     _limit(*_shares(max_memory))
-    return Setting(undo)
+    return _undone_by(undo)
 
 
-def set_read_ahead(window: Amount | bool) -> Setting:
+def set_read_ahead(window: Amount | bool) -> AbstractContextManager[object]:
     """Set how many bytes may be in memory because they are read ahead, in use, or just used.
 
     Args:
@@ -100,7 +95,7 @@ def set_read_ahead(window: Amount | bool) -> Setting:
     """
     undo = partial(setattr, POOL, "fixed_window", POOL.fixed_window)
     POOL.fixed_window = _window_of(window)
-    return Setting(undo)
+    return _undone_by(undo)
 
 
 def keep_resident(*what: object) -> None:

@@ -23,7 +23,6 @@ import psutil
 from offload.errors import ArgumentError
 
 _UNREADABLE = (OSError, psutil.Error)  # no `/proc`, or a failing one
-_STATUS = Path("/proc/self/status")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b|b|)\s*", re.IGNORECASE)
@@ -43,29 +42,21 @@ _UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with the largest number of who
 def anonymous_bytes() -> int:
     """Memory of this process not backed by files: what it has allocated, without what it has mapped.
 
-    If the system does not distinguish them, all resident memory; without `/proc`, the most that this has been.
+    Without `/proc`, the most resident memory that it has had.
     """
-    found = _in_status("RssAnon")
-    if found is not None:
-        return found
     try:
-        return int(psutil.Process().memory_info().rss)
+        info = psutil.Process().memory_info()
+        return int(info.rss - info.shared)
     except _UNREADABLE:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def mapped_bytes() -> int:
-    """Mapped file memory in use by this process, which the kernel can drop. 0 if the system does not distinguish it."""
-    return _in_status("RssFile") or 0
-
-
-def _in_status(field: str) -> int | None:
-    """A kilobyte count from this process's status, in bytes."""
-    with suppress(OSError):
-        for line in _STATUS.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    return None
+    """Memory of this process in mapped files, which the kernel can drop, or shared. 0 if the system does not tell."""
+    try:
+        return int(psutil.Process().memory_info().shared)
+    except _UNREADABLE:
+        return 0
 
 
 def available_bytes() -> int:

@@ -13,7 +13,7 @@ unless noted otherwise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -321,48 +321,35 @@ def described_ops() -> list[OpInfo]:
 
 # Inspecting frames of torch's functions
 
-
-class Frames:
-    """torch functions whose variables a feature inspects while they run, with the names of these."""
-
-    def __init__(self, feature: str) -> None:
-        self._feature = feature
-        self._known: dict[CodeType, tuple[str, ...]] = {}
-        self._changed: dict[str, UnsupportedTorchError] = {}
-
-    def add(self, module: str, find: Callable[[], CodeType], *names: str) -> Frames:
-        """Add a function of `module` that uses the variables `names`. If it doesn't, that is reported when it runs."""
-        try:
-            code = find()
-            missing = set(names) - {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-            if missing:
-                raise AttributeError(f"{code.co_name} of {module} has no variable {sorted(missing)[0]!r}")
-            self._known[code] = names
-        except AttributeError as error:
-            self._changed[module] = _unsupported(self._feature, error)
-        return self
-
-    def variables(self, frame: FrameType) -> Mapping[str, Any] | None:
-        """The variables of a frame of one of these functions; None for other frames.
-
-        Raises:
-            UnsupportedTorchError: the frame is in a module in which one of the functions has changed.
-        """
-        names = self._known.get(frame.f_code)
-        if names is not None:
-            known = frame.f_locals
-            return {name: known[name] for name in names}
-        if self._changed and frame.f_globals.get("__name__") in self._changed:
-            raise self._changed[frame.f_globals["__name__"]]
-        return None
-
-
 # They swap the named variable for another tensor if it can be flattened, and otherwise set its data.
-SWAPPING = (
-    Frames("moving or parametrizing a module")
-    .add("torch.nn.modules.module", lambda: nn.Module._apply.__code__, "param")
-    .add("torch.nn.utils.parametrize", lambda: parametrize._maybe_set.__code__, "dest")
+_SWAPPING: dict[CodeType, str] = {}
+_CHANGED: dict[str, UnsupportedTorchError] = {}  # modules whose function has changed: reported when it runs
+_FUNCTIONS: tuple[tuple[str, Callable[[], CodeType], str], ...] = (
+    ("torch.nn.modules.module", lambda: nn.Module._apply.__code__, "param"),
+    ("torch.nn.utils.parametrize", lambda: parametrize._maybe_set.__code__, "dest"),
 )
+for _module, _find, _name in _FUNCTIONS:
+    try:
+        _code = _find()
+        if _name not in {*_code.co_varnames, *_code.co_cellvars, *_code.co_freevars}:
+            raise AttributeError(f"{_code.co_name} of {_module} has no variable {_name!r}")
+        _SWAPPING[_code] = _name
+    except AttributeError as _error:
+        _CHANGED[_module] = _unsupported("moving or parametrizing a module", _error)
+
+
+def is_swapped_in(frame: FrameType, tensor: object) -> bool:
+    """Whether this is a frame of a function of torch's that swaps, or sets, this tensor.
+
+    Raises:
+        UnsupportedTorchError: the frame is in a module in which one of these functions has changed.
+    """
+    name = _SWAPPING.get(frame.f_code)
+    if name is not None:
+        return frame.f_locals[name] is tensor
+    if _CHANGED and frame.f_globals.get("__name__") in _CHANGED:
+        raise _CHANGED[frame.f_globals["__name__"]]
+    return False
 
 
 def memo_of_stager(frame: FrameType) -> dict[int, Any] | None:

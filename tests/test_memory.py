@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from offload import memory
-from offload.memory import anonymous_bytes, available_bytes, cgroup_room, mapped_bytes, uncollected
+from offload.memory import anonymous_bytes, available_bytes, cgroup_room, uncollected
 from offload.prefetch.plan import Pool
 from tests.page_cache import dropped, needs_page_cache
 from tests.processes import run_script
@@ -144,14 +144,6 @@ def test_anonymous_memory_is_what_was_allocated_and_not_what_was_mapped(tmp_path
     assert 48 << 20 < with_allocation < 90 << 20
 
 
-def test_resident_memory_is_used_where_the_kernel_reports_no_anonymous_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
-
-    resident = psutil.Process().memory_info().rss
-
-    assert 0.5 * resident < anonymous_bytes() < 2 * resident
-
-
 @pytest.mark.parametrize("error", [None, OSError(errno.EIO, "failing"), psutil.NoSuchProcess(1)], ids=str)
 def test_memory_is_counted_without_proc_or_where_it_fails(monkeypatch, tmp_path, error):
     """As in a chroot, and in sandboxes."""
@@ -159,7 +151,6 @@ def test_memory_is_counted_without_proc_or_where_it_fails(monkeypatch, tmp_path,
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     for name in ("virtual_memory", "Process") if error else ():
         monkeypatch.setattr(psutil, name, fail)
@@ -168,6 +159,7 @@ def test_memory_is_counted_without_proc_or_where_it_fails(monkeypatch, tmp_path,
     assert page * os.sysconf("SC_PHYS_PAGES") == memory.total_bytes()
     assert 0 < available_bytes() < memory.total_bytes()
     assert page < anonymous_bytes() < memory.total_bytes()
+    assert 0 == memory.mapped_bytes()
     assert not memory._is_alone_in(tmp_path)
 
 
@@ -342,10 +334,3 @@ def test_rows_set_in_place_write_their_own_pages_and_not_the_value(tmp_path, nam
     if not written:
         pytest.skip("what goes to this file system is not counted")
     assert rows <= written <= 4 * rows
-
-
-def test_all_memory_counts_where_the_system_reports_no_kinds(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload.memory._STATUS", tmp_path / "status")
-
-    assert anonymous_bytes() > 1 << 20
-    assert mapped_bytes() == 0

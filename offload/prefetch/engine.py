@@ -22,19 +22,22 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from offload.prefetch.lease import Lease
 from offload.prefetch.order import Streams
 from offload.prefetch.plan import Pool
-from offload.prefetch.reader import Counts, Reader, ReadInParts
+from offload.prefetch.reader import Counts, Reader
 from offload.prefetch.value import AWAY, SMALL, PageState, Value, dropping_after, page_state_of
 from offload.storage import clock
 from offload.storage.direct import LEAST, Ahead, Load
 from offload.storage.handle import Access, Handle
 from offload.storage.pages import PAGE, announce, are_cached
+
+if TYPE_CHECKING:
+    from offload.prefetch.filling import Filling
 
 Views: TypeAlias = "Sequence[tuple[Handle, torch.Tensor]]"
 
@@ -463,7 +466,7 @@ def lease() -> Lease:
     return Lease(_ENGINE.streams)
 
 
-def fill(whole: ReadInParts) -> None:
+def fill(whole: Filling) -> None:
     """Read something part by part while nothing else has to be read. Called under the lock."""
     _ENGINE.reader.fill(whole)
 

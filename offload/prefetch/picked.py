@@ -13,21 +13,14 @@ import heapq
 import itertools
 import weakref
 from collections.abc import Iterable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
+
+from offload.prefetch.value import Value
 
 _HALF = 8  # average further uses of each value after which a use counts half
 _RESCALE = 1e100  # weight of a use at which all counts are rescaled
 
-
-class Pick(Protocol):
-    """What is picked: a `Value`."""
-
-    nbytes: int
-    kept: bool
-    uses: float
-
-
-_Place: TypeAlias = "tuple[float, int, weakref.ref[Pick], int]"  # uses, tie-breaker, value, bytes
+_Place: TypeAlias = "tuple[float, int, weakref.ref[Value], int]"  # uses, tie-breaker, value, bytes
 
 
 class Picked:
@@ -44,12 +37,12 @@ class Picked:
         self.worth = 1.0
         self._growth = 1.0
 
-    def count(self, value: Pick) -> None:
+    def count(self, value: Value) -> None:
         """`value` is used. Called without a lock: a lost count changes little."""
         value.uses += self.worth
         self.worth *= self._growth
 
-    def choose(self, values: Iterable[Pick], free: int) -> list[Pick]:
+    def choose(self, values: Iterable[Value], free: int) -> list[Value]:
         """A new plan: the most used of `values` that fit, preferring those that stay now among equals.
 
         Values whose uses differ by up to a round are equal.
@@ -63,7 +56,7 @@ class Picked:
                 chosen.append(value)
         return chosen
 
-    def rescale(self, values: Iterable[Pick]) -> None:
+    def rescale(self, values: Iterable[Value]) -> None:
         """Rescale the counts before they get too large."""
         if self.worth > _RESCALE:
             for value in values:
@@ -71,14 +64,14 @@ class Picked:
             self._places = [(uses / self.worth, *others) for uses, *others in self._places]  # type: ignore[misc]
             self.worth = 1.0
 
-    def would_admit(self, value: Pick) -> bool:
+    def would_admit(self, value: Value) -> bool:
         """Whether `value`, which does not stay so far, does once it is used."""
         leaving = self._replaced(value, value.uses)
         for one in leaving or ():
             heapq.heappush(self._places, one)
         return leaving is not None
 
-    def admit(self, value: Pick) -> list[Pick]:
+    def admit(self, value: Value) -> list[Value]:
         """`value`, which does not stay so far, is used: decide whether it does now. Returns what it replaces."""
         leaving = self._replaced(value, value.uses - self.worth)
         if leaving is None:
@@ -91,7 +84,7 @@ class Picked:
         value.kept = True
         return left
 
-    def _replaced(self, value: Pick, before: float) -> list[_Place] | None:
+    def _replaced(self, value: Value, before: float) -> list[_Place] | None:
         """Take out as many entries, used less than `before`, as `value` needs; None if there are not enough."""
         leaving: list[_Place] = []
         free = self._free
@@ -106,7 +99,7 @@ class Picked:
                 return None
         return leaving
 
-    def _take_in(self, value: Pick) -> None:
+    def _take_in(self, value: Value) -> None:
         heapq.heappush(self._places, (value.uses, next(self._numbers), weakref.ref(value), value.nbytes))
         self._free -= value.nbytes
 

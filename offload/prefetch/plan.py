@@ -20,7 +20,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import nn
@@ -215,7 +214,7 @@ class Pool:
         self.picked.rescale(self._values.values())
         if value.kept or self.users:  # all values that several threads use are used equally often
             return []
-        return cast("list[Value]", self.picked.admit(value))
+        return self.picked.admit(value)
 
     def would_admit(self, value: Value) -> bool:
         """Whether `admit` would let `value` stay, if it were used now."""
@@ -261,7 +260,7 @@ class Pool:
             chosen = others if _size(others) <= left else self._some_of(others, left)
             kept.update(chosen)
             left -= _size(chosen)
-        kept.update(cast("list[Value]", self.picked.choose(picked, max(left, 0))))
+        kept.update(self.picked.choose(picked, max(left, 0)))
         return kept
 
     def _first_of(self, values: Iterable[Value], *, is_new: bool) -> Sequence[list[Value]]:

@@ -14,13 +14,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage, Value, log
 from offload.storage import clock
 from offload.storage.background import Background
 from offload.storage.locks import Waiters
+
+if TYPE_CHECKING:
+    from offload.prefetch.filling import Filling
 
 _NEAR = 4  # entries at the front of the queue among which the next in the file goes first
 _BATCH = 32 << 20  # bytes of values to request at once
@@ -48,26 +51,6 @@ class Counts:
     waited: float = 0.0
 
 
-class ReadInParts(Protocol):
-    """Something that is read when nothing else has to be."""
-
-    def read_on(self) -> bool:
-        """Read the next part; returns whether there is more to do now. Called without the lock."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What to read next.
-
-    Attributes:
-        batch: values.
-        part: or something to read one part of.
-    """
-
-    batch: list[Value]
-    part: ReadInParts | None = None
-
-
 class Dropper(Background["list[Value]"]):
     """Drops values. Uses the reader's lock."""
 
@@ -85,7 +68,7 @@ class Dropper(Background["list[Value]"]):
         self._reader.let_go(work)
 
 
-class Reader(Background[Work]):
+class Reader(Background["list[Value] | Filling"]):
     """Queues of what to read and what to drop. Methods that need the lock say so."""
 
     def __init__(self) -> None:
@@ -96,7 +79,7 @@ class Reader(Background[Work]):
         self._leaving: list[Value] = []
         self._going: dict[int, int] = {}  # bytes being dropped, by thread
         self._taken: Value | None = None  # the last one read
-        self._parts: list[ReadInParts] = []
+        self._parts: list[Filling] = []
         self._ops = Waiters()  # ops that wait for the reader
 
     # Under the lock
@@ -108,7 +91,7 @@ class Reader(Background[Work]):
             self._queue.append(value)
             _begin(self)
 
-    def fill(self, whole: ReadInParts) -> None:
+    def fill(self, whole: Filling) -> None:
         """Read something part by part until it says that nothing is left."""
         if whole not in self._parts:
             self._parts.append(whole)
@@ -191,7 +174,7 @@ class Reader(Background[Work]):
 
     # The thread
 
-    def take(self) -> Work | None:
+    def take(self) -> list[Value] | Filling | None:
         """One value to read, or several smaller ones; otherwise a part of what can wait."""
         batch: list[Value] = []
         size = 0
@@ -202,9 +185,7 @@ class Reader(Background[Work]):
                 batch.append(value)
                 size += value.nbytes
                 self._taken = value
-        if batch:
-            return Work(batch)
-        return Work([], self._parts[0]) if self._parts else None
+        return batch or (self._parts[0] if self._parts else None)
 
     def _next(self) -> Value:
         """The next in the queue; before it, a value due soon that follows the last one read in its file."""
@@ -214,22 +195,22 @@ class Reader(Background[Work]):
                 return value
         return self._queue.popleft()
 
-    def carry_out(self, work: Work) -> None:
+    def carry_out(self, work: list[Value] | Filling) -> None:
         """Read it."""
-        if work.part is not None:
-            self._read_on(work.part)
+        if not isinstance(work, list):
+            self._read_on(work)
             return
-        log.debug("reading %d values ahead", len(work.batch))
+        log.debug("reading %d values ahead", len(work))
         try:
-            self._read(work.batch)
+            self._read(work)
         finally:  # whatever happened, no op may wait forever
             with self.lock:
-                for value in work.batch:
+                for value in work:
                     if value.stage is READING:
                         value.move_to(AWAY)
                 self._ops.wake()
 
-    def _read_on(self, whole: ReadInParts) -> None:
+    def _read_on(self, whole: Filling) -> None:
         is_more = False
         try:
             with suppress(Exception):  # the code that wants the rows meets the same error, and reports it

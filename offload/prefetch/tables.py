@@ -65,7 +65,7 @@ def rows_coming(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -> 
 
 def _missed(handle: Handle, page_state: PageState, mapped: torch.UntypedStorage, rows: int, nbytes: int) -> None:
     """So many rows, each on pages of so many bytes, have to be read one by one: it may be time to read all."""
-    if type(page_state.filling) is not Filling:
+    if page_state.filling is None:
         page_state.filling = Filling(page_state.pool or POOL, in_huge_pages=not handle.owned)
     page_state.filling.missed(rows, rows * nbytes, handle.extent[1], lambda: _whole(handle, mapped))
 

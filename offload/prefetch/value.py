@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +25,7 @@ from offload.storage.locks import fork_safe_lock
 from offload.storage.pages import Range
 
 if TYPE_CHECKING:
+    from offload.prefetch.filling import Filling
     from offload.prefetch.plan import Pool
 
 log = logging.getLogger("offload.prefetch")
@@ -170,13 +171,6 @@ class Value(Range):
         self._followers[id(before)] = weakref.ref(following), not (is_news and self._branches)
 
 
-class BroughtIn(Protocol):
-    """Reads in all rows of a value."""
-
-    def end(self) -> None:
-        """Read in nothing more."""
-
-
 class PageState:
     """What is known about the bytes of one stored value.
 
@@ -196,7 +190,7 @@ class PageState:
         self.ranges: dict[tuple[int, int], Value] = {}
         self.copies: dict[tuple[torch.device, int, int], Value] = {}
         self.checked_until = 0.0
-        self.filling: BroughtIn | None = None
+        self.filling: Filling | None = None
         self.uses: dict[tuple[int, int], float] = {}
 
     def begin_anew(self) -> None:

@@ -305,7 +305,7 @@ def replace_whole(handle: Handle, tensor: torch.Tensor, notes: Notes = None) -> 
     source = getattr(handle, "source", None)
     if isinstance(source, Owned) and source.in_place:
         raise UnsupportedOpError(
-            f"{handle.name!r} is in a file that is written in place by others ({source.path}: a column of a cache, "
+            f"{handle.name!r} is in a file that is written in place by others ({handle.path}: a column of a cache, "
             "or a leaf of a memmap folder): write rows of the cache, or copy_ to the tensor"
         )
     with handle.lock, _claimed(handle) as path:

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +53,7 @@ class Range:
     """Bytes of a mapped file that are read together. Keeps neither the file nor its mapping alive.
 
     Attributes:
+        start: the first one in the file.
         nbytes: their number.
         checked_until: until when (`clock.now`) they are assumed to be in memory without checking.
         is_part: whether the rest of the value may stay unread: nothing around them is read along.
@@ -63,16 +64,16 @@ class Range:
         "_file",
         "_may_ask",
         "_shared",
-        "_start",
         "_was_read",
         "checked_until",
         "is_part",
         "nbytes",
+        "start",
     )
 
     def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
         self._file = weakref.ref(file)
-        self._start = start
+        self.start = start
         self._shared = shared
         self._may_ask: bool | None = None
         self._was_read = False
@@ -80,21 +81,16 @@ class Range:
         self.checked_until = 0.0
         self.is_part = False
 
-    @property
-    def start(self) -> int:
-        """Its first byte in the file."""
-        return self._start
-
     def follows(self, other: Range) -> bool:
         """Whether it comes next in the same file."""
-        return other._file is self._file and 0 <= self._start - other._start - other.nbytes < PAGE * 2
+        return other._file is self._file and 0 <= self.start - other.start - other.nbytes < PAGE * 2
 
     def through(self, last: Range) -> Range:
         """From the beginning of this one to the end of `last`, in the same file."""
         joined = Range.__new__(Range)
         joined._file, joined._shared, joined._may_ask = self._file, self._shared, self._may_ask
         joined._was_read = self._was_read and last._was_read
-        joined._start, joined.nbytes = self._start, last._start + last.nbytes - self._start
+        joined.start, joined.nbytes = self.start, last.start + last.nbytes - self.start
         joined.is_part = self.is_part or last.is_part
         return joined
 
@@ -118,7 +114,7 @@ class Range:
         file, mapped = self._file(), self._mapped()
         if file is None or mapped is None:
             return False
-        return self.may_ask and are_cached(mapped.data_ptr() + self._start, self.nbytes)
+        return self.may_ask and are_cached(mapped.data_ptr() + self.start, self.nbytes)
 
     @property
     def may_ask(self) -> bool:
@@ -134,13 +130,13 @@ class Range:
         """Bytes in memory, in whole pages; 0 while its file is not mapped."""
         file = self._file()
         mapped = None if file is None else file.mapping(shared=self._shared)
-        return 0 if mapped is None else min(cached_bytes(mapped.data_ptr() + self._start, self.nbytes), self.nbytes)
+        return 0 if mapped is None else min(cached_bytes(mapped.data_ptr() + self.start, self.nbytes), self.nbytes)
 
     def announce(self, *, exactly: bool = False, leave_free: int = 0) -> None:
         """Start reading it in the background, unless `bring_in` with these arguments reads it in larger pages."""
         file, mapped = self._file(), self._mapped()
         if file is not None and mapped is not None:
-            address = mapped.data_ptr() + self._start
+            address = mapped.data_ptr() + self.start
             exactly = exactly or file.is_picked_from
             is_small = self.nbytes < _HUGE  # it is never read in huge pages, which those here would be in the way of
             takes_care = not is_small and self._ask_for_huge_pages(address, exactly=exactly, leave_free=leave_free)
@@ -162,11 +158,11 @@ class Range:
         if file is None or mapped is None:
             return
         exactly = exactly or file.is_picked_from
-        address = mapped.data_ptr() + self._start
+        address = mapped.data_ptr() + self.start
         takes_care = self._ask_for_huge_pages(address, exactly=exactly, leave_free=leave_free)
         if takes_care and exactly:  # of the huge pages shared with neighbours, read only its own part
-            head = min(-self._start % _HUGE, self.nbytes)
-            tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
+            head = min(-self.start % _HUGE, self.nbytes)
+            tail = min((self.start + self.nbytes) % _HUGE, self.nbytes - head)
             announce(address, head)
             announce(address + self.nbytes - tail, tail)
         is_announced = not takes_care and self._is_announced(exactly)
@@ -179,7 +175,7 @@ class Range:
             return self.missing_bytes() if self.may_ask else 0
 
         try:
-            read_shared(_device(file.path), self._start, self.nbytes, part, read_part, missing)
+            read_shared(_device(file.path), self.start, self.nbytes, part, read_part, missing)
         except OSError as error:
             raise self._explained(error) from error
         self._was_read = True
@@ -200,11 +196,11 @@ class Range:
             return
         with suppress(OffloadError, OSError), file.descriptor(settled=False) as opened:
             fd = opened.fileno()
-            if self._shared and not write_out(fd, self._start, self.nbytes):
+            if self._shared and not write_out(fd, self.start, self.nbytes):
                 file.lost_writes = True  # memory holds the only copy
                 return
-            let_go(mapped.data_ptr() + self._start, self.nbytes)
-            os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)  # partial huge pages at both ends
+            let_go(mapped.data_ptr() + self.start, self.nbytes)
+            os.posix_fadvise(fd, self.start, self.nbytes, os.POSIX_FADV_DONTNEED)  # partial huge pages at both ends
 
     def _ask_for_huge_pages(self, address: int, *, exactly: bool, leave_free: int) -> bool:
         """Read it in 2 MiB pages, and with `exactly` in no others; returns whether the system will.
@@ -222,7 +218,7 @@ class Range:
         if file is None:
             return explained(Path("a file that is gone"), error)
         with suppress(OSError):
-            if os.stat(file.path).st_size < self._start + self.nbytes:
+            if os.stat(file.path).st_size < self.start + self.nbytes:
                 return CorruptFileError(
                     f"{file.path} was truncated after it had been opened: download or copy the file again"
                 )
@@ -246,11 +242,11 @@ def _device(path: Path) -> int:
 def joined(ranges: Iterable[Range]) -> list[Range]:
     """The same bytes as ranges that neither overlap nor touch."""
     found: list[Range] = []
-    for one in sorted(ranges, key=lambda one: (id(one._file), one._start)):
+    for one in sorted(ranges, key=lambda one: (id(one._file), one.start)):
         last = found[-1] if found else None
-        if last is None or last._file is not one._file or one._start > last._start + last.nbytes:
+        if last is None or last._file is not one._file or one.start > last.start + last.nbytes:
             found.append(one)
-        elif one._start + one.nbytes > last._start + last.nbytes:
+        elif one.start + one.nbytes > last.start + last.nbytes:
             found[-1] = last.through(one)
     return found
 
@@ -319,7 +315,7 @@ def read_in_huge_pages(address: int, nbytes: int, *, leave_free: int = 0, again:
             read. It leaves free small pages alone.
     """
     are_there = again or not _HOST_TAKES_FREE_PAGES
-    has_enough = _READS_HUGE_PAGES and are_there and free_in_huge_pages() >= nbytes + leave_free + _LEAVE_FREE
+    has_enough = _READS_HUGE_PAGES and are_there and free_memory(huge=True) >= nbytes + leave_free + _LEAVE_FREE
     refused = libc.madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE if has_enough else _MADV_NOHUGEPAGE)
     return has_enough and not refused
 
@@ -374,21 +370,11 @@ def _count(first: int, length: int) -> int:
 
 def should_take_small_pages(nbytes: int) -> bool:
     """Whether there is room for a range in small blocks of free memory, and the host has taken the larger ones."""
-    return _HOST_TAKES_FREE_PAGES and nbytes >= _HUGE and nbytes <= free_in_small_pages() < sys.maxsize
+    return _HOST_TAKES_FREE_PAGES and nbytes >= _HUGE and nbytes <= free_memory(huge=False) < sys.maxsize
 
 
-def free_in_huge_pages() -> int:
-    """Bytes free in blocks of 2 MiB and more; infinite if the system does not tell."""
-    return _free_in(lambda size: size >= _HUGE)
-
-
-def free_in_small_pages() -> int:
-    """Bytes free in smaller blocks; infinite if the system does not tell."""
-    return _free_in(lambda size: size < _HUGE)
-
-
-def _free_in(counts: Callable[[int], bool]) -> int:
-    """Bytes free in the blocks of memory whose sizes count.
+def free_memory(*, huge: bool) -> int:
+    """Bytes free in blocks of 2 MiB and more, or in smaller ones; infinite if the system does not tell.
 
     Source: https://docs.kernel.org/filesystems/proc.html, buddyinfo: free blocks by size, from one page up.
     """
@@ -396,8 +382,9 @@ def _free_in(counts: Callable[[int], bool]) -> int:
         lines = _FREE_BLOCKS.read_text(encoding="ascii").splitlines()
     except OSError:
         return sys.maxsize
-    zones = [[int(count) for count in line.split()[4:]] for line in lines]
-    return sum(count * (PAGE << order) for zone in zones for order, count in enumerate(zone) if counts(PAGE << order))
+    zones = [[int(count) << order for order, count in enumerate(line.split()[4:])] for line in lines]
+    first = (_HUGE // PAGE).bit_length() - 1  # the order of a huge page
+    return PAGE * sum(sum(zone[first:] if huge else zone[:first]) for zone in zones)
 
 
 def host_takes_free_pages(order: Path = _REPORTED_ORDER) -> bool:

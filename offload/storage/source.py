@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -86,10 +85,6 @@ class _InFile:
     composed: ClassVar[None] = None
 
     @property
-    def path(self) -> Path:
-        return self.file.path
-
-    @property
     def entry(self) -> Entry:
         """Its entry in the file; not for a subclass, which has several."""
         return self.file.entry(self.name)
@@ -103,7 +98,13 @@ class _InFile:
         """Its bytes as a new storage; for a subclass, those of one inner tensor."""
         return self.file.storage(self.entries[0], shared=self.owned)
 
-    def _mapped(self) -> torch.Tensor:
+    def map(self) -> torch.Tensor:
+        """The value as a plain tensor over the mapped file; stores into an owned one go to the file.
+
+        Raises:
+            MissingFileError, CorruptFileError, ReadError
+            ChangedFileError: another file is there by now.
+        """
         if self.subclass is None:
             return self.file.tensor(self.entry, shared=self.owned)
         parts = {key: self.file.tensor(entry, shared=self.owned) for key, entry in self.file.entries.items()}
@@ -137,13 +138,9 @@ class Referenced(_InFile):
         return self.part or self.file.entry(self.name)
 
     def map(self) -> torch.Tensor:
-        """The value as a plain tensor over the mapped file, copy-on-write.
-
-        Raises:
-            MissingFileError, ChangedFileError, CorruptFileError, ReadError
-        """
+        """See `_InFile.map`."""
         self.file.check()
-        return self._mapped()
+        return _InFile.map(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,15 +166,6 @@ class Owned(_InFile):
         """
         return cls(file, name, *_described(file, name), in_place, in_place)
 
-    def map(self) -> torch.Tensor:
-        """The value as a plain tensor over the mapped file; stores into it go to the file.
-
-        Raises:
-            MissingFileError, CorruptFileError, ReadError
-            ChangedFileError: another file is there by now.
-        """
-        return self._mapped()
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Composed:
@@ -201,10 +189,6 @@ class Composed:
     @classmethod
     def of(cls, composed: Composition) -> Composed:
         return cls(composed, composed.file, composed.layout, composed.subclass)
-
-    @property
-    def path(self) -> Path:
-        return self.file.path
 
     def map(self) -> torch.Tensor:
         """The value, computed; all of its sources are read.

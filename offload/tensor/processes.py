@@ -127,7 +127,7 @@ def _reference(handle: Handle) -> Reference | ComposedReference:
         return ComposedReference(source.composed, handle.name, handle.folder, number)
     identity = None if source.owned else source.file.identity
     entry = source.entry if source.file.is_raw else None
-    reference = Reference(source.path, handle.name, handle.folder, source.layout, identity, entry, source.part)
+    reference = Reference(source.file.path, handle.name, handle.folder, source.layout, identity, entry, source.part)
     with _LOCK:
         _PASSED[reference.path, reference.name, reference.part] = handle
     return reference

@@ -27,9 +27,9 @@ from offload.tensor.arguments import refuse_new_value, refuse_other_kind
 from offload.tensor.guests import CPU, guest
 from offload.tensor.views import Traced, handle_of, is_part, meta_of, view_spec_of, with_bits_of
 from offload.torch_api import (
-    SWAPPING,
     ConstantIntNode,
     DisableTorchFunctionSubclass,
+    is_swapped_in,
     make_wrapper,
     refuse_pointers,
     tensor_data,
@@ -186,7 +186,6 @@ class unless_swapped:
         asks: FrameType | None = sys._getframe(1)
         while asks is not None and asks.f_globals.get("__name__") == is_subclass_value.__module__:
             asks = asks.f_back
-        swapped = None if asks is None else SWAPPING.variables(asks)
-        if swapped is not None and any(value is tensor for value in swapped.values()):
+        if asks is not None and is_swapped_in(asks, tensor):
             raise AttributeError(self.method.__name__)
         return self.method.__get__(tensor, kind)

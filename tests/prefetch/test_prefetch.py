@@ -239,7 +239,7 @@ def test_values_are_requested_together_up_to_32_mib(engine, memory, size, expect
         engine.streams.own().bring_soon(values)
         work = engine.reader.take()
         assert work is not None
-        assert values[:expected] == work.batch
+        assert values[:expected] == work
     engine.reader.carry_out(work)
     rest(engine)
 
