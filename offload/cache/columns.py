@@ -36,7 +36,7 @@ from offload.cache.indexing import Numbers, Rows
 from offload.cache.parts import opened, read_parts, size_of
 from offload.cache.rowfile import RowFile, look_at
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
-from offload.cache.states import Length
+from offload.cache.states import States
 from offload.errors import (
     CacheError,
     CorruptFileError,
@@ -313,30 +313,22 @@ def _size(column: Column, capacity: int) -> int:
 # Rows of varying size
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Values to be written.
-
-    Attributes:
-        counts: the length of each row.
-        parts: the bytes of each row.
-    """
-
-    counts: Numbers
-    parts: Sequence[memoryview | bytes]
+Prepared: TypeAlias = "tuple[Numbers, Sequence[memoryview | bytes]]"
+"""Rows to be written: the length of each, and its bytes."""
 
 
 class HeapColumn:
     """An open column of varying-size rows."""
 
-    def __init__(self, folder: Path, column: Column, length: Length, *, writes: bool) -> None:
-        """
+    def __init__(self, folder: Path, column: Column, states: States, number: int, *, writes: bool) -> None:
+        """`number` is that of its length in `states`.
+
         Raises:
             MissingFileError, CorruptFileError
         """
         self.column = column
         self.path = _path(folder, column)
-        self._length = length
+        self._states, self._number = states, number
         self._each = column.row_bytes  # bytes per counted element
         self._filling = Filling()
         self._file = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
@@ -373,7 +365,7 @@ class HeapColumn:
             CorruptFileError: the index lacks capacity, or values are missing.
         """
         self._index.refuse_cut(capacity)
-        end, expected = size_of(self._fd, self.path), self._length.get()
+        end, expected = size_of(self._fd, self.path), self._states.length(self._number)
         if end < expected:
             raise self._cut(end, expected)
 
@@ -395,13 +387,13 @@ class HeapColumn:
             CorruptFileError: it took more than that.
         """
         end = size_of(self._fd, self.path)
-        if 0 < self._length.get() <= end:
+        if 0 < self._states.length(self._number) <= end:
             return
         for rows in filled:
             self._refuse_outside(self._index.read(rows, None).numpy(), end)
-        self._length.set(end)
+        self._states.set_length(self._number, end)
 
-    def prepare(self, value: object, count: int, positions: Numbers | None) -> Batch:
+    def prepare(self, value: object, count: int, positions: Numbers | None) -> Prepared:
         """`value` as rows, reduced to those at these positions.
 
         Raises:
@@ -421,25 +413,24 @@ class HeapColumn:
         if self.column.kind == RAGGED:
             return self._prepared_tensors(rows)
         parts = [self._encoded(row) for row in rows]
-        return Batch(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), parts)
+        return np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), parts
 
-    def write(self, rows: Rows, batch: Batch) -> int:
+    def write(self, rows: Rows, prepared: Prepared) -> int:
         """Write what `prepare` returned; returns the number of bytes. Under the lock.
 
         Raises:
             OSError
         """
-        sizes = batch.counts * self._each
+        counts, parts = prepared
+        sizes = counts * self._each
         at = os.fstat(self._fd).st_size
         if self.column.kind == RAGGED:
             at = -(-at // _ALIGNED) * _ALIGNED
         starts = np.where(sizes > 0, at + np.cumsum(sizes) - sizes, 0)  # the file may end before `at`
-        nbytes = write_all(self._fd, memoryview(b"".join(batch.parts)), at)
+        nbytes = write_all(self._fd, memoryview(b"".join(parts)), at)
         if nbytes:
-            self._length.set(at + nbytes)
-        return nbytes + self._index.write(
-            rows, torch.from_numpy(np.stack([starts, batch.counts], axis=1)).view(torch.uint8)
-        )
+            self._states.set_length(self._number, at + nbytes)
+        return nbytes + self._index.write(rows, torch.from_numpy(np.stack([starts, counts], axis=1)).view(torch.uint8))
 
     def lengths(self, rows: Rows, filled: Filled) -> Numbers:
         counts: Numbers = self._index.read(rows, filled).numpy()[:, 1]
@@ -527,7 +518,7 @@ class HeapColumn:
         self._file.close()
         self._index.close()
 
-    def _prepared_tensors(self, rows: list[Any]) -> Batch:
+    def _prepared_tensors(self, rows: list[Any]) -> Prepared:
         shape = self.column.row_shape
         tensors = [as_tensor(row, self.column, self.path).contiguous().resolve_conj().resolve_neg() for row in rows]
         for tensor in tensors:
@@ -537,7 +528,7 @@ class HeapColumn:
                     f"the value {tuple(tensor.shape)}"
                 )
         counts = np.array([len(tensor) for tensor in tensors], dtype=np.int64)
-        return Batch(counts, [bytes_of(tensor) for tensor in tensors])
+        return counts, [bytes_of(tensor) for tensor in tensors]
 
     def _encoded(self, row: object) -> bytes:
         what = f"column {self.column.name!r} ({self.path})"

@@ -156,6 +156,7 @@ class HeldStore:
         """
         Raises:
             CacheError: there are no tensors, they differ in length, or one can't be a column.
+            MissingFileError, ChangedFileError, CorruptFileError, ReadError
         """
         self.folder = folder
         self._columns = {name: HeldColumn(name, tensor) for name, tensor in tensors.items()}
@@ -171,16 +172,9 @@ class HeldStore:
         self.schema = schema_of({name: (value.dtype, value.shape[1:]) for name, value in self.tensors.items()})
         self.manifest = Manifest(self.schema, self.num_rows, metadata)
         self.device = next(iter(self.tensors.values())).device
-
-    def open_files(self) -> None:
-        """Keep the files of all columns open from now on, even if they are replaced.
-
-        Raises:
-            MissingFileError, ChangedFileError, CorruptFileError, ReadError
-        """
         opened: dict[TensorFile, Descriptors] = {}
-        for column in self._columns.values():
-            column.open(opened)
+        for column in self._columns.values() if folder else ():
+            column.open(opened)  # stays open, even if the file is replaced
 
     @property
     def place(self) -> str:
@@ -280,9 +274,7 @@ def read_file(path: Path) -> HeldStore:
     names, metadata = notes.get("columns", list(tensors)), notes.get("metadata", {})
     if not isinstance(metadata, dict) or not isinstance(names, list) or set(names) != set(tensors):
         raise CorruptFileError(f"{path} has metadata that contradict its tensors: download or copy the file again")
-    store = HeldStore({name: tensors[name] for name in names}, metadata, path)
-    store.open_files()
-    return store
+    return HeldStore({name: tensors[name] for name in names}, metadata, path)
 
 
 def write_file(

@@ -119,9 +119,18 @@ class States:
         """How often rows began to be written: what is known about rows stays valid while this does not change."""
         return int(self.counts[4])
 
-    def length(self, number: int) -> Length:
-        """The size of a column's values; `number` counts the columns of varying-size rows."""
-        return Length(self, number)
+    def length(self, number: int) -> int:
+        """The size of a column's values in bytes, known to all its writers; 0 if unknown.
+
+        Args:
+            number: of the column, among those with rows of varying size.
+        """
+        return int(self._lengths[number]) if number < _MOST_LENGTHS else 0
+
+    def set_length(self, number: int, nbytes: int) -> None:
+        """Tell all writers the size of a column's values."""
+        if number < _MOST_LENGTHS:
+            self._lengths[number] = nbytes
 
     def known_filled(self, changes: int) -> int:
         """How many rows, from the start, are known to be filled in every column at this change count."""
@@ -371,23 +380,6 @@ class States:
             with writing(self.path, _CHUNK):
                 os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.capacity * self._columns - start))
             self._reserved.add(chunk)
-
-
-class Length:
-    """The size of a column's values in bytes, known to all its writers; 0 if unknown."""
-
-    __slots__ = ("_number", "_states")
-
-    def __init__(self, states: States, number: int) -> None:
-        self._states = states
-        self._number = number
-
-    def get(self) -> int:
-        return int(self._states._lengths[self._number]) if self._number < _MOST_LENGTHS else 0
-
-    def set(self, nbytes: int) -> None:
-        if self._number < _MOST_LENGTHS:
-            self._states._lengths[self._number] = nbytes
 
 
 def _is_filled(cells: bytes) -> bool:

@@ -206,7 +206,7 @@ class Store:
         if column.kind == TENSOR:
             return FixedColumn(self.folder, column, writes=self.writes)
         number = sum(isinstance(file, HeapColumn) for file in self._files.values())
-        return HeapColumn(self.folder, column, self._states.length(number), writes=self.writes)
+        return HeapColumn(self.folder, column, self._states, number, writes=self.writes)
 
     def _capacity_of(self, file: FixedColumn | HeapColumn) -> int:
         """For how many rows a file has capacity, at least.

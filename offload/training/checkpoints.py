@@ -18,7 +18,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,9 +162,15 @@ def load_training(
         _refuse_other_optimizer(optimizer, saved.optimizer, checkpoint)
     states = {name: materialize(saved.stateful.pop(name)) for name in stateful}
     extra: dict[str, Any] = materialize({**saved.stateful, **saved.extra})
-    set_random = _random_setter(materialize(saved.random), checkpoint)
+    numbers = materialize(saved.random)
     _require_open(saved.model.values(), model.state_dict().values())
     with ExitStack() as undone:
+        undone.callback(_set_random, _random_states())
+        try:
+            _set_random(numbers)
+        except Exception as error:  # invalid states can raise anything
+            what = f"its states of random numbers ({type(error).__name__}: {short(error)})"
+            raise _damaged(checkpoint, what) from error
         for name, thing in stateful.items():
             undone.callback(thing.load_state_dict, copy.deepcopy(thing.state_dict()))
             with _taking(name, checkpoint):
@@ -176,7 +182,7 @@ def load_training(
         with _taking("the model", checkpoint):
             model.load_state_dict(saved.model, strict=False)
         undone.pop_all()
-    set_random()
+    _set_random(numbers)  # again: what was loaded may have drawn some
     return extra
 
 
@@ -239,30 +245,12 @@ def _random_states() -> StateDict:
     return states
 
 
-def _random_setter(states: StateDict, checkpoint: Path) -> Callable[[], None]:
-    """A function that restores the random states, after trying them on separate generators.
-
-    Raises:
-        CheckpointError: they are invalid.
-    """
-    try:
-        torch.Generator().set_state(states["torch"])
-        random.Random().setstate(states["python"])
-        np.random.RandomState().set_state(states["numpy"])
-        of_devices = list(states.get("cuda", ()))[: torch.cuda.device_count()]
-        for index, state in enumerate(of_devices):
-            torch.Generator(torch.device("cuda", index)).set_state(state)
-    except Exception as error:  # invalid states can raise anything
-        raise _damaged(checkpoint, f"its states of random numbers ({type(error).__name__}: {short(error)})") from error
-
-    def set_them() -> None:
-        torch.set_rng_state(states["torch"])
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])
-        for index, state in enumerate(of_devices):
-            torch.cuda.set_rng_state(state, index)
-
-    return set_them
+def _set_random(states: StateDict) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    for index, state in enumerate(list(states.get("cuda", ()))[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, index)
 
 
 @dataclass
