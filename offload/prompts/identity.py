@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from operator import is_not
 from typing import Any
@@ -141,13 +141,13 @@ def _note(digest: Any, *things: object) -> None:
 def _configuration(config: Any) -> str:
     said = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
     text = getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
-    return json.dumps([said, text], sort_keys=True, default=str)
+    return json.dumps([said, text], sort_keys=True, default=_text_of)
 
 
 def _settings(members: Mapping[str, object]) -> list[tuple[str, str]]:
     """The attributes of a module that are plain data."""
     return sorted(
-        (name, repr(value))
+        (name, _text_of(value))
         for name, value in members.items()
         if (not name.startswith("_") or name in _PRIVATE) and _is_plain(value)
     )
@@ -155,11 +155,16 @@ def _settings(members: Mapping[str, object]) -> list[tuple[str, str]]:
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
-        return _are_plain(value.keys()) and _are_plain(value.values())
+        return all(_is_plain(part) for pair in value.items() for part in pair)
     if isinstance(value, list | tuple | set | frozenset):
-        return _are_plain(value)
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
-def _are_plain(values: Iterable[object]) -> bool:
-    return all(map(_is_plain, values))
+def _text_of(value: object) -> str:
+    """Plain data as text that is the same in other processes: the order of a set of strings is not."""
+    if isinstance(value, Mapping):
+        return str([(_text_of(key), _text_of(part)) for key, part in value.items()])
+    if isinstance(value, list | tuple):
+        return str([*map(_text_of, value)])
+    return str(sorted(map(_text_of, value))) if isinstance(value, set | frozenset) else repr(value)

@@ -237,6 +237,19 @@ def test_a_changed_model_is_another_one(llama: Any, prompts: PromptCache, how: s
     assert 0 == known(prompts, changed(llama, how), tokens)
 
 
+def test_a_set_among_a_module_s_settings_has_no_order(llama: Any, prompts: PromptCache) -> None:
+    """That of strings differs between processes; that of these numbers, with how the set was made."""
+    tokens, layer = ids(100), llama.model.layers[0]
+    assert [[0, 8], [8, 0]] == [[*{0, 8}], [*{8, 0}]]
+    layer.lanes = [{0, 8}]
+    answer(prompts.generate, llama, tokens)
+
+    layer.lanes = [{8, 0}]
+    assert 64 == known(prompts, llama, tokens)
+    layer.lanes = [{8, 1}]
+    assert 0 == known(prompts, llama, tokens)
+
+
 def test_a_checkpoint_with_the_size_and_time_of_another_is_another_one(tmp_path: Path, prompts: PromptCache) -> None:
     tokens = ids(100)
     for seed in (0, 1):
