@@ -23,6 +23,7 @@ import psutil
 from offload.errors import ArgumentError
 
 _UNREADABLE = (OSError, psutil.Error)  # no `/proc`, or a failing one
+_SIZES = Path("/proc/self/statm")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b|b|)\s*", re.IGNORECASE)
@@ -44,19 +45,26 @@ def anonymous_bytes() -> int:
 
     Without `/proc`, the most resident memory that it has had.
     """
-    try:
-        info = psutil.Process().memory_info()
-        return int(info.rss - info.shared)
-    except _UNREADABLE:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident, shared = _resident()
+    return resident - shared
 
 
 def mapped_bytes() -> int:
-    """Memory of this process in mapped files, which the kernel can drop, or shared. 0 if the system does not tell."""
+    """Memory of this process in mapped files, and shared with others. 0 if the system does not tell."""
+    return _resident()[1]
+
+
+def _resident() -> tuple[int, int]:
+    """All resident memory of this process, and what of it is of files or shared. Source: proc_pid_statm(5).
+
+    Not from psutil, which looks for the process by its number: in some sandboxes `/proc` has another one there.
+    """
     try:
-        return int(psutil.Process().memory_info().shared)
-    except _UNREADABLE:
-        return 0
+        _, resident, shared, *_ = map(int, _SIZES.read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
+    page = resource.getpagesize()
+    return resident * page, shared * page
 
 
 def available_bytes() -> int:

@@ -321,9 +321,9 @@ def described_ops() -> list[OpInfo]:
 
 # Inspecting frames of torch's functions
 
-# They swap the named variable for another tensor if it can be flattened, and otherwise set its data.
 _SWAPPING: dict[CodeType, str] = {}
 _CHANGED: dict[str, UnsupportedTorchError] = {}  # modules whose function has changed: reported when it runs
+# These swap the named variable for another tensor if it can be flattened, and otherwise set its data.
 _FUNCTIONS: tuple[tuple[str, Callable[[], CodeType], str], ...] = (
     ("torch.nn.modules.module", lambda: nn.Module._apply.__code__, "param"),
     ("torch.nn.utils.parametrize", lambda: parametrize._maybe_set.__code__, "dest"),

@@ -119,7 +119,6 @@ STATE = {
     "offload.tensor.views.meta_of_layout": "a pure function, remembered",
     "offload.storage.folders._RANK_CLAIMS": "the names that this rank has in named folders",
     "offload.tensor.products.any_rows": "what drafts ask for, in this context",
-    "offload.kernels.native._experts": "a function of the library",
     "offload.tensor.experts._GATHERING": "whom this thread gives the experts of a layer to",
     "offload.tensor.experts._STACKS": "what is known of the experts of a module, as long as that lives",
     "offload.tensor.loads._HERE": "what this thread takes stored values from",

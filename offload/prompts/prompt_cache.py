@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,7 +87,14 @@ class PromptCache:
         """
         self._blocks = Blocks(folder, max_disk)
         self._identities = Identities()
-        self.folder, self.max_disk = self._blocks.folder, self._blocks.max_disk
+
+    @property
+    def folder(self) -> Path:
+        return self._blocks.folder
+
+    @property
+    def max_disk(self) -> int:
+        return self._blocks.max_disk
 
     def past_for(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, copies: int = 1

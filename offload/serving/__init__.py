@@ -3,7 +3,7 @@
 | module | what |
 | --- | --- |
 | `bodies` | what a request asks for, and refusals in OpenAI's form |
-| `chat` | messages in tokens, by the model's chat template |
+| `chat` | what requests say, in tokens; messages by the chat template of the model |
 | `limited` | computing what a file of others says, such as a chat template, within limits |
 | `engine` | answers on their way through the model, one reading for all of them |
 | `answering` | one answer: `generate`, and the scores of a prompt |

@@ -99,7 +99,7 @@ class App:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, and log it."""
+        """Answer a request, and log it. There are no others than those of HTTP: see `server.serve`."""
         begun, status = time.monotonic(), 0
 
         async def told(message: Message) -> None:

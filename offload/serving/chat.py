@@ -20,7 +20,7 @@ ONLY_TOKENS = {"return_token_type_ids": False}
 ONE_ANSWER = {"return_dict_in_generate": False, "num_beams": 1, "num_return_sequences": 1}
 """For `generate`, whatever the model's generation settings ask for: tokens are told one by one as they come."""
 
-_NO_TEMPLATE = "the model has no chat template: give a prompt, as for /v1/completions, instead of messages"
+_NO_TEMPLATE = "the model has no chat template: give a prompt (of /v1/completions) instead of messages"
 
 
 def in_chat(tokenizer: Any, messages: list[Json]) -> Any:

@@ -2,7 +2,8 @@
 
 Always true:
 - the pieces, joined, are the text of all tokens up to the first stop string
-- a piece never ends inside a character, nor inside what may become a stop string
+- a piece never ends inside a character, nor inside what may become a stop string; where the tokenizer takes out spaces
+  before punctuation, nor inside what later tokens may still change
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of a part of a character
+_CHANGING = 8  # characters at the end of a text whose spaces depend on what follows, at most
 
 
 class Text:
@@ -28,12 +30,15 @@ class Text:
         self._tokenizer, self._stops, self._ends = tokenizer, stops, ends
         self._start = self._done = 0  # tokens before which text does not matter any more, and that were given
         self._held = ""  # may become a stop string
+        self._cleans, self._cleaned = _cleans_up(tokenizer), 0  # the latter: characters that were given
 
     def add(self, token: int) -> str:
         """Add a token; returns the text that is certain now."""
         self.tokens.append(token)
         if token in self._ends:
             return ""
+        if self._cleans:
+            return self._up_to_stop(self._given(_CHANGING))
         before = self._decoded(self._start, self._done)
         text = self._decoded(self._start, len(self.tokens))
         if len(text) <= len(before) or text.endswith(_UNFINISHED):
@@ -45,11 +50,20 @@ class Text:
         """What was held back, once there are no more tokens."""
         if self.has_stopped:
             return ""
-        last = self._decoded(self._start, len(self.tokens))[len(self._decoded(self._start, self._done)) :]
+        if self._cleans:
+            last = self._given(0)
+        else:
+            last = self._decoded(self._start, len(self.tokens))[len(self._decoded(self._start, self._done)) :]
         self._start = self._done = len(self.tokens)
         text = self._up_to_stop(last)
         held, self._held = self._held, ""
         return text + held
+
+    def _given(self, held: int) -> str:
+        """What is new of the text of all tokens, but for so many characters at its end."""
+        text = self._decoded(0, len(self.tokens))
+        start, self._cleaned = self._cleaned, max(len(text) - held, self._cleaned)
+        return text[start : self._cleaned]
 
     def _decoded(self, start: int, stop: int) -> str:
         tokens = [token for token in self.tokens[start:stop] if token not in self._ends]
@@ -66,6 +80,15 @@ class Text:
         kept = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
+
+
+def _cleans_up(tokenizer: Any) -> bool:
+    """Whether the tokenizer takes spaces out of the text of tokens. transformers (5.23) does not for one of BPE."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    is_forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    return bool(is_forced) or type(getattr(backend, "model", None)).__name__ != "BPE"
 
 
 def _overlap(text: str, stop: str) -> int:

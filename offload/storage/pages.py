@@ -315,7 +315,7 @@ def read_in_huge_pages(address: int, nbytes: int, *, leave_free: int = 0, again:
             read. It leaves free small pages alone.
     """
     are_there = again or not _HOST_TAKES_FREE_PAGES
-    has_enough = _READS_HUGE_PAGES and are_there and free_memory(huge=True) >= nbytes + leave_free + _LEAVE_FREE
+    has_enough = _READS_HUGE_PAGES and are_there and bytes_free(huge=True) >= nbytes + leave_free + _LEAVE_FREE
     refused = libc.madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE if has_enough else _MADV_NOHUGEPAGE)
     return has_enough and not refused
 
@@ -370,10 +370,10 @@ def _count(first: int, length: int) -> int:
 
 def should_take_small_pages(nbytes: int) -> bool:
     """Whether there is room for a range in small blocks of free memory, and the host has taken the larger ones."""
-    return _HOST_TAKES_FREE_PAGES and nbytes >= _HUGE and nbytes <= free_memory(huge=False) < sys.maxsize
+    return _HOST_TAKES_FREE_PAGES and nbytes >= _HUGE and nbytes <= bytes_free(huge=False) < sys.maxsize
 
 
-def free_memory(*, huge: bool) -> int:
+def bytes_free(*, huge: bool) -> int:
     """Bytes free in blocks of 2 MiB and more, or in smaller ones; infinite if the system does not tell.
 
     Source: https://docs.kernel.org/filesystems/proc.html, buddyinfo: free blocks by size, from one page up.

@@ -99,7 +99,7 @@ class _InFile:
         return self.file.storage(self.entries[0], shared=self.owned)
 
     def map(self) -> torch.Tensor:
-        """The value as a plain tensor over the mapped file; stores into an owned one go to the file.
+        """The value as a plain tensor over the mapped file; stores into it go to the file.
 
         Raises:
             MissingFileError, CorruptFileError, ReadError
@@ -138,7 +138,7 @@ class Referenced(_InFile):
         return self.part or self.file.entry(self.name)
 
     def map(self) -> torch.Tensor:
-        """See `_InFile.map`."""
+        """The value as a plain tensor over the mapped file, copy-on-write. Raises as for an owned one."""
         self.file.check()
         return _InFile.map(self)
 

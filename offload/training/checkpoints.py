@@ -164,6 +164,8 @@ def load_training(
     extra: dict[str, Any] = materialize({**saved.stateful, **saved.extra})
     numbers = materialize(saved.random)
     _require_open(saved.model.values(), model.state_dict().values())
+    if "cuda" in numbers and torch.cuda.is_available():
+        torch.cuda.init()  # or its states would be kept for later, and neither be tried nor undone
     with ExitStack() as undone:
         undone.callback(_set_random, _random_states())
         try:

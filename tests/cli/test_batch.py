@@ -226,7 +226,7 @@ def test_without_a_chat_template_messages_are_refused_in_a_sentence(folder, tmp_
     assert 1 == run(plain, source, tmp_path / "out.jsonl")
 
     [first, second] = read(tmp_path / "out.jsonl.errors.jsonl")
-    why = "the model has no chat template: give a prompt, as for /v1/completions, instead of messages"
+    why = "the model has no chat template: give a prompt (of /v1/completions) instead of messages"
     assert [why, why] == [first["error"]["message"], second["error"]["message"]]
     assert ["a"] == [said["custom_id"] for said in read(tmp_path / "out.jsonl")]
     errors = tmp_path / "out.jsonl.errors.jsonl"

@@ -123,7 +123,7 @@ def test_huge_pages_are_requested_while_some_are_free(tmp_path, monkeypatch):
         part.let_go()
 
     assert [True, False, True] == asked
-    assert 2010 * MIB == pages.free_memory(huge=True)
+    assert 2010 * MIB == pages.bytes_free(huge=True)
 
 
 @pytest.mark.skipif(not pages._READS_HUGE_PAGES, reason="this kernel reads files in small pages")
