@@ -153,8 +153,8 @@ def test_memory_is_counted_without_proc_or_where_it_fails(monkeypatch, tmp_path,
 
     monkeypatch.setattr(memory, "_SIZES", tmp_path / "none")
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    for name in ("virtual_memory",) if error else ():
-        monkeypatch.setattr(psutil, name, fail)
+    if error:
+        monkeypatch.setattr(psutil, "virtual_memory", fail)
     page = os.sysconf("SC_PAGE_SIZE")
 
     assert page * os.sysconf("SC_PHYS_PAGES") == memory.total_bytes()
