@@ -124,17 +124,10 @@ def test_a_cache_shows_them(tmp_path: Path) -> None:
 def test_a_model_whose_text_has_them_does_not_move_the_cursor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.cli.models import _streamer
-
-    class Tokens:
-        def decode(self, _: object, **__: object) -> str:
-            return NAME + "\n"
+    from offload.cli.models import show
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    streamer = _streamer(Tokens(), lambda _: None, prints=True)
-    streamer.put(torch.tensor([1]))  # the prompt
-    streamer.put(torch.tensor([2]))
-    streamer.end()
+    show(NAME + "\n")
 
     assert SHOWN in capsys.readouterr().out
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from copy import copy
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +16,10 @@ from offload.annotations import Kwargs
 from offload.cli import arguments
 from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError, visible_lines
-from offload.serving.chat import ONE_ANSWER, ONLY_TOKENS, ends_of, in_chat
+from offload.serving.chat import ONE_ANSWER, ONLY_TOKENS, ends_of, in_chat, stops_of
 from offload.storage.reasons import first_line
 
 if TYPE_CHECKING:
-    import torch
-
     from offload.report import Recording
 
 _MODES = ("greedy_search", "sample")  # that take drafts
@@ -188,6 +184,8 @@ def generate(options: argparse.Namespace) -> None:
 
         from offload.checkpoints.companions import tokenizer_in
         from offload.memory import anonymous_bytes
+        from offload.serving.answering import Job, Told
+        from offload.serving.text import Text
 
         tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
     inputs = _inputs(tokenizer, options)
@@ -196,22 +194,26 @@ def generate(options: argparse.Namespace) -> None:
     before = anonymous_bytes()
     kept = prompt_cache_of(options)
     model = loaded_model(folder, options)
-    ends_of(model, folder)
+    ends = ends_of(model, folder)
     drafts = drafts_of(model, tokenizer, options)
     inputs = inputs.to(model.device)
-    passes: list[list[int]] = []  # their tokens
+    pieces: list[str] = []
     with (
         _watched(options, model) as recording,
         doing("reading the prompt") as begun,
         torch.inference_mode(),
     ):
 
-        def mark(tokens: list[int]) -> None:
+        def tell(piece: Any) -> None:
             begun()
-            passes.append(tokens)
-            for _ in tokens:
+            for _ in range(piece.tokens):
                 recording.mark()
+            pieces.append(piece.text)
+            if not options.json:
+                show(piece.text)
 
+        text = Text(tokenizer, stops_of(model), ends)
+        told = Told(Job([], options.max_new_tokens, tell), text)
         try:
             model.generate(
                 **inputs,
@@ -220,18 +222,20 @@ def generate(options: argparse.Namespace) -> None:
                 **drafts,
                 max_new_tokens=options.max_new_tokens,
                 do_sample=options.sample,
-                streamer=_streamer(tokenizer, mark, prints=not options.json),
+                streamer=told,
+                stopping_criteria=[told.stops],
             )
-        except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        except (TypeError, AttributeError, LookupError, ArithmeticError, ImportError, AssertionError) as error:
             raise CheckpointError(
                 f"{folder} can't generate, perhaps because of its generation_config.json: {first_line(error)}"
             ) from error
-    new = [*chain.from_iterable(passes)]
-    per_pass = len(new) / len(passes) if drafts else None
+        told.finish()
+    per_pass = len(text.tokens) / told.passes if drafts else None
     figures = {**_figures(recording), "tokens_per_pass": per_pass, "anonymous_bytes": recording.peak - before}
     if options.json:
-        print_json({"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new, **figures})
+        print_json({"text": "".join(pieces), "tokens": text.tokens, **figures})
     else:
+        print()
         print(_in_words(len(recording.marks), figures), file=sys.stderr)
 
 
@@ -372,20 +376,6 @@ def _watched(options: argparse.Namespace, model: Any) -> Any:
     return memory_report(options.report, model, title=f"offload {options.model}")
 
 
-def _streamer(tokenizer: Any, mark: Callable[[list[int]], None], *, prints: bool) -> Any:
-    """A streamer that gives the tokens of each pass to `mark`, and prints their text if requested."""
-    from transformers import TextStreamer
-
-    class Printing(TextStreamer):  # type: ignore[misc]
-        def put(self, value: torch.Tensor) -> None:
-            is_prompt = self.next_tokens_are_prompt
-            if not is_prompt:
-                mark(value.flatten().tolist())
-            if is_prompt or prints:
-                super().put(value)
-
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            if prints:
-                super().on_finalized_text(visible_lines(text) if sys.stdout.isatty() else text, stream_end)
-
-    return Printing(tokenizer, skip_prompt=True, skip_special_tokens=True)
+def show(text: str) -> None:
+    """Print a piece of an answer; control characters are visible on a terminal."""
+    print(visible_lines(text) if sys.stdout.isatty() else text, end="", flush=True)

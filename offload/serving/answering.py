@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from offload.annotations import Json, Kwargs
-from offload.serving.chat import ONE_ANSWER
+from offload.serving.chat import ONE_ANSWER, stops_of
 from offload.serving.text import Text
 
 _SCORED_BYTES = 256 << 20  # of logits, when a prompt is scored
@@ -106,14 +106,17 @@ class Answering:
                 return "length"
             if job.most == 1 and job.options.get("temperature") == 0:
                 return self._tell_one(job, last)
-        text = Text(self._tokenizer, job.options.get("stop", ()), self._ends)
-        told = _Told(job, text)
+        text = Text(self._tokenizer, self._stops(job), self._ends)
+        told = Told(job, text)
         self._model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **self._options(job, told))
         told.finish()
         last_one = text.tokens[-1] if text.tokens else None
         return "stop" if text.has_stopped or last_one in self._ends else "length"
 
-    def _options(self, job: Job, told: _Told) -> Kwargs:
+    def _stops(self, job: Job) -> list[str]:
+        return [*job.options.get("stop", ()), *stops_of(self._model)]
+
+    def _options(self, job: Job, told: Told) -> Kwargs:
         """Options for `generate`: as the model's settings say, or greedy where a temperature of 0 is asked for."""
         asked = job.options
         chosen: Kwargs = {
@@ -160,16 +163,21 @@ class Answering:
     def _tell_one(self, job: Job, scores: torch.Tensor) -> str:
         """Tell the most probable token: what a greedy answer of one token is."""
         token = int(scores.argmax())
-        text = Text(self._tokenizer, job.options.get("stop", ()), self._ends)
+        text = Text(self._tokenizer, self._stops(job), self._ends)
         added = text.add(token) + text.rest()
         job.tell(Piece(added, [_score(scores, token, job.top or 0)], tokens=1))
         return "stop" if text.has_stopped or token in self._ends else "length"
 
 
-class _Told:
-    """Tells what `generate` does: it is its streamer, its stopping criterion, and a logits processor."""
+class Told:
+    """Tells what `generate` does: it is its streamer, its stopping criterion, and a logits processor.
+
+    Attributes:
+        passes: in which tokens were generated.
+    """
 
     def __init__(self, job: Job, text: Text) -> None:
+        self.passes = 0
         self._job, self._text = job, text
         self._is_prompt = True
         self._scores = torch.empty(0)
@@ -179,6 +187,7 @@ class _Told:
         if self._is_prompt:
             self._is_prompt = False
             return
+        self.passes += 1
         for token in value.flatten().tolist():
             if self._text.has_stopped or len(self._text.tokens) == self._job.most:
                 return  # drafted tokens after a stop string

@@ -17,8 +17,11 @@ from offload.storage.reasons import first_line
 
 ONLY_TOKENS = {"return_token_type_ids": False}
 """For a tokenizer: language models take no segment ids, which some tokenizers return by default."""
-ONE_ANSWER = {"return_dict_in_generate": False, "num_beams": 1, "num_return_sequences": 1}
-"""For `generate`, whatever the model's generation settings ask for: tokens are told one by one as they come."""
+ONE_ANSWER = {"return_dict_in_generate": False, "num_beams": 1, "num_return_sequences": 1, "stop_strings": None}
+"""For `generate`, whatever the model's generation settings ask for: tokens are told one by one as they come.
+
+transformers' own criterion for stop strings (5.23) does not work with every tokenizer: see `stops_of`.
+"""
 
 _NO_TEMPLATE = "the model has no chat template: give a prompt (of /v1/completions) instead of messages"
 
@@ -49,6 +52,12 @@ def ends_of(model: Any, folder: Path) -> list[int]:
             "it should be the number of a token, or a list of them"
         )
     return ends
+
+
+def stops_of(model: Any) -> list[str]:
+    """The stop strings of the model's generation settings."""
+    said = getattr(model.generation_config, "stop_strings", None) or []
+    return [said] if isinstance(said, str) else [str(stop) for stop in said if stop]
 
 
 class Prompts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,36 @@ def test_one_answer_is_generated_where_the_model_s_settings_ask_for_beams(
     drafts: bool, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     beams = shutil.copytree(folder, tmp_path / "beams")
-    settings = json.loads((beams / "generation_config.json").read_text())
-    asked = {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True, "length_penalty": 2.0}
-    (beams / "generation_config.json").write_text(json.dumps(settings | asked))
+    with_settings(beams, num_beams=4, num_return_sequences=2, early_stopping=True, length_penalty=2.0)
     options = ["--assistant", folder, "--draft", "3"] if drafts else []
 
     assert answer(capsys, folder)["tokens"] == answer(capsys, str(beams), *options)["tokens"]
+
+
+def with_settings(folder: Path, **asked: object) -> str:
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | asked))
+    return str(folder)
+
+
+def test_stop_strings_of_the_model_s_settings_end_an_answer(folder: str, capsys: pytest.CaptureFixture[str]):
+    whole = answer(capsys, folder)["text"].split()
+    end = next(at for at, word in enumerate(whole) if at and word not in whole[:at])
+
+    assert whole[:end] == answer(capsys, with_settings(Path(folder), stop_strings=[whole[end]]))["text"].split()
+
+
+@pytest.mark.parametrize("kind", ["quantized", "offloaded"])
+def test_a_cache_that_can_not_be_had_here_is_an_error_in_a_sentence(
+    kind: str, folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "optimum", None)
+    if kind == "offloaded" and torch.cuda.is_available():
+        pytest.skip("it can be had")
+    asked = ["generate", with_settings(Path(folder), cache_implementation=kind), *ASKED]
+
+    assert 1 == cli.main(asked)
+    assert "perhaps because of its generation_config.json" in capsys.readouterr().err
 
 
 def test_the_last_line_says_tokens_per_pass(folder: str, capsys: pytest.CaptureFixture[str]):
