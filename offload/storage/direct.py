@@ -6,7 +6,7 @@ counted, listed, mapped and taken back. A direct read takes a tenth of that.
 Always true:
 - the bytes are those of the very file whose header was read, or it is an error
 - at most a given number of bytes is read, or being read, and not released; but two loads always are
-- memory is handed out again once it is released, and freed when nothing has been read for a while
+- memory is handed out again once it is released, and freed when nothing has been read or released for a while
 - whoever needs a load that no thread has begun reads it itself
 """
 
@@ -279,7 +279,7 @@ class _Reader(Background[Load]):
         _carry_out(work)
 
     def rest(self) -> None:
-        """Nothing has been read for a while."""
+        """Nothing has been read, or released, for a while."""
         self._state.unused.clear()
 
 
@@ -306,10 +306,12 @@ class _State:
         return found
 
     def give(self, memory: torch.Tensor, most: int) -> None:
-        """It is used again, if there are no more than `most` bytes in all."""
+        """It is used again, if there are no more than `most` bytes in all; a reader frees it after a while."""
         self.unused.append(memory)
         while self.unused and self.nbytes > most:
             del self.unused[0]
+        with suppress(RuntimeError):  # no more threads: it stays
+            self.readers[0].wake()
 
     @property
     def nbytes(self) -> int:

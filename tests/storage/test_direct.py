@@ -133,15 +133,25 @@ def test_memory_that_is_in_use_is_not_handed_out(file):
             ahead.release(load)
 
 
+def readers_end() -> None:
+    for thread in [reader.thread for reader in direct._STATE.readers]:
+        if thread is not None:
+            thread.join(60)
+
+
 def test_unused_memory_is_freed_after_a_while(file, monkeypatch):
+    """Also if the readers have ended before it is released."""
     monkeypatch.setattr(background, "IDLE", 0.01)
-    list(in_order([Load([Part(file[0], 0, 100)])]))
-    begun = [reader.thread for reader in direct._STATE.readers if reader.thread is not None]
+    load = Load([Part(file[0], 0, 100)])
+    with closing(Ahead([load], 1 << 20)) as ahead:
+        ahead.get(load)
+        readers_end()
+        assert [] == direct._STATE.unused
+        with direct._STATE.lock:  # no reader rests meanwhile
+            ahead.release(load)
+            assert direct._STATE.unused
+        readers_end()
 
-    for thread in begun:
-        thread.join(60)
-
-    assert begun
     assert [] == direct._STATE.unused
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import offload
 from bench.page_cache import make_cold
-from offload.storage import disks
+from offload.storage import disks, threads
 from offload.storage.disks import Disk, read_shared
 from offload.storage.threads import Worker
 from tests.page_cache import needs_page_cache
@@ -227,10 +227,10 @@ def test_a_value_is_the_same_with_any_number_of_threads(large, monkeypatch, read
 def test_one_thread_reads_if_no_more_can_start(monkeypatch):
     """As while the interpreter ends (Python 3.12)."""
 
-    def refuse(_: threading.Thread) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threads, "start_new_thread", refuse)
     seen: list[tuple[int, int]] = []
     read_shared(
         next(NUMBERS), 0, 100 * MIB, 2 * MIB, lambda _, nbytes: seen.append((threading.get_ident(), nbytes)), int
