@@ -30,7 +30,7 @@ OTHERS = {
     ("offload.testing.ops", "raise error"): "what the op met; a census takes note of it",
     ("offload.torch_api", "raise cls.error"): "an `UnsupportedTorchError` that was made at import",
     ("offload.torch_api", "raise found.error"): "an `UnsupportedTorchError` that was made at import",
-    ("offload.torch_api", "raise self._changed"): "an `UnsupportedTorchError` that was made at import",
+    ("offload.torch_api", "raise _CHANGED"): "an `UnsupportedTorchError` that was made at import",
     ("offload.training.activations", "raise error"): "what the writing thread met; handed over as it was",
     ("offload.cache.columns", "raise TypeError"): "`_encoded` tells of it, with the column",
     ("offload.cache.held", "raise OSError"): "the temporary file's `with` reports it, as a WriteError",
