@@ -126,5 +126,7 @@ def test_a_server_is_not_used_where_imports_may_see_another_environment(monkeypa
     assert "None True\n" == run_script(script, env={"TMPDIR": "/"})
     assert "None False\n" == run_script(script, env={"HF_HUB_VERBOSITY": "error"})
     assert "None False\n" == run_script(script, shell="true")
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "1")  # as after the first torch.compile
+    assert "None True\n" == run_script(script)
     monkeypatch.setenv("OMP_DYNAMIC", "1")
     assert "None False\n" == run_script(script)
