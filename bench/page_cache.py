@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import numpy as np
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _DONTNEED = 4  # MADV_DONTNEED of <sys/mman.h>
 _LEFT = 0.01
-_TRIES = 5  # a page that the kernel is moving just then stays
+_TRIES = 100  # a page that the kernel is moving just then stays
 
 
 def files_in(*folders: Path) -> list[Path]:
@@ -55,6 +56,7 @@ def make_cold(files: Sequence[Path]) -> None:
         left = cached_fraction(files)
         if not left:
             break
+        time.sleep(0.01)
     if left >= _LEFT:
         raise RuntimeError(f"{left:.0%} of {len(files)} files stay cached: another process has them mapped")
 

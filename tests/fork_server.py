@@ -39,7 +39,6 @@ IMPORTED = ("torch", "accelerate", "transformers.modeling_utils", "transformers.
 # Up to transformers 5.20, importing a model imports scikit-learn and with it pyarrow, whose allocator has a thread.
 _WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _READ_LATE = {"TMPDIR", "PYTEST_CURRENT_TEST", "PYTHONIOENCODING"}  # not at an import, or done again by `_begin`
-_SET_BY_TORCH = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_")  # when it first compiles something: torch 2.13
 
 
 class ForkServer:
@@ -101,8 +100,7 @@ class ForkServer:
 
 
 def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
-    own = (one for one in environment.items() if not one[0].startswith(_SET_BY_TORCH))
-    return {name: value for name, value in own if name not in _READ_LATE}
+    return {name: value for name, value in environment.items() if name not in _READ_LATE}
 
 
 def _file(content: bytes = b"") -> io.FileIO:

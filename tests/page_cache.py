@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -84,4 +85,5 @@ def dropped(path: Path) -> Path:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             if not cached_fraction([path]):
                 break
+            time.sleep(0.001)
     return path

@@ -22,7 +22,9 @@ from typing import Any
 from tests.fork_server import ROOT, ForkServer
 
 _OWN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-_OF_THIS_PROCESS = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}  # an address, set as torch._inductor is imported
+OF_THIS_PROCESS = {  # what libraries set in it as they are imported: torch._inductor, and those of sentence-transformers
+    *("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+}
 _SERVERS: dict[int, ForkServer] = {}  # by the process that uses it
 
 
@@ -104,7 +106,7 @@ def fork_server() -> ForkServer:
 
 def _environment() -> dict[str, str]:
     """That of new processes."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _OF_THIS_PROCESS}
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_THIS_PROCESS}
     return {**inherited, **_OWN}
 
 
@@ -134,5 +136,9 @@ def kill(pid: int) -> None:
 
 
 def in_fork(act: Callable[[], object]) -> bool:
-    """Whether `act` succeeds in a forked child."""
-    return ended(forked(act)) == 0
+    """Whether `act` succeeds in a forked child: it does not fail, and does not return False."""
+
+    def checked() -> None:
+        assert act() is not False
+
+    return ended(forked(checked)) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import math
 import os
 import pickle
 
@@ -18,6 +19,7 @@ from torch import nn
 
 import offload
 from offload import OffloadedTensor
+from offload.models import journal
 from offload.storage import folders
 from tests import faults
 from tests.acts import Act, dies_at_each_call, meets_each_fault
@@ -173,6 +175,7 @@ def numbers(folder):
 
 
 def mapped_once(tensors):
+    journal._PATIENCE = math.inf  # it writes after a second, too: how often depends on the machine
     offload.map_values(doubled, tensors, resume="twice", progress=False)
     return [tensor.tolist() for tensor in tensors.values()]
 

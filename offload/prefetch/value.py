@@ -47,7 +47,7 @@ class Stage(Enum):
 
 AWAY, QUEUED, READING, RESIDENT, IN_USE, LEAVING = Stage
 _NEXT = {
-    AWAY: (QUEUED, IN_USE, LEAVING),
+    AWAY: (QUEUED, IN_USE, LEAVING, AWAY),  # the last: two threads have dropped it, as one that was evicted meanwhile
     QUEUED: (READING, IN_USE, AWAY),
     READING: (RESIDENT, LEAVING, AWAY),
     RESIDENT: (IN_USE, LEAVING, AWAY),

@@ -15,7 +15,7 @@ import torch
 import offload
 from bench.page_cache import cached_fraction
 from offload import OffloadedTensor, TensorCache
-from offload.cache import rowfile
+from offload.cache import columns, rowfile
 from offload.errors import CorruptFileError
 from offload.prefetch import engine, filling
 from offload.storage import background, pages
@@ -55,7 +55,8 @@ def _looks_read_nothing(monkeypatch):
             if not all(pages.cached_bytes(address + place, 1) for place in places):
                 raise OSError(errno.EAGAIN, "not in memory")
 
-    monkeypatch.setattr(rowfile, "look_at", look_at)
+    for module in (rowfile, columns):
+        monkeypatch.setattr(module, "look_at", look_at)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,9 @@ def parts(monkeypatch):
 
     monkeypatch.setattr(filling, "populated", populated)
     monkeypatch.setattr(filling, "_PART", MIB)
-    return seen
+    yield seen
+    seen.gate.set()
+    rest()
 
 
 def rest():
@@ -323,7 +326,7 @@ def test_the_thread_ends(folder, path, parts, monkeypatch):
         thread.join()
 
     assert parts
-    assert "offload-reader" not in [thread.name for thread in threading.enumerate()]
+    assert thread is None or not thread.is_alive()
 
 
 def test_a_forked_child_goes_on_by_itself(folder, path, parts):
@@ -350,8 +353,13 @@ def test_a_process_ends_while_it_is_under_way(folder, path):
     script = """
         import sys, threading, torch
         from offload import TensorCache
+        from offload.cache import rowfile
         from offload.prefetch import filling
 
+        def not_there(fd, places):
+            raise OSError("not in memory")
+
+        rowfile.look_at = not_there
         filling.populated = lambda *_: threading.Event().wait()
         cache = TensorCache.open(sys.argv[1])
         cache[torch.randperm(2048)[:256]]

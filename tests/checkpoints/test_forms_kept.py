@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
@@ -18,7 +17,7 @@ import offload
 from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, PROMPT
 from tests.conftest import contents
-from tests.processes import run_script
+from tests.processes import in_fork, run_script
 
 NAMES = ["fp8-llama", "fp8-qwen3_moe", "ct-w4a16", "ct-nvfp4a16", "bnb-nf4", "bnb-int8", "mxfp4-gpt_oss", "gptq", "awq"]
 NAMES += ["gguf-q4_k_m", "llama-float32-as-bfloat16", "qwen3_moe"]
@@ -49,13 +48,11 @@ def test_copies_threads_and_a_forked_child_say_the_same(name: str, tmp_path: Pat
     decoded = {f"{handle_of(value).name}.safetensors" for value in recipes(model)}
 
     copied = copy.deepcopy(model)
-    pid = os.fork()  # before there are threads: MKL's memory is locked in a child that is forked as one of them ends
-    if not pid:
-        os._exit(0 if torch.equal(expected, logits(model)) else 1)
+    # Before there are threads: MKL's memory is locked in a child that is forked as one of them ends.
+    assert in_fork(lambda: torch.equal(expected, logits(model)))
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(logits, [model, copied] * 4))
 
-    assert 0 == os.waitpid(pid, 0)[1]
     assert all(torch.equal(expected, one) for one in found)
     assert count > 0
     assert count == len(recipes(copied)) == len(recipes(model))

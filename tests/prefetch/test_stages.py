@@ -19,6 +19,7 @@ FOLLOW = {
     (LEAVING, IN_USE), (LEAVING, QUEUED), (IN_USE, QUEUED),  # it is needed again
     (AWAY, LEAVING), (READING, LEAVING), (RESIDENT, LEAVING),  # it is not needed after all
     (QUEUED, AWAY), (READING, AWAY), (RESIDENT, AWAY), (IN_USE, AWAY),  # it is given up, broken, evicted
+    (AWAY, AWAY),  # by two threads at once
 }  # fmt: skip
 
 
@@ -34,6 +35,23 @@ def test_a_value_moves_to_the_stages_that_follow_its_own(before: Stage, after: S
         with pytest.raises(AssertionError, match="can't become"):
             value.move_to(after)
         assert value.stage is before
+
+
+def test_a_value_can_be_dropped_by_two_threads_at_once(memory: Memory, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    """As by the dropper, and by `evict`: the second one has looked at the stage before the first one changes it."""
+    [value] = made(memory, "a")
+    value.stage = LEAVING
+    move_to = Made.move_to
+
+    def late(self: Made, stage: Stage) -> None:
+        monkeypatch.setattr(Made, "move_to", move_to)
+        self.left()
+        self.move_to(stage)
+
+    monkeypatch.setattr(Made, "move_to", late)
+    value.left()
+
+    assert AWAY is value.stage
 
 
 def test_one_function_assigns_stages():

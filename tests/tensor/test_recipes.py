@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
 import random
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decoded, Piece
 from offload.tensor.views import handle_of, meta_of
 from offload.tensor.wrapper import wrap_handle
+from tests.processes import in_fork
 
 MIB = 1 << 20
 
@@ -406,11 +406,7 @@ def test_a_passed_recipe_is_small_and_comes_back_as_one_value(recipe: OffloadedT
 def test_a_forked_child_reads_and_its_parent_goes_on(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
     assert torch.equal(plain, recipe + 0)
 
-    pid = os.fork()
-    if not pid:
-        os._exit(0 if all(torch.equal(plain, recipe + 0) for _ in range(3)) else 1)
-
-    assert 0 == os.waitpid(pid, 0)[1]
+    assert in_fork(lambda: all(torch.equal(plain, recipe + 0) for _ in range(3)))
     assert torch.equal(plain, recipe + 0)
 
 
@@ -434,7 +430,8 @@ def test_threads_that_compute_a_recipe_do_not_share_memory(folder: Path) -> None
     assert [] == wrong
 
 
-def test_scratch_memory_is_reused_once_it_is_free(folder: Path) -> None:
+def test_scratch_memory_is_reused_once_it_is_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_SCRATCH", scratch._Scratch())
     recipe, plain = made("cast", folder)
     composed = handle_of(recipe).composed
     assert composed is not None
