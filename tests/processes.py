@@ -22,7 +22,7 @@ from typing import Any
 from tests.fork_server import ROOT, ForkServer
 
 _OWN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-OF_THIS_PROCESS = {  # what libraries set in it as they are imported: torch._inductor, and those of sentence-transformers
+OF_THIS_PROCESS = {  # what libraries set in it as they are imported: torch._inductor, sentence-transformers
     *("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 }
 _SERVERS: dict[int, ForkServer] = {}  # by the process that uses it
