@@ -131,7 +131,10 @@ class Pool:
 
     @property
     def window(self) -> int:
-        """Bytes that may be read ahead, in use, or not yet dropped: what the disk delivers in a quarter second."""
+        """Bytes that may be read ahead, in use, or not yet dropped: what the disk delivers in a quarter second.
+
+        One value may be ahead whatever waits to be dropped: the disk does not wait for the thread that drops.
+        """
         return self._window_beside(self._limit)
 
     @property
