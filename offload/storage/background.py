@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from offload.storage.threads import Worker
@@ -38,7 +39,7 @@ class Background(ABC, Generic[Work]):
 
     @abstractmethod
     def carry_out(self, work: Work) -> None:
-        """Do it. Called by the thread, without the lock. An error ends the thread; the next `wake` starts another."""
+        """Do it. Called by the thread, without the lock. An error ends the thread; another does what is left."""
 
     def rest(self) -> None:
         """There was no work for a while. Called under the lock, as the thread ends."""
@@ -55,6 +56,15 @@ class Background(ABC, Generic[Work]):
         self._something.notify()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException:
+            with self.lock, suppress(RuntimeError):
+                self.thread = None
+                self.wake()
+            raise
+
+    def _work(self) -> None:
         while True:
             with self.lock:
                 work = self.take()

@@ -83,6 +83,15 @@ def test_an_error_ends_the_thread_and_the_next_work_finds_another(counter, monke
     assert [-1, 2] == [number for number, _ in counter.done]
 
 
+def test_work_that_was_given_beside_what_fails_is_done_by_another_thread(counter, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+
+    counter.give(-1, 2, -3, 4)
+    counter.wait(4)
+
+    assert [-1, 2, -3, 4] == [number for number, _ in counter.done]
+
+
 def test_a_forked_child_has_no_thread_and_can_make_one(counter):
     counter.give(1)
     counter.wait(1)
