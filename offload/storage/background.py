@@ -56,15 +56,6 @@ class Background(ABC, Generic[Work]):
         self._something.notify()
 
     def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException:
-            with self.lock, suppress(RuntimeError):
-                self.thread = None
-                self.wake()
-            raise
-
-    def _work(self) -> None:
         while True:
             with self.lock:
                 work = self.take()
@@ -75,4 +66,10 @@ class Background(ABC, Generic[Work]):
                         self.thread = None
                         self.rest()
                         return
-            self.carry_out(work)
+            try:
+                self.carry_out(work)
+            except BaseException:
+                with self.lock, suppress(RuntimeError):
+                    self.thread = None
+                    self.wake()
+                raise

@@ -95,7 +95,7 @@ def test_a_cache_that_can_not_be_had_here_is_an_error_in_a_sentence(
 ):
     monkeypatch.setitem(sys.modules, "optimum", None)
     if kind == "offloaded" and torch.cuda.is_available():
-        pytest.skip("it can be had")
+        pytest.skip("a cache can be offloaded from an accelerator here")
     asked = ["generate", with_settings(Path(folder), cache_implementation=kind), *ASKED]
 
     assert 1 == cli.main(asked)
