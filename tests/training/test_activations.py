@@ -415,6 +415,7 @@ PEAK = """
     import contextlib, json, sys, torch, offload
     from torch import nn
     from offload.memory import anonymous_bytes, count_freed
+    from offload.training import activations
 
     torch.set_num_threads(1)
     layers, rows, width = 24, 8192, 128
@@ -422,6 +423,7 @@ PEAK = """
 
     def look(*_):
         global peak
+        activations._DISK.wait(0)  # how much waits to be written is a matter of how fast the disk is
         peak = max(peak, anonymous_bytes())
 
     def peak_of(block):
@@ -447,7 +449,7 @@ PEAK = """
 
 
 def test_peak_anonymous_memory_falls_by_the_offloaded_bytes():
-    """192 MiB are saved. What remains is what the current ops use, what waits to be written, and freed blocks."""
+    """192 MiB are saved. What remains is what the current ops use, and freed blocks."""
     found = json.loads(run_script(PEAK))
 
     assert found["same"]
