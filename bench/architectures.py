@@ -119,15 +119,15 @@ def examined(kind: str, name: str) -> Row:
             return Row(kind, name, model_class, ABSENT, str(error))
         except Exception as error:  # a transformers module that needs a missing package
             return Row(kind, name, model_class, ABSENT, reason(error))
-        told: dict[str, int] = {}
+        notes: dict[str, int] = {}
         try:
-            model, told = _from_disk(subject)
+            model, notes = _from_disk(subject)
             found = equality.first(equality.differences(plain, model, subject.folder, subject.probe, subject.notes))
         except Exception as error:
-            return Row(kind, name, model_class, DIFFERS, reason(error), **told)
+            return Row(kind, name, model_class, DIFFERS, reason(error), **notes)
     if found:
-        return Row(kind, name, model_class, DIFFERS, found, **told)
-    return Row(kind, name, model_class, EQUAL if subject.probe else VALUES, "; ".join(subject.notes), **told)
+        return Row(kind, name, model_class, DIFFERS, found, **notes)
+    return Row(kind, name, model_class, EQUAL if subject.probe else VALUES, "; ".join(subject.notes), **notes)
 
 
 def _from_disk(subject: Subject) -> tuple[Any, dict[str, int]]:

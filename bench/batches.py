@@ -120,8 +120,8 @@ def _figures_of(
 ) -> list[Figure]:
     files, size = files_in(folder), bytes_of_a_pass(folder)
     budget = max(int(size / _FACTOR), MIB)
-    kept = run_apart(trial, OURS, folder, scratch, work, 0, max(_REHEARSED // work.passes, 1)).peak_bytes
-    allowance = ALLOWANCE + kept + max(counts) * _A_BATCH
+    peak = run_apart(trial, OURS, folder, scratch, work, 0, max(_REHEARSED // work.passes, 1)).peak_bytes
+    allowance = ALLOWANCE + peak + max(counts) * _A_BATCH
     capped = partial(_in_group, folder, scratch, budget, allowance, work)
     peers = {arm: partial(capped, arm, 0, 1) for arm in WAYS if arm != OURS}
     lockstep = {_lockstep(count): partial(capped, OURS, count, work.measured) for count in counts}

@@ -104,16 +104,16 @@ def trial(case: Case, length: int | None, tokens: int) -> DraftTrial:
     vocabulary = model.config.vocab_size
     assistant = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **_ASSISTANT)).to(model.dtype).eval()
     if length:
-        said = assistant.generation_config
-        said.num_assistant_tokens, said.assistant_confidence_threshold = length, 0.0
+        settings = assistant.generation_config
+        settings.num_assistant_tokens, settings.assistant_confidence_threshold = length, 0.0
     text = random.Random(1).choices(range(3, vocabulary), k=_PROMPT + 3 * tokens + 64)
-    told = _told(text, case.right, vocabulary, model, assistant)
+    forced = _forced(text, case.right, vocabulary, model, assistant)
     prompt = torch.tensor([text[:_PROMPT]])
 
     def generated(count: int) -> None:
         options = {} if length == 0 else {"assistant_model": assistant}
         found = model.generate(
-            prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, logits_processor=[told], **options
+            prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, logits_processor=[forced], **options
         )
         assert found[0].tolist() == text[: _PROMPT + count], "the text is the one that was told"
 
@@ -126,11 +126,11 @@ def trial(case: Case, length: int | None, tokens: int) -> DraftTrial:
     return DraftTrial(seconds / tokens, (read_bytes() - read) / tokens, per_pass)
 
 
-def _told(text: list[int], right: float, vocabulary: int, model: Any, assistant: Any) -> Any:
+def _forced(text: list[int], right: float, vocabulary: int, model: Any, assistant: Any) -> Any:
     """A processor of scores that leaves the next token of the text alone, or another one after a pass that errs."""
     from transformers import LogitsProcessor
 
-    class Told(LogitsProcessor):  # type: ignore[misc]
+    class Forced(LogitsProcessor):  # type: ignore[misc]
         drafts = False
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _told(text: list[int], right: float, vocabulary: int, model: Any, assistant:
             alone[:, token] = 0.0
             return alone
 
-    told = Told()
-    model.register_forward_pre_hook(lambda *_: setattr(told, "drafts", False))
-    assistant.register_forward_pre_hook(lambda *_: setattr(told, "drafts", True))
-    return told
+    forced = Forced()
+    model.register_forward_pre_hook(lambda *_: setattr(forced, "drafts", False))
+    assistant.register_forward_pre_hook(lambda *_: setattr(forced, "drafts", True))
+    return forced

@@ -411,10 +411,10 @@ def _tensor_samples(folder: Path) -> list[Files]:
         "many": torch.ones(3, 1).expand(3, 4),
     }
     torch.save({"many": values.pop("many")}, folder / "many.bin")
-    kept = [offload.OffloadedTensor.from_original_tensor(value, name, folder) for name, value in values.items()]
+    tensors = [offload.OffloadedTensor.from_original_tensor(value, name, folder) for name, value in values.items()]
     many = offload.load_file(folder / "many.bin", offload_dir=folder)["many"]
     many[0, 0] = 3.0
-    own = [{_TENSORS: tensor.offload_path.read_bytes()} for tensor in (*kept, many)]
+    own = [{_TENSORS: tensor.offload_path.read_bytes()} for tensor in (*tensors, many)]
     return [*own, *[{_TENSORS: b""}] * (3 * len(own))]
 
 
@@ -464,8 +464,8 @@ def _folder_sample(folder: Path) -> Files:
         "c": TwoTensor(torch.randn(8, 64), torch.randn(8, 64)),
     }
     offload.save_checkpoint({"x": torch.ones(2)}, folder / "other")
-    kept = [offload.OffloadedTensor.from_original_tensor(value, name, place) for name, value in values.items()]
-    assert len(kept) == len(list(place.iterdir()))
+    tensors = [offload.OffloadedTensor.from_original_tensor(value, name, place) for name, value in values.items()]
+    assert len(tensors) == len(list(place.iterdir()))
     return files_of(place)
 
 
@@ -615,7 +615,7 @@ def _read_memmap(folder: Path) -> Mapping[str, torch.Tensor]:
 # The command
 
 
-def told(found: Mapping[str, Found]) -> str:
+def table(found: Mapping[str, Found]) -> str:
     """The results as a table."""
     lines = [f"{'':12}{'tried':>9}{'equal':>9}{'read':>9}{'refused':>9}{'failed':>9}"]
     for name, one in found.items():
@@ -649,7 +649,7 @@ def main() -> int:
                     chance = random.Random(f"{chosen.seed} {kind.name} {failure['trial']}")
                     files = kind.damage(dict(chance.choice(kind.samples)), chance)
                     _put(chosen.keep / f"{kind.name}-{failure['trial']}", files)
-    print(told(found))
+    print(table(found))
     return 1 if any(one.counts[FAILED] for one in found.values()) else 0
 
 

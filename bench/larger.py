@@ -102,10 +102,10 @@ def _figures_of(kind: str, scale: Scale, scratch: Path) -> list[Figure]:
         wanted = (*_ARMS, _ONE_ACT) if is_mixture else _ARMS
         arms = {arm: partial(run_apart, trial, arm, folder, scratch, tokens) for arm in wanted}
         done = in_turn(arms, scale.rounds, missing)
-        return _told(f"larger, {kind}", done, max(rate, disk_rate(folder)), folder, tokens)
+        return _as_figures(f"larger, {kind}", done, max(rate, disk_rate(folder)), folder, tokens)
 
 
-def _told(case: str, done: Rounds[LargerTrial], rate: float, folder: Path, tokens: int) -> list[Figure]:
+def _as_figures(case: str, done: Rounds[LargerTrial], rate: float, folder: Path, tokens: int) -> list[Figure]:
     size = bytes_of_a_pass(folder)
     budget = min(done.results[OURS][0].budget, size) if OURS in done.results else 0
     least = bytes_of_a_token(folder) * (size - budget) / size

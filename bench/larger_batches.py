@@ -60,11 +60,11 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     found = []
     for number, work in enumerate(_WORKS):
         of_work = Rounds({arm: [one[number] for one in results] for arm, results in done.results.items()}, done.missing)
-        found += _told(f"larger-batches, {work}, {_IN_FLIGHT} in flight", of_work, work, size, rate)
+        found += _figures_of(f"larger-batches, {work}, {_IN_FLIGHT} in flight", of_work, work, size, rate)
     return found
 
 
-def _told(case: str, done: Rounds[Done], work: Work, size: int, rate: float) -> list[Figure]:
+def _figures_of(case: str, done: Rounds[Done], work: Work, size: int, rate: float) -> list[Figure]:
     ours = done.results.get(OURS, [])
     if ONE_BY_ONE in done.results:
         expected = done.results[ONE_BY_ONE][0].results

@@ -60,10 +60,10 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
         size = sum(path.stat().st_size for path in files_in(folder))
         done = in_turn({OURS: partial(run_apart, trial, folder, Path(small))}, scale.rounds, {})
     case = f"larger-packed, {size / 1e9:.1f} GB of experts in FP8"
-    return _told(case, done.results.get(OURS, []), rate, done.missing)
+    return _figures_of(case, done.results.get(OURS, []), rate, done.missing)
 
 
-def _told(case: str, done: list[Trial], rate: float, missing: dict[str, str]) -> list[Figure]:
+def _figures_of(case: str, done: list[Trial], rate: float, missing: dict[str, str]) -> list[Figure]:
     def figure(
         what: str, unit: str, value: Callable[[Trial], list[float]], limit: float = 0.0, name: str = ""
     ) -> Figure:

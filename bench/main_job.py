@@ -92,9 +92,9 @@ def answer(question: str) -> None:
     plain = _new_tokens(AutoModelForCausalLM.from_pretrained(dense), prompt)
     on_disk = _new_tokens(from_pretrained(packed, exact=True), prompt)
     _require(plain == on_disk, "tokens of the GGUF file")
-    said = tokenizer.decode(on_disk, skip_special_tokens=True)
+    answer = tokenizer.decode(on_disk, skip_special_tokens=True)
     console.print(
-        f"SmolLM2-135M in 4 bits, {decimal(packed.stat().st_size)}, on disk:\n\n  {question}\n  {said}\n\n"
+        f"SmolLM2-135M in 4 bits, {decimal(packed.stat().st_size)}, on disk:\n\n  {question}\n  {answer}\n\n"
         f"{len(on_disk)} tokens, the same as those of plain transformers with the decoded weights\n",
         markup=False,
     )

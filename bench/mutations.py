@@ -254,8 +254,8 @@ def _header_damaged(header: dict[str, Any], chance: Random) -> Any:
                     anything(chance),
                 )
             )
-            said = {"version": 1, "values": {name: note}}
-            header["__metadata__"] = {"offload": json.dumps(said, ensure_ascii=chance.random() < 0.5)}
+            metadata = {"version": 1, "values": {name: note}}
+            header["__metadata__"] = {"offload": json.dumps(metadata, ensure_ascii=chance.random() < 0.5)}
         case _:
             return json_damaged(header, chance)
     return header
@@ -499,8 +499,8 @@ def _piece_damaged(word: str, shape: list[int], content: bytes, chance: Random) 
             other = chance.choice(sorted(_BYTES_OF))
             return other, shape, (content * 8)[: len(content) // width * _BYTES_OF[other]]
         case 3 if row:  # fewer rows
-            kept = chance.choice((0, 1, shape[0] - 1, shape[0] // 2))
-            return word, [kept, *shape[1:]], content[: kept * row]
+            rows = chance.choice((0, 1, shape[0] - 1, shape[0] // 2))
+            return word, [rows, *shape[1:]], content[: rows * row]
         case 4 if row:  # more
             more = chance.choice((1, shape[0]))
             return word, [shape[0] + more, *shape[1:]], content + content[: more * row]

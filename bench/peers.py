@@ -147,8 +147,8 @@ def _nearly_all_on_disk(model: nn.Module) -> dict[str, str]:
     sizes = {name: sum(weight.numel() for weight in part.parameters(recurse=False)) for name, part in modules.items()}
     sizes = {name: size for name, size in sizes.items() if size or not [*modules[name].children()]}
     smallest = min(filter(None, sizes.values()))
-    kept = next(name for name, size in sizes.items() if size == smallest)
-    return {name: "cpu" if name == kept or not size else "disk" for name, size in sizes.items()}
+    first = next(name for name, size in sizes.items() if size == smallest)
+    return {name: "cpu" if name == first or not size else "disk" for name, size in sizes.items()}
 
 
 WAYS = {

@@ -55,10 +55,10 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
         fits = _measured(world, None, folder, scale, scratch)
         if not fits.results:
             raise RuntimeError(f"no ranks ran: {fits.missing}")
-        said = [rank.tokens for rank in next(iter(fits.results.values()))[0]]
+        expected = [rank.tokens for rank in next(iter(fits.results.values()))[0]]
         capped = _measured(world, scale.factors[0], folder, scale, scratch)
         for done in (fits, capped):
-            done.strike(lambda ranks, said=said: _beginnings(ranks, said), said, "tokens")  # type: ignore[misc]
+            done.strike(lambda ranks, expected=expected: _beginnings(ranks, expected), expected, "tokens")  # type: ignore[misc]
         found += _figures_of(world, fits) + _capped_figures_of(world, scale.factors[0], capped)
     return found
 
@@ -69,9 +69,9 @@ def _measured(world: int, factor: float | None, folder: Path, scale: Scale, scra
     return in_turn(arms, scale.rounds, {})
 
 
-def _beginnings(ranks: list[RankTrial], said: list[list[int]]) -> list[list[int]]:
+def _beginnings(ranks: list[RankTrial], expected: list[list[int]]) -> list[list[int]]:
     """The tokens of ranks; where these are fewer, the rest of the expected ones."""
-    return [rank.tokens + tokens[len(rank.tokens) :] for rank, tokens in zip(ranks, said, strict=True)]
+    return [rank.tokens + tokens[len(rank.tokens) :] for rank, tokens in zip(ranks, expected, strict=True)]
 
 
 def _figures_of(world: int, done: Rounds[list[RankTrial]]) -> list[Figure]:

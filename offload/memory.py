@@ -74,8 +74,8 @@ def available_bytes() -> int:
     own, all.
     """
     ranks = _local_ranks()
-    free, room = _of_system("available", "SC_AVPHYS_PAGES") // ranks, cgroup_room(ranks=ranks)
-    return free if room is None else min(free, room)
+    free, in_cgroup = _of_system("available", "SC_AVPHYS_PAGES") // ranks, cgroup_available(ranks=ranks)
+    return free if in_cgroup is None else min(free, in_cgroup)
 
 
 def total_bytes() -> int:
@@ -93,8 +93,8 @@ def _of_system(field: str, pages: str) -> int:
 
 def _local_ranks() -> int:
     """The number of ranks on this host, according to torchrun."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(said), 1) if said.isdecimal() else 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(ranks), 1) if ranks.isdecimal() else 1
 
 
 def as_bytes(amount: int | float | str, whole: int) -> int:
@@ -150,10 +150,10 @@ def _in_bytes(amount: Any, whole: int) -> int:
     return int(float(number) * _UNITS[unit.lower()]) if "." in number else int(number) * _UNITS[unit.lower()]
 
 
-def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: int = 1) -> int | None:
+def cgroup_available(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: int = 1) -> int | None:
     """What the tightest memory limit among this process's cgroups still allows; None without a limit.
 
-    The page cache counts as room: the kernel drops it first.
+    The page cache counts as available: the kernel drops it first.
 
     Args:
         own, mounted: where the system describes cgroups.
@@ -161,12 +161,12 @@ def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: in
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
     """
-    rooms = [
-        room if ranks == 1 or _is_alone_in(folder) else room // ranks
+    every = [
+        available if ranks == 1 or _is_alone_in(folder) else available // ranks
         for folder in _memory_cgroups(own, mounted)
-        if (room := _room_in(folder)) is not None
+        if (available := _available_in(folder)) is not None
     ]
-    return max(min(rooms), 0) if rooms else None
+    return max(min(every), 0) if every else None
 
 
 def _memory_cgroups(own: Path, mounted: Path) -> Iterator[Path]:
@@ -184,7 +184,7 @@ def _memory_cgroups(own: Path, mounted: Path) -> Iterator[Path]:
         yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(root))
 
 
-def _room_in(folder: Path) -> int | None:
+def _available_in(folder: Path) -> int | None:
     for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         with suppress(OSError, ValueError):  # not there, or "max"
             most = int((folder / limit).read_bytes())

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from offload import memory
-from offload.memory import anonymous_bytes, available_bytes, cgroup_room, uncollected
+from offload.memory import anonymous_bytes, available_bytes, cgroup_available, uncollected
 from offload.prefetch.plan import Pool
 from tests.page_cache import dropped, needs_page_cache
 from tests.processes import run_script
@@ -195,7 +195,7 @@ def test_the_tightest_limit_counts_and_cached_files_are_free_memory(tmp_path, ow
     cgroup(tmp_path / "cg" / "a" / "b", memory__max="max", memory__current=100, memory__stat=stat)
     cgroup(tmp_path / "cg" / "a" / "b" / "c", memory__max=5000, memory__current=50, memory__stat=stat)
 
-    assert 1000 - 400 + 25 == cgroup_room(own("0::/a/b/c"), tmp_path / "cg")
+    assert 1000 - 400 + 25 == cgroup_available(own("0::/a/b/c"), tmp_path / "cg")
 
 
 def test_a_cgroup_of_version_1_limits_too(tmp_path, own):
@@ -204,7 +204,7 @@ def test_a_cgroup_of_version_1_limits_too(tmp_path, own):
     cgroup(tmp_path / "cg" / "memory", memory__limit_in_bytes=2**63 - 4096, **files)
     cgroup(tmp_path / "cg" / "memory" / "a", memory__limit_in_bytes=1000, **files)
 
-    found = cgroup_room(own("5:cpu,memory:/a", "4:pids:/x", "0::/"), tmp_path / "cg")
+    found = cgroup_available(own("5:cpu,memory:/a", "4:pids:/x", "0::/"), tmp_path / "cg")
 
     assert 1000 - 400 + 33 == found
 
@@ -217,20 +217,20 @@ def test_a_cgroup_of_version_1_limits_too(tmp_path, own):
 def test_without_a_limit_the_free_memory_of_a_cgroup_is_none(tmp_path, own, lines):
     cgroup(tmp_path / "cg" / "a", memory__max="max", memory__current=400)
 
-    assert cgroup_room(own(*lines), tmp_path / "cg") is None
-    assert cgroup_room(tmp_path / "no such file", tmp_path / "cg") is None
+    assert cgroup_available(own(*lines), tmp_path / "cg") is None
+    assert cgroup_available(tmp_path / "no such file", tmp_path / "cg") is None
 
 
 def test_a_cgroup_beyond_its_limit_has_no_free_memory(tmp_path, own):
     cgroup(tmp_path / "cg" / "a", memory__max=100, memory__current=400)
 
-    assert 0 == cgroup_room(own("0::/a"), tmp_path / "cg")
+    assert 0 == cgroup_available(own("0::/a"), tmp_path / "cg")
 
 
 def test_a_path_of_the_host_seen_from_a_container_ends_at_what_is_mounted(tmp_path, own):
     cgroup(tmp_path / "cg", memory__max=700, memory__current=400)
 
-    assert 300 == cgroup_room(own("0::/docker/0123"), tmp_path / "cg")
+    assert 300 == cgroup_available(own("0::/docker/0123"), tmp_path / "cg")
 
 
 def test_available_memory_is_the_smaller_of_free_memory_and_the_cgroups(monkeypatch):
@@ -261,13 +261,13 @@ def test_ranks_in_one_cgroup_share_its_memory_and_a_rank_alone_has_all_of_it(tmp
     child = subprocess.Popen(["sleep", "60"])
     try:
         cgroup(tmp_path / "cg" / "a", memory__max=4000, memory__current=0, cgroup__procs=os.getpid())
-        alone = cgroup_room(own("0::/a"), tmp_path / "cg", ranks=ranks)
+        alone = cgroup_available(own("0::/a"), tmp_path / "cg", ranks=ranks)
         cgroup(tmp_path / "cg" / "a" / "below", cgroup__procs=child.pid)
-        with_child = cgroup_room(own("0::/a"), tmp_path / "cg", ranks=ranks)
+        with_child = cgroup_available(own("0::/a"), tmp_path / "cg", ranks=ranks)
         cgroup(tmp_path / "cg" / "a" / "below", cgroup__procs=f"{child.pid}\n1")
-        with_another = cgroup_room(own("0::/a"), tmp_path / "cg", ranks=ranks)
+        with_another = cgroup_available(own("0::/a"), tmp_path / "cg", ranks=ranks)
         cgroup(tmp_path / "cg" / "b", memory__max=2000, memory__current=0)
-        nobody_tells = cgroup_room(own("0::/b"), tmp_path / "cg", ranks=ranks)
+        nobody_tells = cgroup_available(own("0::/b"), tmp_path / "cg", ranks=ranks)
     finally:
         child.kill()
         child.wait()

@@ -41,7 +41,7 @@ class Gathering:
         mine = _Waiting((act.key, computing()), act)
         self._waiting.append(mine)
         try:
-            while not mine.is_done and self._has_room(act.nbytes) and self._compute_next():
+            while not mine.is_done and self._fits(act.nbytes) and self._compute_next():
                 pass
             if not mine.is_done:
                 self._compute([one for one in self._waiting if one.key == mine.key and not one.is_done])
@@ -49,7 +49,7 @@ class Gathering:
             self._waiting.remove(mine)
         return mine.found if mine.is_done else act.result()
 
-    def _has_room(self, nbytes: int) -> bool:
+    def _fits(self, nbytes: int) -> bool:
         """Whether an act as large as this one can wait, too."""
         sizes = [one.act.nbytes for one in self._waiting]
         return len(sizes) < _MOST and sum(sizes) + nbytes <= _BYTES

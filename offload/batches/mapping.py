@@ -120,7 +120,7 @@ class _Mapping:
         self._batches: Iterator[Any] | None = batches
         self._scheduler = scheduler
         self._limit = most or 1  # batches in flight
-        self._room = None if most else int(available_bytes() * _SHARE)  # for what waits
+        self._capacity = None if most else int(available_bytes() * _SHARE)  # for what waits
         self._largest = 0  # largest waiting batch so far, in bytes
         self._graphs = _Growth() if torch.is_grad_enabled() else None
         self._state, self._settings, self._seeds = ThreadState(), Settings.now(), Seeds()
@@ -135,7 +135,7 @@ class _Mapping:
             with bar, self._scheduler.hooked():
                 given = 0
                 while self._batches is not None or self._scheduler.count:
-                    if self._has_room():
+                    if self._may_begin():
                         self._begin()
                     else:
                         self._look_at(self._scheduler.go_on())
@@ -154,7 +154,7 @@ class _Mapping:
             if self._has_drawn:
                 self._seeds.move_on()
 
-    def _has_room(self) -> bool:
+    def _may_begin(self) -> bool:
         """Whether another batch should be started."""
         is_behind = len(self._ended) >= _BACKLOG * self._limit  # results wait for one that is in progress
         most = 1 if is_behind else self._limit
@@ -179,8 +179,8 @@ class _Mapping:
 
     def _look_at(self, call: Call) -> None:
         """Handle a call that has run and now waits, or has ended."""
-        if self._room is not None:
-            self._measure(call, self._room)
+        if self._capacity is not None:
+            self._measure(call, self._capacity)
         if not call.has_ended:
             return
         self._has_drawn = self._has_drawn or call.has_drawn
@@ -200,7 +200,7 @@ class _Mapping:
         self._scheduler.stop(after=number)
         self._ended = {one: call for one, call in self._ended.items() if one < number}
 
-    def _measure(self, call: Call, room: int) -> None:
+    def _measure(self, call: Call, capacity: int) -> None:
         """Compute how many batches fit, if each takes as much as this one.
 
         With gradients a batch's graph grows at each stage: the first one runs to its end alone.
@@ -213,7 +213,7 @@ class _Mapping:
             self._graphs = None
         if size < self._largest:
             return
-        self._limit = max(1, min(_MOST, room // (size + _A_THREAD)))
+        self._limit = max(1, min(_MOST, capacity // (size + _A_THREAD)))
         if not self._largest:
             _log.info("%d batches in flight: one takes %d bytes while it waits", self._limit, size)
             self._scheduler.restart()

@@ -168,7 +168,7 @@ class Checkpoint(Mapping[str, Value]):
     def metadata(self) -> dict[str, str]:
         """The metadata in the headers of its files."""
         files = {file.path: file for file in self._files or (file for value in self.values() for file in value.files)}
-        return {key: said for file in files.values() for key, said in file.header.metadata.items()}
+        return {key: text for file in files.values() for key, text in file.header.metadata.items()}
 
     @uncollected()
     def tensors(

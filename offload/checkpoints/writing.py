@@ -231,8 +231,8 @@ def _ties(tensors: Mapping[str, torch.Tensor], discarded: Collection[str]) -> di
         same[identity_of(tensor)].append(name)
     ties: dict[str, str] = {}
     for names in same.values():
-        kept = min([name for name in names if name not in discarded] or names)
-        ties.update((name, kept) for name in sorted(names) if name != kept)
+        first = min([name for name in names if name not in discarded] or names)
+        ties.update((name, first) for name in sorted(names) if name != first)
     return ties
 
 

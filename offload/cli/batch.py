@@ -121,11 +121,11 @@ def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]
     if first is None:
         return
     folder = folder_of_model(options)
-    kept = prompt_cache_of(options)
+    prompt_cache = prompt_cache_of(options)
     model = loaded_model(folder, options)
     tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    answering = Answering(model, tokenizer, ends_of(model, folder), kept, {})
+    answering = Answering(model, tokenizer, ends_of(model, folder), prompt_cache, {})
     answer = partial(_answer, answering, Prompts(tokenizer, longest, _MOST), options.max_new_tokens)
     with torch.inference_mode():
         yield from map_batches(
@@ -167,13 +167,13 @@ def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[i
     number, request = numbered
     asked = Asked(request.messages, [] if request.prompt is None else [request.prompt])
     try:
-        [(tokens, room)] = prompts.of(asked)
+        [(tokens, longest)] = prompts.of(asked)
     except Refused as error:
         return request.custom_id, number, str(error)
     pieces: list[Any] = []
     seed = int(torch.randint(_MOST_SEED, ()))  # of this request's own numbers, inside `map_batches`
     options = {"temperature": 0, "seed": seed, **request.options}
-    job = Job(tokens, min(request.max_tokens or most, room), pieces.append, options)
+    job = Job(tokens, min(request.max_tokens or most, longest), pieces.append, options)
     try:
         reason = answering(job)
     except (OffloadError, OSError, MemoryError, torch.OutOfMemoryError):

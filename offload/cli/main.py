@@ -78,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
     about = 'print a completion script for a shell, as: eval "$(offload --print-completion bash)"'
     shtab.add_argument_to(made, ["--print-completion"], help=about)
     commands = made.add_subparsers(metavar="COMMAND")
-    for room in (plan, models, batch, serve, weights, files, rows, machine):
-        room.add_to(commands)
+    for group in (plan, models, batch, serve, weights, files, rows, machine):
+        group.add_to(commands)
     _allow_everywhere(commands)
     return made
 

@@ -184,7 +184,7 @@ def generate(options: argparse.Namespace) -> None:
 
         from offload.checkpoints.companions import tokenizer_in
         from offload.memory import anonymous_bytes
-        from offload.serving.answering import Job, Told
+        from offload.serving.answering import Job, Streamer
         from offload.serving.text import Text
 
         tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
@@ -192,7 +192,7 @@ def generate(options: argparse.Namespace) -> None:
     if inputs["input_ids"].numel() == 0:
         raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: give some text")
     before = anonymous_bytes()
-    kept = prompt_cache_of(options)
+    prompt_cache = prompt_cache_of(options)
     model = loaded_model(folder, options)
     ends = ends_of(model, folder)
     drafts = drafts_of(model, tokenizer, options)
@@ -213,24 +213,24 @@ def generate(options: argparse.Namespace) -> None:
                 show(piece.text)
 
         text = Text(tokenizer, stops_of(model), ends)
-        told = Told(Job([], options.max_new_tokens, tell), text)
+        streamer = Streamer(Job([], options.max_new_tokens, tell), text)
         try:
             model.generate(
                 **inputs,
                 **ONE_ANSWER,
-                **kept,
+                **prompt_cache,
                 **drafts,
                 max_new_tokens=options.max_new_tokens,
                 do_sample=options.sample,
-                streamer=told,
-                stopping_criteria=[told.stops],
+                streamer=streamer,
+                stopping_criteria=[streamer.stops],
             )
         except (TypeError, AttributeError, LookupError, ArithmeticError, ImportError, AssertionError) as error:
             raise CheckpointError(
                 f"{folder} can't generate, perhaps because of its generation_config.json: {first_line(error)}"
             ) from error
-        told.finish()
-    per_pass = len(text.tokens) / told.passes if drafts else None
+        streamer.finish()
+    per_pass = len(text.tokens) / streamer.passes if drafts else None
     figures = {**_figures(recording), "tokens_per_pass": per_pass, "anonymous_bytes": recording.peak - before}
     if options.json:
         print_json({"text": "".join(pieces), "tokens": text.tokens, **figures})
@@ -245,9 +245,9 @@ def _inputs(tokenizer: Any, options: argparse.Namespace) -> Any:
         if options.system is not None:
             raise ArgumentError("--system is for a model with a chat template, without --raw: put it into the prompt")
         return tokenizer(options.prompt, return_tensors="pt", **ONLY_TOKENS)
-    said = {"system": options.system, "user": options.prompt}
+    roles = {"system": options.system, "user": options.prompt}
     try:
-        return in_chat(tokenizer, [{"role": role, "content": text} for role, text in said.items() if text is not None])
+        return in_chat(tokenizer, [{"role": role, "content": text} for role, text in roles.items() if text is not None])
     except Exception as error:  # chat templates can raise anything
         raise ArgumentError(
             f"the model's chat template rejects the prompt ({first_line(error)}): --raw continues it as it is"

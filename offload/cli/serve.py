@@ -107,12 +107,12 @@ def _serve(options: argparse.Namespace, at: socket.socket) -> None:
     model = loaded_model(folder, options)
     if model.config.is_encoder_decoder:
         raise ArgumentError(f"{folder} has an encoder of its own for prompts: use offload generate or offload batch")
-    kept = prompt_cache_of(options)
+    prompt_cache = prompt_cache_of(options)
     tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
     ends = ends_of(model, folder)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     drafts = {} if options.assistant is None else drafts_of(model, tokenizer, options)
-    answer = Answering(model, tokenizer, ends, kept, drafts)
+    answer = Answering(model, tokenizer, ends, prompt_cache, drafts)
     engine = Engine(model, answer, in_flight=options.in_flight, most_waiting=options.queue)
     host, port = at.getsockname()[:2]
     app = App(

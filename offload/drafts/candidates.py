@@ -183,15 +183,15 @@ class Drafts:
         return candidates, scores
 
     def _drafted_after(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        room = self._max_length - self._length - 1
+        left = self._max_length - self._length - 1
         self._source, self._from_inner = None, False
-        if room <= 0 or (self._is_first and is_switchable()):  # all tokens of a prompt are computed as without
+        if left <= 0 or (self._is_first and is_switchable()):  # all tokens of a prompt are computed as without
             return input_ids, None
-        found, matched = looked_up(input_ids[0].tolist(), min(self._most, room)) if self._looks_up else ([], 0)
+        found, matched = looked_up(input_ids[0].tolist(), min(self._most, left)) if self._looks_up else ([], 0)
         found = self._cut_at_end(found)
         sources = [(self._known.lookup_of(matched), len(found))] if found else []
         if self._assistant is not None:
-            sources.append((self._assistant, min(MOST, room)))
+            sources.append((self._assistant, min(MOST, left)))
         with self._known.lock:
             tokens, place = self._chosen(sources)
         if not tokens or place is None:
@@ -283,8 +283,8 @@ def drafts_for(model: Any, make: Callable[..., object], given: dict[str, Any]) -
         return inner
     if assistant is not None:
         count_assistant(model, assistant)
-        said = assistant.generation_config
-        if said.num_assistant_tokens is not None or said.num_assistant_tokens_schedule is not None:
+        settings = assistant.generation_config
+        if settings.num_assistant_tokens is not None or settings.num_assistant_tokens_schedule is not None:
             return inner
     return Drafts(
         model,

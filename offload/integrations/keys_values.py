@@ -33,7 +33,7 @@ from offload.tensor.rules import is_followed
 from offload.tensor.views import handle_of, is_stale
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
-_LEAST_ROOM = 256  # tokens
+_LEAST_CAPACITY = 256  # tokens
 _STEP = 64  # granularity of the capacity in tokens: heads then begin at whole cache lines, as in plain tensors
 
 
@@ -149,7 +149,7 @@ class _Rows:
         self._max_length = max_length
         self._file: OffloadedTensor | None = None
 
-    def append(self, kept: torch.Tensor | None, states: torch.Tensor) -> OffloadedTensor:
+    def append(self, past: torch.Tensor | None, states: torch.Tensor) -> OffloadedTensor:
         """The tokens in `kept`, a view of the file, followed by `states`.
 
         Raises:
@@ -157,12 +157,12 @@ class _Rows:
             WriteError: the disk is full.
         """
         first, end = 0, 0
-        if kept is not None and is_offloaded(kept):
-            self._refuse_others(kept, states)
-            first = kept.storage_offset() // kept.shape[-1]
-            end = first + kept.shape[-2]
+        if past is not None and is_offloaded(past):
+            self._refuse_others(past, states)
+            first = past.storage_offset() // past.shape[-1]
+            end = first + past.shape[-2]
         if not self._takes(states, end):
-            first, end = 0, self._make_room(kept if first < end else None, states)
+            first, end = 0, self._grow(past if first < end else None, states)
         assert self._file is not None
         self._file[:, :, end : end + states.shape[-2]] = states
         return self._file[:, :, first : end + states.shape[-2]].to(states.device)  # type: ignore[return-value]
@@ -173,12 +173,12 @@ class _Rows:
             return states
         return self.append(None, states)
 
-    def again(self, kept: torch.Tensor | None) -> torch.Tensor | None:
+    def again(self, past: torch.Tensor | None) -> torch.Tensor | None:
         """The tokens in `kept` again, after the capacity may have grown: they are then at the start of the new file."""
-        if kept is None or not self._holds(kept) or not is_stale(kept):
-            return kept
+        if past is None or not self._holds(past) or not is_stale(past):
+            return past
         assert self._file is not None
-        return self._file[:, :, : kept.shape[-2]].to(kept.device)
+        return self._file[:, :, : past.shape[-2]].to(past.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Rows:
         copy = _Rows(self._name, None, self._max_length)
@@ -195,20 +195,20 @@ class _Rows:
             return False
         return end + states.shape[2] <= file.shape[2]
 
-    def _make_room(self, kept: torch.Tensor | None, states: torch.Tensor) -> int:
-        """Make room for `states` after the tokens in `kept`, which are moved to the start; returns their number."""
-        count = 0 if kept is None else kept.shape[-2]
+    def _grow(self, past: torch.Tensor | None, states: torch.Tensor) -> int:
+        """Make room for `states` after the tokens of `past`, which are moved to the start; returns their number."""
+        count = 0 if past is None else past.shape[-2]
         batch, heads, new, size = states.shape
         needed = count + new
-        room = max(needed * 3 // 2, _LEAST_ROOM) if needed > (self._max_length or 0) else self._max_length
-        shape = (batch, heads, -(-room // _STEP) * _STEP, size)  # type: ignore[operator]
+        capacity = max(needed * 3 // 2, _LEAST_CAPACITY) if needed > (self._max_length or 0) else self._max_length
+        shape = (batch, heads, -(-capacity // _STEP) * _STEP, size)  # type: ignore[operator]
         if self._file is None:
             self._file = OffloadedTensor.empty(
                 shape, dtype=states.dtype, name=self._name, offload_dir=self._folder, exist_ok=True
             )
             return 0
         handle, layout = handle_of(self._file), Layout(states.dtype, shape, contiguous_stride(shape))
-        before = () if kept is None else mapped_value(kept.to(CPU)).flatten(0, 1)  # type: ignore[arg-type]
+        before = () if past is None else mapped_value(past.to(CPU)).flatten(0, 1)  # type: ignore[arg-type]
         row = layout.nbytes // (batch * heads)
         try:
             replace_by_zeros(handle, layout, ((number * row, part) for number, part in enumerate(before)))
@@ -216,15 +216,15 @@ class _Rows:
             self._file = wrap_handle(handle, CPU)
         return count
 
-    def _refuse_others(self, kept: torch.Tensor, states: torch.Tensor) -> None:
-        if _shape_of_a_token(kept) != _shape_of_a_token(states):
+    def _refuse_others(self, past: torch.Tensor, states: torch.Tensor) -> None:
+        if _shape_of_a_token(past) != _shape_of_a_token(states):
             raise ShapeMismatchError(
-                f"{self._name!r} holds tokens of shape {tuple(kept.shape)}, the new ones have {tuple(states.shape)}: "
+                f"{self._name!r} holds tokens of shape {tuple(past.shape)}, the new ones have {tuple(states.shape)}: "
                 "reset() the cache, or use another cache for another batch"
             )
-        if kept.dtype != states.dtype:
+        if past.dtype != states.dtype:
             raise DtypeMismatchError(
-                f"{self._name!r} holds {kept.dtype}, the new tokens are {states.dtype}: reset() the cache, or run "
+                f"{self._name!r} holds {past.dtype}, the new tokens are {states.dtype}: reset() the cache, or run "
                 "the model in one dtype"
             )
 

@@ -41,7 +41,7 @@ from offload.storage.state_file import MOST_JSON, parse_json
 from offload.tensor.arguments import floating_dtype
 from offload.tensor.locals import is_dtensor, local_of
 
-_NOT_HERE = {
+_UNSUPPORTED = {
     "torch_dtype": "give dtype",
     "offload_folder": "give offload_dir",
     "subfolder": "give that folder",
@@ -278,14 +278,14 @@ def _refuse_options(options: Kwargs) -> None:
             _refuse_to_quantize(name)
     for name in _QUANTIZING:
         options.pop(name, None)
-    for name in _NOT_HERE.keys() & options.keys():
-        raise ArgumentTypeError(f"offload.from_pretrained does not take {name!r}: {_NOT_HERE[name]}")
+    for name in _UNSUPPORTED.keys() & options.keys():
+        raise ArgumentTypeError(f"offload.from_pretrained does not take {name!r}: {_UNSUPPORTED[name]}")
 
 
 def _asks_to_decode(quantization: object) -> bool:
     """Whether settings ask that packed weights are computed with as dense ones, which they are in any case."""
-    said = quantization if isinstance(quantization, Mapping) else getattr(quantization, "__dict__", {})
-    return said.get("dequantize") is True or said.get("run_compressed") is False
+    settings = quantization if isinstance(quantization, Mapping) else getattr(quantization, "__dict__", {})
+    return settings.get("dequantize") is True or settings.get("run_compressed") is False
 
 
 def _refuse_to_quantize(option: str) -> NoReturn:

@@ -126,33 +126,33 @@ class Plan:
                 f"Does not run here: keys and values of the context take {decimal(self.context_bytes or 0)} of memory."
             )
         seconds = self.as_it_is.token_seconds
-        said = f"Runs here{', slowly' if seconds > _SLOW else ''}: {_in_words(seconds)} per token"
+        sentence = f"Runs here{', slowly' if seconds > _SLOW else ''}: {_in_words(seconds)} per token"
         where = "memory" if self.device_memory is None else "the memory of the device"
         if self.fits and self.model.form in DENSE:
-            return f"{said}. It fits in {where}: use plain transformers, no setting of offload makes it faster."
-        said += "".join(f"; {way.what} {_in_words(way.token_seconds)}" for way in self.ways[:1])
-        return f"{said}. It fits in {where}, packed as it is." if self.fits else f"{said}."
+            return f"{sentence}. It fits in {where}: use plain transformers, no setting of offload makes it faster."
+        sentence += "".join(f"; {way.what} {_in_words(way.token_seconds)}" for way in self.ways[:1])
+        return f"{sentence}. It fits in {where}, packed as it is." if self.fits else f"{sentence}."
 
     def __str__(self) -> str:
         from rich.filesize import decimal
 
         model, way = self.model, self.as_it_is
-        on_device, kept, memory = self.device_memory, "", self.budget
+        on_device, context, memory = self.device_memory, "", self.budget
         if self.context_bytes is not None:
-            kept = f"keys and values of {self.tokens:,} tokens take {decimal(self.context_bytes)} of it, "
+            context = f"keys and values of {self.tokens:,} tokens take {decimal(self.context_bytes)} of it, "
         reading = f"reads {decimal(way.reads)}" if way.reads else "reads nothing"
         reading += f" and sends {decimal(way.sends)}" if way.sends else ""
         lines = [
             self.answer,
             f"{model.name}: {_count(model.parameters)} parameters, {decimal(model.stored)} ({model.form})",
             f"here: {decimal(self.budget)} may stay in memory, the disk reads {decimal(int(self.disk_rate))}/s",
-            f"  {kept if on_device is None else ''}weights {decimal(way.stays)}",
+            f"  {context if on_device is None else ''}weights {decimal(way.stays)}",
             f"as it is, bound by {way.bound}: a pass {reading}; the first takes {_in_words(way.first_seconds)}",
             *(f"  {command}" for command in way.commands),
         ]
         if on_device is not None:
             memory = on_device
-            lines.insert(4, f"the device has {decimal(memory)} free{kept and ', ' + kept.removesuffix(', ')}")
+            lines.insert(4, f"the device has {decimal(memory)} free{context and ', ' + context.removesuffix(', ')}")
         if self.context_bytes and self.context_bytes >= memory:
             lines += [
                 "keys and values leave no memory for the weights: shorten the context, or keep them on disk,",

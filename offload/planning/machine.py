@@ -27,7 +27,7 @@ from offload.errors import MissingFileError
 from offload.kernels import accelerated
 from offload.kernels.native import description, library, most_rows, multiply
 from offload.kernels.packed import BLOCKS, GgufRows
-from offload.memory import available_bytes, cgroup_room, total_bytes
+from offload.memory import available_bytes, cgroup_available, total_bytes
 from offload.prefetch.plan import Pool
 from offload.prefetch.staging import send
 from offload.storage.disks import read_shared
@@ -114,7 +114,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
         devices=_devices(),
         memory=total_bytes(),
         available=available_bytes(),
-        limit=cgroup_room(),
+        limit=cgroup_available(),
         budget=pool.capacity,
         read_ahead=pool.window,
         disk=_measured(place, nbytes),

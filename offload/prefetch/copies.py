@@ -76,7 +76,7 @@ class Copy(Value):
         self.sent, self.checked_until = None, 0.0
 
 
-def there(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int] | None:
+def copy_on(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int] | None:
     """The stored bytes that a view spans, on a device, for its current stream.
 
     Args:
@@ -96,7 +96,7 @@ def there(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tupl
         with lock():
             copy.pool.picked.count(copy)
     sent = copy.sent or copy.send()
-    return None if sent is None else (sent.here(is_last=not copy.kept), copy.start - handle.extent[0])
+    return None if sent is None else (sent.arrived(is_last=not copy.kept), copy.start - handle.extent[0])
 
 
 def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> Copy | None:
@@ -130,7 +130,7 @@ def _pool_of(pool: Pool | None, device: torch.device) -> OnDevice:
     return pool.on_devices.get(device) or pool.on_devices.setdefault(device, OnDevice())
 
 
-def with_room(device: torch.device, act: Callable[[], _T]) -> _T:
+def retried_on_oom(device: torch.device, act: Callable[[], _T]) -> _T:
     """What a function returns that allocates memory on a device: while there is too little, less stays there.
 
     Raises:
@@ -152,8 +152,8 @@ def _keeps_less(device: torch.device) -> bool:
         total = sum(value.nbytes for value in stay)
         log.warning("%s has too little memory: of %d bytes that stay there, half are dropped", device, total)
         for pool in pools:
-            kept = sum(value.nbytes for value in stay if value.pool is pool)
-            pool.max_memory = kept // 2 if kept > SMALL else 0
+            nbytes = sum(value.nbytes for value in stay if value.pool is pool)
+            pool.max_memory = nbytes // 2 if nbytes > SMALL else 0
             pool.reconsider(anew=True)
         leaving.extend(value for value in stay if not value.kept)
     return bool(leaving)

@@ -118,7 +118,7 @@ def are_staying(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
     return all(one is UNTRACKED or (one is not None and one.stays) for one in found)
 
 
-def were_here(views: Views) -> bool:
+def were_cached(views: Views) -> bool:
     """Whether all that several views need was in memory; then it counts as used, as after `brought_in`.
 
     Raises: as `brought_in`.
@@ -155,7 +155,7 @@ def passing(views: Views) -> list[int]:
         return []
     nbytes, pool = sum(value.nbytes for value in away.values()), next(iter(away.values())).pool
     with lock():
-        if nbytes > min(_MOST_PAST, _ENGINE.streams.own().room_past(pool) // LEAST):
+        if nbytes > min(_MOST_PAST, _ENGINE.streams.own().capacity_past(pool) // LEAST):
             return []
         if any(value.stays or value.is_ahead or value.pool.would_admit(value) for value in away.values()):
             return []
@@ -173,8 +173,8 @@ def ahead_of_use(loads: Sequence[Load], handle: Handle) -> Ahead:
     """Read loads one after the other, as far as the window for `handle`, which they are parts of, allows."""
     with lock():
         stream = _ENGINE.streams.own()
-        stream.leave_room(sum(load.room for load in loads))
-        capacity = stream.room_past(page_state_of(handle).pool or POOL)
+        stream.reserve(sum(load.capacity for load in loads))
+        capacity = stream.capacity_past(page_state_of(handle).pool or POOL)
     return Ahead(loads, capacity)
 
 

@@ -147,11 +147,11 @@ class Stream:
         self._picked = sum(value.nbytes for value in new) if new else self._picked
         self._reader.queue_first(list(itertools.takewhile(self._put_ahead, new)))
 
-    def room_past(self, pool: Pool) -> int:
+    def capacity_past(self, pool: Pool) -> int:
         """Bytes of the window for picked values that are read past the page cache."""
         return self._streams.share(pool.window) // 2
 
-    def leave_room(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         """So much is about to be read past the page cache: what follows the order leaves room for it."""
         self._picked = nbytes
 
@@ -239,14 +239,14 @@ class Stream:
 
     def _put_ahead(self, value: Value) -> bool:
         """Count a value as ahead, if it fits in the window."""
-        if not self._has_room(value):
+        if not self._may_enter(value):
             return False
         self.ahead[value] = (self._picks if value.is_picked else self._moves) + len(self.ahead)
         self._in_order += _is_in_order(value)
         self.in_flight += value.nbytes
         return True
 
-    def _has_room(self, value: Value) -> bool:
+    def _may_enter(self, value: Value) -> bool:
         """Whether a value fits in the window.
 
         It may be wider for the next few values; if no thread has anything ahead, it takes even a larger one.

@@ -335,8 +335,8 @@ class OnDevice(Pool):
 
         These are evenly spread over as many values as have come so far, and each of them was so before.
         """
-        turns = {value: number * _GOLDEN % 1 for number, value in self._values.items()}
-        return _fitting(sorted(values, key=turns.__getitem__), free)
+        order = {value: number * _GOLDEN % 1 for number, value in self._values.items()}
+        return _fitting(sorted(values, key=order.__getitem__), free)
 
 
 def _size(values: Iterable[Value]) -> int:

@@ -34,7 +34,7 @@ def send(values: torch.Tensor, target: torch.device) -> torch.Tensor:
     if nbytes < _STAGED or is_lazy or staging_for(target) is None:
         return values.to(target, non_blocking=nbytes < _STAGED and target.type in _KEEPS_COPIES)
     with no_functions(), no_modes():
-        return send_bytes(values.detach().view(torch.uint8), target).here(is_last=True).view(values.dtype)
+        return send_bytes(values.detach().view(torch.uint8), target).arrived(is_last=True).view(values.dtype)
 
 
 def send_bytes(values: torch.Tensor, target: torch.device) -> Sent:
@@ -55,7 +55,7 @@ class Sent:
         self._staging = staging
         self._arrived = arrived
 
-    def here(self, *, is_last: bool) -> torch.Tensor:
+    def arrived(self, *, is_last: bool) -> torch.Tensor:
         """The bytes, for the current stream of the device: its work from now on comes after their arrival.
 
         Args:

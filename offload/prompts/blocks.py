@@ -221,12 +221,12 @@ class Blocks:
             with writing(self.folder):
                 sweep(self.folder)
             names = _names(identity, tokens)
-            room = _Room(self.folder, self.max_disk, names)
+            quota = _Quota(self.folder, self.max_disk, names)
             for depth, name in enumerate(names):
                 path = self.folder / name
                 if is_there(path):
                     _touch(path)
-                elif not self._write(path, identity, _tokens_of(tokens, depth), states(depth), room):
+                elif not self._write(path, identity, _tokens_of(tokens, depth), states(depth), quota):
                     log.info("%s: %d blocks of %d fit in max_disk", self.folder, depth, len(names))
                     break
 
@@ -236,7 +236,7 @@ class Blocks:
         identity: str,
         tokens: list[int],
         states: list[tuple[torch.Tensor, torch.Tensor]],
-        room: _Room,
+        quota: _Quota,
     ) -> bool:
         """Write one block; False if there is no room for it."""
         forms = [Form.of(keys, values) for keys, values in states]
@@ -251,17 +251,17 @@ class Blocks:
         noted_forms = [[form.heads, form.key, form.value, dtype_name(form.dtype)] for form in forms]
         noted = {"identity": identity, "tokens": tokens, "forms": noted_forms, "sums": sums}
         layouts = {_KEY: Layout(torch.uint8, (nbytes,), (1,))}
-        if not room.make(build(layouts, {_NOTE: noted}).size):
+        if not quota.make(build(layouts, {_NOTE: noted}).size):
             return False
         write_values(path, {_KEY: whole}, layouts, {_NOTE: noted}, durable=True)
-        room.take(path)
+        quota.take(path)
         return True
 
 
-class _Room:
+class _Quota:
     """How much of the budget is used, and by what; under the lock."""
 
-    def __init__(self, folder: Path, most: int, kept: list[str]) -> None:
+    def __init__(self, folder: Path, most: int, staying: list[str]) -> None:
         """Blocks with the names in `kept` stay."""
         self._most = most
         self.used = 0
@@ -271,7 +271,7 @@ class _Room:
                 if _NAME.fullmatch(item.name):
                     status = item.stat(follow_symlinks=False)
                     self.used += status.st_size
-                    if item.name not in kept:
+                    if item.name not in staying:
                         place = Path(item.path)
                         self._unused.append((status.st_atime_ns, -int(item.name[:5]), status.st_size, place))
         self._unused.sort(reverse=True)

@@ -139,9 +139,9 @@ def _note(digest: Any, *things: object) -> None:
 
 
 def _configuration(config: Any) -> str:
-    said = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
+    settings = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
     text = getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
-    return json.dumps([said, text], sort_keys=True, default=_text_of)
+    return json.dumps([settings, text], sort_keys=True, default=_text_of)
 
 
 def _settings(members: Mapping[str, object]) -> list[tuple[str, str]]:

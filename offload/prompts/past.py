@@ -160,30 +160,30 @@ def past_of(config: Any, prefix: Prefix, until: int) -> Any:
     layers = []
     for place, layer in enumerate(past.layers):
         of: Any = type(layer)
-        kind = _kept(of)
+        kind = _stored_kind(of)
         if kind is None:
             raise ArgumentError(
                 f"prompts can't be kept for this model: layer {place} of its cache is a {type(layer).__name__}, whose "
                 "state after a part of a prompt can't be had from that after the whole: leave prompt_cache out"
             )
-        kept = kind.__new__(kind)
-        kept.__dict__.update({key: value for key, value in vars(layer).items() if key not in ("keys", "values")})
-        kept._begin(prefix, place, until)
-        layers.append(kept)
+        stored = kind.__new__(kind)
+        stored.__dict__.update({key: value for key, value in vars(layer).items() if key not in ("keys", "values")})
+        stored._begin(prefix, place, until)
+        layers.append(stored)
     past.layers = layers
     return past
 
 
 @cache
-def _kept(kind: Any) -> Any:
+def _stored_kind(kind: Any) -> Any:
     """A subclass of a layer's class whose first tokens come from a prefix; None if it has other states."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    part = {DynamicLayer: _KeptLayer, DynamicSlidingWindowLayer: _KeptSlidingLayer}.get(kind)
+    part = {DynamicLayer: _StoredLayer, DynamicSlidingWindowLayer: _StoredSlidingLayer}.get(kind)
     return part and type(f"{kind.__name__}WithPrefix", (part, kind), {"_layer_type": None})
 
 
-class _KeptLayer:
+class _StoredLayer:
     """The part of a layer whose first tokens come from a prefix."""
 
     dtype: torch.dtype
@@ -280,7 +280,7 @@ class _KeptLayer:
         self._prefix = None
 
 
-class _KeptSlidingLayer(_KeptLayer):
+class _StoredSlidingLayer(_StoredLayer):
     """Like `_KeptLayer`, for layers that keep only the tokens in a window: the first ones are remembered for blocks."""
 
     sliding_window: int

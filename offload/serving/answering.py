@@ -107,24 +107,24 @@ class Answering:
             if job.most == 1 and job.options.get("temperature") == 0:
                 return self._tell_one(job, last)
         text = Text(self._tokenizer, self._stops(job), self._ends)
-        told = Told(job, text)
-        self._model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **self._options(job, told))
-        told.finish()
+        streamer = Streamer(job, text)
+        self._model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **self._options(job, streamer))
+        streamer.finish()
         last_one = text.tokens[-1] if text.tokens else None
         return "stop" if text.has_stopped or last_one in self._ends else "length"
 
     def _stops(self, job: Job) -> list[str]:
         return [*job.options.get("stop", ()), *stops_of(self._model)]
 
-    def _options(self, job: Job, told: Told) -> Kwargs:
+    def _options(self, job: Job, streamer: Streamer) -> Kwargs:
         """Options for `generate`: as the model's settings say, or greedy where a temperature of 0 is asked for."""
         asked = job.options
         chosen: Kwargs = {
             **self._more,
             **ONE_ANSWER,
             "max_new_tokens": job.most,
-            "streamer": told,
-            "stopping_criteria": [told.stops],
+            "streamer": streamer,
+            "stopping_criteria": [streamer.stops],
         }
         if "temperature" in asked:
             chosen["do_sample"] = asked["temperature"] > 0
@@ -133,7 +133,7 @@ class Answering:
         if chosen.get("do_sample"):
             chosen |= {name: float(asked[name]) for name in ("temperature", "top_p") if name in asked}
         if job.top is not None:
-            chosen["logits_processor"] = [told.see]
+            chosen["logits_processor"] = [streamer.see]
         elif "seed" not in asked:
             chosen |= self._drafts
         if self._model.generation_config.pad_token_id is None:
@@ -169,7 +169,7 @@ class Answering:
         return "stop" if text.has_stopped or token in self._ends else "length"
 
 
-class Told:
+class Streamer:
     """Tells what `generate` does: it is its streamer, its stopping criterion, and a logits processor.
 
     Attributes:
@@ -230,6 +230,6 @@ def bytes_per_token(model: Any) -> int:
     if not all(type(value) is int and value > 0 for value in (layers, heads, width)):
         return 0
     size = getattr(config, "head_dim", None) or width // heads
-    kept = getattr(config, "num_key_value_heads", None) or heads
+    heads_of_keys = getattr(config, "num_key_value_heads", None) or heads
     dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.float32
-    return int(2 * layers * kept * size * dtype.itemsize)
+    return int(2 * layers * heads_of_keys * size * dtype.itemsize)

@@ -102,14 +102,14 @@ class App:
         """Answer a request, and log it. There are no others than those of HTTP: see `server.serve`."""
         begun, status = time.monotonic(), 0
 
-        async def told(message: Message) -> None:
+        async def logged_send(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             async with asyncio.timeout(_PATIENCE):
                 await send(message)
 
         try:
-            await self._routes(scope, receive, told)
+            await self._routes(scope, receive, logged_send)
         except (_Gone, TimeoutError):
             status = status or 499  # as nginx says it
         finally:

@@ -44,11 +44,11 @@ def ends_of(model: Any, folder: Path) -> list[int]:
     Raises:
         CheckpointError: the model's generation settings say something else.
     """
-    said = model.generation_config.eos_token_id
-    ends = [] if said is None else said if isinstance(said, list) else [said]
+    eos = model.generation_config.eos_token_id
+    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(end) is int for end in ends):
         raise CheckpointError(
-            f"{folder} says in its generation_config.json, or in its config.json, that the eos_token_id is {said!r}: "
+            f"{folder} says in its generation_config.json, or in its config.json, that the eos_token_id is {eos!r}: "
             "it should be the number of a token, or a list of them"
         )
     return ends
@@ -56,8 +56,8 @@ def ends_of(model: Any, folder: Path) -> list[int]:
 
 def stops_of(model: Any) -> list[str]:
     """The stop strings of the model's generation settings."""
-    said = getattr(model.generation_config, "stop_strings", None) or []
-    return [said] if isinstance(said, str) else [str(stop) for stop in said if stop]
+    stops = getattr(model.generation_config, "stop_strings", None) or []
+    return [stops] if isinstance(stops, str) else [str(stop) for stop in stops if stop]
 
 
 class Prompts:
@@ -77,8 +77,8 @@ class Prompts:
             Refused: the template or the tokenizer refuses it, or it is too long.
         """
         if asked.messages is not None:
-            return [self._with_room(self._in_chat(asked.messages), asked)]
-        return [self._with_room(self._tokens(prompt), asked) for prompt in asked.prompts]
+            return [self._with_limit(self._in_chat(asked.messages), asked)]
+        return [self._with_limit(self._tokens(prompt), asked) for prompt in asked.prompts]
 
     def _in_chat(self, messages: list[Json]) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -102,7 +102,7 @@ class Prompts:
         except Exception as error:  # half of a character, for example
             raise Refused(f"the model's tokenizer refuses it: {first_line(error)}", param="prompt") from error
 
-    def _with_room(self, tokens: list[int], asked: Asked) -> tuple[list[int], int]:
+    def _with_limit(self, tokens: list[int], asked: Asked) -> tuple[list[int], int]:
         if not tokens:
             raise Refused("the prompt has no tokens for this model")
         most = self._most_new if asked.max_tokens is None else asked.max_tokens

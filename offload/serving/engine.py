@@ -86,7 +86,7 @@ class Engine:
             in_flight: answers in progress at a time; None: up to 64, as many as there is room for.
             most_waiting: jobs that may wait; more are refused.
         """
-        self.room = int(available_bytes() * _SHARE)  # for keys and values
+        self.capacity = int(available_bytes() * _SHARE)  # for keys and values
         self.most_waiting = most_waiting
         self._answer = answer
         self._per_token = bytes_per_token(model)
@@ -115,8 +115,8 @@ class Engine:
             Refused: there is no room for them, or the server is ending.
         """
         largest = max(map(self.size_of, jobs))
-        if largest > self.room:
-            message = f"prompt and answer need up to {largest:,} bytes of memory, and the server has {self.room:,}"
+        if largest > self.capacity:
+            message = f"prompt and answer need up to {largest:,} bytes of memory, and the server has {self.capacity:,}"
             raise Refused(f"{message}: ask for fewer tokens", code="context_length_exceeded")
         if len(jobs) > self.most_waiting:
             raise Refused(f"a request has at most {self.most_waiting} answers, and this one {len(jobs)}")
@@ -150,7 +150,7 @@ class Engine:
             left, self._waiting = [*self._waiting], deque()
             self._changed.notify_all()
         for job in left:
-            self._told_end(job, End(error=Refused("the server is ending", 503, "server_error", "shutting_down")))
+            self._tell_end(job, End(error=Refused("the server is ending", 503, "server_error", "shutting_down")))
 
     def close(self) -> None:
         """End every answer, and the thread."""
@@ -203,7 +203,7 @@ class Engine:
             if not self._waiting or len(self._running) >= self._most:
                 return None
             used = sum(map(self.size_of, self._running.values()))
-            if used + self.size_of(self._waiting[0]) > self.room:
+            if used + self.size_of(self._waiting[0]) > self.capacity:
                 return None
             job = self._waiting.popleft()
             self._begun += 1
@@ -237,9 +237,9 @@ class Engine:
         """Count a job that has ended, and tell it."""
         kind = "cancelled" if job.is_cancelled else reason
         self._figures.answers[kind] = self._figures.answers.get(kind, 0) + 1
-        self._told_end(job, End(reason, error))
+        self._tell_end(job, End(reason, error))
 
-    def _told_end(self, job: Job, end: End) -> None:
+    def _tell_end(self, job: Job, end: End) -> None:
         try:
             job.tell(end)
         except Exception:

@@ -44,7 +44,7 @@ def _lines(engine: Engine) -> Iterator[str]:
         ("budget_bytes", "of the model that may stay in memory", budget),
         ("resident_bytes", "of the model that are in memory", memory.resident),
         ("anonymous_bytes", "of memory that are not of files", anonymous_bytes()),
-        ("cache_room_bytes", "for keys and values", engine.room),
+        ("cache_capacity_bytes", "for keys and values", engine.capacity),
     ]
     for name, about, value in figures:
         yield f"# HELP offload_{name} {about}"

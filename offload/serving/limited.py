@@ -34,7 +34,7 @@ def within_limits(act: Callable[[], str], what: str) -> str:
         ArgumentError: it failed, or needed more time or memory than it may.
         ReadError, OSError: the system does not tell how large this process is, or has no other one.
     """
-    said, sizes = b"", Path("/proc/self/statm")
+    reply, sizes = b"", Path("/proc/self/statm")
     with reading(sizes):
         most = int(sizes.read_text(encoding="ascii").split()[0]) * resource.getpagesize() + _MOST_BYTES
     mine, theirs = socket.socketpair()
@@ -46,14 +46,14 @@ def within_limits(act: Callable[[], str], what: str) -> str:
             theirs.close()
             mine.settimeout(_MOST_WAIT)
             with mine.makefile("rb") as file, suppress(TimeoutError):
-                said = file.read()
+                reply = file.read()
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    if not said:
+    if not reply:
         raise ArgumentError(f"{what} takes more than {_MOST_SECONDS} s, or too much memory")
-    text = said[1:].decode("utf-8", "surrogatepass")
-    if said[:1] == b"-":
+    text = reply[1:].decode("utf-8", "surrogatepass")
+    if reply[:1] == b"-":
         raise ArgumentError(text)
     return text
 
@@ -65,10 +65,10 @@ def _tell(act: Callable[[], str], to: socket.socket, most: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
         try:
-            said = "+" + act()
+            reply = "+" + act()
         except Exception as error:  # a chat template can raise anything
-            said = "-" + first_line(error)
-        to.sendall(said.encode("utf-8", "surrogatepass"))
+            reply = "-" + first_line(error)
+        to.sendall(reply.encode("utf-8", "surrogatepass"))
     finally:
         with suppress(BaseException):
             to.close()

@@ -77,9 +77,9 @@ class Text:
         if places:
             self.has_stopped, self._held = True, ""
             return text[: min(places)]
-        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+        overlap = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - overlap :]
+        return text[: len(text) - overlap]
 
 
 def _cleans_up(tokenizer: Any) -> bool:

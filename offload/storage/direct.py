@@ -91,7 +91,7 @@ class Load:
         self._is_taken = self._is_read = False
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Bytes of memory that it takes."""
         return -(-self.nbytes // _SIZES) * _SIZES
 
@@ -185,8 +185,8 @@ class Ahead:
 
     def __init__(self, loads: Iterable[Load], capacity: int) -> None:
         self._coming = deque(loads)
-        self._room = max((load.room for load in self._coming), default=0)  # of each, so that it fits again
-        self._most = max(LEAST, capacity // max(self._room, 1))  # loads
+        self._size_of_each = max((load.capacity for load in self._coming), default=0)  # so that it fits again
+        self._most = max(LEAST, capacity // max(self._size_of_each, 1))  # loads
         self._capacity = capacity
         self._held: list[Load] = []
         self._begin_more()
@@ -236,7 +236,7 @@ class Ahead:
         with _STATE.lock:
             while self._coming and len(self._held) < self._most:
                 load = self._coming[0]
-                load._memory = _STATE.take(self._room)
+                load._memory = _STATE.take(self._size_of_each)
                 self._held.append(load)
                 _STATE.queue.append(self._coming.popleft())
             with suppress(RuntimeError):  # no more threads: whoever needs them reads them

@@ -85,21 +85,21 @@ def without_vocabulary(file: BinaryIO, names: Iterable[str]) -> tuple[bytes, int
     data = reader.data
     fields = [(name, field.offset) for name, field in reader.fields.items() if not name.startswith("GGUF.")]
     ends = [*(offset for _, offset in fields[1:]), reader.fields_end]
-    kept, tokens = [], None
+    copied, tokens = [], None
     for (name, start), end in zip(fields, ends, strict=True):
         at = start + _LENGTH.size + len(name.encode())
         is_array = _TYPE.unpack_from(data, at)[0] == _ARRAY
         count = _HEAD.unpack_from(data, at + _TYPE.size)[1] if is_array else 0
         tokens = count if name == _TOKENS else tokens
         if count <= _LONGEST_ARRAY:
-            kept.append(bytes(data[start:end]))
+            copied.append(bytes(data[start:end]))
     architecture = reader.get_field(ARCHITECTURE)
     named = f"{architecture.contents()}.vocab_size" if architecture is not None else ""
     if tokens is not None and reader.get_field(named) is None:
-        kept.append(_text(named) + _TYPE.pack(_UINT32) + _TYPE.pack(tokens))
+        copied.append(_text(named) + _TYPE.pack(_UINT32) + _TYPE.pack(tokens))
     infos = [_text(name) + struct.pack("<IQIQ", 1, 0, 0, 0) for name in names]
-    head = MAGIC + struct.pack("<IQQ", _VERSION, len(infos), len(kept))
-    return b"".join((head, *kept, *infos)), tokens
+    head = MAGIC + struct.pack("<IQQ", _VERSION, len(infos), len(copied))
+    return b"".join((head, *copied, *infos)), tokens
 
 
 def _text(text: str) -> bytes:

@@ -253,8 +253,8 @@ def _check_name(notes: Mapping[str, Json], keys: Container[str]) -> None:
         raise CorruptFileError(f"its `offload` metadata says that it holds {short(name)!r}, and it does not")
 
 
-def _in_order(raw: dict[str, Json], room: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
-    """The entries in file order; checks that they fill `room` bytes without holes or overlaps."""
+def _in_order(raw: dict[str, Json], nbytes: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
+    """The entries in file order; checks that they fill `nbytes` without holes or overlaps."""
     specs = {key: _checked_spec(key, spec) for key, spec in raw.items()}
     at = 0
     for key, spec in sorted(specs.items(), key=lambda item: item[1][2:]):
@@ -264,10 +264,10 @@ def _in_order(raw: dict[str, Json], room: int) -> Iterator[tuple[str, tuple[str,
             )
         at = spec[3]
         yield key, spec
-    if at > room:
-        raise CorruptFileError(f"it is cut off: its header promises {at} bytes of data, {room} are there")
-    if at < room:
-        raise CorruptFileError(f"it is longer than its header says: {at} bytes of data promised, {room} are there")
+    if at > nbytes:
+        raise CorruptFileError(f"it is cut off: its header promises {at} bytes of data, {nbytes} are there")
+    if at < nbytes:
+        raise CorruptFileError(f"it is longer than its header says: {at} bytes of data promised, {nbytes} are there")
 
 
 def _checked_spec(key: str, spec: Json) -> tuple[str, tuple[int, ...], int, int]:

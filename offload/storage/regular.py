@@ -132,8 +132,8 @@ class Section(io.RawIOBase):
         return at
 
     def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
-        room = memoryview(buffer)[: max(0, self._size - self._at)]
-        count = os.preadv(self._fd, [room], self._begin + self._at) if room else 0
+        part = memoryview(buffer)[: max(0, self._size - self._at)]
+        count = os.preadv(self._fd, [part], self._begin + self._at) if part else 0
         self._at += count
         return count
 

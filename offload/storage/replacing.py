@@ -34,7 +34,7 @@ from offload.storage.regular import is_there, owned
 
 TEMPORARY = ".offload-tmp-"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
-_HERE = -100  # AT_FDCWD
+_AT_FDCWD = -100
 
 
 class New(NamedTuple):
@@ -174,7 +174,7 @@ def _exchange(temporary: Path, path: Path) -> None:
 
 def _exchanged(one: Path, other: Path) -> bool:
     """Whether the system exchanged two folders in one step: Linux can, on most file systems."""
-    return not ctypes.CDLL(None).renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
+    return not ctypes.CDLL(None).renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE)
 
 
 def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) -> None:

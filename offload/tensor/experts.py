@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from offload.errors import OffloadError, RowIndexError
 from offload.kernels import native
 from offload.kernels.native import DTYPES, Expert, Layer, Matrix, Part, most_rows
-from offload.prefetch.engine import brought_in, coming, computed_once, is_shared, were_here
+from offload.prefetch.engine import brought_in, coming, computed_once, is_shared, were_cached
 from offload.storage import direct
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
@@ -375,12 +375,12 @@ class Act:
 
         What is read past the page cache is there until the next ones are asked for.
         """
-        here: list[_Group] = []
+        cached: list[_Group] = []
         away: list[_Group] = []
         past: list[_Group] = []  # the page cache
         for group in groups:
-            if were_here(group.expert.reads):
-                here.append(group)
+            if were_cached(group.expert.reads):
+                cached.append(group)
                 continue
             group.load = group.expert.load() if self.is_last else None
             (away if group.load is None else past).append(group)
@@ -390,8 +390,8 @@ class Act:
         with closing(loads):
             coming(read for group in away for read in group.expert.reads)
             left = len(away) + len(past)
-            if here or not left:
-                yield here, not left
+            if cached or not left:
+                yield cached, not left
             for number, group in enumerate(away):
                 if number and number % _AHEAD == 0:
                     coming(read for one in away[number : number + 4 * _AHEAD] for read in one.expert.reads)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload.prefetch.copies import there, with_room
+from offload.prefetch.copies import copy_on, retried_on_oom
 from offload.prefetch.engine import brought_in
 from offload.prefetch.staging import send
 from offload.storage import clock
@@ -110,8 +110,8 @@ def value_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> t
     """
     composed = handle.source.composed
     if composed is not None:
-        return with_room(target, lambda: composed.value(view_spec, target))
-    return with_room(target, lambda: stored_on(handle, view_spec, target))
+        return retried_on_oom(target, lambda: composed.value(view_spec, target))
+    return retried_on_oom(target, lambda: stored_on(handle, view_spec, target))
 
 
 def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor:
@@ -128,7 +128,7 @@ def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> 
             store_what_compiled_code_wrote(handle)
             return stored_on(handle, view_spec, target)
         with no_functions(), no_modes():  # it may outlive the mode in which it is first used
-            found = there(handle, view_spec, target)
+            found = copy_on(handle, view_spec, target)
             if found is not None:
                 return recut(*found, view_spec)
     brought_in(handle, view_spec)

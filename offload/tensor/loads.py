@@ -18,7 +18,7 @@ from offload.storage.direct import Load, Part, can_be_read
 from offload.storage.handle import Handle
 
 _MOST_AROUND = 2  # bytes that are read, as a multiple of those that are needed: rows of two values can alternate
-_HERE = threading.local()
+_THREAD = threading.local()
 
 
 def load_of(reads: Views, parts: Sequence[Part] | None = None) -> Load | None:
@@ -91,20 +91,20 @@ class Arriving:
 @contextmanager
 def taken_from(load: Load | None) -> Generator[None]:
     """In this context, this thread takes stored values from a load that holds them."""
-    before = getattr(_HERE, "load", None)
-    _HERE.load = load
+    before = getattr(_THREAD, "load", None)
+    _THREAD.load = load
     try:
         yield
     finally:
-        _HERE.load = before
+        _THREAD.load = before
 
 
 def is_loaded() -> bool:
     """Whether stored values are taken from a load."""
-    return getattr(_HERE, "load", None) is not None
+    return getattr(_THREAD, "load", None) is not None
 
 
 def loaded(handle: Handle, view_spec: torch.Tensor) -> torch.Tensor | None:
     """A view of a stored value, if it is taken from a load."""
-    load: Load | None = getattr(_HERE, "load", None)
+    load: Load | None = getattr(_THREAD, "load", None)
     return None if load is None else load.tensor(_part_of(handle, view_spec), view_spec)

@@ -184,14 +184,14 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
         self._waiting: weakref.WeakSet[_Content] = weakref.WeakSet()  # until nothing else holds them
         self._queue: deque[tuple[weakref.ref[_Content], int]] = deque()
         self._writing = 0  # bytes being written
-        self._turns = count()
+        self._numbers = count()
 
     def save(self, tensor: torch.Tensor, block: _Block) -> _Saved:
         with self.lock:
             storage = tensor.untyped_storage()
             content = self._contents.get(storage_id(storage))
             if content is None:
-                content = self._contents[storage_id(storage)] = _Content(storage, block, next(self._turns))
+                content = self._contents[storage_id(storage)] = _Content(storage, block, next(self._numbers))
                 self._waiting.add(content)
             saved = _Saved(tensor, content)
         self.look()
@@ -213,7 +213,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
 
     def look(self) -> None:
         """Queue for writing what nothing else holds any more."""
-        here: list[_Content] = []
+        own: list[_Content] = []
         with self.lock:
             alone = [content for content in self._waiting if content.is_alone]
             for content in sorted(alone, key=lambda content: content.turn):
@@ -222,9 +222,9 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
                     self._queue.append((weakref.ref(content), content.storage.nbytes()))
                     self.wake()
                 else:
-                    here.append(content)  # written by this thread, in the order of the stream that computed it
+                    own.append(content)  # written by this thread, in the order of the stream that computed it
                 self._waiting.discard(content)
-        for content in here:
+        for content in own:
             self._write(content)
 
     def wait(self, most: int) -> None:

@@ -402,7 +402,7 @@ def test_experts_in_memory_are_computed_first_and_others_in_file_order(tmp_path,
     given = routed(torch.bfloat16, [3, 0], [1, 2])
     expected = experts(*given)
     asked, computed = [], []
-    monkeypatch.setattr(acts, "were_here", lambda reads: ".experts.2." in reads[0][0].name)
+    monkeypatch.setattr(acts, "were_cached", lambda reads: ".experts.2." in reads[0][0].name)
     monkeypatch.setattr(acts, "coming", lambda reads: asked.append([handle.name for handle, _ in reads]))
     plain = acts.Act._multiply
     monkeypatch.setattr(

@@ -63,7 +63,7 @@ def started(folder: Path, log: Path, *options: str) -> Server:
         os.close(reader)
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         os.dup2(writer, 3)
-        sys.stderr = _Told(open(2, "w", buffering=1, closefd=False), writer)  # noqa: SIM115
+        sys.stderr = _Echo(open(2, "w", buffering=1, closefd=False), writer)  # noqa: SIM115
         assert 0 == main(["serve", str(folder), "--port", "0", *options])
 
     pid = forked(serve)
@@ -74,7 +74,7 @@ def started(folder: Path, log: Path, *options: str) -> Server:
     return Server(line.split(" at ")[1].strip().removesuffix("/v1"), pid, log, folder)
 
 
-class _Told:
+class _Echo:
     """Standard error, whose first line goes to a pipe, too."""
 
     def __init__(self, file: Any, pipe: int) -> None:

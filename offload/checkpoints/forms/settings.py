@@ -134,8 +134,8 @@ def refuse_other_settings(quantization: Settings, method: str, path: object) -> 
         for key, value in settings.items():
             why = None if _says_nothing(value) else _objection(value, keys.get(key), settings)
             if why is not None:
-                said = f"{within + key!r}: {short(repr(value))}"
-                raise CheckpointError(f"the quantization_config of the checkpoint of {path} has {said}, {why}")
+                setting = f"{within + key!r}: {short(repr(value))}"
+                raise CheckpointError(f"the quantization_config of the checkpoint of {path} has {setting}, {why}")
 
 
 def _parts(quantization: Settings, method: str) -> Iterator[tuple[str, Settings, Keys]]:
