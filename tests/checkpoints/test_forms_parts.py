@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import offload
@@ -243,7 +243,7 @@ def cuts_of(draw: Draw, shape: tuple[int, ...]) -> list[Callable[[torch.Tensor],
 
 @pytest.mark.parametrize("form", FORMS)
 @given(st.data())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40)
 def test_any_part_of_a_packed_weight_is_that_of_the_whole(form: str, data: st.DataObject) -> None:
     def draw(least: int, most: int) -> int:
         return data.draw(st.integers(least, most))

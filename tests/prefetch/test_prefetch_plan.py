@@ -7,7 +7,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.prefetch import plan
@@ -289,7 +289,6 @@ def test_values_added_one_by_one_are_planned_for():
     assert kept(values)[-1] > 20
 
 
-@settings(deadline=None)
 @given(share=st.floats(0.1, 0.9), sizes=st.lists(st.integers(SMALL + 1, 8 * MIB), min_size=2, max_size=60))
 def test_on_a_device_what_stays_after_a_first_pass_is_there(share: float, sizes: list[int]):
     """So that the second pass sends what exceeds the budget, and no more."""
@@ -310,7 +309,6 @@ def test_on_a_device_what_stays_after_a_first_pass_is_there(share: float, sizes:
     assert all(value.nbytes > pool.max_memory - sum(one.nbytes for one in stays) for value in values if not value.kept)
 
 
-@settings(deadline=None)
 @given(share=st.floats(0.1, 0.9), count=st.integers(20, 200))
 def test_on_a_device_values_of_a_first_pass_are_spread_evenly(share: float, count: int):
     """Though how many there are is known only at its end."""

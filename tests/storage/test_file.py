@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -222,7 +222,6 @@ def test_a_garbage_header_is_refused_and_left_as_it_is(tmp_path, content):
     assert content == path.read_bytes()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.binary(max_size=80), st.integers(0, 80), st.booleans())
 @example(b"\x80", 0, False)
 @example(b"\x80\x02", 0, False)
@@ -258,7 +257,6 @@ def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path, length)
     assert [7] == value_of(TensorFile.open(path), "w").tolist()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.integers(0, 400), st.integers(0, 255))
 def test_a_flipped_byte_in_a_header_opens_or_is_a_corrupt_file(tmp_path, place, byte):
     path = write(tmp_path / "flipped.safetensors", torch.ones(2, 3).t())

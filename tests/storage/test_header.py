@@ -8,7 +8,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
@@ -60,28 +60,24 @@ def read_back(head: bytes, size: int):
     return parse(head[8 : 8 + length], size)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=60), st.integers(0, 100))
 def test_any_bytes_are_a_header_or_a_corrupt_file(text, more):
     with contextlib.suppress(CorruptFileError):
         parse(text, 8 + len(text) + more)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=8), st.integers(0, 2**64))
 def test_any_first_bytes_give_a_length_within_the_file_or_a_corrupt_file(prefix, size):
     with contextlib.suppress(CorruptFileError):
         assert 8 + header_length(prefix, size) <= size
 
 
-@settings(deadline=None)
 @given(JSON)
 def test_any_json_is_a_header_or_a_corrupt_file(value):
     with contextlib.suppress(CorruptFileError):
         parse(*bytes_of(value))
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(st.text(max_size=2), SPECS, max_size=3),
     st.dictionaries(st.text(max_size=2), NOTES),
@@ -95,7 +91,6 @@ def test_any_entries_are_a_header_or_a_corrupt_file(specs, notes, room):
             torch.empty_strided(item.layout.shape, item.layout.stride, dtype=item.layout.dtype, device="meta")
 
 
-@settings(deadline=None)
 @given(NOTES)
 def test_any_notes_on_a_value_give_one_that_fills_its_bytes_or_a_corrupt_file(note):
     header = {"w": entry("U8", [2, 3, 1], 0, 6), "__metadata__": noted({"w": note})}
@@ -122,7 +117,6 @@ def test_every_dtype_and_shape_comes_back(dtype, shape):
     assert {"name": "w", "version": 1} == {key: header.notes[key] for key in ("name", "version")}
 
 
-@settings(deadline=None)
 @given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=4, max_size=4), st.sampled_from(DTYPES))
 def test_strides_in_any_order_come_back(order, sizes, dtype):
     layout = layout_of(torch.empty(sizes, device="meta", dtype=dtype).permute(order))

@@ -6,7 +6,7 @@ import string
 from urllib.parse import unquote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.storage.folders import SUFFIX, file_name
@@ -17,7 +17,6 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4
 )
 
 
-@settings(deadline=None)
 @given(NAMES)
 def test_a_file_name_is_safe_on_every_file_system(name):
     file = file_name(name)
@@ -28,7 +27,6 @@ def test_a_file_name_is_safe_on_every_file_system(name):
     assert not file.startswith(".")
 
 
-@settings(deadline=None)
 @given(NAMES)
 def test_a_file_name_that_was_not_cut_gives_its_name_back(name):
     file = file_name(name)
@@ -36,7 +34,6 @@ def test_a_file_name_that_was_not_cut_gives_its_name_back(name):
     assert "%~" in file or name == unquote(file.removesuffix(SUFFIX), errors="strict")
 
 
-@settings(deadline=None)
 @given(NAMES, NAMES)
 def test_two_names_have_two_files_even_where_case_is_folded(one, other):
     assert (one == other) == (file_name(one).casefold() == file_name(other).casefold())

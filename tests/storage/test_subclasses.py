@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -343,7 +343,6 @@ JSON = st.recursive(
 KINDS = st.sampled_from(["dtype", "device", "enum", "object", "size", "tuple", "dict"])
 
 
-@settings(deadline=None)
 @given(JSON)
 def test_any_recipe_gives_a_layout_or_a_corrupt_file(recipe):
     for broken in (recipe, {"dtype": "float32", "shape": recipe, "stride": recipe}):
@@ -354,7 +353,6 @@ def test_any_recipe_gives_a_layout_or_a_corrupt_file(recipe):
         assert len(layout.shape) == len(layout.stride)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(KINDS, st.one_of(JSON, st.lists(JSON, min_size=2, max_size=2)), max_size=2))
 def test_any_context_is_decoded_or_refused(context):
     values, recipe = flatten(scaled(), "w")
