@@ -235,9 +235,9 @@ def test_a_path_of_the_host_seen_from_a_container_ends_at_what_is_mounted(tmp_pa
 
 def test_available_memory_is_the_smaller_of_free_memory_and_the_cgroups(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(memory, "cgroup_room", lambda **_: None)
+    monkeypatch.setattr(memory, "cgroup_available", lambda **_: None)
     free = available_bytes()
-    monkeypatch.setattr(memory, "cgroup_room", lambda **_: 4096)
+    monkeypatch.setattr(memory, "cgroup_available", lambda **_: 4096)
 
     assert 4096 == available_bytes()
     assert 0 < free <= psutil.virtual_memory().total
@@ -246,7 +246,7 @@ def test_available_memory_is_the_smaller_of_free_memory_and_the_cgroups(monkeypa
 @pytest.mark.parametrize(("said", "ranks"), [("4", 4), ("1", 1), ("0", 1), ("many", 1)])
 def test_each_rank_of_a_host_has_a_share_of_its_memory(monkeypatch, said, ranks):
     """So has what is a fraction of it, and a budget that nobody sets."""
-    monkeypatch.setattr(memory, "cgroup_room", lambda *, ranks: (1 << 20) // ranks)
+    monkeypatch.setattr(memory, "cgroup_available", lambda *, ranks: (1 << 20) // ranks)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
 
     assert (1 << 20) // ranks == available_bytes()
@@ -278,7 +278,7 @@ def test_ranks_in_one_cgroup_share_its_memory_and_a_rank_alone_has_all_of_it(tmp
 def test_machine_memory_is_shared_by_ranks_whose_cgroups_are_their_own(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
-    monkeypatch.setattr(memory, "cgroup_room", lambda *, ranks: 3000)
+    monkeypatch.setattr(memory, "cgroup_available", lambda *, ranks: 3000)
 
     assert 2000 == available_bytes()
 
