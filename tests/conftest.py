@@ -12,13 +12,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.campaigns import asked, left_out
 
@@ -28,10 +27,13 @@ if TYPE_CHECKING:
     from tests.engines import Clock
 
 pytest.register_assert_rewrite("tests.acts")
-settings.register_profile(
-    "suite", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
-settings.load_profile("suite")
+with suppress(ImportError):  # `make gpu` installs nothing
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "suite", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    )
+    settings.load_profile("suite")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
 for library in ("HF_HUB", "TRANSFORMERS", "HF_DATASETS"):

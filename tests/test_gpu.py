@@ -17,9 +17,12 @@ from tests.processes import run_module
 def test_everything_for_an_accelerator_goes_through_on_the_stand_in(
     tmp_path: Path, delayed_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In another process: this one has imported the marked tests, which saw no device."""
+    """In another process: this one has imported the marked tests, which saw no device. As there, without hypothesis."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    env = {"OFFLOAD_STAND_IN": str(delayed_library)}
+    (tmp_path / "missing").mkdir()
+    (tmp_path / "missing/hypothesis.py").write_text("raise ImportError('not installed')", encoding="utf-8")
+    missing = {"PYTHONPATH": str(tmp_path / "missing"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env = {"OFFLOAD_STAND_IN": str(delayed_library), **missing}
 
     code = run_module("bench.gpu", "--dry", "--out", str(tmp_path), env=env).returncode
 

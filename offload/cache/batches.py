@@ -36,13 +36,13 @@ def rows_of_each(sampler: int | Iterable[object], num_rows: int) -> Iterable[Any
         CacheError: the batch size is not positive.
     """
     if not isinstance(sampler, int):
-        return map(_as_rows, sampler)
+        return map(_copied, sampler)
     if sampler < 1:
         raise CacheError(f"a batch can't have {sampler} rows")
     return (slice(start, min(start + sampler, num_rows)) for start in range(0, num_rows, sampler))
 
 
-def _as_rows(rows: object) -> Any:
+def _copied(rows: object) -> Any:
     """A copy of indices that are used later: a sampler may reuse its tensor or list for the next batch."""
     if isinstance(rows, torch.Tensor):
         return rows.clone()

@@ -167,13 +167,13 @@ def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[i
     number, request = numbered
     asked = Asked(request.messages, [] if request.prompt is None else [request.prompt])
     try:
-        [(tokens, longest)] = prompts.of(asked)
+        [(tokens, left)] = prompts.of(asked)
     except Refused as error:
         return request.custom_id, number, str(error)
     pieces: list[Any] = []
     seed = int(torch.randint(_MOST_SEED, ()))  # of this request's own numbers, inside `map_batches`
     options = {"temperature": 0, "seed": seed, **request.options}
-    job = Job(tokens, min(request.max_tokens or most, longest), pieces.append, options)
+    job = Job(tokens, min(request.max_tokens or most, left), pieces.append, options)
     try:
         reason = answering(job)
     except (OffloadError, OSError, MemoryError, torch.OutOfMemoryError):

@@ -150,7 +150,7 @@ class _Rows:
         self._file: OffloadedTensor | None = None
 
     def append(self, past: torch.Tensor | None, states: torch.Tensor) -> OffloadedTensor:
-        """The tokens in `kept`, a view of the file, followed by `states`.
+        """The tokens of `past`, a view of the file, followed by `states`.
 
         Raises:
             ShapeMismatchError, DtypeMismatchError: `states` do not match the stored ones.
@@ -174,7 +174,7 @@ class _Rows:
         return self.append(None, states)
 
     def again(self, past: torch.Tensor | None) -> torch.Tensor | None:
-        """The tokens in `kept` again, after the capacity may have grown: they are then at the start of the new file."""
+        """The tokens of `past` again, after the capacity may have grown: they are then at the start of the new file."""
         if past is None or not self._holds(past) or not is_stale(past):
             return past
         assert self._file is not None

@@ -126,9 +126,9 @@ static int multiply_all(products *all, unsigned most_threads) {
   int64_t parts = 0, scratch = 0, pieces = 0;
   for (int64_t n = 0; n < what->count; n++)
     parts += all->is_up ? what->experts[n].up_count : what->experts[n].down_count;
-  char *room = malloc((size_t)parts * (sizeof *all->ends + sizeof *all->parts + sizeof *all->owners) + 1);
-  if (!room) return 1;
-  all->ends = (int64_t *)(void *)room;
+  char *memory = malloc((size_t)parts * (sizeof *all->ends + sizeof *all->parts + sizeof *all->owners) + 1);
+  if (!memory) return 1;
+  all->ends = (int64_t *)(void *)memory;
   all->parts = (const part **)(void *)(all->ends + parts);
   all->owners = (const expert **)(void *)(all->parts + parts);
   all->count = all->next = 0;
@@ -148,7 +148,7 @@ static int multiply_all(products *all, unsigned most_threads) {
   int failed = !all->scratch;
   if (!failed) in_team(work_on_products, all, all->threads, most_threads);
   free(all->scratch);
-  free(room);
+  free(memory);
   return failed;
 }
 

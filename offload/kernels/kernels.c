@@ -149,35 +149,35 @@ static float factor_at(const matrix *packed, const uint8_t *from, int64_t place,
   }
 }
 
-/* The factors and zero points of a stored row, in `room`. */
-static void resolve(const matrix *packed, int64_t row, float *room, stored_row *found) {
+/* The factors and zero points of a stored row, in `scratch`. */
+static void resolve(const matrix *packed, int64_t row, float *scratch, stored_row *found) {
   int64_t groups = groups_of(packed), of = row / packed->rows_per_scale;
   for (int64_t group = 0; group < groups; group++) {
     float factor = factor_at(packed, packed->scales + of * packed->scale_step, group, packed->scale_dtype, row);
-    room[group] = packed->divisor == 1 ? factor : factor / packed->divisor;
+    scratch[group] = packed->divisor == 1 ? factor : factor / packed->divisor;
   }
-  room[groups] = 0;
-  found->factors = groups ? room : NULL;
+  scratch[groups] = 0;
+  found->factors = groups ? scratch : NULL;
   found->zeros = NULL;
   if (packed->zero_dtype < 0) return;
   int64_t from = packed->zero_dtype == NIBBLES_OF_ROWS ? row / 8 : of;
   for (int64_t group = 0; group < groups; group++)
-    room[groups + 1 + group] =
+    scratch[groups + 1 + group] =
         factor_at(packed, packed->zeros + from * packed->zero_step, group, packed->zero_dtype, row);
-  room[2 * groups + 1] = 0;
-  found->zeros = room + groups + 1;
+  scratch[2 * groups + 1] = 0;
+  found->zeros = scratch + groups + 1;
 }
 
 static int64_t row_of(const task *what, int64_t n) { return what->picked ? what->picked[n] : what->first + n; }
 
-/* The stored row for row `n` of the task. `room` is for its factors; `resolved` is whose are there. */
-static void find(const task *what, int64_t n, float *room, stored_row *row, int64_t *resolved) {
+/* The stored row for row `n` of the task. `scratch` is for its factors; `resolved` is whose are there. */
+static void find(const task *what, int64_t n, float *scratch, stored_row *row, int64_t *resolved) {
   const matrix *packed = what->packed;
   int64_t stored = stored_row_of(packed, row_of(what, n));
   row->bytes = packed->rows + stored * packed->step;
   if (packed->scale_dtype < 0 || (packed->rows_per_scale > 1 && stored / packed->rows_per_scale == *resolved)) return;
   *resolved = stored / packed->rows_per_scale;
-  resolve(packed, stored, room, row);
+  resolve(packed, stored, scratch, row);
 }
 
 static void finish(const task *what, int64_t n, const float *found) {

@@ -173,7 +173,7 @@ def ahead_of_use(loads: Sequence[Load], handle: Handle) -> Ahead:
     """Read loads one after the other, as far as the window for `handle`, which they are parts of, allows."""
     with lock():
         stream = _ENGINE.streams.own()
-        stream.reserve(sum(load.capacity for load in loads))
+        stream.reserve(sum(load.memory_bytes for load in loads))
         capacity = stream.capacity_past(page_state_of(handle).pool or POOL)
     return Ahead(loads, capacity)
 

@@ -262,7 +262,7 @@ class _Quota:
     """How much of the budget is used, and by what; under the lock."""
 
     def __init__(self, folder: Path, most: int, staying: list[str]) -> None:
-        """Blocks with the names in `kept` stay."""
+        """Blocks with the names in `staying` are not removed."""
         self._most = most
         self.used = 0
         self._unused: list[tuple[int, int, int, Path]] = []

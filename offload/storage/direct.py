@@ -91,7 +91,7 @@ class Load:
         self._is_taken = self._is_read = False
 
     @property
-    def capacity(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of memory that it takes."""
         return -(-self.nbytes // _SIZES) * _SIZES
 
@@ -185,7 +185,7 @@ class Ahead:
 
     def __init__(self, loads: Iterable[Load], capacity: int) -> None:
         self._coming = deque(loads)
-        self._size_of_each = max((load.capacity for load in self._coming), default=0)  # so that it fits again
+        self._size_of_each = max((load.memory_bytes for load in self._coming), default=0)  # so that it fits again
         self._most = max(LEAST, capacity // max(self._size_of_each, 1))  # loads
         self._capacity = capacity
         self._held: list[Load] = []
