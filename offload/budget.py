@@ -29,7 +29,7 @@ from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import is_offloaded
-from offload.torch_api import tree_leaves
+from offload.torch_api import tree_leaves, usable_devices
 
 log = logging.getLogger("offload.budget")
 
@@ -289,14 +289,13 @@ def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, OnDev
 def _accelerator(device: int | str) -> torch.device:
     """The device named by a key of `max_memory`."""
     try:
-        found = torch.device(device)
-        current = torch.accelerator.current_accelerator()
-        count = torch.accelerator.device_count() if current is not None and found.type == current.type else 0
+        named = torch.device(device)
+        found = torch.device(named.type, named.index or 0)
     except (RuntimeError, TypeError):  # not a device name or index
-        count = 0
-    if not count or (found.index or 0) >= count:
+        found = None
+    if found not in usable_devices():
         raise ArgumentError(f"max_memory: {device!r} is neither 'cpu' nor an accelerator of this machine")
-    return torch.device(found.type, found.index or 0)
+    return found
 
 
 def _device_bytes(device: torch.device) -> int:

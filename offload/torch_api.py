@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from offload.errors import UnsupportedTorchError
 
-TESTED = ("2.11", "2.13")  # releases with which all tests were run, oldest first
+TESTED = ("2.11", "2.13", "2.14", "2.15")  # releases that tests were run with, oldest first
 _T = TypeVar("_T")
 
 
@@ -142,6 +142,23 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # uniq
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """A storage as torch.save and its unpickler expect it; without `_internal` it warns."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+# Accelerators
+
+
+def usable_accelerator() -> torch.device | None:
+    """The kind of accelerator that this process can use, without an index; None if there is none.
+
+    A build of torch for CUDA names its kind on every machine, and raises where there is no driver: ask here instead.
+    """
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def usable_devices() -> list[torch.device]:
+    """The accelerators that this process can use, with their indices."""
+    kind = usable_accelerator()
+    return [] if kind is None else [torch.device(kind.type, n) for n in range(torch.accelerator.device_count())]
 
 
 # Needed by single features

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from offload.annotations import Args
-from offload.batches.states import ThreadState, has_accelerator, is_bare, kernels
-from offload.torch_api import is_compiled, not_compiled
+from offload.batches.states import ThreadState, is_bare, kernels
+from offload.torch_api import is_compiled, not_compiled, usable_accelerator
 
 
 class DelegatedCall:
@@ -41,7 +41,7 @@ class DelegatedCall:
     @staticmethod
     def can_be_run() -> bool:
         """Whether another thread can make calls for this one."""
-        return not torch.is_grad_enabled() and not has_accelerator() and is_bare()
+        return not torch.is_grad_enabled() and usable_accelerator() is None and is_bare()
 
     def run(self, before: Callable[[], None] | None = None) -> None:
         """Make the call in this thread, after another one, if it computes as the other thread does."""

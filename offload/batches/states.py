@@ -31,6 +31,7 @@ from offload.torch_api import (
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
     transform_on_top,
+    usable_accelerator,
 )
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class ThreadState:
         self._functions = function_modes()
         self._dispatches = dispatch_modes()
         self._saved = top_saved_tensors_hooks(True)
-        self._stream = torch.accelerator.current_stream() if has_accelerator() else None
+        self._stream = torch.accelerator.current_stream() if usable_accelerator() is not None else None
 
     def run(self, fn: Callable[[], T]) -> T:
         """Call `fn` with this state in another thread; the modes stay on there."""
@@ -148,17 +149,12 @@ def computing() -> Args:
     return torch.is_inference_mode_enabled(), _autocast("cpu"), *(get() for get, _ in _SETTINGS[:_OF_COMPUTING])
 
 
-def has_accelerator() -> bool:
-    """Whether this process can use one."""
-    return torch.accelerator.current_accelerator(check_available=True) is not None
-
-
 def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
     return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
 
 
 def _device_types() -> list[str]:
-    current = torch.accelerator.current_accelerator(check_available=True)
+    current = usable_accelerator()
     return ["cpu"] if current is None else ["cpu", current.type]
 
 
@@ -221,7 +217,7 @@ class Seeds:
 
 def _generators() -> list[torch.Generator]:
     """The generators that ops use by default: of the CPU, and of the current accelerator."""
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = usable_accelerator()
     module: Any = None if device is None else torch.get_device_module(device)
     if not hasattr(module, "default_generators"):  # it has only functions for one of its own
         return [torch.default_generator]

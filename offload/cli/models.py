@@ -294,10 +294,9 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
         CheckpointError: it does not continue text, and as `offload.from_pretrained`.
     """
     with doing("opening the model"):
-        from transformers.utils.logging import disable_progress_bar
-
         from offload.integrations.transformers import from_pretrained, writes_text
         from offload.models.device_map import ON_DISK
+        from offload.transformers_api import disable_progress_bar
 
         disable_progress_bar()  # for loading weights: it would overwrite the line above, and no weight is loaded
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
@@ -318,14 +317,12 @@ def _budgets(options: argparse.Namespace) -> Any:
     Raises:
         ArgumentError: there is no accelerator to keep something on.
     """
-    import torch
-
     from offload.models.device_map import existing
+    from offload.torch_api import usable_accelerator
 
     if options.device_memory is None:
         return options.max_memory
-    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = existing(options.device or current or "cpu")
+    device = existing(options.device or usable_accelerator() or "cpu")
     if device.type == "cpu":
         raise ArgumentError("--device-memory: the model runs on the CPU; --max-memory is for main memory")
     main = {} if options.max_memory is None else {"cpu": options.max_memory}

@@ -21,6 +21,7 @@ from torch import nn
 
 from offload.errors import ArgumentTypeError, DeviceMapError
 from offload.memory import as_bytes
+from offload.torch_api import usable_accelerator
 
 ON_DISK = "disk"
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -221,5 +222,5 @@ def _first_accelerator(named: Iterable[Place]) -> torch.device:
     for place in named:
         if place.device.type not in ("cpu", "meta"):
             return place.device
-    current = torch.accelerator.current_accelerator(check_available=True)
+    current = usable_accelerator()
     return _CPU if current is None else existing(current)

@@ -24,6 +24,8 @@ from offload.planning.sizes import DENSE, ModelSizes, sizes_of
 from offload.prefetch.plan import Pool
 from offload.tensor.arguments import checked_count, computing_device
 from offload.tensor.wrapper import PathLike
+from offload.torch_api import usable_accelerator
+from offload.transformers_api import cache_option
 
 IN_FLIGHT = 32  # batches that share each read, where that is an option
 _BITS = {"int8": 8.125, "fp8": 8.0, "int4": 4.125}  # bits per number, including its share of the scales
@@ -157,7 +159,7 @@ class Plan:
             lines += [
                 "keys and values leave no memory for the weights: shorten the context, or keep them on disk,",
                 f"which adds up to {_in_words(self.context_bytes / self.disk_rate)} of reading per step:",
-                "  model.generate(..., past_key_values=offload.integrations.kv_cache(model))",
+                f"  model.generate(..., {cache_option()}=offload.integrations.kv_cache(model))",
             ]
         for one in (*self.ways[:_PRINTED], *(way for way in self.ways[_PRINTED:] if way.drafted)):
             lines += [
@@ -226,7 +228,7 @@ def plan(
     rate = None if disk_rate is None else _positive(disk_rate)
     budget = _budget(max_memory)
     sizes = sizes_of(model, trust_remote_code=trust_remote_code, **hub_options)
-    computes_on = computing_device(device) if device is not None else torch.accelerator.current_accelerator()
+    computes_on = computing_device(device) if device is not None else usable_accelerator()
     computing = computing_rates(computes_on or torch.device("cpu"))
     context_bytes = None if sizes.kv_per_token is None else sizes.kv_per_token * batch * context
     on_device = None

@@ -28,6 +28,7 @@ from offload.storage.layout import Layout, contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import some
 from offload.storage.subclasses import refuse_lossy
+from offload.torch_api import usable_devices
 
 T = TypeVar("T")
 
@@ -145,9 +146,7 @@ def computing_device(device: torch.device | str | int) -> torch.device:
 
 def _devices() -> str:
     """This machine's devices, in words."""
-    kind = torch.accelerator.current_accelerator()
-    numbers = range(0 if kind is None else torch.accelerator.device_count())
-    return ", ".join(["cpu", *(f"{kind}:{number}" for number in numbers)])
+    return ", ".join(["cpu", *map(str, usable_devices())])
 
 
 def checked_layout(shape: Any, sizes: Sequence[int], dtype: torch.dtype | None, name: str) -> Layout:

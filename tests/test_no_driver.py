@@ -1,0 +1,105 @@
+"""A build of torch for CUDA on a machine without a driver: everything runs on the CPU, as with a build for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import offload
+from offload.cli import main
+from offload.errors import ArgumentError, DeviceError
+from offload.testing import tiny_checkpoint
+from tests.cli.test_injected_commands import inputs as inputs
+from tests.public_calls import CALLS, new_folder
+
+_NAMES_A_KIND = {"current_accelerator", "is_available", "device_count"}  # the only ones that do not need the driver
+
+
+@pytest.fixture(autouse=True)
+def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a build names its accelerator unless it is asked for one that is available, and raises for all else."""
+
+    def missing(name: str) -> Callable[..., NoReturn]:
+        def fails(*_: object, **__: object) -> NoReturn:
+            raise RuntimeError(f"{name}: Found no NVIDIA driver on your system")
+
+        return fails
+
+    def kind(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    for name in set(torch.accelerator.__all__) - _NAMES_A_KIND:
+        monkeypatch.setattr(torch.accelerator, name, missing(name))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", kind)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    for name in ("init", "current_device", "get_device_properties", "get_rng_state_all", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, missing(name))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_public_call_runs(name: str, tmp_path: Path) -> None:
+    call = CALLS[name]
+    thing = call.prepare(new_folder(tmp_path))
+
+    call.act(thing)
+
+    call.check(thing)
+
+
+COMMANDS: dict[str, list[str]] = {
+    "plan": ["plan", "model", "--disk-rate", "1GB"],
+    "doctor": ["doctor", "new folder"],
+    "generate": ["generate", "model", "--prompt", "w1", "--max-new-tokens", "2"],
+    "batch": ["batch", "model", "in", "out", "--max-new-tokens", "2"],
+    "inspect": ["inspect", "model"],
+    "verify": ["verify", "model"],
+    "convert": ["convert", "model", "converted", "--dtype", "bfloat16"],
+    "quantize": ["quantize", "model", "quantized", "--int8", "--group-size", "32"],
+    "merge-lora": ["merge-lora", "model", "adapter", "merged"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_runs(
+    name: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in inputs.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "new folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    code = main(["--traceback", *COMMANDS[name]])
+
+    assert (0, "") == (code, "".join(line for line in capsys.readouterr().err.split("\n") if "NVIDIA" in line))
+
+
+@pytest.mark.parametrize("device_map", ["disk", "auto", "cpu", {"": "disk", "lm_head": "cpu"}])
+def test_models_run_on_the_cpu(device_map: Any, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model")
+    tokens = torch.arange(5)[None]
+
+    model = offload.from_pretrained(folder, device_map=device_map)
+
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits, model(tokens).logits)
+
+
+def test_an_accelerator_that_is_asked_for_is_an_error_that_names_the_devices(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model")
+
+    with pytest.raises(DeviceError, match=r"no device 'cuda' here: use one of cpu$"):
+        offload.plan(folder, device="cuda", disk_rate="1GB")
+    with pytest.raises(ArgumentError, match="'cuda:0' is neither 'cpu' nor an accelerator of this machine"):
+        offload.from_pretrained(folder, max_memory={"cuda:0": "1GiB"})
+
+
+def test_the_devices_of_a_diagnosis_are_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0 == main(["doctor", str(tmp_path), "--json"])
+
+    assert {} == json.loads(capsys.readouterr().out)["devices"]
