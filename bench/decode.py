@@ -20,6 +20,7 @@ from bench.page_cache import files_in, warm
 from bench.peers import IN_MEMORY, OURS, WAYS
 from bench.rounds import Figure, Rounds, in_turn
 from bench.scale import Scale
+from offload.transformers_api import cache_name, cache_of
 
 _WARM_UP = 3
 
@@ -55,13 +56,13 @@ class Decoder:
         with torch.inference_mode():
             done = model(torch.tensor([prompt]), use_cache=True)
         self.first_seconds = time.perf_counter() - start
-        self._cache = done.past_key_values
+        self._cache, self._name = cache_of(done), str(cache_name(model.forward))
         self.tokens = [int(done.logits[0, -1].argmax())]
 
     def step(self) -> float:
         """Decode one token; returns the seconds it took."""
         start = time.perf_counter()
         with torch.inference_mode():
-            done = self._model(torch.tensor([self.tokens[-1:]]), past_key_values=self._cache, use_cache=True)
+            done = self._model(torch.tensor([self.tokens[-1:]]), **{self._name: self._cache}, use_cache=True)
             self.tokens.append(int(done.logits[0, -1].argmax()))
         return time.perf_counter() - start

@@ -21,7 +21,9 @@ import offload
 from offload.checkpoints.companions import tokenizer_in
 from offload.integrations.hub import folder_of
 from offload.prompts import PromptCache
+from offload.transformers_api import cache_option
 
+_CACHE = cache_option()
 _TEXT = "The ship left the harbour at {} in the morning, and {} people on the shore waved until it was out of sight. "
 
 
@@ -57,12 +59,12 @@ def _pair(model: Any, prompts: PromptCache, prompt: torch.Tensor) -> tuple[float
 
     def first() -> Any:
         past = prompts.past_for(model, prompt)
-        return past, model(prompt[:, past.get_seq_length() :], past_key_values=past, logits_to_keep=1)
+        return past, model(prompt[:, past.get_seq_length() :], **{_CACHE: past}, logits_to_keep=1)
 
     seconds, (past, _) = _timed(first)
     known = past.prompt.prefix.length
     past.crop(known - past.get_seq_length())
-    whole, _ = _timed(lambda: model(prompt[:, known:], past_key_values=past, logits_to_keep=1))
+    whole, _ = _timed(lambda: model(prompt[:, known:], **{_CACHE: past}, logits_to_keep=1))
     return seconds, whole, known
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "UnknownTypeError",
     "UnsupportedOpError",
     "UnsupportedTorchError",
+    "UnsupportedTransformersError",
     "WriteError",
 ]
 
@@ -90,6 +91,10 @@ class UnsupportedOpError(OffloadError, NotImplementedError):
 
 class UnsupportedTorchError(OffloadError, ImportError):
     """This torch lacks something that a feature needs: one of its internals, or a package beside it."""
+
+
+class UnsupportedTransformersError(OffloadError, ImportError):
+    """This transformers lacks something that a feature needs."""
 
 
 class ExportError(OffloadError, BufferError, TypeError):

@@ -28,6 +28,7 @@ OTHERS = {
     ("offload.report", "raise ModuleNotFoundError"): "a missing package, with the extra that brings it",
     ("offload.testing.equal", "raise _failure"): "an assertion that fails, as of `assert`",
     ("offload.testing.ops", "raise error"): "what the op met; a census takes note of it",
+    ("offload.transformers_api", "raise AttributeError"): "the interface of `__getattr__`",
     ("offload.torch_api", "raise cls.error"): "an `UnsupportedTorchError` that was made at import",
     ("offload.torch_api", "raise found.error"): "an `UnsupportedTorchError` that was made at import",
     ("offload.torch_api", "raise _CHANGED"): "an `UnsupportedTorchError` that was made at import",

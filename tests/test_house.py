@@ -27,6 +27,7 @@ FLOORS = {
     "memory": 0,
     "progress": 0,
     "torch_api": 0,
+    "transformers_api": 0,
     "testing": 1,
     "kernels": 1,
     "storage": 1,
@@ -49,7 +50,15 @@ FLOORS = {
     "serving": 9,
     "cli": 10,
 }
-GROUND = ("errors", "annotations", "importing", "memory", "progress", "torch_api")  # one may import those before it
+GROUND = (
+    "errors",
+    "annotations",
+    "importing",
+    "memory",
+    "progress",
+    "torch_api",
+    "transformers_api",
+)  # one may import those before it
 
 NEIGHBOURS = {
     "accelerate",
@@ -70,19 +79,18 @@ GUESTS = {
     "checkpoints.companions": {"transformers"},
     "checkpoints.forms.gguf": {"transformers"},
     "checkpoints.forms.torchao": {"torchao"},
-    "drafts.alike": {"transformers"},
     "models.device_map": {"accelerate"},
-    "models.filling": {"transformers"},
     "models.hooks": {"accelerate"},
     "models.mtp": {"transformers"},
-    "models.pretrained": {"transformers"},
     "checkpoints.writing": {"huggingface_hub"},
+    "planning.check": {"transformers"},
     "prompts.identity": {"transformers"},
     "prompts.past": {"transformers"},
     "kernels.packed": {"gguf"},
     "storage.gguf_header": {"gguf"},
     "tensor.blocks": {"gguf"},
     "testing.checkpoints": {"transformers"},
+    "transformers_api": {"transformers"},
 }
 
 PUBLIC = [

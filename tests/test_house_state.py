@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from offload.transformers_api import ATTRIBUTES, MODULE_OF, OPTIONAL_ATTRIBUTES
 from tests.test_house import FLOORS, KNOWN, MODULES, PACKAGE, dotted, room
 
 Trees = dict[str, ast.Module]
@@ -21,24 +22,14 @@ def trees() -> Trees:
     return {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
 
 
-# Private names of others: module, name, and whose it is.
+# Private names of others but transformers, whose are listed in `transformers_api`: module, name, and whose it is.
 OF_OTHERS = {
     ("offload.cache.incoming", "_fields"): "a named tuple's",
     ("offload.serving.limited", "_exit"): "a forked child's",
     ("offload.cli.main", "_SubParsersAction"): "argparse's",
     ("offload.cli.main", "_actions"): "argparse's",
-    ("offload.integrations.experts", "_apply_gate"): "of transformers' experts, which have no other name for it",
-    ("offload.integrations.experts", "_can_set_experts_implementation"): "a transformers model's",
-    ("offload.integrations.experts", "_experts_implementation"): "a transformers configuration's",
-    ("offload.integrations.experts", "_is_expert_parallel"): "of transformers' experts: what routes to none",
     ("offload.integrations.tensordict.reading", "_on_cpu"): "an offloaded tensor's: its value past every mode",
     ("offload.integrations.tensordict.writing", "_non_tensordict"): "a tensorclass's",
-    ("offload.cli.models", "_is_stateful"): "a transformers model's, whose states can't be taken back",
-    ("offload.drafts.alike", "_attn_implementation"): "a transformers configuration's",
-    ("offload.drafts.candidates", "_eos_token_tensor"): "a generation configuration's, once `generate` has prepared it",
-    ("offload.integrations.torchao", "_process_model_before_weight_loading"): "transformers' quantizers'",
-    ("offload.checkpoints.companions", "_auto_class"): "a transformers configuration's, if its code is its own",
-    ("offload.checkpoints.forms.gguf", "_from_config"): "a transformers model's, as its Auto classes call it",
     ("offload.storage.locks", "_at_fork_reinit"): "a lock's, for a child",
     ("offload.storage.locks", "_is_owned"): "a lock's, for an interrupt",
     ("offload.storage.pickled", "_Unpickler"): "pickle's in Python, which is given another find_class",
@@ -46,6 +37,7 @@ OF_OTHERS = {
     ("offload.tensor.wrapper", "_getframe"): "sys has no other way",
     ("offload.storage.nodes", "_fields"): "a named tuple's",
 }
+OF_TRANSFORMERS = {*MODULE_OF, *" ".join([*ATTRIBUTES.values(), OPTIONAL_ATTRIBUTES]).split()}
 
 # Calls that create immutable values.
 CONSTANTS = (
@@ -63,6 +55,7 @@ STATE = {
     "offload.drafts.candidates._LOCK": "of `_MEASURED`",
     "offload.drafts.candidates._MEASURED": "what the passes of a model took, for as long as it lives",
     "offload.integrations.keys_values._kind_on_disk": "a class made of each class of transformers'",
+    "offload.transformers_api.check_attributes": "classes do not change",
     "offload.prompts.past._stored_kind": "a class made of each class of transformers'",
     "offload.integrations.torchao._AT_WORK": "what `quantize_` is at, in this context",
     "offload.kernels.accelerated._kernels": "imported once",
@@ -179,7 +172,7 @@ def test_names_with_an_underscore_are_used_in_their_wing_alone(trees: Trees) -> 
         for module, tree in trees.items()
         if module != "offload.torch_api"
         for name in reached_into(tree)
-        if name not in own[wing_of(module)]
+        if name not in own[wing_of(module)] | OF_TRANSFORMERS
     }
 
     assert set(OF_OTHERS) == found

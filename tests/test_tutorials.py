@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload import errors
+from offload.transformers_api import cache_option
 from tests.pages import PageError, fences
 from tests.processes import ROOT, run_module, run_script
 from tests.test_house import MODULES, dotted
@@ -23,6 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
 LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder := "model")
 """
+
+
+def skip_newer_names(path: Path) -> None:
+    if ", cache=past" in path.read_text() and cache_option() != "cache":
+        pytest.skip("uses the name that transformers 5.24 has for keys and values")
 
 
 def run_page(page: Path, folder: Path, setup: str = "") -> subprocess.CompletedProcess[str]:
@@ -46,6 +52,7 @@ def told(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "tutorials")))
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path):
+    skip_newer_names(page)
     done = run_page(page, tmp_path)
 
     assert not done.returncode, done.stderr
@@ -71,6 +78,7 @@ def test_every_page_is_in_the_table_of_contents():
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=dotted)
 def test_the_examples_in_docstrings_run(path, tmp_path, monkeypatch):
+    skip_newer_names(path)
     monkeypatch.chdir(tmp_path)
 
     failed, ran = doctest.testmod(importlib.import_module(dotted(path)))

@@ -131,7 +131,7 @@ def _code_of(model: Pretrained, config: Config) -> dict[str, bytes]:
     """The modules of a model with custom code; sets in `config` which class is in which module."""
     if not model.is_remote_code() and config._auto_class is None:
         return {}
-    from transformers.dynamic_module_utils import custom_object_save
+    from offload.transformers_api import custom_object_save
 
     with tempfile.TemporaryDirectory() as scratch:
         if model.is_remote_code():

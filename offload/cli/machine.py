@@ -28,20 +28,33 @@ def add_to(commands: arguments.Commands) -> None:
         help="where values would be kept (default: the current folder)",
     )
     arguments.complete(folder, folders=True)
+    command.add_argument(
+        "--check", action="store_true", help="compare tiny models on disk with the same ones in memory, in some 20 s"
+    )
     allow_json(command)
     command.set_defaults(run=doctor)
 
 
-def doctor(options: argparse.Namespace) -> None:
+def doctor(options: argparse.Namespace) -> int:
     """Say what this machine can do: versions, devices, memory, and the speed of a folder's disk."""
     with doing("measuring the disk"):
         from offload.planning.machine import diagnose
 
         found = diagnose(options.folder)
+    checks: dict[str, str | None] = {}
+    if options.check:
+        with doing("comparing tiny models"):
+            from offload.planning.check import check
+            from offload.transformers_api import disable_progress_bar
+
+            disable_progress_bar()
+            checks = dict(check())
     if options.json:
-        print_json(found)
-        return
-    print_pairs(_lines(found).items())
+        print_json({**vars(found), **({"checks": checks} if options.check else {})})
+    else:
+        on_disk = {f"{what}, on disk": failure or "as in memory, bit for bit" for what, failure in checks.items()}
+        print_pairs({**_lines(found), **on_disk}.items())
+    return int(any(checks.values()))
 
 
 def _lines(found: Diagnosis) -> dict[str, str]:
@@ -52,6 +65,7 @@ def _lines(found: Diagnosis) -> dict[str, str]:
     written = {name: "not possible here" if rate is None else f"{decimal(int(rate))}/s" for name, rate in rates.items()}
     return {
         **found.versions,
+        **{name: f"{found.versions[name]}, newer than what was tested ({one})" for name, one in found.newer.items()},
         "kernels for packed weights": found.kernels,
         **{device: decimal(size) for device, size in found.devices.items()},
         "memory": decimal(found.memory),

@@ -92,7 +92,7 @@ def _without_noise() -> Iterator[None]:
 
 def hide_bars_off_a_terminal() -> None:
     """Turn off the progress bars of transformers and the hub if standard error is a pipe or a file."""
-    from transformers.utils.logging import disable_progress_bar
+    from offload.transformers_api import disable_progress_bar
 
     if not sys.stderr.isatty():
         disable_progress_bar()

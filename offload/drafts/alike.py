@@ -68,8 +68,7 @@ def alike_rows(model: Any) -> Iterator[None]:
 
 def _register() -> None:
     """Make it known to transformers."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from offload.transformers_api import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(_NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])
@@ -95,7 +94,7 @@ def attend(
     Returns:
         (1, rows, heads, size), and None.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from offload.transformers_api import sdpa_attention_forward
 
     rows, tokens = query.shape[2], key.shape[2]
     is_usual = attention_mask is None or attention_mask.dtype == torch.bool

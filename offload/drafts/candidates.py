@@ -26,6 +26,7 @@ from offload.drafts.lookup import looked_up
 from offload.prefetch.engine import counts
 from offload.storage import clock
 from offload.storage.locks import fork_safe_lock
+from offload.transformers_api import given_cache
 
 _CAUGHT_UP = 16  # tokens without a draft that an assistant goes through quickly: more tell nothing about drafting
 _LOOKED_UP = ((1, 0.2), (2, 0.4), (4, 0.6), (8, 0.8))  # from how long a match on, and what is assumed to be accepted
@@ -216,8 +217,9 @@ class Drafts:
 
     def _from_assistant(self, input_ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         started, self._inner.num_assistant_tokens = clock.now(), tokens
-        if self._inner.assistant_kwargs.get("past_key_values") is None:
-            _continue(self._inner.assistant_kwargs, self._length)
+        given = self._inner.assistant_kwargs
+        if given.get(given_cache(given) or "") is None:
+            _continue(given, self._length)
         candidates: torch.Tensor
         candidates, scores = self._inner.get_candidates(input_ids)
         self._from_inner, drafted = True, candidates.shape[1] - self._length

@@ -26,7 +26,7 @@ _OF_MATRICES = 3  # dimensions of a stack of matrices
 
 def register_experts() -> None:
     """Make it known to transformers."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from offload.transformers_api import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, multiply_experts)
 
@@ -59,8 +59,6 @@ def multiply_experts(
     Raises:
         RowIndexError: there is no such expert.
     """
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
     if not (_have_norm(experts) or torch.compiler.is_compiling()):
         up = experts.gate_up_proj if experts.has_gate else experts.up_proj
         if _are_shared_out(experts):
@@ -71,6 +69,8 @@ def multiply_experts(
         )
         if found is not None:
             return found
+    from offload.transformers_api import grouped_mm_experts_forward
+
     return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
 
 
@@ -99,8 +99,7 @@ def _between(experts: Any) -> Between:
 
 
 def _is_silu(experts: Any) -> bool:
-    from transformers.activations import SiLUActivation
-    from transformers.integrations.moe import _default_apply_gate
+    from offload.transformers_api import SiLUActivation, _default_apply_gate
 
     if not experts.has_gate or type(experts)._apply_gate is not _default_apply_gate:
         return False

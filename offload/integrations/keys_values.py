@@ -40,7 +40,7 @@ _STEP = 64  # granularity of the capacity in tokens: heads then begin at whole c
 def kv_cache(
     config_or_model: Any, offload_dir: str | os.PathLike[str] | None = None, *, max_length: int | None = None
 ) -> Any:
-    """A cache of keys and values on disk for transformers' models: `model.generate(past_key_values=kv_cache(model))`.
+    """A cache of keys and values on disk for transformers' models: `model.generate(cache=kv_cache(model))`.
 
     It is transformers' `DynamicCache`, and gives the same numbers: it grows, crops, follows beams and assistants, is
     reset, deep-copied (to a private folder), and continues from one call to the next. Full and sliding-window attention
@@ -69,7 +69,7 @@ def kv_cache(
         >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
         >>> past = kv_cache(model)
-        >>> model.generate(torch.tensor([[1, 2, 3]]), past_key_values=past, max_new_tokens=4, min_new_tokens=4).shape
+        >>> model.generate(torch.tensor([[1, 2, 3]]), cache=past, max_new_tokens=4, min_new_tokens=4).shape
         torch.Size([1, 7])
         >>> past.get_seq_length(), is_offloaded(past.layers[0].keys)
         (6, True)
@@ -128,7 +128,7 @@ def _layer_on_disk(layer: Any, name: str, folder: Path | None, max_length: int |
 @cache
 def _kind_on_disk(kind: Any) -> Any:
     """A subclass of layer class `kind` with keys and values on disk; None if it does not keep them in the usual way."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from offload.transformers_api import DynamicLayer, DynamicSlidingWindowLayer
 
     update = getattr(kind, "update", None)
     if update is DynamicSlidingWindowLayer.update:

@@ -263,7 +263,8 @@ def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> A
     if not is_of_transformers(model):
         return None
     from transformers import TorchAoConfig
-    from transformers.quantizers import AutoHfQuantizer
+
+    from offload.transformers_api import AutoHfQuantizer
 
     try:
         settings = config if is_theirs else TorchAoConfig(config)

@@ -40,6 +40,7 @@ from offload.storage.regular import is_folder, read_regular
 from offload.storage.state_file import MOST_JSON, parse_json
 from offload.tensor.arguments import floating_dtype
 from offload.tensor.locals import is_dtensor, local_of
+from offload.transformers_api import check_attributes
 
 _UNSUPPORTED = {
     "torch_dtype": "give dtype",
@@ -220,6 +221,7 @@ def model_on_meta(
     """
     import transformers
 
+    check_attributes()
     is_gguf = not is_folder(folder)
     _refuse_without_config(folder, config)
     try:

@@ -117,7 +117,7 @@ def one_by_one() -> Iterator[None]:
 
 def waiting(values: Values) -> dict[str, torch.Tensor | Waiting]:
     """The values as transformers takes them; those that it would not cast keep their dtype."""
-    from transformers.quantizers import HfQuantizer
+    from offload.transformers_api import HfQuantizer
 
     if not hasattr(HfQuantizer, "get_new_dtype"):  # before 5.21, it casts all
         return dict(values.tensors)
@@ -141,8 +141,7 @@ def filled_with(
     Returns:
         The names that are missing, sorted.
     """
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
+    from offload.transformers_api import LoadStateDictConfig, convert_and_load_state_dict_in_model
 
     how = LoadStateDictConfig(weight_mapping=conversions, device_map={"": torch.device("cpu")}, dtype=dtype)
     with one_by_one(), no_inference(), no_grad(), torch.device("cpu"):

@@ -43,8 +43,7 @@ def mtp_candidates(model: Pretrained, given: dict[str, Any]) -> Any:
         ArgumentError: the configuration has no such layers (`num_mtp_layers`), or transformers is older than 5.20.
         CheckpointError: the checkpoint lacks them, or it is in a form that fills no module of this kind.
     """
-    from transformers.cache_utils import MtpCache
-    from transformers.generation.candidate_generator import MTPCandidateGenerator
+    from offload.transformers_api import MtpCache, MTPCandidateGenerator
 
     class Candidates(MTPCandidateGenerator):  # type: ignore[misc]
         def __init__(self, layers: Any, settings: Any, processor: Any) -> None:
@@ -75,7 +74,8 @@ def mtp_candidates(model: Pretrained, given: dict[str, Any]) -> Any:
 
 def _loaded(model: Pretrained, count: int) -> Any:
     from transformers import __version__
-    from transformers.modeling_layers import MtpModel
+
+    from offload.transformers_api import MtpModel
 
     if not hasattr(MtpModel, "get_mtp_weights_regex"):
         raise ArgumentError(

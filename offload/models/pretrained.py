@@ -143,7 +143,7 @@ def quantized_by_torchao(
 
 
 def _note_quantized(model: Pretrained, *, quantization: Settings) -> None:
-    from transformers.quantizers import AutoHfQuantizer
+    from offload.transformers_api import AutoHfQuantizer
 
     note_quantizer(model, AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True))
 
@@ -328,7 +328,7 @@ def _save_packed(
     model: nn.Module, packed: Packed, folder: Path, save: Callable[..., object], options: Settings
 ) -> object:
     """Write what is still packed under its original names, from file to file."""
-    from transformers.core_model_loading import revert_weight_conversion
+    from offload.transformers_api import revert_weight_conversion
 
     pieces, others = packed_state(model.state_dict())
     if pieces.keys() & others.keys() or not options.get("save_original_format", True):
@@ -346,8 +346,7 @@ def _save_packed(
 
 def _conversions(model: Pretrained) -> Any:
     """The conversions that saving will undo: the checkpoint's, or for a model that was not loaded, the usual ones."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
+    from offload.transformers_api import PrefixChange, get_model_conversion_mapping
 
     if getattr(model, "_weight_conversions", None) is None:
         usual = get_model_conversion_mapping(model, add_legacy=False)
@@ -370,7 +369,7 @@ class _Streaming(list[Any]):
 
 
 def _streaming(conversion: Any) -> Any:
-    from transformers.core_model_loading import WeightConverter
+    from offload.transformers_api import WeightConverter
 
     if not isinstance(conversion, WeightConverter):
         return conversion

@@ -34,6 +34,9 @@ from offload.storage.disks import read_shared
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, owned
 from offload.storage.replacing import remove, temporary_for
+from offload.torch_api import TESTED as TESTED_TORCH
+from offload.torch_api import usable_devices
+from offload.transformers_api import TESTED as TESTED_TRANSFORMERS
 
 _PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
 _BLOCK = 4 << 20
@@ -65,6 +68,7 @@ class Diagnosis:
 
     Attributes:
         versions: of Python, and of the packages that are installed.
+        newer: packages that are newer than all releases that were tested, with the newest of these.
         kernels: how packed weights are decoded here.
         devices: the accelerators, each with its memory.
         memory: of the machine.
@@ -76,6 +80,7 @@ class Diagnosis:
     """
 
     versions: dict[str, str]
+    newer: dict[str, str]
     kernels: str
     devices: dict[str, int]
     memory: int
@@ -109,7 +114,8 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
     pool = Pool()
     pool.reconsider(anew=True)
     return Diagnosis(
-        versions={"python": platform.python_version(), "torch": str(torch.__version__), **_installed()},
+        versions=(versions := _installed()),
+        newer=_newer_than_tested(versions),
         kernels=f"{description()}; on a GPU: {accelerated.description()}",
         devices=_devices(),
         memory=total_bytes(),
@@ -228,19 +234,24 @@ def reading_rate(path: Path, *, nbytes: int = 256 << 20) -> float | None:
 
 
 def _installed() -> dict[str, str]:
-    found = {}
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
 
 
+def _newer_than_tested(versions: dict[str, str]) -> dict[str, str]:
+    newest = {"torch": TESTED_TORCH[-1], "transformers": TESTED_TRANSFORMERS[-1]}
+    return {name: newest[name] for name in newest if _minor(versions.get(name, "0.0")) > _minor(newest[name])}
+
+
+def _minor(release: str) -> list[int]:
+    return [int(part) for part in release.split(".")[:2]]
+
+
 def _devices() -> dict[str, int]:
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return {}
-    devices = [torch.device(kind.type, number) for number in range(torch.accelerator.device_count())]
-    return {str(device): int(torch.accelerator.get_memory_info(device)[1]) for device in devices}
+    return {str(device): int(torch.accelerator.get_memory_info(device)[1]) for device in usable_devices()}
 
 
 def _measured(folder: Path, nbytes: int) -> Disk:

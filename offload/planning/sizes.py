@@ -24,6 +24,7 @@ from offload.integrations.transformers import model_on_meta, writes_text
 from offload.storage.regular import is_there, text_of
 from offload.tensor.wrapper import PathLike
 from offload.torch_api import parameters_of
+from offload.transformers_api import cache_of
 
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 _GGUF_TABLE, _GGUF_HEAD = "token_embd.weight", "output.weight"
@@ -230,5 +231,5 @@ def _empty_passes(model: Any) -> tuple[int | None, float]:
 
 
 def _held(output: Any) -> int:
-    tensors = [tensor for layer in output.past_key_values.layers for tensor in (layer.keys, layer.values)]
+    tensors = [tensor for layer in cache_of(output).layers for tensor in (layer.keys, layer.values)]
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 from offload.prompts.prompt_cache import BEGINS, PromptCache
+from offload.transformers_api import given_cache
 
 
 def keeping_prompts(kind: Any) -> dict[str, Any]:
@@ -26,9 +27,10 @@ def keeping_prompts(kind: Any) -> dict[str, Any]:
     @wraps(kind.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self: Any, input_ids: Any, *args: Any, **options: Any) -> Any:
         begins = options.get("is_first_iteration") and not args and options.get("next_sequence_length") is None
-        if begins and getattr(options.get("past_key_values"), "drafts", False):
-            known = options["past_key_values"].get_seq_length()
-            options["next_sequence_length"] = input_ids.shape[1] - known  # transformers (5.23) gives all of them
+        past: Any = options.get(given_cache(options) or "")
+        if begins and getattr(past, "drafts", False):
+            known = past.get_seq_length()
+            options["next_sequence_length"] = input_ids.shape[1] - known  # transformers (5.24) gives all of them
         return kind.prepare_inputs_for_generation(self, input_ids, *args, **options)
 
     return {BEGINS: True, **{one.__name__: one for one in (generate, prepare_inputs_for_generation)}}

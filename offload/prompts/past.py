@@ -22,6 +22,7 @@ import torch
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
 from offload.prompts.blocks import TOKENS, Block, Form, sums_of
 from offload.tensor.rules import is_followed
+from offload.transformers_api import given_cache
 
 log = logging.getLogger("offload.prompts")
 
@@ -128,9 +129,10 @@ class Prefix:
 
         model = self._model
         past = DynamicCache(config=model.config)
-        options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        takes = inspect.signature(model.forward).parameters
+        options = {str(given_cache(takes)): past, **({"logits_to_keep": 1} if "logits_to_keep" in takes else {})}
         with torch.no_grad():
-            model(self._input_ids.to(model.device), past_key_values=past, use_cache=True, **options)
+            model(self._input_ids.to(model.device), use_cache=True, **options)
         return past
 
 
@@ -139,13 +141,6 @@ def _joined(parts: list[torch.Tensor], new: torch.Tensor | None, device: torch.d
     if device.type != "cpu":
         parts = [torch.cat(parts, dim=-2).to(device)]
     return torch.cat(parts if new is None else [*parts, new], dim=-2)
-
-
-def begins_after_what_is_known() -> bool:
-    """Whether transformers computes a prompt in chunks from the first token that its cache lacks: since 5.21."""
-    from transformers import __version__
-
-    return tuple(map(int, __version__.split(".")[:2])) >= (5, 21)
 
 
 def past_of(config: Any, prefix: Prefix, until: int) -> Any:
@@ -177,7 +172,7 @@ def past_of(config: Any, prefix: Prefix, until: int) -> Any:
 @cache
 def _stored_kind(kind: Any) -> Any:
     """A subclass of a layer's class whose first tokens come from a prefix; None if it has other states."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from offload.transformers_api import DynamicLayer, DynamicSlidingWindowLayer
 
     part = {DynamicLayer: _StoredLayer, DynamicSlidingWindowLayer: _StoredSlidingLayer}.get(kind)
     return part and type(f"{kind.__name__}WithPrefix", (part, kind), {"_layer_type": None})

@@ -22,7 +22,8 @@ import torch
 from offload.errors import ArgumentError, ArgumentTypeError, FileError
 from offload.prompts.blocks import TOKENS, Block, Blocks
 from offload.prompts.identity import Identities
-from offload.prompts.past import Prefix, begins_after_what_is_known, past_of
+from offload.prompts.past import Prefix, past_of
+from offload.transformers_api import CACHES, cache_name, cache_option, fills_after_cache
 
 log = logging.getLogger("offload.prompts")
 
@@ -99,7 +100,7 @@ class PromptCache:
     def past_for(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, copies: int = 1
     ) -> Any:
-        """What is known of a prompt: a cache for `model.generate(..., past_key_values=)`, or for the model itself.
+        """What is known of a prompt: a cache for `model.generate(..., cache=)`, or for the model itself.
 
         Its length, `get_seq_length()`, is the number of tokens that need not be computed: 0 if nothing is known.
 
@@ -110,7 +111,7 @@ class PromptCache:
             copies: how many rows in the batch each prompt has: of `num_beams` or `num_return_sequences`.
 
         Returns:
-            A `DynamicCache`. Give it to `keep` after the run.
+            A `DynamicCache`; before transformers 5.24 the option is `past_key_values`. Give it to `keep` after the run.
 
         Raises:
             ValueError: the prompt has padding or images, or the model keeps other states than keys and values.
@@ -188,8 +189,8 @@ class PromptCache:
             ValueError: as `past_for`; or the prompt has inputs beside tokens, or a cache of its own.
         """
         input_ids = options.pop("input_ids", None) if inputs is None else inputs
-        given = set(inspect.signature(model.forward).parameters) & set(options)
-        others = sorted(name for name in given - _MAY_BE_GIVEN if options[name] is not None)
+        takes = {*inspect.signature(model.forward).parameters, *CACHES}
+        others = sorted(name for name in takes & options.keys() - _MAY_BE_GIVEN if options[name] is not None)
         if others or options.get("use_cache") is False or options.get("cache_implementation"):
             raise ArgumentError(f"prompts are kept of tokens alone, not with {', '.join(others) or 'that'}{_LEAVE_OUT}")
         settings = options.get("generation_config") or model.generation_config
@@ -200,11 +201,11 @@ class PromptCache:
         drafts = bool(drafts or getattr(settings, "prompt_lookup_num_tokens", None))
         in_chunks = options.get("prefill_chunk_size") or getattr(settings, "prefill_chunk_size", None)
         repeats = drafts and not getattr(type(model), BEGINS, False)  # transformers (5.23) begins with the whole prompt
-        repeats = repeats or bool(in_chunks and not begins_after_what_is_known())
+        repeats = repeats or bool(in_chunks and not fills_after_cache())
         past = self._past(model, input_ids, options.get("attention_mask"), copies, is_new=repeats)
         past.drafts = drafts
         try:
-            return model.generate(input_ids, past_key_values=past, **options)
+            return model.generate(input_ids, **{**options, cache_option(): past})
         finally:
             try:
                 self.keep(past)
@@ -221,8 +222,7 @@ def _refuse_model(model: Any) -> None:
     if not hasattr(config, "get_text_config") or not callable(getattr(model, "generate", None)):
         raise ArgumentTypeError(f"a transformers model that generates is needed, not {type(model).__name__}")
     text = config.get_text_config(decoder=True)  # type: ignore[union-attr]
-    takes_past = "past_key_values" in inspect.signature(model.forward).parameters
-    if config.is_encoder_decoder or not takes_past:  # type: ignore[union-attr]
+    if config.is_encoder_decoder or cache_name(model.forward) is None:  # type: ignore[union-attr]
         raise ArgumentError(f"prompts can't be kept for {type(model).__name__}: it has no keys and values{_LEAVE_OUT}")
     if getattr(text, "use_bidirectional_attention", None) or getattr(text, "is_causal", True) is False:
         raise ArgumentError(

@@ -18,6 +18,7 @@ import torch
 from offload.annotations import Json, Kwargs
 from offload.serving.chat import ONE_ANSWER, stops_of
 from offload.serving.text import Text
+from offload.transformers_api import cache_name, cache_of
 
 _SCORED_BYTES = 256 << 20  # of logits, when a prompt is scored
 
@@ -152,7 +153,7 @@ class Answering:
         for start in range(0, length, step):
             out = self._model(input_ids=tokens[:, start : start + step], **more)
             if length > step:
-                more["past_key_values"] = out.past_key_values
+                more[str(cache_name(self._model.forward))] = cache_of(out)
             scores = torch.log_softmax(out.logits[0].float(), dim=-1)  # (tokens, vocabulary)
             following = job.prompt[start + 1 : start + 1 + len(scores)]
             job.tell(Piece("", [_score(scores[at], token, job.top) for at, token in enumerate(following)]))

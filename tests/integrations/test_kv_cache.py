@@ -31,6 +31,7 @@ from offload.errors import (
 )
 from offload.prefetch.value import page_state_of
 from offload.testing import is_equal
+from offload.transformers_api import cache_option
 from tests.processes import run_script
 
 SIZES: dict[str, Any] = {
@@ -43,6 +44,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 99,
     "max_position_embeddings": 4096,
 }
+CACHE = cache_option()
 CONFIGS = {
     "full": LlamaConfig(**SIZES),
     "sliding": MistralConfig(**SIZES, sliding_window=8),
@@ -86,7 +88,7 @@ def generated(model: Any, tokens: torch.Tensor, past: Any, count: int = 20, **op
     torch.manual_seed(1)
     out = model.generate(
         tokens,
-        past_key_values=past,
+        **{CACHE: past},
         max_new_tokens=count,
         eos_token_id=None,
         pad_token_id=0,
@@ -187,7 +189,7 @@ def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window() -> None
     caches[1].activate_past_recording()
 
     for tokens in ids(1, 40).split([12, 3, 1, 24], dim=1):
-        expected, got = (model(tokens, past_key_values=past).logits for past in caches)
+        expected, got = (model(tokens, **{CACHE: past}).logits for past in caches)
         assert torch.equal(expected, got)
     assert [7, 40] == [past.layers[0].keys.shape[2] for past in caches]
 
@@ -199,7 +201,7 @@ def test_the_capacity_grows_and_the_tokens_stay(model: Any) -> None:
     rooms = set()
 
     for tokens in ids(1, 800).split([200, 40, 30, 1, 1, 528], dim=1):
-        expected, got = (model(tokens, past_key_values=past).logits for past in caches)
+        expected, got = (model(tokens, **{CACHE: past}).logits for past in caches)
         assert torch.equal(expected, got)
         rooms.add(tuple(layer._rows_of_keys._file.shape[2] for layer in caches[1].layers))
     assert 1 < len(rooms)
@@ -210,9 +212,9 @@ def test_a_reserved_capacity_does_not_grow_before_it_is_full(llama: Any) -> None
     past = offload.integrations.kv_cache(llama, max_length=640)
 
     for tokens in ids(1, 640).split(320, dim=1):
-        llama(tokens, past_key_values=past)
+        llama(tokens, **{CACHE: past})
         assert {640} == {layer._rows_of_keys._file.shape[2] for layer in past.layers}
-    llama(ids(1, 1), past_key_values=past)
+    llama(ids(1, 1), **{CACHE: past})
 
     assert {960 + 64} == {layer._rows_of_keys._file.shape[2] for layer in past.layers}
 
@@ -233,11 +235,11 @@ def test_sliding_layers_take_no_more_than_their_window() -> None:
 def test_a_token_writes_its_own_rows_alone(llama: Any) -> None:
     """The rest of the file is unchanged, and earlier views show the same tokens."""
     past = offload.integrations.kv_cache(llama)
-    llama(ids(1, 20), past_key_values=past)
+    llama(ids(1, 20), **{CACHE: past})
     file, earlier = past.layers[0]._rows_of_keys._file, past.layers[0].keys
     before, kept = file.materialize(), earlier.materialize()
 
-    llama(ids(1, 1), past_key_values=past)
+    llama(ids(1, 1), **{CACHE: past})
 
     changed = (file != before).any(dim=-1)[0].nonzero()
     assert [[0, 20], [1, 20]] == changed.tolist()  # the 21st token of both heads
@@ -247,10 +249,10 @@ def test_a_token_writes_its_own_rows_alone(llama: Any) -> None:
 @torch.no_grad()
 def test_a_view_from_before_the_capacity_grew_is_refused_as_stale(llama: Any) -> None:
     past = offload.integrations.kv_cache(llama)
-    llama(ids(1, 200), past_key_values=past)
+    llama(ids(1, 200), **{CACHE: past})
     earlier = past.layers[0].keys
 
-    llama(ids(1, 400), past_key_values=past)
+    llama(ids(1, 400), **{CACHE: past})
 
     with pytest.raises(StaleViewError, match=r"layers\.0\.keys"):
         earlier.sum()
@@ -261,12 +263,12 @@ def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama
     caches = DynamicCache(config=llama.config), offload.integrations.kv_cache(llama)
 
     for act in (
-        lambda past: llama(ids(2, 20), past_key_values=past),
+        lambda past: llama(ids(2, 20), **{CACHE: past}),
         lambda past: past.crop(-4),
         lambda past: past.batch_repeat_interleave(3),
         lambda past: past.batch_select_indices(torch.tensor([5, 0, 2])),
         lambda past: past.reorder_cache(torch.tensor([1, 1, 0])),
-        lambda past: llama(ids(3, 4), past_key_values=past),
+        lambda past: llama(ids(3, 4), **{CACHE: past}),
     ):
         plain, mine = (act(past) for past in caches)
         assert is_on_disk(caches[1])
@@ -280,14 +282,14 @@ def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama
 def test_a_deep_copy_is_independent(model: Any, tmp_path: Path) -> None:
     """For prompts that many conversations share."""
     past = offload.integrations.kv_cache(model, tmp_path)
-    model(ids(1, 12), past_key_values=past)
+    model(ids(1, 12), **{CACHE: past})
     plain = DynamicCache(config=model.config)
-    model(ids(1, 12), past_key_values=plain)
+    model(ids(1, 12), **{CACHE: plain})
 
     other = copy.deepcopy(past)
-    model(ids(1, 300), past_key_values=other)
+    model(ids(1, 300), **{CACHE: other})
 
-    assert torch.equal(model(ids(1, 3), past_key_values=plain).logits, model(ids(1, 3), past_key_values=past).logits)
+    assert torch.equal(model(ids(1, 3), **{CACHE: plain}).logits, model(ids(1, 3), **{CACHE: past}).logits)
     assert past.layers[0].keys.offload_dir == tmp_path
     assert other.layers[0].keys.offload_dir != tmp_path
 
@@ -298,17 +300,17 @@ def test_a_deep_copy_of_an_empty_cache_does_not_claim_its_names(llama: Any, tmp_
 
     other = copy.deepcopy(past)
 
-    assert torch.equal(llama(ids(1, 3), past_key_values=past).logits, llama(ids(1, 3), past_key_values=other).logits)
+    assert torch.equal(llama(ids(1, 3), **{CACHE: past}).logits, llama(ids(1, 3), **{CACHE: other}).logits)
 
 
 def test_a_cache_works_inside_and_outside_inference_mode(llama: Any) -> None:
     caches = DynamicCache(config=llama.config), offload.integrations.kv_cache(llama)
     with torch.inference_mode():
-        expected, got = (llama(ids(1, 9), past_key_values=past).logits for past in caches)
+        expected, got = (llama(ids(1, 9), **{CACHE: past}).logits for past in caches)
         assert torch.equal(expected, got)
 
     with torch.no_grad():
-        expected, got = (llama(ids(1, 300), past_key_values=past).logits for past in caches)
+        expected, got = (llama(ids(1, 300), **{CACHE: past}).logits for past in caches)
     assert torch.equal(expected, got)
 
 
@@ -370,7 +372,7 @@ def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama: Any) -
 @torch.no_grad()
 def test_private_files_go_with_the_cache(llama: Any) -> None:
     past = offload.integrations.kv_cache(llama)
-    llama(ids(1, 400), past_key_values=past)
+    llama(ids(1, 400), **{CACHE: past})
     paths = [states.offload_path for layer in past.layers for states in (layer.keys, layer.values)]
     assert all(path.exists() for path in paths)
 
@@ -385,7 +387,7 @@ def test_in_a_named_folder_there_is_a_file_for_each_and_it_stays(llama: Any, tmp
     """Even after the capacity has grown, which replaces a file."""
     past = offload.integrations.kv_cache(llama, tmp_path / "past")
     for tokens in ids(1, 400).split(200, dim=1):
-        llama(tokens, past_key_values=past)
+        llama(tokens, **{CACHE: past})
     kept = past.layers[1].keys.materialize()
 
     del past
@@ -411,13 +413,13 @@ def test_a_folder_that_is_not_empty_is_refused(llama: Any, tmp_path: Path) -> No
 
 def test_gradients_are_refused(llama: Any) -> None:
     with pytest.raises(UnsupportedOpError, match=r"layers\.0\.keys.*no_grad"):
-        llama(ids(1, 5), past_key_values=offload.integrations.kv_cache(llama))
+        llama(ids(1, 5), **{CACHE: offload.integrations.kv_cache(llama)})
 
 
 @torch.no_grad()
 def test_a_batch_of_another_size_is_refused_and_not_broadcast(llama: Any) -> None:
     past = offload.integrations.kv_cache(llama)
-    llama(ids(2, 5), past_key_values=past)
+    llama(ids(2, 5), **{CACHE: past})
     layer = past.layers[0]
 
     with pytest.raises(ShapeMismatchError, match=r"layers\.0\.keys.*\(2, 2, 5, 8\).*\(1, 2, 3, 8\)"):
@@ -482,10 +484,10 @@ def test_a_token_leaves_nothing_behind(llama: Any) -> None:
     """Neither tracked ranges nor objects: every step costs the same."""
     past = offload.integrations.kv_cache(llama, max_length=4096)
     with torch.no_grad():
-        llama(ids(2, 2200), past_key_values=past)
+        llama(ids(2, 2200), **{CACHE: past})
         found = []
         for tokens in ids(2, 60).split(1, dim=1):
-            llama(tokens, past_key_values=past)
+            llama(tokens, **{CACHE: past})
             found.append([len(page_state_of(layer.keys._handle).ranges) for layer in past.layers])
 
     assert [[1, 1]] * len(found) == found

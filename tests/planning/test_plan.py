@@ -26,6 +26,7 @@ from offload.errors import ArgumentError, CheckpointError
 from offload.planning.estimate import Estimate
 from offload.planning.machine import Computing, Disk
 from offload.planning.sizes import ModelSizes, sizes_of
+from offload.transformers_api import cache_option
 from tests.checkpoints.forms import FORMS
 from tests.prefetch.delayed_device import on_the_device
 
@@ -287,7 +288,7 @@ def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any) -> 
     assert plan.context_bytes is not None
     assert "keys and values leave no memory for the weights: shorten the context," in said
     assert f"adds up to {plan.context_bytes / 1e6:.0f} ms of reading per step" in said
-    assert "past_key_values=offload.integrations.kv_cache(model)" in said
+    assert f"{cache_option()}=offload.integrations.kv_cache(model)" in said
     assert "weights 0 bytes" in said
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 import offload
 from offload.errors import ArgumentError, ForeignFileError, UnsupportedOpError
 from offload.prompts import PromptCache, prompt_cache
+from offload.transformers_api import cache_option
 from tests.campaigns import amount
 from tests.processes import ended, forked, in_fork
 
@@ -31,6 +32,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "initializer_range": 0.5,
 }
+CACHE = cache_option()
 CONFIGS = {
     "full": LlamaConfig(**SIZES),
     "sliding": MistralConfig(**SIZES, sliding_window=8),
@@ -86,7 +88,7 @@ def blocks(prompts: PromptCache) -> list[Path]:
 def logits(model: Any, tokens: torch.Tensor, past: Any = None) -> torch.Tensor:
     """Of the last token."""
     known = 0 if past is None else past.get_seq_length()
-    return model(tokens[:, known:], past_key_values=past, use_cache=True).logits[:, -1]
+    return model(tokens[:, known:], **{CACHE: past}, use_cache=True).logits[:, -1]
 
 
 # The same answers
@@ -106,7 +108,7 @@ def test_a_prompt_in_chunks_is_computed_from_its_first_token_where_transformers_
     llama: Any, prompts: PromptCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As it does before 5.21: tokens that are known would be there twice."""
-    monkeypatch.setattr(prompt_cache, "begins_after_what_is_known", lambda: False)
+    monkeypatch.setattr(prompt_cache, "fills_after_cache", lambda: False)
     expected = answer(llama.generate, ids(200), prefill_chunk_size=50)
     answer(prompts.generate, llama, ids(200))
     caplog.set_level("INFO", "offload")
@@ -131,13 +133,13 @@ def test_logits_equal_those_of_a_pass_in_the_same_pieces_bit_for_bit(model: Any,
     tokens = ids(150)
     before = prompts.past_for(model, tokens)
     logits(model, tokens[:, :128], before)
-    expected = model(tokens[:, 128:], past_key_values=before).logits
+    expected = model(tokens[:, 128:], **{CACHE: before}).logits
     prompts.keep(before)
 
     past = prompts.past_for(model, tokens)
 
     assert 128 == past.get_seq_length()
-    assert torch.equal(expected, model(tokens[:, 128:], past_key_values=past).logits)
+    assert torch.equal(expected, model(tokens[:, 128:], **{CACHE: past}).logits)
 
 
 def test_a_prompt_shorter_than_what_is_kept_computes_its_last_token(model: Any, prompts: PromptCache) -> None:
@@ -187,7 +189,7 @@ def test_a_model_from_disk_takes_a_folder(llama: Any, tmp_path: Path, way: dict[
         assert torch.equal(expected, answer(model.generate, tokens, prompt_cache=folder, **way))
         assert rows[0] <= most + (20 if "assistant_model" in way else 0)
     with pytest.raises(ArgumentError, match="the whole prompt"), torch.no_grad():
-        model(tokens, past_key_values=PromptCache(folder).past_for(model, tokens))
+        model(tokens, **{CACHE: PromptCache(folder).past_for(model, tokens)})
 
 
 def test_batches_in_lockstep_use_what_is_kept(llama: Any, tmp_path: Path, prompts: PromptCache) -> None:
@@ -320,7 +322,7 @@ def test_gradients_are_refused(llama: Any, prompts: PromptCache) -> None:
     answer(prompts.generate, llama, ids(100))
 
     with pytest.raises(UnsupportedOpError, match="no_grad"):
-        llama(ids(100)[:, 64:], past_key_values=prompts.past_for(llama, ids(100)))
+        llama(ids(100)[:, 64:], **{CACHE: prompts.past_for(llama, ids(100))})
 
 
 def test_a_cache_that_was_reset_is_not_kept(model: Any, prompts: PromptCache) -> None:

@@ -56,8 +56,7 @@ def settings_in(path: Path) -> Settings:
     parts = with_other_parts(TensorFile.open(path))
     path, metadata = parts[0].path, parts[0].header.metadata
     names = [name for part in parts for name in part.entries]
-    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config, read_gguf_metadata
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from offload.transformers_api import GGUF_CONFIG_ARCHS, get_gguf_config, load_gguf_checkpoint, read_gguf_metadata
 
     try:
         if metadata.get(ARCHITECTURE) in GGUF_CONFIG_ARCHS:
@@ -104,7 +103,7 @@ def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Pretrained:
 
 def is_new(source: Checkpoint) -> bool:
     """Whether transformers loads it by conversions."""
-    from transformers.integrations.gguf import is_gguf_arch_supported
+    from offload.transformers_api import is_gguf_arch_supported
 
     return bool(is_gguf_arch_supported(architecture_of(source)))
 
@@ -164,7 +163,7 @@ def _by_processors(
     settings: Settings,
     dtype: torch.dtype,
 ) -> Dense:
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+    from offload.transformers_api import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     kind = TENSOR_PROCESSORS.get(architecture_of(source), TensorProcessor)
     if kind.__name__ not in _KNOWN:
@@ -281,8 +280,13 @@ def _log_of_negated(values: torch.Tensor) -> torch.Tensor:
 def _by_conversions(
     source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Pretrained, dtype: torch.dtype
 ) -> Dense:
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-    from transformers.integrations.gguf import get_gguf_conversion_mapping
+    from offload.transformers_api import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        get_gguf_conversion_mapping,
+        rename_source_key,
+    )
 
     mapping = get_gguf_conversion_mapping(architecture_of(source), empty.config)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
@@ -306,7 +310,7 @@ def _by_conversions(
 
 def _in_dtype(tensor: OffloadedTensor, kind: str | None, dtype: torch.dtype) -> OffloadedTensor:
     """A packed value computed in a given dtype, as in transformers' `Dequantize`."""
-    from transformers.integrations.gguf.dequant import GGML_NAME
+    from offload.transformers_api import GGML_NAME
 
     number = next((number for number, name in GGML_NAME.items() if name == kind), None)
     made = handle_of(tensor).composed
@@ -321,7 +325,7 @@ def _in_dtype(tensor: OffloadedTensor, kind: str | None, dtype: torch.dtype) -> 
 
 
 def _decode_in(rows: torch.Tensor, *, number: int, dtype: torch.dtype) -> torch.Tensor:
-    from transformers.integrations.gguf.dequant import dequantize
+    from offload.transformers_api import dequantize
 
     values: torch.Tensor = dequantize(rows, number, dtype)
     return values.view(len(rows), -1)
