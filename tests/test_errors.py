@@ -17,7 +17,7 @@ from tests.test_house import MODULES, dotted
 
 # Other raised errors, by module and beginning, and why they are right.
 OTHERS = {
-    ("offload", "raise ImportError"): "on another system nothing of ours is there to be caught",
+    ("offload", "raise ImportError"): "on another system, or without the lock, nothing of ours is there to be caught",
     ("offload.batches.delegated_call", "raise error"): "what a block met; handed over as it was",
     (
         "offload.batches.scheduler",

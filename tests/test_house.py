@@ -554,10 +554,17 @@ def test_importing_offload_imports_no_neighbour():
     assert "[]\n" == run_script(script, *sorted(NEIGHBOURS), fresh=True)
 
 
-def test_importing_offload_on_another_system_says_where_it_works():
-    script = """
+@pytest.mark.parametrize(
+    ("elsewhere", "begins", "ends"),
+    [
+        ("sys.platform = 'darwin'", "offload works on Linux", "this is darwin"),
+        ("sys._is_gil_enabled = lambda: False", "offload counts on Python's global interpreter lock", "with -X gil=1"),
+    ],
+)
+def test_importing_offload_elsewhere_says_where_it_works(elsewhere, begins, ends):
+    script = f"""
         import sys
-        sys.platform = "darwin"
+        {elsewhere}
         try:
             import offload
         except ImportError as error:
@@ -566,8 +573,8 @@ def test_importing_offload_on_another_system_says_where_it_works():
 
     said = run_script(script, fresh=True)
 
-    assert said.startswith("offload works on Linux")
-    assert said.endswith("this is darwin False\n")
+    assert said.startswith(begins)
+    assert said.endswith(f"{ends} False\n")
 
 
 @pytest.mark.slow(8)

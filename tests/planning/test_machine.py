@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,12 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import transformers
 
 from offload import cli
 from offload.errors import MissingFileError
+from offload.planning import machine
 from offload.planning.machine import diagnose
+from offload.torch_api import TESTED
 
 SIZE = 16 << 20
+CHECKED = ["a dense model", "a mixture of experts", "packed weights"]
 
 
 def test_a_diagnosis_holds_the_figures_of_the_machine(tmp_path: Path) -> None:
@@ -76,3 +81,36 @@ def test_the_command_prints_versions_memory_and_rates(tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     for word in ("torch", torch.__version__, "max_memory", "O_DIRECT", str(tmp_path), "/s"):
         assert word in printed
+
+
+def test_a_release_newer_than_all_tested_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    monkeypatch.setattr(machine, "TESTED_TRANSFORMERS", ("5.1", "5.2"))
+
+    assert 0 == cli.main(["doctor", str(tmp_path)])
+
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"torch 2.99.0+cpu, newer than what was tested ({TESTED[-1]})" in printed
+    assert f"transformers {transformers.__version__}, newer than what was tested (5.2)" in printed
+
+
+def test_a_tested_release_is_not_called_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", f"{TESTED[-1]}.7")
+
+    assert "torch" not in diagnose(tmp_path, nbytes=16 << 20).newer
+
+
+@pytest.mark.slow(10)
+def test_a_check_compares_models_and_says_which_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 0 == cli.main(["doctor", str(tmp_path), "--check", "--json"])
+    assert dict.fromkeys(CHECKED) == json.loads(capsys.readouterr().out)["checks"]
+
+    monkeypatch.setattr("offload.planning.check.load_file", lambda path: {"x": torch.ones(3)})  # no weights
+    assert 1 == cli.main(["doctor", str(tmp_path), "--check", "--json"])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [None, None] == [checks.pop(name) for name in CHECKED[:2]]
+    assert [CHECKED[2]] == [name for name, failure in checks.items() if failure]

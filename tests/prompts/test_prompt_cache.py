@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 import offload
 from offload.errors import ArgumentError, ForeignFileError, UnsupportedOpError
 from offload.prompts import PromptCache, prompt_cache
-from offload.transformers_api import cache_option
+from offload.transformers_api import CACHES, cache_option
 from tests.campaigns import amount
 from tests.processes import ended, forked, in_fork
 
@@ -316,6 +316,12 @@ def test_padding_is_refused(llama: Any, prompts: PromptCache) -> None:
 def test_inputs_beside_tokens_are_refused(llama: Any, prompts: PromptCache) -> None:
     with pytest.raises(ArgumentError, match="inputs_embeds"):
         prompts.generate(llama, ids(80), inputs_embeds=torch.ones(1, 80, 32))
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_of_the_user_is_refused_by_either_name(name: str, llama: Any, prompts: PromptCache) -> None:
+    with pytest.raises(ArgumentError, match=f"not with {name}"):
+        prompts.generate(llama, ids(100), **{name: prompts.past_for(llama, ids(100))})
 
 
 def test_gradients_are_refused(llama: Any, prompts: PromptCache) -> None:
