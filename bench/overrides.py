@@ -56,6 +56,16 @@ def _inside(name: str, values: dict[str, Any]) -> dict[str, Any]:
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "align": _inside("vision_config", _EFFICIENT),
+    "apertus1p5": {
+        "text_config.vocab_size": 512,
+        "vision_config.codebook_size": 64,
+        "vision_config.base_channels": 32,
+        "audio_config.codebook_size": 64,
+        "image_token_id": 298,
+        "audio_token_id": 299,
+        "image_token_offset": 300,
+        "audio_token_offset": 364,
+    },
     "autoformer": _TIMES,
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 320, "num_hidden_layers": 2},
@@ -76,6 +86,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         **{f"{name}_model_config.patch_size": 16 for name in ("image", "patch", "fov")},
     },
     "diffusion_gemma": _inside("text_config", {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}),
+    "dory": {
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots3_note": {"vision_config.adapter_in_dim": 128, "audio_config.adapter_input_size": 128},
     "efficientloftr": {"hidden_size": 256},
@@ -94,6 +111,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 32},
     "hunyuan_vl": {"text_config.head_dim": 32},
     "hunyuan_vl_text": {"head_dim": 32},
+    "hy_v4_vl": {
+        "text_config.qk_rope_head_dim": 16,
+        "text_config.head_dim": 16,
+        "text_config.rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]},
+    },
     "informer": _TIMES,
     "inkling_mm_model": {"vision_config.num_hidden_layers": 2},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
