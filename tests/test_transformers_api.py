@@ -12,7 +12,6 @@ import torch
 import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-import offload
 from offload import transformers_api
 from offload.errors import UnsupportedTransformersError
 from offload.transformers_api import ATTRIBUTES, MODULE_OF, OPTIONAL_ATTRIBUTES, cache_name, cache_of, given_cache
@@ -89,6 +88,12 @@ def test_every_name_in_the_door_is_used() -> None:
 @pytest.mark.parametrize("name", MODULE_OF)
 def test_every_name_in_the_door_is_there(name: str) -> None:
     assert getattr(transformers_api, name) is not None
+
+
+def test_attributes_are_there() -> None:
+    transformers_api.check_attributes.cache_clear()
+
+    transformers_api.check_attributes()
 
 
 def test_a_name_that_is_gone_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
