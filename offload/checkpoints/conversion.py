@@ -97,7 +97,7 @@ def convert_checkpoint(
         The new folder.
 
     Raises:
-        ForeignFileError: `target` is there and not empty.
+        ForeignFileError: `target` is there and not empty, or in the folder of `source`.
         JournalError: a run of `dequantize` was begun and `resume` does not say to go on; or it was one with other
             arguments.
         ArgumentError: `resume` without `dequantize`.
@@ -105,7 +105,7 @@ def convert_checkpoint(
             to be dequantized, and is dense; no JSON in its `config.json`.
         MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
-    opened, target = open_checkpoint(source), absolute(target)
+    opened, target = open_checkpoint(source), target_outside(target, source)
     if dequantize or opened.is_gguf:
         options = {"dtype": None if dtype is None else dtype_name(dtype), "to_offload_folder": to_offload_folder}
         run = {**options, "max_shard_size": max_shard_size, "source": identities_of(opened)}
@@ -263,6 +263,21 @@ def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[P
         raise
     with suppress(OSError):  # the new folder is complete
         remove_folder(work)
+
+
+def target_outside(target: PathLike, *sources: PathLike) -> Path:
+    """The path of a new folder, which is in none of the folders that are read.
+
+    Raises:
+        ForeignFileError: it is in one of them.
+    """
+    path = absolute(target)
+    around = next(
+        (one for one in map(absolute, sources) if is_folder(one) and one.resolve() in path.resolve().parents), None
+    )
+    if around is not None:
+        raise ForeignFileError(f"{path} is in {around}, which is only read: name a folder outside of it")
+    return path
 
 
 def identities_of(source: Checkpoint) -> dict[str, list[int]]:

@@ -24,7 +24,7 @@ from torch import nn
 
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.companions import companions_of, put_files
-from offload.checkpoints.conversion import companions_beside, identities_of, resumable_folder
+from offload.checkpoints.conversion import companions_beside, identities_of, resumable_folder, target_outside
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
 from offload.integrations.transformers import from_pretrained
@@ -130,11 +130,11 @@ def merge_checkpoint(
         What was merged.
 
     Raises:
-        ForeignFileError: `target` is there and not empty.
+        ForeignFileError: `target` is there and not empty, or in a folder that is read.
         JournalError: a run was begun, and `resume` does not say to go on; or it was one of another adapter or base.
         CheckpointError, UnsupportedOpError, MapError, WriteError: as `merge_lora`.
     """
-    folder, target = absolute(source), absolute(target)
+    folder, target = absolute(source), target_outside(target, source, adapter)
     found = identities_of(open_checkpoint(folder))
     run = {"adapter": _name_of(text_of(adapter)), "dtype": str(dtype), "source": found}
     with resumable_folder(target, run, resume=resume) as work:

@@ -165,7 +165,9 @@ def test_pieces_of_any_shape_and_dtype_give_a_weight_or_an_error_that_names_it(f
     for change, dtype in itertools.product(SHAPES.values(), (None, torch.int8, torch.uint8, torch.int32, torch.float)):
         for names in [*([name] for name in pieces), list(pieces)]:
             new = {name: change(pieces[name]).clone() for name in names}
-            new = {name: value if dtype is None else torch.zeros_like(value, dtype=dtype) for name, value in new.items()}
+            new = {
+                name: value if dtype is None else torch.zeros_like(value, dtype=dtype) for name, value in new.items()
+            }
             save_file({**pieces, **new}, file, {"format": "pt"})
             try:
                 unpacked(offload.load_file(file), config["quantization_config"])

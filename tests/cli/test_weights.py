@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -233,6 +234,38 @@ def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(models["dense"]), config).save_pretrained(place)
     return place
+
+
+INSIDE = {
+    "in it": lambda folder: folder / "new",
+    "deep in it": lambda folder: folder / "one" / "new",
+    "by another name": lambda folder: folder.parent / "same" / "new",
+    "by a way around": lambda folder: folder / ".." / folder.name / "new",
+}
+
+
+@pytest.mark.parametrize("place", INSIDE)
+@pytest.mark.parametrize("command", ["convert", "dequantize", "quantize", "merge-lora", "merge-lora into the adapter"])
+def test_nothing_is_written_into_the_folder_of_a_model(
+    command: str, place: str, models: dict[str, Path], adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a symlink, or through one, too."""
+    source, beside = tmp_path / "source", tmp_path / "adapter"
+    (tmp_path / "same").symlink_to(beside if "into" in command else source)
+    shutil.copytree(adapter, beside)
+    shutil.copytree(models["dense"], source)
+    if command == "dequantize":
+        FORMS["fp8-llama"].write(source)
+    target = str(INSIDE[place](beside if "into" in command else source))
+    before = contents(tmp_path)
+    arguments = {"convert": ["convert", str(source), target], "quantize": ["quantize", str(source), target, "--int8"]}
+    arguments["dequantize"] = [*arguments["convert"], "--dequantize"]
+    merging = ["merge-lora", str(source), str(beside), target]
+
+    assert 1 == cli.main(arguments.get(command, merging))
+
+    assert "which is only read: name a folder outside of it" in " ".join(capsys.readouterr().err.split())
+    assert before == contents(tmp_path)
 
 
 def test_a_merged_model_equals_that_of_peft(models: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
