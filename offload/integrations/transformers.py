@@ -82,8 +82,9 @@ def from_pretrained(
         device_map: see `offload.load_checkpoint_and_dispatch`.
         gguf_file: the name of the GGUF file in that folder, or in that model's on the hub, whose weights are taken.
         offload_dir: where weights go that are stored or later written to; None for a private folder.
-        dtype: of the floating-point weights; None or "auto" for the one in the model's configuration. What an FP8 or
-            bitsandbytes checkpoint has not packed keeps the dtype that it is stored in, as in transformers.
+        dtype: of the floating-point weights; None or "auto" for the one in the model's configuration. What a
+            bitsandbytes checkpoint has not packed, or an FP8 one before transformers 5.24, keeps the dtype that it is
+            stored in, as in transformers.
         config: a configuration to use in place of the checkpoint's.
         offload_buffers: whether buffers are on disk too.
         max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
