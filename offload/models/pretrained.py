@@ -235,7 +235,7 @@ def _kind_from_disk(kind: Any) -> Any:
         return _save(self, partial(kind.save_pretrained, self), args, options)
 
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    if hasattr(kind, "generate"):
+    if hasattr(kind, "generate") and hasattr(kind, "prepare_inputs_for_generation"):  # else it generates by itself
         own.update(keeping_prompts(kind))
     if hasattr(kind, "_assisted_decoding"):
         own.update(_drafting(kind))

@@ -45,7 +45,17 @@ def test_a_form_runs_from_disk_as_in_memory_and_writes_nothing(name: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8-llama", "fp8-qwen3_moe", "fp8-deepseek_v3", "bnb-nf4", "bnb-int8", "ct-w4a16", "mxfp4-gpt_oss", "torchao-int8"]
+    "name",
+    [
+        "fp8-llama",
+        "fp8-qwen3_moe",
+        "fp8-deepseek_v3",
+        "bnb-nf4",
+        "bnb-int8",
+        "ct-w4a16",
+        "mxfp4-gpt_oss",
+        "torchao-int8",
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_dense_values_beside_packed_ones_are_those_of_transformers(
