@@ -332,4 +332,5 @@ def _generation_config(model_class: Any, folder: Path) -> Kwargs:
         return {}
     from transformers import GenerationConfig
 
-    return {"generation_config": GenerationConfig.from_pretrained(folder)}
+    kind = getattr(model_class, "generation_config_class", GenerationConfig)  # older versions have one for all
+    return {"generation_config": kind.from_pretrained(folder)}

@@ -56,6 +56,7 @@ ENCODING = [
 
 # They have `generate`, and nothing else of transformers' for generating, or a `generate` that takes something else.
 ON_THEIR_OWN = {
+    "DiffusionGemmaForBlockDiffusion": "",  # from transformers 5.24 on; its settings for generating are of a class apart
     "InformerForPrediction": "generates",
     "PatchTSMixerForPrediction": "does not generate",  # the plain one: its usual configuration has no distribution
     "PatchTSTForPrediction": "generates",
@@ -109,6 +110,9 @@ def test_an_encoder_is_equal_in_every_respect(kind, name):
 
 @pytest.mark.parametrize("name", ON_THEIR_OWN)
 def test_a_model_with_a_generate_of_its_own_is_equal_in_every_respect(name):
+    if not hasattr(transformers, name):
+        pytest.skip("this transformers does not have it")
+
     row = examined("generating", name)
 
     assert EQUAL == row.equal, row.note
