@@ -88,6 +88,9 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
     with _as_it_was(model), warnings.catch_warnings():
         tuner, read = _with_adapter(model, adapter, kind, values, is_resumed=bool(resume))
         journal = journal_for(values, name, resume=bool(resume))
+        for value in values:
+            if value.name in read and marks_on(value.tensor):  # it has been merged into, and is as before that again
+                replace(value, _copy_of(value.tensor), (), ANY_KIND)
         before = [value.name for value in values if is_done(value, journal)]
         merging = _Merging(journal, {id(value.tensor): value for value in values}, replaced=read)
         for value in values:
@@ -140,7 +143,7 @@ def merge_checkpoint(
     with resumable_folder(target, run, resume=resume) as work:
         model = from_pretrained(folder, dtype=dtype, offload_dir=work)
         files = companions_beside(folder, dtype) or companions_of(model)  # a GGUF file has them within
-        report = merge_lora(model, adapter, resume=True, progress=progress)
+        report = merge_lora(model, adapter, resume=resume, progress=progress)
         with replacing_folder(target) as made:
             put_files(made, files)
             model.save_pretrained(made, max_shard_size=max_shard_size)
@@ -184,8 +187,7 @@ class _Merging:
         stored: dict[Any, Any] = {(module, key): parameters_of(module)[key] for module, key, _ in held}
         try:
             for (module, key), parameter in stored.items():
-                copied = parameter.materialize() if is_offloaded(parameter) else parameter.detach().clone()
-                parameters_of(module)[key] = nn.Parameter(copied, requires_grad=False)
+                parameters_of(module)[key] = nn.Parameter(_copy_of(parameter), requires_grad=False)
             merge(*args, **options)
             new: dict[object, Any] = {(module, key): getattr(module, key).detach() for module, key in stored}
         finally:
@@ -215,6 +217,10 @@ class _Merging:
             for key, parameter in parameters_of(module).items():
                 if id(parameter) in self.values:
                     yield module, key, self.values[id(parameter)]
+
+
+def _copy_of(value: torch.Tensor) -> torch.Tensor:
+    return value.materialize() if is_offloaded(value) else value.detach().clone()
 
 
 def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -302,13 +308,27 @@ def _with_adapter(
             f"{adapter} is not an adapter for this {type(model).__name__}, or it is damaged: {first_line(error)}"
         ) from error
     read = [value.name for value, state in zip(values, before, strict=True) if state != _state_of(value.tensor)]
-    changed = next((name for name in read if not name.endswith("bias")), None)  # adapters may contain whole biases
-    if is_resumed and changed is not None:
-        raise JournalError(
-            f"{adapter} changes {changed!r} of the base when it is read ({kind}), so that a merge of it can't be "
-            "resumed: load the base again, and call merge_lora without resume"
-        )
+    if is_resumed and read:
+        _refuse_computed(adapter, kind, [value for value in values if value.name in read])
     return tuner, read
+
+
+def _refuse_computed(adapter: str, kind: str, changed: list[Slot]) -> None:
+    """Refuse values that peft has computed from themselves, as it would each time; those in the adapter are the same.
+
+    Raises:
+        JournalError
+    """
+    from peft.utils import load_peft_weights
+
+    names = load_peft_weights(adapter, device="cpu")
+    stored = {name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in names}
+    value = next((value for value in changed if stored.isdisjoint(value.names)), None)
+    if value is not None:
+        raise JournalError(
+            f"{adapter} changes {value.name!r} of the base when it is read ({kind}), so that a merge of it can't be "
+            f"resumed: remove {value.folder or 'its values'}, load the base again, and call merge_lora without resume"
+        )
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[object, ...]:

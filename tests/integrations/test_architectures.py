@@ -56,7 +56,7 @@ ENCODING = [
 
 # They have `generate`, and nothing else of transformers' for generating, or a `generate` that takes something else.
 ON_THEIR_OWN = {
-    "DiffusionGemmaForBlockDiffusion": "",  # from transformers 5.24 on; its settings for generating are of a class apart
+    "DiffusionGemmaForBlockDiffusion": "",  # not in older versions; its settings are of a class of their own
     "InformerForPrediction": "generates",
     "PatchTSMixerForPrediction": "does not generate",  # the plain one: its usual configuration has no distribution
     "PatchTSTForPrediction": "generates",
