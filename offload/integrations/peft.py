@@ -30,7 +30,7 @@ from offload.integrations.log import log
 from offload.integrations.transformers import from_pretrained
 from offload.memory import return_freed
 from offload.models.journal import Journal
-from offload.models.slots import Slot
+from offload.models.slots import Slot, same_bits
 from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journal_for, marks_on, replace, values_of
 from offload.progress import progress_in_bytes
 from offload.storage.modes import inside, no_grad
@@ -43,7 +43,6 @@ from offload.tensor.wrapper import PathLike, is_offloaded
 from offload.torch_api import parameters_of, version_of
 
 _BLOCK = 1 << 20  # bytes per read
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = False, progress: bool = True) -> MapReport:
@@ -194,7 +193,7 @@ class _Merging:
             for (module, key), parameter in stored.items():
                 parameters_of(module)[key] = parameter
         for module, key, value in held:
-            if mark not in marks_on(value.tensor) and not _same_bits(value.tensor, new[module, key]):
+            if mark not in marks_on(value.tensor) and not same_bits(value.tensor, new[module, key]):
                 marks = dict.fromkeys((*marks_on(value.tensor), *self.journal.key, mark)) if self._run else ()
                 replace(value, new[module, key], tuple(marks), ANY_KIND)
                 self.replaced.append(value.name)
@@ -221,13 +220,6 @@ class _Merging:
 
 def _copy_of(value: torch.Tensor) -> torch.Tensor:
     return value.materialize() if is_offloaded(value) else value.detach().clone()
-
-
-def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
-    if (old.shape, old.dtype) != (new.shape, new.dtype):
-        return False
-    bits = _BITS.get(old.itemsize, old.dtype)  # 0.0 and -0.0 compare equal
-    return torch.equal(old.detach().view(bits), new.view(bits))
 
 
 # The adapter

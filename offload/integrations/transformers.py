@@ -229,7 +229,7 @@ def model_on_meta(
         elif not isinstance(config, transformers.PreTrainedConfig):
             if config is None:
                 refuse_more_layers(_as_it_is(folder / "config.json"), stored, folder)  # some classes list their layers
-            own = getattr(model_class, "config_class", None)  # which need not be in transformers' table
+            own: Any = getattr(model_class, "config_class", None)  # which need not be in transformers' table
             is_known = own is None or own.model_type in transformers.CONFIG_MAPPING
             config, options = (transformers.AutoConfig if is_known else own).from_pretrained(
                 config or folder, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **options

@@ -136,7 +136,7 @@ def _casts_beside_fp8() -> bool:
 
     layer, weight = nn.Linear(1, 1, device="meta", dtype=torch.bfloat16), torch.empty(1, 1, device="meta")
     converted = Fp8Dequantize(None).convert({"weight": weight}, full_layer_name="weight", model=layer)
-    return converted["weight"].dtype == torch.bfloat16
+    return bool(converted["weight"].dtype == torch.bfloat16)
 
 
 def filled_with(

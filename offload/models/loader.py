@@ -10,8 +10,9 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +47,7 @@ from offload.models.slots import (
     is_meta,
     place_of_slot,
     place_tensors,
+    same_bits,
     tensor_slots,
     tied_slots,
 )
@@ -62,6 +64,7 @@ from offload.storage.regular import is_folder
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
 from offload.tensor.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
+from offload.tensor.guests import CPU
 from offload.tensor.locals import local_of
 from offload.tensor.products import compute_exactly
 from offload.tensor.recipes import Recipe, stored_in
@@ -104,6 +107,8 @@ class LoadReport:
         missing_keys: tensors of the model that the checkpoint does not have.
         unexpected_keys: tensors of the checkpoint that the model does not have.
         mismatched_keys: name, shape in the checkpoint, shape in the model.
+        overruled_keys: tensors of the checkpoint that are not used, since the model ties them to another one, which the
+            checkpoint has with other values: the name, and the name of that one, the last, as torch's own loading uses.
         forms: how many values are "referenced" in the checkpoint, "stored" from recipes in the `offload_dir`, "in files
             of their own", "in memory", and recipes, by what is done when they are read: "cast", "joined", "laid out
             anew", "decoded from fp8, joined"...
@@ -119,16 +124,19 @@ class LoadReport:
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    overruled_keys: list[tuple[str, str]] = field(default_factory=list)
     forms: Mapping[str, Form] = field(default_factory=dict)
 
     @property
     def differs(self) -> bool:
         """Whether anything did not match."""
-        return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys)
+        return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys or self.overruled_keys)
 
     def __str__(self) -> str:
         mismatched = [f"{name} (checkpoint {theirs}, model {ours})" for name, theirs, ours in self.mismatched_keys]
-        lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys, "mismatched": mismatched}
+        overruled = [f"{name} (tied to {other}, which has other values)" for name, other in self.overruled_keys]
+        lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys}
+        lines |= {"mismatched": mismatched, "overruled": overruled}
         texts = [f"{len(names)} {what}: {some(names)}" for what, names in lines.items() if names] or ["all match"]
         if self.forms.keys() - {_REFERENCED, _IN_MEMORY}:
             texts += [f"{what}: {form}" for what, form in self.forms.items()]
@@ -370,8 +378,9 @@ def _fill(
     source = open_checkpoint(checkpoint)
     source.refuse_own_folder(offload_dir)
     slots = _tied_as_noted(slots, source)
-    keyed = _keyed(slots, source)
-    report = _compare(keyed, source)
+    are_same: Callable[[str, str], bool] = cache(partial(_have_same_bits, source))
+    keyed = _keyed(slots, source, are_same)
+    report = replace(_compare(keyed, source), overruled_keys=_overruled(slots, source, are_same))
     fitted: Fitted | None = None
     if is_of_transformers(model) and (report.differs or _is_packed(model, source)):
         log.info("%s differs from %s: transformers converts it", source.path, type(model).__name__)
@@ -380,10 +389,12 @@ def _fill(
         shapes = {key: slot.tensor.shape for slot in slots for key in slot.keys}
         fitted = quantized_by_torchao(source, offload_dir, shapes)
     if fitted is not None:
-        keyed, named = _keyed(slots, fitted.tensors), fitted.tensors
+        named, are_same = fitted.tensors, partial(_are_one, fitted.tensors)
+        keyed = _keyed(slots, named, are_same)
         refuse_other_names(source, ((slot.keys, named[key]) for slot, key in keyed if key is not None), offload_dir)
         missing = [slot.keys[0] for slot, key in keyed if key is None]
-        report = replace(report_of(fitted.report), missing_keys=missing)
+        overruled = _overruled(slots, named, are_same)
+        report = replace(report_of(fitted.report), missing_keys=missing, overruled_keys=overruled)
     if fitted is None:
         refuse_scaled(source, _cast_in(keyed, source), set(report.unexpected_keys))
     if strict and report.differs:
@@ -428,9 +439,42 @@ def _is_packed(model: Any, source: Checkpoint) -> bool:
     return quantization_of(model.config) is not None and not source.is_offload_folder
 
 
-def _keyed(slots: Iterable[Slot], values: Container[str]) -> list[tuple[Slot, str | None]]:
-    """Each tensor of a model with the one of its names that is in a checkpoint, or None."""
-    return [(slot, next((key for key in slot.keys if key in values), None)) for slot in slots if slot.keys]
+def _keyed(
+    slots: Iterable[Slot], values: Container[str], are_same: Callable[[str, str], bool]
+) -> list[tuple[Slot, str | None]]:
+    """Each tensor of a model with the one of its names that is in a checkpoint, or None.
+
+    Of other values under several names it is the last, as in torch's own loading, by the first name that has it.
+    """
+    stored = ((slot, _stored_names(slot, values)) for slot in slots if slot.keys)
+    return [
+        (slot, next((name for name in names if name == names[-1] or are_same(name, names[-1])), None))
+        for slot, names in stored
+    ]
+
+
+def _overruled(
+    slots: Iterable[Slot], values: Container[str], are_same: Callable[[str, str], bool]
+) -> list[tuple[str, str]]:
+    """The names with other values than the one that is used, and the name of that."""
+    stored = (_stored_names(slot, values) for slot in slots)
+    return [(name, names[-1]) for names in stored for name in names[:-1] if not are_same(name, names[-1])]
+
+
+def _stored_names(slot: Slot, values: Container[str]) -> list[str]:
+    return [key for key in slot.keys if key in values]
+
+
+def _are_one(tensors: Mapping[str, torch.Tensor], name: str, other: str) -> bool:
+    return tensors[name] is tensors[other]
+
+
+def _have_same_bits(source: Checkpoint, name: str, other: str) -> bool:
+    """Whether a checkpoint has the same value under two names; if they are stored apart, they are read."""
+    one, two = source.tensors(None, {name: CPU, other: CPU}).values()
+    left, right = handle_of(one), handle_of(two)
+    is_one = left.composed is None and (left.path, left.extent, left.layout) == (right.path, right.extent, right.layout)
+    return is_one or same_bits(one, two)
 
 
 def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:

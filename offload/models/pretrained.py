@@ -115,8 +115,9 @@ def as_in(
     config = without_quantization(copy.deepcopy(model.config))
     dtype = _widest(values.tensors)
     full, report = filled(model.__class__, config, source.path, values.tensors, dtype, ignore_mismatched_sizes=True)
-    named = full.state_dict()
-    fitted = {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}
+    named = full.state_dict(keep_vars=True)  # of tied ones, the same tensor under each name
+    alone = {id(tensor): tensor.detach() for tensor in named.values() if isinstance(tensor, DeferredTensor)}
+    fitted = {name: alone[id(tensor)] for name, tensor in named.items() if id(tensor) in alone}
     return Fitted(fitted, report, note)
 
 
