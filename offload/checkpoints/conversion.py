@@ -4,7 +4,7 @@ Always true:
 - the new folder appears complete or not at all, and the old one is only read; a run that dequantizes keeps its finished
   files beside the new folder until then
 - no value is in memory as a whole, except a quantized one that is cast
-- configuration and tokenizer are copied, code and other weights are not
+- configuration, tokenizer and an adapter are copied, code and other weights are not
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 
 import torch
 
 from offload.annotations import Json, Settings
+from offload.checkpoints.adapters import adapter_files, refuse_lone_adapter
 from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
 from offload.checkpoints.companions import CONFIG, companions_of, put_files
 from offload.checkpoints.forms.decoding import method_of
@@ -68,7 +70,7 @@ class Source:
     """
 
     tensors: dict[str, OffloadedTensor]
-    companions: dict[str, bytes]
+    companions: Mapping[str, bytes | mmap]
 
 
 def convert_checkpoint(
@@ -292,8 +294,10 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
     return found
 
 
-def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Json = None) -> dict[str, bytes]:
+def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Json = None) -> dict[str, bytes | mmap]:
     """The configuration and tokenizer files in a model's folder (`COMPANIONS`), by name; none beside a lone file.
+
+    An adapter that is there belongs to them, with its weights.
 
     Args:
         source: the folder, or the file.
@@ -301,12 +305,14 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Jso
         dense: a configuration in place of the one there, if given.
 
     Raises:
-        CheckpointError: there is no JSON in `config.json`.
+        CheckpointError: there is no JSON in `config.json`, or there is an adapter alone.
         ReadError
     """
-    found: dict[str, bytes] = {}
+    found: dict[str, bytes | mmap] = {}
     if not is_folder(source):
         return found
+    refuse_lone_adapter(source)
+    found.update(adapter_files(source))
     with reading(source):
         for path in sorted(source.iterdir()):
             wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)

@@ -16,16 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload.checkpoints.adapters import has_adapter, refuse_lone_adapter
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.companions import companions_of, put_files
 from offload.checkpoints.conversion import companions_beside, identities_of, resumable_folder, target_outside
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
+from offload.integrations.adapters import layers_over
 from offload.integrations.log import log
 from offload.integrations.transformers import from_pretrained
 from offload.memory import return_freed
@@ -35,7 +36,7 @@ from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journ
 from offload.progress import progress_in_bytes
 from offload.storage.modes import inside, no_grad
 from offload.storage.reasons import first_line, reading
-from offload.storage.regular import absolute, as_file, is_folder, open_regular, text_of
+from offload.storage.regular import absolute, as_file, is_folder, is_same_folder, open_regular, text_of
 from offload.storage.replacing import replacing_folder, sync_whole
 from offload.tensor.saved import subclass_value
 from offload.tensor.views import handle_of
@@ -66,7 +67,8 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
 
     Raises:
         CheckpointError: there is no adapter, or it belongs to another model.
-        UnsupportedOpError: peft does not merge adapters of this kind, or the base is quantized. Nothing is changed.
+        UnsupportedOpError: peft does not merge adapters of this kind, the base is quantized, or has an adapter. Nothing
+            is changed.
         MapError: peft failed on a layer; the message names it. Those before it are done.
         JournalError: the journal is of another run, or there is no folder for one.
         MetaTensorError, WriteError
@@ -80,6 +82,11 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
         ('0.weight',)
     """
     adapter = text_of(adapter)
+    if _layers_of(model):
+        raise UnsupportedOpError(
+            f"this {type(model).__name__} has an adapter already: load its base alone, as "
+            "offload.from_pretrained(..., adapter=False)"
+        )
     name = resume if isinstance(resume, str) else _name_of(adapter)
     values = values_of(model)
     places = Replacing(model, "merged")
@@ -137,11 +144,18 @@ def merge_checkpoint(
         CheckpointError, UnsupportedOpError, MapError, WriteError: as `merge_lora`.
     """
     folder, target = absolute(source), target_outside(target, source, adapter)
+    refuse_lone_adapter(folder)
+    if has_adapter(folder) and not is_same_folder(folder, adapter):
+        raise CheckpointError(
+            f"{folder} holds an adapter of its own: merge that first (offload merge-lora {folder} {folder} MERGED), "
+            "then the other into the result"
+        )
     found = identities_of(open_checkpoint(folder))
     run = {"adapter": _name_of(text_of(adapter)), "dtype": str(dtype), "source": found}
     with resumable_folder(target, run, resume=resume) as work:
-        model = from_pretrained(folder, dtype=dtype, offload_dir=work)
+        model = from_pretrained(folder, dtype=dtype, offload_dir=work, adapter=False)
         files = companions_beside(folder, dtype) or companions_of(model)  # a GGUF file has them within
+        files = {name: data for name, data in files.items() if not name.startswith("adapter_")}  # it is merged
         report = merge_lora(model, adapter, resume=resume, progress=progress)
         with replacing_folder(target) as made:
             put_files(made, files)
@@ -275,8 +289,6 @@ def _with_adapter(
     model: nn.Module, adapter: str, kind: str, values: list[Slot], *, is_resumed: bool
 ) -> tuple[Any, list[str]]:
     """peft's model over the base, and the names of values that loading the adapter has changed."""
-    from peft import PeftModel
-
     quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)
     if quantized is not None:
         raise UnsupportedOpError(
@@ -284,21 +296,7 @@ def _with_adapter(
             "base, then quantize it (offload.quantize_)"
         )
     before = [_state_of(value.tensor) for value in values]
-    warnings.filterwarnings("error", "Found missing adapter keys")
-    try:
-        with torch.random.fork_rng(devices=[]):
-            tuner = PeftModel.from_pretrained(model, adapter).base_model
-    except OffloadError:
-        raise
-    except UnpicklingError as error:
-        raise CheckpointError(
-            f"{adapter} holds something other than tensors, perhaps code, which is not run: get the adapter as "
-            f"safetensors, from a source that you trust ({first_line(error)})"
-        ) from error
-    except Exception as error:  # as above, and for files that are cut off
-        raise CheckpointError(
-            f"{adapter} is not an adapter for this {type(model).__name__}, or it is damaged: {first_line(error)}"
-        ) from error
+    tuner = layers_over(model, adapter).base_model
     read = [value.name for value, state in zip(values, before, strict=True) if state != _state_of(value.tensor)]
     if is_resumed and read:
         _refuse_computed(adapter, kind, [value for value in values if value.name in read])

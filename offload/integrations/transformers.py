@@ -18,14 +18,16 @@ import torch
 
 from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.budget import Amount, MaxMemory, pool_for
+from offload.checkpoints.adapters import base_of, has_adapter
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import class_of, quantization_of, refuse_more_layers
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
-from offload.checkpoints.forms.values import Form, values_in
+from offload.checkpoints.forms.values import Form, Values, values_in
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, OffloadError
+from offload.integrations.adapters import load_adapter
 from offload.integrations.experts import NAME, prefer_experts, register_experts
-from offload.integrations.hub import folder_of
+from offload.integrations.hub import base_folder, folder_of
 from offload.integrations.log import log
 from offload.memory import return_freed
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
@@ -69,6 +71,7 @@ def from_pretrained(
     store: bool = False,
     expert_counts: str | os.PathLike[str] | None = None,
     exact: bool = False,
+    adapter: bool = True,
     trust_remote_code: bool = False,
     **options: object,
 ) -> Any:
@@ -93,6 +96,8 @@ def from_pretrained(
         expert_counts: a file in which the uses of experts are kept from one run to the next, so that those stay in
             memory from the start which were used most; None to begin with none.
         exact: whether products with packed weights are those with the dense weights, bit for bit: see `offload.exact`.
+        adapter: whether an adapter of peft in the folder is loaded with the model, unmerged and frozen, as transformers
+            does. A folder with an adapter alone stands for the model that the adapter names, its base.
         trust_remote_code: whether code that comes with the model may run, which can do whatever you can.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
             for the class's own `from_pretrained`: there a `distributed_config`, or `tp_plan="auto"`, has each rank of
@@ -104,8 +109,8 @@ def from_pretrained(
         The model, in evaluation mode; with `output_loading_info` a pair of it and a dictionary.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is of another model, weights would have to be quantized, or the
-            model has code of its own, and `trust_remote_code` is False.
+        CheckpointError: there is no checkpoint, it is of another model, weights would have to be quantized, the adapter
+            can't be loaded, or the model has code of its own, and `trust_remote_code` is False.
         TypeError: an option of transformers that has another name here, or no meaning.
         MissingFileError, CorruptFileError, ReadError, DeviceMapError
 
@@ -127,6 +132,9 @@ def from_pretrained(
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     hub_options = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     folder = folder_of(name_or_path, gguf_file, **hub_options)
+    beside = folder if gguf_file is None else folder.parent
+    if base_of(folder) is not None:
+        name_or_path = folder = base_folder(folder, **hub_options)
     of_ranks = {key: options.pop(key) for key in _OF_RANKS if options.get(key) is not None}
     _refuse_without_config(folder, config)
     source = open_checkpoint(folder)
@@ -141,6 +149,7 @@ def from_pretrained(
     is_asked, dtype = dtype not in (None, "auto"), _requested_dtype(dtype, empty.config, source)
     values = values_in(source, quantization_of(empty.config), offload_dir, model=empty, dtype=dtype)
     if values.form is Form.LEFT:
+        _refuse_adapter_beside(folder, values)
         log.info("%s is quantized: its values are loaded by transformers, and then placed", folder)
         with no_inference(), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
@@ -181,7 +190,19 @@ def from_pretrained(
         keep_expert_counts(model, expert_counts)
     if not (exact or is_chosen):
         prefer_experts(model)
+    if adapter and has_adapter(beside):
+        load_adapter(model, str(beside))
     return (model, {**info, "forms": report.forms}) if output_loading_info else model
+
+
+def _refuse_adapter_beside(folder: Path, values: Values) -> None:
+    """transformers would load the adapter, too, before values are on disk."""
+    if has_adapter(folder):
+        raise CheckpointError(
+            f"{folder} holds an adapter beside weights that transformers itself loads "
+            f"({method_of(values.quantization or {})}): move the adapter_*  files to a folder of their own, load the "
+            "model, and the adapter with peft.PeftModel.from_pretrained(model, that_folder)"
+        )
 
 
 def _refuse_cut_heads(model: Pretrained) -> None:
