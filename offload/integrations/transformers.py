@@ -25,6 +25,7 @@ from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, Values, values_in
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, OffloadError
+from offload.integrations.accelerate import init_empty_weights
 from offload.integrations.adapters import load_adapter
 from offload.integrations.experts import NAME, prefer_experts, register_experts
 from offload.integrations.hub import base_folder, folder_of
@@ -37,11 +38,12 @@ from offload.models.loader import finish_loading, refuse_other_names, refuse_to_
 from offload.models.pretrained import note_form, without_quantization
 from offload.models.slots import tensor_slots
 from offload.storage.modes import no_inference
-from offload.storage.reasons import first_line, reading
+from offload.storage.reasons import first_line, reading, some
 from offload.storage.regular import is_folder, read_regular
 from offload.storage.state_file import MOST_JSON, parse_json
 from offload.tensor.arguments import floating_dtype
 from offload.tensor.locals import is_dtensor, local_of
+from offload.torch_api import buffers_of, unsaved_buffers_of
 
 _UNSUPPORTED = {
     "torch_dtype": "give dtype",
@@ -161,6 +163,7 @@ def from_pretrained(
             config = without_quantization(config)
         tensors = values.tensors if is_asked else waiting(values)
         model, info = filled(type(empty), config, source.path, tensors, dtype, **options)
+    _fill_unsaved(model, dtype)
     if of_ranks:
         _refuse_cut_heads(model)
     if values.form in (Form.PLAIN, Form.MAPPED):
@@ -203,6 +206,32 @@ def _refuse_adapter_beside(folder: Path, values: Values) -> None:
             f"({method_of(values.quantization or {})}): move the adapter_*  files to a folder of their own, load the "
             "model, and the adapter with peft.PeftModel.from_pretrained(model, that_folder)"
         )
+
+
+def _fill_unsaved(model: Pretrained, dtype: torch.dtype) -> None:
+    """The buffers that are in no checkpoint, of a class that is not from transformers, as the class makes them.
+
+    transformers has `_init_weights` fill them, which other code does not: they would be what was in memory before.
+
+    Raises:
+        CheckpointError: the class can't make them without the other values.
+    """
+    unsaved = [(name, key) for name, module in model.named_modules() for key in unsaved_buffers_of(module)]
+    if not unsaved or type(model).__module__.startswith("transformers."):
+        return
+    try:
+        with init_empty_weights(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            made = model.__class__._from_config(  # type: ignore[attr-defined]
+                copy.deepcopy(model.config), dtype=dtype
+            )
+        for name, key in unsaved:
+            buffers_of(model.get_submodule(name))[key] = buffers_of(made.get_submodule(name))[key]
+    except Exception as error:  # code of others can raise anything
+        names = some([".".join(filter(None, place)) for place in unsaved])
+        raise CheckpointError(
+            f"buffers of {type(model).__name__} are in no checkpoint, and its code can't make them "
+            f"({first_line(error)}): {names}. Make the model, and fill it with offload.load_checkpoint_and_dispatch"
+        ) from error
 
 
 def _refuse_cut_heads(model: Pretrained) -> None:
