@@ -39,6 +39,7 @@ OF_OTHERS = {
     ("offload.integrations.torchao", "_process_model_before_weight_loading"): "transformers' quantizers'",
     ("offload.checkpoints.companions", "_auto_class"): "a transformers configuration's, if its code is its own",
     ("offload.checkpoints.forms.gguf", "_from_config"): "a transformers model's, as its Auto classes call it",
+    ("offload.integrations.transformers", "_from_config"): "the same",
     ("offload.storage.locks", "_at_fork_reinit"): "a lock's, for a child",
     ("offload.storage.locks", "_is_owned"): "a lock's, for an interrupt",
     ("offload.storage.pickled", "_Unpickler"): "pickle's in Python, which is given another find_class",

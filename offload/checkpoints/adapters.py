@@ -7,13 +7,12 @@ Always true:
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 from offload.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.storage.reasons import reading
-from offload.storage.regular import as_file, is_file, is_folder, open_regular
+from offload.storage.regular import is_file, is_folder
 from offload.storage.state_file import read_json
 
 CONFIG = "adapter_config.json"
@@ -69,16 +68,11 @@ def refuse_lone_adapter(folder: Path) -> None:
         )
 
 
-def adapter_files(folder: Path) -> dict[str, bytes | mmap.mmap]:
+def adapter_files(folder: Path) -> dict[str, bytes]:
     """The weights of the adapter in a folder, by the names of their files; empty without one.
 
     Raises:
         ReadError
     """
-    paths = sorted(folder.glob(f"{ADAPTER}*")) if has_adapter(folder) else []
-    return {path.name: _mapped(path) for path in paths}
-
-
-def _mapped(path: Path) -> bytes | mmap.mmap:
-    with reading(path), as_file(open_regular(path)) as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+    with reading(folder):
+        return {path.name: path.read_bytes() for path in folder.glob(f"{ADAPTER}*")} if has_adapter(folder) else {}

@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from mmap import mmap
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -239,7 +238,7 @@ class Companions:
             path.unlink(missing_ok=True)
 
 
-def put_files(folder: Path, files: Mapping[str, bytes | mmap]) -> None:
+def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files, each as a whole.
 
     Raises:

@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -70,7 +69,7 @@ class Source:
     """
 
     tensors: dict[str, OffloadedTensor]
-    companions: Mapping[str, bytes | mmap]
+    companions: dict[str, bytes]
 
 
 def convert_checkpoint(
@@ -294,7 +293,7 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
     return found
 
 
-def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Json = None) -> dict[str, bytes | mmap]:
+def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Json = None) -> dict[str, bytes]:
     """The configuration and tokenizer files in a model's folder (`COMPANIONS`), by name; none beside a lone file.
 
     An adapter that is there belongs to them, with its weights.
@@ -308,7 +307,7 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Jso
         CheckpointError: there is no JSON in `config.json`, or there is an adapter alone.
         ReadError
     """
-    found: dict[str, bytes | mmap] = {}
+    found: dict[str, bytes] = {}
     if not is_folder(source):
         return found
     refuse_lone_adapter(source)

@@ -65,18 +65,11 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
 
 
 def base_folder(folder: Path, **hub_options: object) -> Path:
-    """The folder of the model that a lone adapter belongs to; of any other folder, itself.
-
-    Args:
-        hub_options: as for `folder_of`; a revision is the adapter's.
-
-    Raises:
-        CheckpointError: it is not found.
-    """
+    """The folder of the model that a lone adapter belongs to; of any other folder, itself. Errors: see `folder_of`."""
     name = base_of(folder)
     if name is None:
         return folder
-    hub_options.pop("revision", None)
+    hub_options.pop("revision", None)  # of the adapter
     with finding_base(folder, name):
         return folder_of(name, None, **hub_options)
 

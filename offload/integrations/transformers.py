@@ -18,12 +18,12 @@ import torch
 
 from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.budget import Amount, MaxMemory, pool_for
-from offload.checkpoints.adapters import base_of, has_adapter
+from offload.checkpoints.adapters import has_adapter
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import class_of, quantization_of, refuse_more_layers
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
-from offload.checkpoints.forms.values import Form, Values, values_in
+from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.accelerate import init_empty_weights
 from offload.integrations.adapters import load_adapter
@@ -135,8 +135,8 @@ def from_pretrained(
     hub_options = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     folder = folder_of(name_or_path, gguf_file, **hub_options)
     beside = folder if gguf_file is None else folder.parent
-    if base_of(folder) is not None:
-        name_or_path = folder = base_folder(folder, **hub_options)
+    if (model_folder := base_folder(folder, **hub_options)) != folder:
+        name_or_path = folder = model_folder
     of_ranks = {key: options.pop(key) for key in _OF_RANKS if options.get(key) is not None}
     _refuse_without_config(folder, config)
     source = open_checkpoint(folder)
@@ -151,7 +151,11 @@ def from_pretrained(
     is_asked, dtype = dtype not in (None, "auto"), _requested_dtype(dtype, empty.config, source)
     values = values_in(source, quantization_of(empty.config), offload_dir, model=empty, dtype=dtype)
     if values.form is Form.LEFT:
-        _refuse_adapter_beside(folder, values)
+        if has_adapter(folder):  # transformers would load it, before values are on disk
+            raise CheckpointError(
+                f"{folder} holds an adapter beside weights that transformers loads itself: move adapter_* to a folder "
+                "of their own, load the model, and the adapter with peft.PeftModel.from_pretrained(model, that_folder)"
+            )
         log.info("%s is quantized: its values are loaded by transformers, and then placed", folder)
         with no_inference(), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
@@ -196,16 +200,6 @@ def from_pretrained(
     if adapter and has_adapter(beside):
         load_adapter(model, str(beside))
     return (model, {**info, "forms": report.forms}) if output_loading_info else model
-
-
-def _refuse_adapter_beside(folder: Path, values: Values) -> None:
-    """transformers would load the adapter, too, before values are on disk."""
-    if has_adapter(folder):
-        raise CheckpointError(
-            f"{folder} holds an adapter beside weights that transformers itself loads "
-            f"({method_of(values.quantization or {})}): move the adapter_*  files to a folder of their own, load the "
-            "model, and the adapter with peft.PeftModel.from_pretrained(model, that_folder)"
-        )
 
 
 def _fill_unsaved(model: Pretrained, dtype: torch.dtype) -> None:

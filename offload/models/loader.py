@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -378,9 +378,8 @@ def _fill(
     source = open_checkpoint(checkpoint)
     source.refuse_own_folder(offload_dir)
     slots = _tied_as_noted(slots, source)
-    are_same: Callable[[str, str], bool] = cache(partial(_have_same_bits, source))
-    keyed = _keyed(slots, source, are_same)
-    report = replace(_compare(keyed, source), overruled_keys=_overruled(slots, source, are_same))
+    keyed, overruled = _keyed(slots, source, partial(_have_same_bits, source))
+    report = replace(_compare(keyed, source), overruled_keys=overruled)
     fitted: Fitted | None = None
     if is_of_transformers(model) and (report.differs or _is_packed(model, source)):
         log.info("%s differs from %s: transformers converts it", source.path, type(model).__name__)
@@ -389,11 +388,10 @@ def _fill(
         shapes = {key: slot.tensor.shape for slot in slots for key in slot.keys}
         fitted = quantized_by_torchao(source, offload_dir, shapes)
     if fitted is not None:
-        named, are_same = fitted.tensors, partial(_are_one, fitted.tensors)
-        keyed = _keyed(slots, named, are_same)
+        named = fitted.tensors
+        keyed, overruled = _keyed(slots, named, lambda one, other: named[one] is named[other])
         refuse_other_names(source, ((slot.keys, named[key]) for slot, key in keyed if key is not None), offload_dir)
         missing = [slot.keys[0] for slot, key in keyed if key is None]
-        overruled = _overruled(slots, named, are_same)
         report = replace(report_of(fitted.report), missing_keys=missing, overruled_keys=overruled)
     if fitted is None:
         refuse_scaled(source, _cast_in(keyed, source), set(report.unexpected_keys))
@@ -441,32 +439,17 @@ def _is_packed(model: Any, source: Checkpoint) -> bool:
 
 def _keyed(
     slots: Iterable[Slot], values: Container[str], are_same: Callable[[str, str], bool]
-) -> list[tuple[Slot, str | None]]:
-    """Each tensor of a model with the one of its names that is in a checkpoint, or None.
-
-    Of other values under several names it is the last, as in torch's own loading, by the first name that has it.
-    """
-    stored = ((slot, _stored_names(slot, values)) for slot in slots if slot.keys)
-    return [
-        (slot, next((name for name in names if name == names[-1] or are_same(name, names[-1])), None))
-        for slot, names in stored
-    ]
-
-
-def _overruled(
-    slots: Iterable[Slot], values: Container[str], are_same: Callable[[str, str], bool]
-) -> list[tuple[str, str]]:
-    """The names with other values than the one that is used, and the name of that."""
-    stored = (_stored_names(slot, values) for slot in slots)
-    return [(name, names[-1]) for names in stored for name in names[:-1] if not are_same(name, names[-1])]
-
-
-def _stored_names(slot: Slot, values: Container[str]) -> list[str]:
-    return [key for key in slot.keys if key in values]
-
-
-def _are_one(tensors: Mapping[str, torch.Tensor], name: str, other: str) -> bool:
-    return tensors[name] is tensors[other]
+) -> tuple[list[tuple[Slot, str | None]], list[tuple[str, str]]]:
+    """Each tensor of a model with the one of its names that is in a checkpoint, or None; and `overruled_keys`."""
+    keyed: list[tuple[Slot, str | None]] = []
+    overruled: list[tuple[str, str]] = []
+    for slot in slots:
+        stored = [key for key in slot.keys if key in values]
+        others = {key for key in stored[:-1] if not are_same(key, stored[-1])}
+        overruled += [(key, stored[-1]) for key in stored if key in others]
+        if slot.keys:
+            keyed.append((slot, next((key for key in stored if key not in others), None)))
+    return keyed, overruled
 
 
 def _have_same_bits(source: Checkpoint, name: str, other: str) -> bool:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import takewhile
-from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,7 +177,7 @@ def _exchanged(one: Path, other: Path) -> bool:
     return not ctypes.CDLL(None).renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE)
 
 
-def put_file(path: Path, data: bytes | mmap, size: int = 0, *, durable: bool = True) -> None:
+def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) -> None:
     """Put a small file of ours in place, extended to `size` with zeros that take no disk space.
 
     Without `durable`, a power cut may leave it torn until it is synced.

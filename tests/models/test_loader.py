@@ -178,7 +178,7 @@ class Three(nn.Module):
         ("12", ["a"]),
     ],
 )
-def test_of_several_values_of_a_tied_weight_the_last_is_taken_as_torch_does_and_the_others_are_named(
+def test_the_last_of_several_values_of_a_tied_weight_is_taken_as_in_torch_and_the_report_has_the_others(
     values: str, overruled: list[str], form: str, tmp_path: Path
 ) -> None:
     """Compared by their bits; a checkpoint that lacks some of the names is as good."""
