@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from offload.checkpoints.checkpoint import ADAPTER, open_checkpoint
-from offload.errors import CheckpointError, CorruptFileError, MissingFileError
+from offload.errors import CheckpointError
 from offload.storage.reasons import reading
 from offload.storage.regular import is_file, is_folder
 from offload.storage.state_file import read_json
@@ -29,13 +29,11 @@ def base_of(folder: Path) -> str | None:
 
     Raises:
         CheckpointError: the adapter does not name it.
+        CorruptFileError: its configuration is damaged.
     """
     if not has_adapter(folder) or (is_file(folder / "config.json") and _has_weights(folder)):
         return None
-    try:
-        found = read_json(folder / CONFIG, "the configuration of an adapter")
-    except CorruptFileError as error:
-        raise CheckpointError(f"{error}: download or copy it again") from error
+    found = read_json(folder / CONFIG, "the configuration of an adapter")
     name = found.get(_BASE) if isinstance(found, dict) else None
     if not isinstance(name, str) or not name:
         raise CheckpointError(
@@ -48,18 +46,13 @@ def base_of(folder: Path) -> str | None:
 def _has_weights(folder: Path) -> bool:
     try:
         opened = open_checkpoint(folder)
-    except MissingFileError:  # shards of a model
-        return True
     except CheckpointError:
         return False
     return not all(file.path.name.startswith(ADAPTER) for value in opened.values() for file in value.files)
 
 
 def refuse_lone_adapter(folder: Path) -> None:
-    """
-    Raises:
-        CheckpointError: there is an adapter, and no model.
-    """
+    """Raises `CheckpointError` if there is an adapter, and no model."""
     base = base_of(folder)
     if base is not None:
         raise CheckpointError(
@@ -69,10 +62,6 @@ def refuse_lone_adapter(folder: Path) -> None:
 
 
 def adapter_files(folder: Path) -> dict[str, bytes]:
-    """The weights of the adapter in a folder, by the names of their files; empty without one.
-
-    Raises:
-        ReadError
-    """
+    """The weights of the adapter in a folder, by the names of their files; empty without one."""
     with reading(folder):
         return {path.name: path.read_bytes() for path in folder.glob(f"{ADAPTER}*")} if has_adapter(folder) else {}

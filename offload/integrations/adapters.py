@@ -18,12 +18,7 @@ from offload.storage.reasons import first_line
 
 
 def layers_over(model: nn.Module, adapter: str, **options: object) -> Any:
-    """peft's model over a base, which gets its layers.
-
-    Args:
-        model: the base.
-        adapter: a folder that peft saved, or a name on the hub.
-        options: of `PeftModel.from_pretrained`.
+    """peft's model over a base, which gets its layers. For the arguments see `PeftModel.from_pretrained`.
 
     Raises:
         CheckpointError: it is not an adapter for this model, it is damaged, or it holds code.
