@@ -210,7 +210,7 @@ def _fill_unsaved(model: Pretrained, dtype: torch.dtype) -> None:
     Raises:
         CheckpointError: the class can't make them without the other values.
     """
-    unsaved = [(name, key) for name, module in model.named_modules() for key in unsaved_buffers_of(module)]
+    unsaved = [(name, key) for name, module in model.named_modules() for key in sorted(unsaved_buffers_of(module))]
     if not unsaved or type(model).__module__.startswith("transformers."):
         return
     try:
