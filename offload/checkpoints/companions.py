@@ -30,7 +30,7 @@ from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.storage.layout import dtype_name
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import is_file, is_folder, is_there, read_regular
-from offload.storage.replacing import put_file
+from offload.storage.replacing import made_folder, put_file
 from offload.storage.state_file import MOST_JSON, parse_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -245,6 +245,8 @@ def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
         WriteError
     """
     for name, data in files.items():
+        if "/" in name:
+            made_folder((folder / name).parent)
         put_file(folder / name, data)
 
 

@@ -50,6 +50,7 @@ from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_PARTS = "modules.json"  # of sentence-transformers: names folders with configurations, and layers
 _RUN = ".offload-run"  # no value's file name begins with a dot
 _KIND = Kind(
     what="a run under way",
@@ -296,7 +297,7 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
 def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Json = None) -> dict[str, bytes]:
     """The configuration and tokenizer files in a model's folder (`COMPANIONS`), by name; none beside a lone file.
 
-    An adapter that is there belongs to them, with its weights.
+    An adapter that is there belongs to them, with its weights; and the folders of a sentence-transformers model.
 
     Args:
         source: the folder, or the file.
@@ -312,7 +313,12 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Jso
         return found
     refuse_lone_adapter(source)
     found.update(adapter_files(source))
+    parts = read_json(source / _PARTS, "the parts of a model") if is_file(source / _PARTS) else []
+    names = {part.get("path") for part in parts if isinstance(part, dict)} if isinstance(parts, list) else set()
     with reading(source):
+        folders = [path for path in source.iterdir() if path.name in names and is_folder(path)]
+        inside = [path for folder in folders for path in sorted(folder.rglob("*")) if is_file(path)]
+        found.update((str(path.relative_to(source)), path.read_bytes()) for path in inside)
         for path in sorted(source.iterdir()):
             wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
             if not wanted or path.name.endswith(INDEX) or not is_file(path):
