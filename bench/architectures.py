@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +28,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
+from torch import nn
 
 import offload
 from bench import equality
@@ -41,6 +43,8 @@ MAPPINGS = {
     "encoder": "MODEL_MAPPING_NAMES",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
 }
+GENERATING = "generating"  # the kind of all other classes that have `generate`
+KINDS = (*MAPPINGS, GENERATING)
 EQUAL, VALUES, ABSENT, DIFFERS = "yes", "values", "not tried", "NO"
 _MOST_PARAMETERS = 48_000_000
 _SECONDS = 90  # per architecture
@@ -87,7 +91,7 @@ class NoPlainModel(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a model on disk differs from the plain one, else 0."""
     chosen = _options().parse_args(arguments)
-    kinds = list(MAPPINGS) if chosen.kind == "all" else [chosen.kind]
+    kinds = list(KINDS) if chosen.kind == "all" else [chosen.kind]
     todo = [(kind, name) for kind in kinds for name in names(kind) if not chosen.only or name in chosen.only]
     rows = examined_apart(todo, chosen.workers)
     text = "\n".join(report(rows))
@@ -97,12 +101,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row.equal == DIFFERS for row in rows))
 
 
+@cache
 def names(kind: str) -> dict[str, str]:
-    """The class names by model type."""
+    """The class names by model type; by themselves where a model type has several."""
+    if kind == GENERATING:
+        others = {name for mapping in MAPPINGS for name in names(mapping).values()}
+        return {name: name for name in generating() if name not in others}
     from transformers.models.auto import modeling_auto
 
     found = getattr(modeling_auto, MAPPINGS[kind])
     return {name: value if isinstance(value, str) else value[0] for name, value in found.items()}
+
+
+def generating() -> list[str]:
+    """All model classes that have `generate`."""
+    import transformers
+
+    public = [name for name in dir(transformers) if name[0].isupper()]
+    kinds = {name: getattr(transformers, name, None) for name in public}
+    models = {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    return [name for name, kind in models.items() if hasattr(kind, "generate") and getattr(kind, "config_class", None)]
 
 
 # One architecture
@@ -146,12 +164,11 @@ def prepared(name: str, model_class: str, folder: Path) -> Subject:
     Raises:
         NoPlainModel: with the reason for the smallest one tried.
     """
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
-
-    wanted = MODEL_MAPPING._load_attr_from_module(name, model_class)  # some are not public names of transformers
+    wanted = _class_called(name, model_class)
     tried: list[str] = []
     spare: tuple[Any, str, str] | None = None
-    for config, how in _configs(name, wanted, tried):
+    own = wanted.config_class if name == model_class else None
+    for config, how in _configs(tiny_configs(own.model_type if own else name, own), wanted, tried):
         try:
             model = _seeded(wanted, config)
         except Exception as error:
@@ -167,9 +184,18 @@ def prepared(name: str, model_class: str, folder: Path) -> Subject:
     return Subject(wanted, _saved(spare[0], folder), None, [f"forward not run: {spare[2]}"])
 
 
-def _configs(name: str, wanted: Any, tried: list[str]) -> Iterator[tuple[Any, str]]:
+def _class_called(name: str, model_class: str) -> Any:
+    if name == model_class:
+        import transformers
+
+        return getattr(transformers, name)
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    return MODEL_MAPPING._load_attr_from_module(name, model_class)  # some are not public names of transformers
+
+
+def _configs(made: Iterator[tuple[str, Any]], wanted: Any, tried: list[str]) -> Iterator[tuple[Any, str]]:
     """Configurations of models with few enough parameters."""
-    made = tiny_configs(name)
     while True:
         try:
             how, full = next(made)
@@ -367,6 +393,8 @@ memory: where they do not, some processors give other last bits in float32.
 - {ABSENT}: transformers alone makes no such model here, for the reason in the note
 - {DIFFERS}: the model on disk is not equal
 
+"{GENERATING}" has the classes that have `generate`, and are in no other table.
+
 Recipes are values that the checkpoint holds in another form: joined, cut, cast or laid out anew at each read.
 Written are the bytes that loading the model wrote: values that are in no checkpoint, which its class makes.
 """
@@ -384,7 +412,7 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
     )
     yield ""
     yield _LEGEND.strip()
-    kinds = {kind: [row for row in rows if row.kind == kind] for kind in MAPPINGS}
+    kinds = {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
     for kind, some in kinds.items():
         if some:
             yield from ("", f"## {kind}", "", "| architecture | equal | recipes | written | note |")
@@ -413,7 +441,7 @@ def _counts(kind: str, rows: Sequence[Row]) -> str:
 
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m bench.architectures", description=__doc__.splitlines()[0])
-    options.add_argument("--kind", choices=[*MAPPINGS, "all"], default="all")
+    options.add_argument("--kind", choices=[*KINDS, "all"], default="all")
     options.add_argument("--only", nargs="+", default=[], metavar="NAME", help="some model types")
     options.add_argument("--out", type=Path, metavar="FILE.md", help="where the table goes too")
     options.add_argument("--workers", type=int, default=_WORKERS, help="processes at a time")

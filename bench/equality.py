@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import offload
+from bench.probes import first_value
 
 SMALL_SHARDS = "100KB"
 _SMALL = 1024  # bytes up to which a parameter may be in memory
@@ -38,7 +40,7 @@ def differences(
     yield from in_ties(plain, model)
     if probe is not None:
         yield from in_outputs(plain, model, probe, notes)
-        if plain.can_generate():
+        if hasattr(plain, "generate"):
             yield from in_tokens(plain, model, probe, notes, tokens)
     yield from in_saved(plain, model, source, notes)
 
@@ -116,7 +118,7 @@ def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str
 
 
 def in_tokens(plain: Any, model: Any, probe: Mapping[str, Any], notes: list[str], tokens: int) -> Iterator[str]:
-    """Greedy generation."""
+    """Greedy generation; by a class's own `generate`, whatever that gives."""
     try:
         theirs = generated(plain, probe, tokens)
     except Exception as error:  # from transformers, with the plain model
@@ -129,11 +131,17 @@ def in_tokens(plain: Any, model: Any, probe: Mapping[str, Any], notes: list[str]
 
 
 def generated(model: Any, probe: Mapping[str, Any], tokens: int) -> torch.Tensor:
-    """The tokens that a model generates."""
+    """The tokens, or other values, that a model generates."""
     torch.manual_seed(0)
     given = {name: value for name, value in probe.items() if not name.startswith("decoder_")}
     start = {"decoder_start_token_id": 0} if model.config.is_encoder_decoder else {}
-    found = model.generate(**given, **start, max_new_tokens=tokens, do_sample=False)
+    if model.can_generate():
+        found = model.generate(**given, **start, max_new_tokens=tokens, do_sample=False)
+    else:
+        known = signature(model.generate).parameters.values()
+        needed = [one.name for one in known if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+        more = {name: first_value(name, model) for name in needed if name not in given}
+        found = model.generate(**more, **{one.name: given[one.name] for one in known if one.name in given})
     return next(value for _, value in tensors_in(found))
 
 

@@ -65,6 +65,7 @@ def _kits(model: Any) -> Iterator[list[str]]:
         for more in ([], decoder, ["visual_pos"], ["is_longer"])
     ]
     starts += [[main, "past_time_features", "past_observed_mask", "future_values", "future_time_features"]]
+    starts += [[*tokens, "decoder_input_values", "speaker_embeddings"]]
     starts += [["encoder_hidden_states"], [*tokens, "pixel_values", "pixel_attention_mask", "spatial_shapes"]]
     starts += [[main, "encoder_hidden_states"], [main, "input_ids", *needed]]
     starts += [["states", "actions", "rewards", "returns_to_go", "timesteps", "attention_mask"], []]
@@ -87,6 +88,11 @@ def _values(name: str, model: Any) -> Iterator[Any]:
     make = _MAKERS.get(name)
     if make is not None:
         yield from make(model)
+
+
+def first_value(name: str, model: Any) -> Any:
+    """A likely value for an argument of that name; None if none is known."""
+    return next(_values(name, model), None)
 
 
 def _token_ids(model: Any) -> Iterator[torch.Tensor]:
@@ -216,6 +222,8 @@ _MAKERS: dict[str, Callable[[Any], Iterator[Any]]] = {
     "query_embeds": lambda model: iter([_noise(2, 8, _found(model.config, "hidden_size") or 128)]),
     "inputs": lambda model: iter([tokens(model, _LENGTH), _noise(2, _LENGTH, _found(model.config, "d_model") or 128)]),
     "encoder_hidden_states": lambda model: iter([_noise(2, 5, _found(model.config, "encoder_hidden_size") or 128)]),
+    "decoder_input_values": lambda model: iter([_noise(2, 8, _found(model.config, "num_mel_bins") or 80)]),
+    "speaker_embeddings": lambda model: iter([_noise(2, _found(model.config, "speaker_embedding_dim") or 512)]),
     "future_values": lambda model: iter([_noise(2, _found(model.config, "prediction_length") or 1)]),
     "future_time_features": lambda model: iter([_noise(2, _found(model.config, "prediction_length") or 1, 1)]),
     "past_values": _series,

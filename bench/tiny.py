@@ -62,11 +62,12 @@ _NARROW: list[tuple[str, Any]] = [
 _PICTURES: list[tuple[str, Any]] = [(r"image_size|img_size|input_size", "patches")]
 
 
-def tiny_configs(model_type: str) -> Iterator[tuple[str, Any]]:
+def tiny_configs(model_type: str, config_class: Any = None) -> Iterator[tuple[str, Any]]:
     """Configurations to try, smallest first, each with how it was made.
 
     Args:
-        model_type: a name in transformers' table of configurations.
+        model_type: of a configuration.
+        config_class: None for the one in transformers' table.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -77,7 +78,7 @@ def tiny_configs(model_type: str) -> Iterator[tuple[str, Any]]:
         ("few layers", _FEW),
         ("as it is", []),
     ):
-        yield how, tiny_config(_full(CONFIG_MAPPING[model_type], own), rules, own)
+        yield how, tiny_config(_full(config_class or CONFIG_MAPPING[model_type], own), rules, own)
 
 
 def _full(config_class: Any, own: Mapping[str, Any]) -> Any:

@@ -34,11 +34,13 @@ _MODULES = {
         "GGUF_CONFIG_ARCHS get_gguf_config get_gguf_conversion_mapping is_gguf_arch_supported read_gguf_metadata"
     ),
     "integrations.gguf.dequant": "GGML_NAME dequantize",
+    "integrations.finegrained_fp8": "Fp8Dequantize",
     "integrations.moe": "ALL_EXPERTS_FUNCTIONS _default_apply_gate grouped_mm_experts_forward",
     "integrations.sdpa_attention": "sdpa_attention_forward",
     "masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
     "modeling_gguf_pytorch_utils": "TENSOR_PROCESSORS TensorProcessor get_gguf_hf_weights_map load_gguf_checkpoint",
     "modeling_layers": "MtpModel",
+    "modeling_rope_utils": "ROPE_INIT_FUNCTIONS",
     "modeling_utils": "ALL_ATTENTION_FUNCTIONS LoadStateDictConfig",
     "quantizers": "AutoHfQuantizer HfQuantizer",
     "utils.logging": "disable_progress_bar",

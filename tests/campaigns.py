@@ -19,6 +19,7 @@ import pytest
 T = TypeVar("T")
 
 CAMPAIGNS = {
+    "architectures": "every model class of transformers that generates, from disk",
     "bench": "every benchmark, at toy size",
     "devices": "every form of checkpoint on an accelerator, and 10,000 steps of late streams",
     "faults": "every call to the system fails once, in every way",

@@ -204,7 +204,7 @@ def _was_saved(given: tuple[nn.Module, Path]) -> None:
 
 
 def _convert(folder: Path) -> None:
-    convert_checkpoint(folder, folder / "converted", dtype=torch.float64)
+    convert_checkpoint(folder / "model.safetensors", folder / "converted", dtype=torch.float64)
 
 
 def _was_converted(folder: Path) -> None:

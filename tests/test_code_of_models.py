@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import offload
 from offload.checkpoints.companions import tokenizer_in
@@ -127,3 +130,59 @@ def test_the_option_of_the_command_lets_code_run(folder: Path, capsys: pytest.Ca
 
     assert (folder.parent / "ran").exists()
     assert capsys.readouterr().out
+
+
+class OwnBuffers(PreTrainedModel):
+    """Computes what is in no checkpoint, and has no `_init_weights` for it."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.arange(4.0) + 1, persistent=False)
+        self.part = nn.Module()
+        self.part.register_buffer("counts", torch.arange(3), persistent=False)
+        self.part.register_buffer("none", None, persistent=False)
+        self.rope = LlamaRotaryEmbedding(config)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass
+
+
+class Careless(OwnBuffers):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        if self.linear.weight.is_meta and not self.scale.is_meta:
+            raise RuntimeError("no values here")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_that_are_in_no_checkpoint_are_those_that_the_code_makes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """transformers leaves them as memory was: here, after other numbers have been in it."""
+    config = LlamaConfig(hidden_size=4, num_attention_heads=1, vocab_size=8, dtype=dtype)
+    made = OwnBuffers._from_config(config, dtype=dtype)
+    made.save_pretrained(tmp_path)
+    random = torch.get_rng_state()
+    others = [torch.full((size,), 7e7) for size in (3, 4, 6) for _ in range(1000)]
+    del others
+
+    model = offload.from_pretrained(tmp_path, model_class=OwnBuffers)
+
+    expected, found = dict(made.named_buffers()), dict(model.named_buffers())
+    assert {"scale", "part.counts", "rope.inv_freq"} <= expected.keys()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) and value.dtype == found[name].dtype for name, value in expected.items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert offload.is_offloaded(model.linear.weight)
+
+
+def test_code_that_cannot_make_its_buffers_alone_is_refused_with_their_names(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=4, num_attention_heads=1, vocab_size=8)
+    Careless(config).save_pretrained(tmp_path)
+
+    with pytest.raises(
+        CheckpointError, match=r"buffers of Careless .*\(no values here\): scale, part.counts, part.none"
+    ):
+        offload.from_pretrained(tmp_path, model_class=Careless)

@@ -14,6 +14,7 @@ Always true:
 | `writing` | named tensors as a new checkpoint |
 | `conversion` | a checkpoint to another dtype or form, or to one file per value |
 | `companions` | the files beside a transformers model's weights: configuration, tokenizer, code |
+| `adapters` | adapters of peft in a folder, with or without their model |
 | `verify` | checks that a checkpoint is complete |
 """
 

@@ -39,6 +39,7 @@ from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handles
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # files beside weights and code
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+ADAPTER = "adapter_model."  # the beginning of the name of peft's files
 INDEX = ".index.json"
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.\w+$")
 _BESIDE = ("training_args.", "optimizer.", "scheduler.", "scaler.", "rng_state")
@@ -245,7 +246,7 @@ def _open_file(path: Path, file: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     with reading(folder):
-        names = sorted(os.listdir(folder))
+        names = _without_adapter(sorted(os.listdir(folder)))
     files = [name for name in names if name.endswith(".safetensors")]
     found = _model_in(folder, names, "model", (".safetensors",))
     if found is None and files:
@@ -270,6 +271,13 @@ def _open_folder(folder: Path) -> Checkpoint:
     if found.endswith(INDEX):
         return _open_index(folder / found)
     return _open_file(folder, folder / found)
+
+
+def _without_adapter(names: list[str]) -> list[str]:
+    """The names of a folder without peft's files, unless there are no others with weights."""
+    own = [name for name in names if not name.startswith(ADAPTER)]
+    ends = (".safetensors", INDEX, METADATA, *PICKLES)
+    return own if any(name.endswith(ends) and not is_beside(name) for name in own) else names
 
 
 def _open_distributed(folder: Path) -> Checkpoint:

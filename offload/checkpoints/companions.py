@@ -25,11 +25,12 @@ from torch import nn
 
 from offload.annotations import Config, Pretrained, Settings
 from offload.checkpoints import log
+from offload.checkpoints.adapters import base_of
 from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.storage.layout import dtype_name
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import is_file, is_folder, is_there, read_regular
-from offload.storage.replacing import put_file
+from offload.storage.replacing import made_folder, put_file
 from offload.storage.state_file import MOST_JSON, parse_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -170,7 +171,7 @@ def _written_tokenizer(path: Path) -> dict[str, bytes]:
 
 
 def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in a model's folder, or in its GGUF file.
+    """The tokenizer in a model's folder, or in its GGUF file; for a lone adapter without one, that of its base.
 
     Args:
         trust_remote_code: whether code in the folder may run.
@@ -182,8 +183,11 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
 
     file: dict[str, str] = {} if is_folder(place) else {"gguf_file": place.name}
     folder = place.parent if file else place
+    has_one = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
+    base = None if file or has_one else base_of(folder)
+    source = base or folder
     try:
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **file)
+        found = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **file)
         if len(found) <= len(found.all_special_tokens):  # without files, some classes make one that knows no words
             raise ValueError("it has no tokens")
         return found
@@ -195,9 +199,9 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
         unread = f" that transformers can load ({first_line(error)})"
         if file:
             raise CheckpointError(f"{place} has no tokenizer{unread}") from error
-        is_one = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
+        of_base = f", and {base}, the base of its adapter, none{unread}" if base else ""
         raise CheckpointError(
-            f"{folder} has no tokenizer{unread if is_one else ''}: put the tokenizer of the model there "
+            f"{folder} has no tokenizer{unread if has_one else of_base}: put the tokenizer of the model there "
             "(tokenizer.json and tokenizer_config.json)"
         ) from error
 
@@ -241,6 +245,8 @@ def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
         WriteError
     """
     for name, data in files.items():
+        if "/" in name:
+            made_folder((folder / name).parent)
         put_file(folder / name, data)
 
 

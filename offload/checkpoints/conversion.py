@@ -4,7 +4,7 @@ Always true:
 - the new folder appears complete or not at all, and the old one is only read; a run that dequantizes keeps its finished
   files beside the new folder until then
 - no value is in memory as a whole, except a quantized one that is cast
-- configuration and tokenizer are copied, code and other weights are not
+- configuration, tokenizer and an adapter are copied, code and other weights are not
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from offload.annotations import Json, Settings
+from offload.checkpoints.adapters import adapter_files, refuse_lone_adapter
 from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
 from offload.checkpoints.companions import CONFIG, companions_of, put_files
 from offload.checkpoints.forms.decoding import method_of
@@ -49,6 +50,7 @@ from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_PARTS = "modules.json"  # of sentence-transformers: names folders with configurations, and layers
 _RUN = ".offload-run"  # no value's file name begins with a dot
 _KIND = Kind(
     what="a run under way",
@@ -97,7 +99,7 @@ def convert_checkpoint(
         The new folder.
 
     Raises:
-        ForeignFileError: `target` is there and not empty.
+        ForeignFileError: `target` is there and not empty, or in the folder of `source`.
         JournalError: a run of `dequantize` was begun and `resume` does not say to go on; or it was one with other
             arguments.
         ArgumentError: `resume` without `dequantize`.
@@ -105,7 +107,7 @@ def convert_checkpoint(
             to be dequantized, and is dense; no JSON in its `config.json`.
         MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
-    opened, target = open_checkpoint(source), absolute(target)
+    opened, target = open_checkpoint(source), target_outside(target, source)
     if dequantize or opened.is_gguf:
         options = {"dtype": None if dtype is None else dtype_name(dtype), "to_offload_folder": to_offload_folder}
         run = {**options, "max_shard_size": max_shard_size, "source": identities_of(opened)}
@@ -265,6 +267,21 @@ def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[P
         remove_folder(work)
 
 
+def target_outside(target: PathLike, *sources: PathLike) -> Path:
+    """The path of a new folder, which is in none of the folders that are read.
+
+    Raises:
+        ForeignFileError: it is in one of them.
+    """
+    path = absolute(target)
+    around = next(
+        (one for one in map(absolute, sources) if is_folder(one) and one.resolve() in path.resolve().parents), None
+    )
+    if around is not None:
+        raise ForeignFileError(f"{path} is in {around}, which is only read: name a folder outside of it")
+    return path
+
+
 def identities_of(source: Checkpoint) -> dict[str, list[int]]:
     """The files of a checkpoint, its configuration too, with size and modification time, to recognise it later."""
     files = {file.path: file.identity for value in source.values() for file in value.files}
@@ -280,19 +297,28 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
 def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Json = None) -> dict[str, bytes]:
     """The configuration and tokenizer files in a model's folder (`COMPANIONS`), by name; none beside a lone file.
 
+    An adapter that is there belongs to them, with its weights; and the folders of a sentence-transformers model.
+
     Args:
         source: the folder, or the file.
         dtype: what the configuration is to say, if given.
         dense: a configuration in place of the one there, if given.
 
     Raises:
-        CheckpointError: there is no JSON in `config.json`.
+        CheckpointError: there is no JSON in `config.json`, or there is an adapter alone.
         ReadError
     """
     found: dict[str, bytes] = {}
     if not is_folder(source):
         return found
+    refuse_lone_adapter(source)
+    found.update(adapter_files(source))
+    parts = read_json(source / _PARTS, "the parts of a model") if is_file(source / _PARTS) else []
+    names = {part.get("path") for part in parts if isinstance(part, dict)} if isinstance(parts, list) else set()
     with reading(source):
+        folders = [path for path in source.iterdir() if path.name in names and is_folder(path)]
+        inside = [path for folder in folders for path in sorted(folder.rglob("*")) if is_file(path)]
+        found.update((str(path.relative_to(source)), path.read_bytes()) for path in inside)
         for path in sorted(source.iterdir()):
             wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
             if not wanted or path.name.endswith(INDEX) or not is_file(path):

@@ -20,7 +20,7 @@ from torch import nn
 
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import put_files
-from offload.checkpoints.conversion import identities_of, resumable_folder, source_of
+from offload.checkpoints.conversion import identities_of, resumable_folder, source_of, target_outside
 from offload.errors import CheckpointError
 from offload.integrations.log import log
 from offload.integrations.transformers import model_on_meta
@@ -28,7 +28,6 @@ from offload.memory import count_freed
 from offload.models.saving import save_checkpoint
 from offload.progress import progress_in_bytes
 from offload.storage.reasons import reading
-from offload.storage.regular import absolute
 from offload.storage.replacing import put_file, replacing_folder
 from offload.storage.state_file import read_json
 from offload.tensor.saved import subclass_value
@@ -79,7 +78,7 @@ def quantize_checkpoint(
 
     Raises:
         CheckpointError: the model is quantized already, or has no layer that can be.
-        ForeignFileError: `target` is there and not empty.
+        ForeignFileError: `target` is there and not empty, or in the folder of `source`.
         JournalError: a run was begun and `resume` does not say to go on; or it was one with other arguments.
         ModuleNotFoundError: the package compressed-tensors is not installed.
         WriteError, and as `open_checkpoint`
@@ -91,7 +90,7 @@ def quantize_checkpoint(
         >>> quantize_checkpoint("llama", "llama-int4", "int4", group_size=32)
         []
     """
-    opened, target = open_checkpoint(source), absolute(target)
+    opened, target = open_checkpoint(source), target_outside(target, source)
     model = source_of(opened, dtype)
     chosen, left = _layers(opened, model.tensors, group_size if FORMS[form][2] else None)
     schemes = {size: _scheme(form, size) for size in sorted(set(chosen.values()), reverse=True)}

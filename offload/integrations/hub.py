@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from offload.checkpoints.adapters import base_of
 from offload.checkpoints.checkpoint import COMPANIONS
 from offload.checkpoints.gguf_parts import first_part, pattern_of
 from offload.errors import CheckpointError, MissingFileError
@@ -61,6 +62,25 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
             wanted = {"allow_patterns": _PICKLED, "ignore_patterns": _NOT_PICKLED}
             folder = Path(snapshot_download(str(name_or_path), **wanted, **hub_options))
         return folder
+
+
+def base_folder(folder: Path, **hub_options: object) -> Path:
+    """The folder of the model that a lone adapter belongs to; of any other folder, itself. Errors: see `folder_of`."""
+    name = base_of(folder)
+    if name is None:
+        return folder
+    hub_options.pop("revision", None)  # of the adapter
+    with finding_base(folder, name):
+        return folder_of(name, None, **hub_options)
+
+
+@contextmanager
+def finding_base(folder: Path, name: str) -> Iterator[None]:
+    """In this context, errors are about the base of an adapter."""
+    try:
+        yield
+    except (CheckpointError, MissingFileError) as error:
+        raise CheckpointError(f"{folder} holds an adapter of {name!r}, and that is not found: {error}") from error
 
 
 def headers_of(name: str, **hub_options: object) -> tuple[Path, dict[str, tuple[str, int]]]:

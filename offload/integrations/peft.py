@@ -16,26 +16,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload.checkpoints.adapters import has_adapter, refuse_lone_adapter
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.companions import companions_of, put_files
-from offload.checkpoints.conversion import companions_beside, identities_of, resumable_folder
+from offload.checkpoints.conversion import companions_beside, identities_of, resumable_folder, target_outside
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
+from offload.integrations.adapters import layers_over
 from offload.integrations.log import log
 from offload.integrations.transformers import from_pretrained
 from offload.memory import return_freed
 from offload.models.journal import Journal
-from offload.models.slots import Slot
+from offload.models.slots import Slot, same_bits
 from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journal_for, marks_on, replace, values_of
 from offload.progress import progress_in_bytes
 from offload.storage.modes import inside, no_grad
 from offload.storage.reasons import first_line, reading
-from offload.storage.regular import absolute, as_file, is_folder, open_regular, text_of
+from offload.storage.regular import absolute, as_file, is_folder, is_same_folder, open_regular, text_of
 from offload.storage.replacing import replacing_folder, sync_whole
 from offload.tensor.saved import subclass_value
 from offload.tensor.views import handle_of
@@ -43,7 +44,6 @@ from offload.tensor.wrapper import PathLike, is_offloaded
 from offload.torch_api import parameters_of, version_of
 
 _BLOCK = 1 << 20  # bytes per read
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = False, progress: bool = True) -> MapReport:
@@ -67,7 +67,8 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
 
     Raises:
         CheckpointError: there is no adapter, or it belongs to another model.
-        UnsupportedOpError: peft does not merge adapters of this kind, or the base is quantized. Nothing is changed.
+        UnsupportedOpError: peft does not merge adapters of this kind, the base is quantized, or has an adapter. Nothing
+            is changed.
         MapError: peft failed on a layer; the message names it. Those before it are done.
         JournalError: the journal is of another run, or there is no folder for one.
         MetaTensorError, WriteError
@@ -81,6 +82,11 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
         ('0.weight',)
     """
     adapter = text_of(adapter)
+    if _layers_of(model):
+        raise UnsupportedOpError(
+            f"this {type(model).__name__} has an adapter already: load its base alone, as "
+            "offload.from_pretrained(..., adapter=False)"
+        )
     name = resume if isinstance(resume, str) else _name_of(adapter)
     values = values_of(model)
     places = Replacing(model, "merged")
@@ -88,6 +94,9 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
     with _as_it_was(model), warnings.catch_warnings():
         tuner, read = _with_adapter(model, adapter, kind, values, is_resumed=bool(resume))
         journal = journal_for(values, name, resume=bool(resume))
+        for value in values:
+            if value.name in read and marks_on(value.tensor):  # it has been merged into, and is as before that again
+                replace(value, _copy_of(value.tensor), (), ANY_KIND)
         before = [value.name for value in values if is_done(value, journal)]
         merging = _Merging(journal, {id(value.tensor): value for value in values}, replaced=read)
         for value in values:
@@ -130,17 +139,24 @@ def merge_checkpoint(
         What was merged.
 
     Raises:
-        ForeignFileError: `target` is there and not empty.
+        ForeignFileError: `target` is there and not empty, or in a folder that is read.
         JournalError: a run was begun, and `resume` does not say to go on; or it was one of another adapter or base.
         CheckpointError, UnsupportedOpError, MapError, WriteError: as `merge_lora`.
     """
-    folder, target = absolute(source), absolute(target)
+    folder, target = absolute(source), target_outside(target, source, adapter)
+    refuse_lone_adapter(folder)
+    if has_adapter(folder) and not is_same_folder(folder, adapter):
+        raise CheckpointError(
+            f"{folder} holds an adapter of its own: merge that first (offload merge-lora {folder} {folder} MERGED), "
+            "then the other into the result"
+        )
     found = identities_of(open_checkpoint(folder))
     run = {"adapter": _name_of(text_of(adapter)), "dtype": str(dtype), "source": found}
     with resumable_folder(target, run, resume=resume) as work:
-        model = from_pretrained(folder, dtype=dtype, offload_dir=work)
+        model = from_pretrained(folder, dtype=dtype, offload_dir=work, adapter=False)
         files = companions_beside(folder, dtype) or companions_of(model)  # a GGUF file has them within
-        report = merge_lora(model, adapter, resume=True, progress=progress)
+        files = {name: data for name, data in files.items() if not name.startswith("adapter_")}  # it is merged
+        report = merge_lora(model, adapter, resume=resume, progress=progress)
         with replacing_folder(target) as made:
             put_files(made, files)
             model.save_pretrained(made, max_shard_size=max_shard_size)
@@ -184,15 +200,14 @@ class _Merging:
         stored: dict[Any, Any] = {(module, key): parameters_of(module)[key] for module, key, _ in held}
         try:
             for (module, key), parameter in stored.items():
-                copied = parameter.materialize() if is_offloaded(parameter) else parameter.detach().clone()
-                parameters_of(module)[key] = nn.Parameter(copied, requires_grad=False)
+                parameters_of(module)[key] = nn.Parameter(_copy_of(parameter), requires_grad=False)
             merge(*args, **options)
             new: dict[object, Any] = {(module, key): getattr(module, key).detach() for module, key in stored}
         finally:
             for (module, key), parameter in stored.items():
                 parameters_of(module)[key] = parameter
         for module, key, value in held:
-            if mark not in marks_on(value.tensor) and not _same_bits(value.tensor, new[module, key]):
+            if mark not in marks_on(value.tensor) and not same_bits(value.tensor, new[module, key]):
                 marks = dict.fromkeys((*marks_on(value.tensor), *self.journal.key, mark)) if self._run else ()
                 replace(value, new[module, key], tuple(marks), ANY_KIND)
                 self.replaced.append(value.name)
@@ -217,11 +232,8 @@ class _Merging:
                     yield module, key, self.values[id(parameter)]
 
 
-def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
-    if (old.shape, old.dtype) != (new.shape, new.dtype):
-        return False
-    bits = _BITS.get(old.itemsize, old.dtype)  # 0.0 and -0.0 compare equal
-    return torch.equal(old.detach().view(bits), new.view(bits))
+def _copy_of(value: torch.Tensor) -> torch.Tensor:
+    return value.materialize() if is_offloaded(value) else value.detach().clone()
 
 
 # The adapter
@@ -277,8 +289,6 @@ def _with_adapter(
     model: nn.Module, adapter: str, kind: str, values: list[Slot], *, is_resumed: bool
 ) -> tuple[Any, list[str]]:
     """peft's model over the base, and the names of values that loading the adapter has changed."""
-    from peft import PeftModel
-
     quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)
     if quantized is not None:
         raise UnsupportedOpError(
@@ -286,29 +296,29 @@ def _with_adapter(
             "base, then quantize it (offload.quantize_)"
         )
     before = [_state_of(value.tensor) for value in values]
-    warnings.filterwarnings("error", "Found missing adapter keys")
-    try:
-        with torch.random.fork_rng(devices=[]):
-            tuner = PeftModel.from_pretrained(model, adapter).base_model
-    except OffloadError:
-        raise
-    except UnpicklingError as error:
-        raise CheckpointError(
-            f"{adapter} holds something other than tensors, perhaps code, which is not run: get the adapter as "
-            f"safetensors, from a source that you trust ({first_line(error)})"
-        ) from error
-    except Exception as error:  # as above, and for files that are cut off
-        raise CheckpointError(
-            f"{adapter} is not an adapter for this {type(model).__name__}, or it is damaged: {first_line(error)}"
-        ) from error
+    tuner = layers_over(model, adapter).base_model
     read = [value.name for value, state in zip(values, before, strict=True) if state != _state_of(value.tensor)]
-    changed = next((name for name in read if not name.endswith("bias")), None)  # adapters may contain whole biases
-    if is_resumed and changed is not None:
-        raise JournalError(
-            f"{adapter} changes {changed!r} of the base when it is read ({kind}), so that a merge of it can't be "
-            "resumed: load the base again, and call merge_lora without resume"
-        )
+    if is_resumed and read:
+        _refuse_computed(adapter, kind, [value for value in values if value.name in read])
     return tuner, read
+
+
+def _refuse_computed(adapter: str, kind: str, changed: list[Slot]) -> None:
+    """Refuse values that peft has computed from themselves, as it would each time; those in the adapter are the same.
+
+    Raises:
+        JournalError
+    """
+    from peft.utils import load_peft_weights
+
+    names = load_peft_weights(adapter, device="cpu")
+    stored = {name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in names}
+    value = next((value for value in changed if stored.isdisjoint(value.names)), None)
+    if value is not None:
+        raise JournalError(
+            f"{adapter} changes {value.name!r} of the base when it is read ({kind}), so that a merge of it can't be "
+            f"resumed: remove {value.folder or 'its values'}, load the base again, and call merge_lora without resume"
+        )
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -18,14 +18,17 @@ import torch
 
 from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.budget import Amount, MaxMemory, pool_for
+from offload.checkpoints.adapters import has_adapter
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import class_of, quantization_of, refuse_more_layers
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, OffloadError
+from offload.integrations.accelerate import init_empty_weights
+from offload.integrations.adapters import load_adapter
 from offload.integrations.experts import NAME, prefer_experts, register_experts
-from offload.integrations.hub import folder_of
+from offload.integrations.hub import base_folder, folder_of
 from offload.integrations.log import log
 from offload.memory import return_freed
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
@@ -35,11 +38,12 @@ from offload.models.loader import finish_loading, refuse_other_names, refuse_to_
 from offload.models.pretrained import note_form, without_quantization
 from offload.models.slots import tensor_slots
 from offload.storage.modes import no_inference
-from offload.storage.reasons import first_line, reading
+from offload.storage.reasons import first_line, reading, some
 from offload.storage.regular import is_folder, read_regular
 from offload.storage.state_file import MOST_JSON, parse_json
 from offload.tensor.arguments import floating_dtype
 from offload.tensor.locals import is_dtensor, local_of
+from offload.torch_api import buffers_of, unsaved_buffers_of
 from offload.transformers_api import check_attributes
 
 _UNSUPPORTED = {
@@ -70,6 +74,7 @@ def from_pretrained(
     store: bool = False,
     expert_counts: str | os.PathLike[str] | None = None,
     exact: bool = False,
+    adapter: bool = True,
     trust_remote_code: bool = False,
     **options: object,
 ) -> Any:
@@ -83,8 +88,9 @@ def from_pretrained(
         device_map: see `offload.load_checkpoint_and_dispatch`.
         gguf_file: the name of the GGUF file in that folder, or in that model's on the hub, whose weights are taken.
         offload_dir: where weights go that are stored or later written to; None for a private folder.
-        dtype: of the floating-point weights; None or "auto" for the one in the model's configuration. What an FP8 or
-            bitsandbytes checkpoint has not packed keeps the dtype that it is stored in, as in transformers.
+        dtype: of the floating-point weights; None or "auto" for the one in the model's configuration. What a
+            bitsandbytes checkpoint has not packed, or an FP8 one before transformers 5.24, keeps the dtype that it is
+            stored in, as in transformers.
         config: a configuration to use in place of the checkpoint's.
         offload_buffers: whether buffers are on disk too.
         max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
@@ -93,6 +99,8 @@ def from_pretrained(
         expert_counts: a file in which the uses of experts are kept from one run to the next, so that those stay in
             memory from the start which were used most; None to begin with none.
         exact: whether products with packed weights are those with the dense weights, bit for bit: see `offload.exact`.
+        adapter: whether an adapter of peft in the folder is loaded with the model, unmerged and frozen, as transformers
+            does. A folder with an adapter alone stands for the model that the adapter names, its base.
         trust_remote_code: whether code that comes with the model may run, which can do whatever you can.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
             for the class's own `from_pretrained`: there a `distributed_config`, or `tp_plan="auto"`, has each rank of
@@ -104,8 +112,8 @@ def from_pretrained(
         The model, in evaluation mode; with `output_loading_info` a pair of it and a dictionary.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is of another model, weights would have to be quantized, or the
-            model has code of its own, and `trust_remote_code` is False.
+        CheckpointError: there is no checkpoint, it is of another model, weights would have to be quantized, the adapter
+            can't be loaded, or the model has code of its own, and `trust_remote_code` is False.
         TypeError: an option of transformers that has another name here, or no meaning.
         MissingFileError, CorruptFileError, ReadError, DeviceMapError
 
@@ -127,6 +135,9 @@ def from_pretrained(
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     hub_options = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     folder = folder_of(name_or_path, gguf_file, **hub_options)
+    beside = folder if gguf_file is None else folder.parent
+    if (model_folder := base_folder(folder, **hub_options)) != folder:
+        name_or_path = folder = model_folder
     of_ranks = {key: options.pop(key) for key in _OF_RANKS if options.get(key) is not None}
     _refuse_without_config(folder, config)
     source = open_checkpoint(folder)
@@ -141,6 +152,11 @@ def from_pretrained(
     is_asked, dtype = dtype not in (None, "auto"), _requested_dtype(dtype, empty.config, source)
     values = values_in(source, quantization_of(empty.config), offload_dir, model=empty, dtype=dtype)
     if values.form is Form.LEFT:
+        if has_adapter(folder):  # transformers would load it, before values are on disk
+            raise CheckpointError(
+                f"{folder} holds an adapter beside weights that transformers loads itself: move adapter_* to a folder "
+                "of their own, load the model, and the adapter with peft.PeftModel.from_pretrained(model, that_folder)"
+            )
         log.info("%s is quantized: its values are loaded by transformers, and then placed", folder)
         with no_inference(), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
@@ -152,6 +168,7 @@ def from_pretrained(
             config = without_quantization(config)
         tensors = values.tensors if is_asked else waiting(values)
         model, info = filled(type(empty), config, source.path, tensors, dtype, **options)
+    _fill_unsaved(model, dtype)
     if of_ranks:
         _refuse_cut_heads(model)
     if values.form in (Form.PLAIN, Form.MAPPED):
@@ -181,7 +198,35 @@ def from_pretrained(
         keep_expert_counts(model, expert_counts)
     if not (exact or is_chosen):
         prefer_experts(model)
+    if adapter and has_adapter(beside):
+        load_adapter(model, str(beside))
     return (model, {**info, "forms": report.forms}) if output_loading_info else model
+
+
+def _fill_unsaved(model: Pretrained, dtype: torch.dtype) -> None:
+    """The buffers that are in no checkpoint, of a class that is not from transformers, as the class makes them.
+
+    transformers has `_init_weights` fill them, which other code does not: they would be what was in memory before.
+
+    Raises:
+        CheckpointError: the class can't make them without the other values.
+    """
+    unsaved = [(name, key) for name, module in model.named_modules() for key in sorted(unsaved_buffers_of(module))]
+    if not unsaved or type(model).__module__.startswith("transformers."):
+        return
+    try:
+        with init_empty_weights(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            made = model.__class__._from_config(  # type: ignore[attr-defined]
+                copy.deepcopy(model.config), dtype=dtype
+            )
+        for name, key in unsaved:
+            buffers_of(model.get_submodule(name))[key] = buffers_of(made.get_submodule(name))[key]
+    except Exception as error:  # code of others can raise anything
+        names = some([".".join(filter(None, place)) for place in unsaved])
+        raise CheckpointError(
+            f"buffers of {type(model).__name__} are in no checkpoint, and its code can't make them "
+            f"({first_line(error)}): {names}. Make the model, and fill it with offload.load_checkpoint_and_dispatch"
+        ) from error
 
 
 def _refuse_cut_heads(model: Pretrained) -> None:
@@ -230,7 +275,9 @@ def model_on_meta(
         elif not isinstance(config, transformers.PreTrainedConfig):
             if config is None:
                 refuse_more_layers(_as_it_is(folder / "config.json"), stored, folder)  # some classes list their layers
-            config, options = transformers.AutoConfig.from_pretrained(
+            own: Any = getattr(model_class, "config_class", None)  # which need not be in transformers' table
+            is_known = own is None or own.model_type in transformers.CONFIG_MAPPING
+            config, options = (transformers.AutoConfig if is_known else own).from_pretrained(
                 config or folder, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **options
             )
         refuse_more_layers(config.to_dict(), stored, folder)
@@ -331,4 +378,5 @@ def _generation_config(model_class: Any, folder: Path) -> Kwargs:
         return {}
     from transformers import GenerationConfig
 
-    return {"generation_config": GenerationConfig.from_pretrained(folder)}
+    kind = getattr(model_class, "generation_config_class", GenerationConfig)  # older versions have one for all
+    return {"generation_config": kind.from_pretrained(folder)}

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload.annotations import Config, Kwargs, Pretrained
 from offload.checkpoints.companions import quantization_of
+from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.values import Values
 from offload.errors import CheckpointError, OffloadError
 from offload.memory import uncollected
@@ -119,12 +121,22 @@ def waiting(values: Values) -> dict[str, torch.Tensor | Waiting]:
     """The values as transformers takes them; those that it would not cast keep their dtype."""
     from offload.transformers_api import HfQuantizer
 
-    if not hasattr(HfQuantizer, "get_new_dtype"):  # before 5.21, it casts all
+    is_fp8 = method_of(values.quantization or {}) == "fp8"
+    if not hasattr(HfQuantizer, "get_new_dtype") or (is_fp8 and _casts_beside_fp8()):  # before 5.21, it casts all
         return dict(values.tensors)
     return {
         name: Waiting(tensor, keeps_dtype=True) if values.keeps_dtype(name) and is_offloaded(tensor) else tensor
         for name, tensor in values.tensors.items()
     }
+
+
+def _casts_beside_fp8() -> bool:
+    """Whether transformers casts a weight that an FP8 checkpoint stores without scales, as it does from 5.24 on."""
+    from offload.transformers_api import Fp8Dequantize
+
+    layer, weight = nn.Linear(1, 1, device="meta", dtype=torch.bfloat16), torch.empty(1, 1, device="meta")
+    converted = Fp8Dequantize(None).convert({"weight": weight}, full_layer_name="weight", model=layer)
+    return bool(converted["weight"].dtype == torch.bfloat16)
 
 
 def filled_with(

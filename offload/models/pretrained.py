@@ -115,8 +115,9 @@ def as_in(
     config = without_quantization(copy.deepcopy(model.config))
     dtype = _widest(values.tensors)
     full, report = filled(model.__class__, config, source.path, values.tensors, dtype, ignore_mismatched_sizes=True)
-    named = full.state_dict()
-    fitted = {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}
+    named = full.state_dict(keep_vars=True)  # of tied ones, the same tensor under each name
+    alone = {id(tensor): tensor.detach() for tensor in named.values() if isinstance(tensor, DeferredTensor)}
+    fitted = {name: alone[id(tensor)] for name, tensor in named.items() if id(tensor) in alone}
     return Fitted(fitted, report, note)
 
 
@@ -235,7 +236,7 @@ def _kind_from_disk(kind: Any) -> Any:
         return _save(self, partial(kind.save_pretrained, self), args, options)
 
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    if hasattr(kind, "generate"):
+    if hasattr(kind, "generate") and hasattr(kind, "prepare_inputs_for_generation"):  # else it generates by itself
         own.update(keeping_prompts(kind))
     if hasattr(kind, "_assisted_decoding"):
         own.update(_drafting(kind))

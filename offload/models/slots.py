@@ -32,6 +32,8 @@ from offload.tensor.views import handle_of, target_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, PathLike, carry_attributes, dressed, is_offloaded, wrap
 from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, parameters_of, share_hooks, unsaved_buffers_of
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(slots=True)
 class Slot:
@@ -227,6 +229,14 @@ def folder_of(slot: Slot, offload_dir: PathLike | None) -> PathLike | None:
 def is_meta(tensor: torch.Tensor) -> bool:
     with DisableTorchFunctionSubclass():
         return tensor.is_meta
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, in memory or on disk, are equal bit for bit."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    bits = _BITS.get(one.itemsize, one.dtype)  # 0.0 and -0.0 compare equal
+    return torch.equal(one.detach().view(bits), other.detach().view(bits))
 
 
 def _is_at(tensor: torch.Tensor, place: Place, offload_dir: PathLike | None) -> bool:

@@ -250,7 +250,7 @@ def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping
             one.data = new
     else:
         slot.fill(new)
-    if marks:
+    if marks or marks_on(slot.tensor):
         setattr(slot.tensor, _MARKS, tuple(marks))
 
 

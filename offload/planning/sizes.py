@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from offload.checkpoints.adapters import base_of
 from offload.checkpoints.checkpoint import Value, open_checkpoint
 from offload.checkpoints.companions import quantization_of
 from offload.checkpoints.forms.decoding import method_of
-from offload.integrations.hub import headers_of
+from offload.integrations.hub import finding_base, headers_of
 from offload.integrations.transformers import model_on_meta, writes_text
 from offload.storage.regular import is_there, text_of
 from offload.tensor.wrapper import PathLike
@@ -104,7 +105,8 @@ def sizes_of(name_or_path: PathLike, *, trust_remote_code: bool = False, **hub_o
     """The sizes of a model.
 
     Args:
-        name_or_path: a folder with a checkpoint, a GGUF file, or a model on the hub.
+        name_or_path: a folder with a checkpoint, a GGUF file, or a model on the hub. A folder with an adapter alone
+            stands for its base; adapters, which stay in memory, do not count.
         trust_remote_code: whether code that comes with the model may run.
         hub_options: revision, token.
 
@@ -113,6 +115,10 @@ def sizes_of(name_or_path: PathLike, *, trust_remote_code: bool = False, **hub_o
     """
     name = text_of(name_or_path)
     place = Path(name)
+    base = base_of(place)
+    if base is not None:
+        with finding_base(place, base):
+            return replace(sizes_of(base, trust_remote_code=trust_remote_code), name=name)
     if is_there(place):
         opened = open_checkpoint(place)
         entries = {key: Entry(_dtype_of(value), value.nbytes) for key, value in opened.items()}

@@ -25,12 +25,12 @@ def keeping_prompts(kind: Any) -> dict[str, Any]:
         return prompts.generate(self, *args, **options)
 
     @wraps(kind.prepare_inputs_for_generation)
-    def prepare_inputs_for_generation(self: Any, input_ids: Any, *args: Any, **options: Any) -> Any:
-        begins = options.get("is_first_iteration") and not args and options.get("next_sequence_length") is None
+    def prepare_inputs_for_generation(self: Any, *args: Any, **options: Any) -> Any:
+        begins = options.get("is_first_iteration") and len(args) == 1 and options.get("next_sequence_length") is None
         past: Any = options.get(given_cache(options) or "")
         if begins and getattr(past, "drafts", False):
             known = past.get_seq_length()
-            options["next_sequence_length"] = input_ids.shape[1] - known  # transformers (5.24) gives all of them
-        return kind.prepare_inputs_for_generation(self, input_ids, *args, **options)
+            options["next_sequence_length"] = args[0].shape[1] - known  # transformers (5.24) gives all of them
+        return kind.prepare_inputs_for_generation(self, *args, **options)
 
     return {BEGINS: True, **{one.__name__: one for one in (generate, prepare_inputs_for_generation)}}

@@ -25,7 +25,8 @@ from offload.storage.reasons import short
 
 MAGIC = b"GGUF"
 ARCHITECTURE, PARTS, PART = "general.architecture", "split.count", "split.no"
-_METADATA = (ARCHITECTURE, "general.name", PARTS, PART)  # metadata that is kept
+_METADATA = (ARCHITECTURE, "general.name", PARTS, PART)  # metadata that is kept, with what has one of the next words
+ROPE = (".rope.scaling.", ".rope.scale_")
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -122,7 +123,8 @@ def _opened(file: BinaryIO) -> tuple[Any, dict[str, str]]:
         raise CheckpointError("is a GGUF file, which the gguf package reads: pip install gguf") from error
     try:
         reader = reader_class(file)
-        fields = {key: reader.get_field(key) for key in _METADATA}
+        kept = [key for key in reader.fields if any(word in key for word in ROPE)]
+        fields = {key: reader.get_field(key) for key in (*_METADATA, *kept)}
         metadata = {key: str(field.contents()) for key, field in fields.items() if field is not None}
     except Exception as error:  # malformed bytes can raise anything, here or in numpy
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):

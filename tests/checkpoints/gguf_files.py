@@ -84,6 +84,25 @@ def write_gguf(
     return path
 
 
+def _stretch(writer: Any, rope: dict[str, Any], head: int) -> None:
+    """How rotary embeddings are stretched, as llama.cpp's converter writes it."""
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
+    if kind in ("linear", "yarn"):
+        writer.add_string(f"{writer.arch}.rope.scaling.type", kind)
+        writer.add_rope_scaling_factor(factor)
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "llama3":
+        low, high = (rope["original_max_position_embeddings"] / rope[f"{end}_freq_factor"] for end in ("low", "high"))
+        lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head, 2, dtype=np.float32) / head)
+        smooth = (low * rope["low_freq_factor"] / lengths - rope["low_freq_factor"]) / (
+            rope["high_freq_factor"] - rope["low_freq_factor"]
+        )
+        between = 1 / ((1 - smooth) / factor + smooth)
+        factors = np.where(lengths < high, 1, np.where(lengths > low, factor, between))
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+
+
 def _blocks(array: np.ndarray, kind: str, generator: np.random.Generator) -> np.ndarray:
     """The bytes of an array in a kind: quantized, or random if the package can't quantize."""
     import gguf
@@ -128,6 +147,7 @@ def _describe(writer: Any, architecture: str, config: Any) -> None:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1)))
+    _stretch(writer, rope, head)
     writer.add_key_length(head)
     writer.add_vocab_size(config.vocab_size)
     if architecture in ("qwen3moe", "qwen35moe"):

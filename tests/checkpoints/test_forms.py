@@ -45,13 +45,26 @@ def test_a_form_runs_from_disk_as_in_memory_and_writes_nothing(name: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8-llama", "fp8-qwen3_moe", "bnb-nf4", "bnb-int8", "ct-w4a16", "mxfp4-gpt_oss", "torchao-int8"]
+    "name",
+    [
+        "fp8-llama",
+        "fp8-qwen3_moe",
+        "fp8-deepseek_v3",
+        "bnb-nf4",
+        "bnb-int8",
+        "ct-w4a16",
+        "mxfp4-gpt_oss",
+        "torchao-int8",
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_dense_values_beside_packed_ones_are_those_of_transformers(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """In a bfloat16 model: some formats keep the stored dtype, others cast it. A requested dtype applies to all."""
+    """In a bfloat16 model: some formats keep the stored dtype, others cast it, by transformers' version, too.
+
+    A requested dtype applies to all.
+    """
     form, file = FORMS[name], tmp_path / "model.safetensors"
     form.write(tmp_path)
     with safe_open(file, "pt") as opened:

@@ -196,9 +196,10 @@ def test_a_run_does_not_resume_with_another_configuration(tmp_path: Path, capsys
 
 
 def test_resume_needs_dequantize(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    FORMS["llama"].write(tmp_path)
+    (tmp_path / "source").mkdir()
+    FORMS["llama"].write(tmp_path / "source")
 
-    assert 1 == cli.main(["convert", str(tmp_path), str(tmp_path / "target"), "--resume"])
+    assert 1 == cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--resume"])
 
     assert "resume=True needs dequantize=True" in capsys.readouterr().err
     assert not (tmp_path / "target").exists()

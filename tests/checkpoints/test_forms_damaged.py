@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import struct
@@ -16,12 +17,17 @@ from safetensors.torch import load_file, save_file
 
 import offload
 from offload.checkpoints.conversion import convert_checkpoint
+from offload.checkpoints.forms.decoding import unpacked
 from offload.errors import CheckpointError, CorruptFileError
 from tests.checkpoints.forms import FORMS
 
 Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
 LAYER = "model.layers.1.self_attn.q_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+PACKED = (
+    *("fp8-llama", "fp8-fp4-experts", "fp8-tensor-static", "mxfp4-gpt_oss", "bnb-nf4", "bnb-int8", "gptq", "awq"),
+    *("ct-w4a16", "ct-w8a8", "ct-fp8-channel", "ct-fp8-block", "ct-nvfp4a16"),
+)
 
 
 def cut(change: Callable[[torch.Tensor], torch.Tensor], name: str = "_scale_inv") -> Callable[[str], Change]:
@@ -134,6 +140,42 @@ def test_a_packed_number_is_refused(tmp_path: Path) -> None:
         offload.from_pretrained(tmp_path)
 
     assert str(file) in str(raised.value)
+
+
+SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a scalar": lambda piece: piece.flatten()[0],
+    "a vector": lambda piece: piece.flatten(),
+    "no numbers": lambda piece: piece.flatten()[:0],
+    "no rows": lambda piece: piece[:0] if piece.dim() else piece,
+    "a stack": lambda piece: piece.expand(2, *piece.shape),
+    "a column": lambda piece: piece[..., :1] if piece.dim() else piece,
+}
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_pieces_of_any_shape_and_dtype_give_a_weight_or_an_error_that_names_it(form: str, tmp_path: Path) -> None:
+    """Each piece of a layer alone, and all of them together."""
+    FORMS[form].write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    values, config = load_file(file), json.loads((tmp_path / "config.json").read_text())
+    layer = {"fp8-fp4-experts": EXPERT, "mxfp4-gpt_oss": "model.layers.1.mlp.experts.down_proj_"}.get(form, LAYER)
+    layer = layer.removesuffix("weight")
+    pieces = {name: value for name, value in values.items() if name.startswith(layer)}
+    refused: list[str] = []
+    for change, dtype in itertools.product(SHAPES.values(), (None, torch.int8, torch.uint8, torch.int32, torch.float)):
+        for names in [*([name] for name in pieces), list(pieces)]:
+            new = {name: change(pieces[name]).clone() for name in names}
+            new = {
+                name: value if dtype is None else torch.zeros_like(value, dtype=dtype) for name, value in new.items()
+            }
+            save_file({**pieces, **new}, file, {"format": "pt"})
+            try:
+                unpacked(offload.load_file(file), config["quantization_config"])
+            except CheckpointError as error:
+                refused.append(str(error))
+
+    assert len(refused) > len(pieces)
+    assert [] == [error for error in refused if layer not in error]
 
 
 def test_experts_of_4_bits_with_other_blocks_are_refused(tmp_path: Path) -> None:

@@ -52,15 +52,16 @@ def _gptq(
     return expected, _opened(folder, {**packed, "g_idx": groups.to(torch.int32)}, config)
 
 
-def _awq(folder: Path) -> tuple[torch.Tensor, OffloadedTensor]:
+def _awq(folder: Path, size: int = SIZE) -> tuple[torch.Tensor, OffloadedTensor]:
     generator = torch.Generator().manual_seed(0)
-    groups = torch.arange(INPUTS) // SIZE
+    groups = torch.arange(INPUTS) // size
+    count = int(groups.max()) + 1
     integers = torch.randint(0, 16, (INPUTS, OUTPUTS), generator=generator)
-    zeros = torch.randint(0, 16, (INPUTS // SIZE, OUTPUTS), generator=generator)
-    scales = torch.rand(INPUTS // SIZE, OUTPUTS, generator=generator).half()
+    zeros = torch.randint(0, 16, (count, OUTPUTS), generator=generator)
+    scales = torch.rand(count, OUTPUTS, generator=generator).half()
     pieces = {"qweight": _packed(integers, 1, _AWQ_ORDER), "qzeros": _packed(zeros, 1, _AWQ_ORDER), "scales": scales}
     expected = (scales[groups] * (integers - zeros[groups]).half()).T.contiguous()
-    return expected, _opened(folder, pieces, {"quant_method": "awq", "bits": 4, "group_size": SIZE, "version": "gemm"})
+    return expected, _opened(folder, pieces, {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"})
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -85,6 +86,13 @@ def test_awq(tmp_path: Path) -> None:
 
     assert (expected.dtype, expected.stride()) == (found.dtype, found.stride())
     assert torch.equal(expected, found.materialize())
+
+
+@pytest.mark.parametrize("size", [70, 50, 36, 64])
+def test_awq_whose_groups_do_not_divide_the_inputs_is_refused(size: int, tmp_path: Path) -> None:
+    """Whether the last group is the shorter one, nothing says, and no package packs such weights."""
+    with pytest.raises(CheckpointError, match=rf"'w.weight' .*{INPUTS} inputs .*groups of {size}"):
+        _awq(tmp_path, size)
 
 
 @pytest.mark.parametrize("form", [_gptq, _awq])

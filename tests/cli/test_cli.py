@@ -426,22 +426,26 @@ def test_a_target_below_a_file_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_configuration_that_is_not_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{bad")
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, source / "model.safetensors")
+    (source / "config.json").write_text("{bad")
 
-    assert 1 == cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--dtype", "bf16"])
+    assert 1 == cli.main(["convert", str(source), str(tmp_path / "new"), "--dtype", "bf16"])
 
-    assert f"{tmp_path / 'config.json'} can't be read" in capsys.readouterr().err
-    assert ["config.json", "model.safetensors"] == sorted(os.listdir(tmp_path))
+    assert f"{source / 'config.json'} can't be read" in capsys.readouterr().err
+    assert ["source"] == os.listdir(tmp_path)
 
 
 def test_convert_writes_the_dtype_into_every_part_of_the_configuration(tmp_path: Path) -> None:
     """But not into the quantization settings."""
-    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, source / "model.safetensors")
     config = {"dtype": "float32", "text": {"torch_dtype": "float32", "x": [1]}, "quantization_config": {"dtype": "u4"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (source / "config.json").write_text(json.dumps(config))
 
-    assert 0 == cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--dtype", "bf16"])
+    assert 0 == cli.main(["convert", str(source), str(tmp_path / "new"), "--dtype", "bf16"])
 
     config["dtype"] = config["text"]["torch_dtype"] = "bfloat16"
     assert config == json.loads((tmp_path / "new" / "config.json").read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -225,31 +226,79 @@ def test_models_that_can_not_be_quantized_are_refused_and_leave_nothing(
     assert ["model"] == os.listdir(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "head": {"target_modules": ["lm_head"]},
+    "embedding": {"target_modules": ["embed_tokens"]},
+    "embedding, head and others": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "of the base's own factors": {"target_modules": ["q_proj"], "init_lora_weights": "pissa"},
+}
+
+
+def adapter_of(kind: str, base: Path, place: Path) -> Path:
     from peft import LoraConfig, get_peft_model
 
-    place = tmp_path_factory.mktemp("adapter")
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(models["dense"]), config).save_pretrained(place)
+    config = LoraConfig(**{"r": 4, "init_lora_weights": False, **ADAPTERS[kind]})
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    get_peft_model(model, config).save_pretrained(place)
     return place
 
 
-def test_a_merged_model_equals_that_of_peft(models: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return adapter_of("attention", models["dense"], tmp_path_factory.mktemp("adapter"))
+
+
+INSIDE = {
+    "in it": lambda folder: folder / "new",
+    "deep in it": lambda folder: folder / "one" / "new",
+    "by another name": lambda folder: folder.parent / "same" / "new",
+    "by a way around": lambda folder: folder / ".." / folder.name / "new",
+}
+
+
+@pytest.mark.parametrize("place", INSIDE)
+@pytest.mark.parametrize("command", ["convert", "dequantize", "quantize", "merge-lora", "merge-lora into the adapter"])
+def test_nothing_is_written_into_the_folder_of_a_model(
+    command: str, place: str, models: dict[str, Path], adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a symlink, or through one, too."""
+    source, beside = tmp_path / "source", tmp_path / "adapter"
+    (tmp_path / "same").symlink_to(beside if "into" in command else source)
+    shutil.copytree(adapter, beside)
+    shutil.copytree(models["dense"], source)
+    if command == "dequantize":
+        FORMS["fp8-llama"].write(source)
+    target = str(INSIDE[place](beside if "into" in command else source))
+    before = contents(tmp_path)
+    arguments = {"convert": ["convert", str(source), target], "quantize": ["quantize", str(source), target, "--int8"]}
+    arguments["dequantize"] = [*arguments["convert"], "--dequantize"]
+    merging = ["merge-lora", str(source), str(beside), target]
+
+    assert 1 == cli.main(arguments.get(command, merging))
+
+    assert "which is only read: name a folder outside of it" in " ".join(capsys.readouterr().err.split())
+    assert before == contents(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_merged_model_equals_that_of_peft(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     from peft import PeftModel
 
-    before = contents(models["dense"])
+    before, adapter = contents(models["dense"]), adapter_of(kind, models["dense"], tmp_path / "adapter")
 
-    assert 0 == cli.main(["merge-lora", str(models["dense"]), str(adapter), str(tmp_path / "new")])
+    words = ["merge-lora", str(models["dense"]), str(adapter), str(tmp_path / "new"), "--dtype", "float32"]
+    assert 0 == cli.main(words)
 
-    base = AutoModelForCausalLM.from_pretrained(models["dense"])
+    base = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
     expected = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "new").state_dict()
     assert expected.keys() == found.keys()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
     assert (tmp_path / "new" / "tokenizer_config.json").exists()
     assert before == contents(models["dense"])
-    assert ["new"] == os.listdir(tmp_path)
+    assert ["adapter", "new"] == sorted(os.listdir(tmp_path))
 
 
 @pytest.mark.parametrize(

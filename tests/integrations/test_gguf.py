@@ -6,14 +6,17 @@ import copy
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from conftest import aligned
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import offload
+from offload.checkpoints.conversion import convert_checkpoint
 from offload.checkpoints.forms.gguf import _KNOWN, _Outline, _processed
 from offload.checkpoints.verify import verify
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
@@ -282,3 +285,94 @@ def test_inspect_and_verify_read_a_gguf_file(small: Path, capsys: pytest.Capture
 
     main(["verify", str(small)])
     assert "whole (1 file" in capsys.readouterr().out
+
+
+# Rotary embeddings that are stretched
+
+STRETCHED: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+def _stretched(folder: Path, **rope: Any) -> tuple[Any, Path]:
+    """A model with these parameters, and its file."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(
+        **sizes,
+        vocab_size=256,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        rope_parameters={"rope_theta": 5e5, **rope},
+    )
+    model = LlamaForCausalLM(config).eval()
+    return model, write_gguf(model, folder / "model.gguf", "F32")
+
+
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_rotary_embeddings_are_stretched_as_the_file_says(kind: str, tmp_path: Path) -> None:
+    """As in the model that it was made of: transformers reads none of this."""
+    usual, _ = _stretched(tmp_path)
+    plain, path = _stretched(tmp_path, **STRETCHED[kind])
+
+    model = offload.from_pretrained(path)
+    convert_checkpoint(path, tmp_path / "dense")
+
+    tokens = torch.arange(200)[None]
+    with torch.no_grad():
+        expected, others = plain(tokens).logits, usual(tokens).logits
+        found = [one(tokens).logits for one in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "dense"))]
+    torch.testing.assert_close(found, [expected, expected], rtol=0, atol=1e-6)
+    assert (others - expected).abs().max() > 1e-4
+
+
+REFUSED: dict[str, Any] = {
+    "longrope": lambda writer: writer.add_string("llama.rope.scaling.type", "longrope"),
+    "rope_factors_long": lambda writer: writer.add_tensor("rope_factors_long.weight", np.ones(32, np.float32)),
+    "freqs": lambda writer: writer.add_tensor("rope_freqs.weight", np.linspace(1, 3, 32, dtype=np.float32)),
+    "attn_factor": lambda writer: writer.add_rope_scaling_attn_factors(1.5),
+    "yarn_ext_factor": lambda writer: writer.add_rope_scaling_yarn_ext_factor(0.5),
+    "yarn without a context": lambda writer: (
+        writer.add_string("llama.rope.scaling.type", "yarn"),
+        writer.add_rope_scaling_factor(2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_rotary_embeddings_that_are_stretched_otherwise_are_refused_by_name(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.checkpoints.gguf_files._stretch", lambda writer, *_: REFUSED[what](writer))
+    plain, path = _stretched(tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"rotary embeddings .* \(.*rope.*\): pass config=") as raised:
+        offload.from_pretrained(path)
+
+    assert str(path) in str(raised.value)
+    assert what.split()[0].split("_")[0] in str(raised.value)
+    assert offload.from_pretrained(path, config=plain.config).config.rope_parameters == plain.config.rope_parameters
+
+
+@pytest.mark.parametrize("factors", [np.ones(32, np.float32), None])
+def test_rotary_embeddings_that_are_not_stretched_stay_so(
+    factors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stretch(writer: Any, *_: Any) -> None:
+        writer.add_string("llama.rope.scaling.type", "none")
+        writer.add_rope_scaling_factor(4.0)
+        if factors is not None:
+            writer.add_tensor("rope_freqs.weight", factors)
+
+    monkeypatch.setattr("tests.checkpoints.gguf_files._stretch", stretch)
+    _, path = _stretched(tmp_path)
+
+    assert "default" == offload.from_pretrained(path).config.rope_parameters["rope_type"]

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from torch import nn
 
+import offload
 from offload.errors import CheckpointError, MissingFileError
 from offload.integrations.hub import folder_of, headers_of
 
@@ -70,3 +74,45 @@ def test_an_error_of_the_hub_ends_with_one_full_stop(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(CheckpointError, match=r"fetching it from the hub failed: It is not there\. Check the name"):
         folder_of("org/model")
+
+
+class Own(nn.Module, PyTorchModelHubMixin):
+    """A model that generates, and saves itself, without transformers."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found
+
+    def generate(self, x: torch.Tensor, steps: int = 2) -> torch.Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+
+class Preparing(Own):
+    def generate(self, x: torch.Tensor, steps: int = 2) -> torch.Tensor:
+        for _ in range(steps):
+            x = self(**self.prepare_inputs_for_generation(x=x))
+        return x
+
+    def prepare_inputs_for_generation(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": 2 * x}
+
+
+@pytest.mark.parametrize("kind", [Own, Preparing])
+def test_a_model_of_the_hub_that_generates_is_offloaded_runs_and_saves_itself(kind: Any, tmp_path: Path) -> None:
+    plain, x = kind(), torch.randn(3, 4)
+    plain.save_pretrained(tmp_path / "saved")
+    expected = plain.generate(x, steps=3)
+
+    model = offload.disk_offload(kind.from_pretrained(tmp_path / "saved"))
+    found = model.generate(x, steps=3)
+    model.save_pretrained(tmp_path / "again")
+
+    assert offload.is_offloaded(model.layer.weight)
+    assert torch.equal(expected, found)
+    assert torch.equal(expected, kind.from_pretrained(tmp_path / "again").generate(x, steps=3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import warnings
@@ -213,6 +214,66 @@ def test_a_merge_that_was_killed_resumes_and_merges_nothing_twice(
     assert_same(expected, model)
 
 
+EMBEDDINGS: dict[str, list[str]] = {
+    "head": ["lm_head"],
+    "embedding": ["embed_tokens"],
+    "both, and others": ["embed_tokens", "lm_head", "q_proj"],
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize("targets", EMBEDDINGS)
+def test_a_merge_into_embeddings_that_was_killed_resumes(
+    targets: str, tied: bool, private_place: Path, folders: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft stores these weights of the base beside the adapter, and copies them into the base each time."""
+    monkeypatch.setattr(journal, "_PATIENCE", -1)
+    base, place = folders[tied], private_place
+    config = LoraConfig(r=2, target_modules=EMBEDDINGS[targets], **NOT_NEUTRAL)
+    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(base), config, place / "adapter")
+    expected = merged_in_memory(AutoModelForCausalLM.from_pretrained(base), adapter)
+
+    def load() -> nn.Module:
+        model: nn.Module = offload.from_pretrained(base, offload_dir=place / "values")
+        return model
+
+    def begin() -> nn.Module:
+        shutil.rmtree(place / "values", ignore_errors=True)
+        return load()
+
+    def check(_: nn.Module, call: Call) -> None:
+        model = load()
+        offload.merge_lora(model, adapter, resume=True)
+        assert_same(expected, model)
+
+    died_at = killed_at_each(begin, lambda model: offload.merge_lora(model, adapter, resume=True), check)
+
+    assert {"os.replace", "os.pwrite"} <= {call.name for call in died_at}
+
+
+@pytest.mark.parametrize("kind", ["bias", "embedding"])
+def test_a_merge_into_values_that_the_adapter_holds_begins_with_those_again(
+    kind: str, folders: dict[bool, Path], tmp_path: Path
+) -> None:
+    """In a folder that is opened for writing, the merged value is there, and peft copies the old one into it."""
+    options: dict[str, Any] = {
+        "bias": {"target_modules": ["q_proj"], "bias": "all", "lora_bias": True},
+        "embedding": {"target_modules": ["embed_tokens"]},
+    }[kind]
+    config = LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True)
+    plain = AutoModelForCausalLM.from_config(config)
+    offload.disk_offload(copy.deepcopy(plain), tmp_path / "values")
+    adapter = adapter_for(copy.deepcopy(plain), LoraConfig(r=2, **options, **NOT_NEUTRAL), tmp_path / "adapter")
+    expected = merged_in_memory(copy.deepcopy(plain), adapter)
+
+    for _ in range(2):
+        model = copy.deepcopy(plain)
+        offload.load_checkpoint_and_dispatch(model, tmp_path / "values", offload_dir=tmp_path / "values")
+        offload.merge_lora(model, adapter, resume=True)
+
+        assert_same(expected, model)
+
+
 def test_an_adapter_is_known_by_its_content(folder: Path, tmp_path: Path) -> None:
     """It may be moved between a kill and the next run; a different one is a different run."""
     config = LoraConfig(**ONE, **NOT_NEUTRAL)
@@ -292,7 +353,8 @@ def test_a_merge_that_reads_into_the_base_is_not_resumed(folder: Path, tmp_path:
     adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), KINDS["pissa"](), tmp_path / "adapter")
 
     with pytest.raises(
-        JournalError, match=r"changes 'model.layers.0.self_attn.q_proj.weight' of the base when it is read \(LORA\)"
+        JournalError,
+        match=r"changes 'model.layers.0.self_attn.q_proj.weight' of the base when it is read \(LORA\).*/v, load the",
     ):
         offload.merge_lora(offload.from_pretrained(folder, offload_dir=tmp_path / "v"), adapter, resume=True)
 

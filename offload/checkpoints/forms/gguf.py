@@ -12,6 +12,7 @@ older ones, and conversions, as for any other checkpoint, for the newer ones.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 from collections import Counter
@@ -25,13 +26,14 @@ import numpy as np
 import torch
 
 from offload.annotations import Config, Kwargs, Pretrained, Settings
-from offload.checkpoints.checkpoint import Checkpoint
+from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import class_of, refuse_more_layers
+from offload.checkpoints.forms.decoding import read_now
 from offload.checkpoints.gguf_parts import with_other_parts
 from offload.errors import CheckpointError, OffloadError
 from offload.kernels.packed import GgufRows
 from offload.storage.file import TensorFile
-from offload.storage.gguf_header import ARCHITECTURE, without_vocabulary
+from offload.storage.gguf_header import ARCHITECTURE, ROPE, without_vocabulary
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.storage.reasons import first_line, reading
@@ -83,7 +85,74 @@ def config_of(path: Path, **options: object) -> tuple[Config, Kwargs]:
     settings = settings_in(path)
     config_class = type(AutoConfig.for_model(settings["model_type"]))
     config, options = config_class.from_dict(settings, return_unused_kwargs=True, **options)
+    _stretch(config.get_text_config(decoder=True), open_checkpoint(path))
     return config, options
+
+
+def _stretch(config: Config, source: Checkpoint) -> None:
+    """Have a configuration say how a file's rotary embeddings are stretched, where transformers does not read it.
+
+    Source: llama.cpp's `rope.scaling.*`; `rope_freqs.weight` has the factors of Llama 3.
+
+    Raises:
+        CheckpointError: the configuration can't say that.
+    """
+    said = {key.split(".rope.", 1)[1]: value for key, value in source.metadata.items() if any(map(key.count, ROPE))}
+    names = [name for name in source if name.startswith("rope_")]
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if not (said or names) or rope.get("rope_type", "default") != "default":  # transformers knows this architecture's
+        return
+    try:
+        factors = _factors(source) if names == [_FREQUENCIES] else torch.ones(1)
+        wanted = _stretching({key.removeprefix("scaling."): value for key, value in said.items()}, float(factors.max()))
+        if (names not in ([], [_FREQUENCIES])) or (wanted and "rope_theta" not in rope):
+            raise ValueError("there is no place for it")
+        rope.update(wanted)
+        if wanted.get("rope_type") == "llama3":
+            _check_factors(config, rope["rope_theta"], factors)
+    except (KeyError, ValueError) as error:
+        known = ", ".join([*(f"rope.{key} = {value}" for key, value in said.items()), *names])
+        raise CheckpointError(
+            f"{source.path} stretches its rotary embeddings in a way that is not followed here ({known}): pass config= "
+            f"with the rope_parameters of the model ({first_line(error)})"
+        ) from error
+
+
+def _stretching(said: Settings, most: float) -> dict[str, Any]:
+    """The parameters in transformers' words, with the largest of the file's factors; empty if nothing is stretched."""
+    left = {key: value for key, value in said.items() if key != "finetuned" and (key, value) != ("attn_factor", "1.0")}
+    factor = float(left.pop("factor", None) or left.pop("scale_linear", None) or 1)
+    kind, before = left.pop("type", "linear"), int(left.pop("original_context_length", 0))
+    wanted: dict[str, Any] = {"rope_type": kind, "factor": factor} if kind != "none" and factor != 1 else {}
+    if wanted and kind == "yarn":
+        attention = float(left.pop("attn_factor", 1)) * (0.1 * math.log(factor) + 1)
+        betas = {key: float(left.pop(f"yarn_{key}")) for key in ("beta_fast", "beta_slow") if f"yarn_{key}" in left}
+        wanted |= {"original_max_position_embeddings": before, "attention_factor": attention, **betas}
+    if most != 1 and not (wanted or left):
+        low = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        wanted = {"rope_type": "llama3", "factor": most, "original_max_position_embeddings": before or _BEFORE, **low}
+    elif most != 1 or left or kind not in ("linear", "none", "yarn") or (wanted and kind == "yarn" and not before):
+        raise ValueError("these can't be said together")
+    return wanted
+
+
+_FREQUENCIES = "rope_freqs.weight"
+_BEFORE = 8192  # tokens that all models of Llama 3 were trained with at first; their files do not say so
+
+
+def _factors(source: Checkpoint) -> torch.Tensor:
+    return read_now(source.tensors(None, {_FREQUENCIES: CPU})[_FREQUENCIES]).to(torch.float64)
+
+
+def _check_factors(config: Config, base: float, factors: torch.Tensor) -> None:
+    """Raises `ValueError` unless the configuration makes these factors."""
+    from offload.transformers_api import ROPE_INIT_FUNCTIONS
+
+    usual = base ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
+    made = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+    if made.shape != usual.shape or not torch.allclose(usual / factors, made.double(), rtol=1e-3, atol=0):
+        raise ValueError("other factors than those of Llama 3")
 
 
 def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Pretrained:

@@ -70,6 +70,8 @@ def _weight(name: str, pieces: list[OffloadedTensor], quantization: Settings, bi
     shape = (outputs, integers.shape[0] * (each if order else 1))
     if scales.dtype not in SCALES:
         raise unfit(name, pieces, "scales should be of float16, bfloat16 or float32")
+    if not order and size > 0 and shape[1] % size:
+        raise unfit(name, pieces, f"{shape[1]} inputs do not divide into groups of {size}")
     if groups != (1 if size < 0 else -(-shape[1] // size)) or outputs % each:
         raise unfit(name, pieces, f"{shape[1]} inputs in groups of {size} do not make {groups}")
     wide = outputs if order else outputs // each

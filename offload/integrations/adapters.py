@@ -1,0 +1,65 @@
+"""peft: adapters over the layers of a model, whose values stay where they are.
+
+Always true:
+- peft itself makes the layers, and reads the adapter: what transformers' own loading makes of it is the same or less
+"""
+
+from __future__ import annotations
+
+import warnings
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import CheckpointError, OffloadError
+from offload.storage.reasons import first_line
+
+
+def layers_over(model: nn.Module, adapter: str, **options: object) -> Any:
+    """peft's model over a base, which gets its layers. For the arguments see `PeftModel.from_pretrained`.
+
+    Raises:
+        CheckpointError: it is not an adapter for this model, it is damaged, or it holds code.
+    """
+    from peft import PeftModel
+
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return PeftModel.from_pretrained(model, adapter, **options)
+    except OffloadError:
+        raise
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{adapter} holds something other than tensors, perhaps code, which is not run: get the adapter as "
+            f"safetensors, from a source that you trust ({first_line(error)})"
+        ) from error
+    except Exception as error:  # peft can raise anything for settings that it does not expect, and for cut files
+        raise CheckpointError(
+            f"{adapter} is not an adapter for this {type(model).__name__}, or it is damaged: {first_line(error)}"
+        ) from error
+
+
+def load_adapter(model: Any, adapter: str) -> None:
+    """Give a model of transformers the adapter in a folder, as its own loading does.
+
+    Raises:
+        CheckpointError: as `layers_over`; or peft is missing, or the adapter adds tokens instead of changing layers.
+    """
+    way_on = "from_pretrained(..., adapter=False) loads the model without it"
+    try:
+        from peft import PeftConfig
+    except ImportError as error:
+        raise CheckpointError(
+            f"{adapter} holds an adapter, which needs the package peft ({first_line(error)}): install it; {way_on}"
+        ) from error
+    layers = layers_over(model, adapter, autocast_adapter_dtype=False)
+    config: PeftConfig = layers.active_peft_config
+    if config.is_prompt_learning:
+        raise CheckpointError(
+            f"{adapter} holds an adapter of kind {config.peft_type.value}, which is no part of the layers: {way_on}, "
+            "and peft.PeftModel.from_pretrained(model, folder) adds it"
+        )
+    model._hf_peft_config_loaded = True
