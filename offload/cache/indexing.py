@@ -1,7 +1,7 @@
 """Resolving row indices.
 
 Always true:
-- every index form that works on a plain tensor selects the same rows here
+- every index form that works on a plain tensor selects the same rows here; bytes (uint8) are numbers of rows
 - an invalid index is an error that names the index and the size; nothing is clipped or wrapped twice
 """
 
@@ -92,21 +92,22 @@ def rows_of(index: object, size: int) -> Rows:
         return Rows(_checked(np.arange(index.start, index.stop, index.step, dtype=np.int64), size)[0])
     if isinstance(index, torch.Tensor | np.ndarray | list):
         numbers = _array(index)
+        if numbers.ndim > 1:
+            raise _refused(index, numbers)
         if numbers.dtype == bool:
             return Rows(_masked(numbers, size))
         return Rows(*_checked(numbers, size), is_one=numbers.ndim == 0)
     return Rows(*_checked(np.array(_number(index)), size), is_one=True)
 
 
-def shape_of_groups(index: object) -> tuple[int, ...] | None:
-    """The shape of an index of integers with several dimensions; None for others."""
-    if isinstance(index, np.ndarray):
-        is_one = index.ndim > 1 and index.dtype.kind in "iu"
-    elif isinstance(index, torch.Tensor) and index.layout is torch.strided:
-        is_one = index.dim() > 1 and not (index.is_floating_point() or index.is_complex() or index.dtype is torch.bool)
-    else:
+def groups_of(index: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """An index of numbers with several dimensions: with one dimension, and its shape; None for others."""
+    if isinstance(index, list) and index and isinstance(index[0], list | tuple):
+        index = _array(index)
+    elif not isinstance(index, np.ndarray) and getattr(index, "layout", None) is not torch.strided:
         return None
-    return tuple(index.shape) if is_one else None
+    is_one = index.ndim > 1 and index.dtype not in (torch.bool, np.bool_)
+    return (index.reshape(-1), tuple(index.shape)) if is_one else None
 
 
 def grouped(values: Any, shape: Sequence[int]) -> Any:
@@ -149,7 +150,7 @@ def _number(index: Any) -> int:
 
 
 def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDArray[Any]:
-    """An array of bool or integers, with at most one dimension."""
+    """An array of integers, or one of bool with one dimension."""
     try:
         if isinstance(index, torch.Tensor):
             array = _whole(index.detach().cpu()).numpy()
@@ -161,15 +162,14 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDA
             array = np.asarray(index if len(index) else np.empty(0, dtype=np.int64))
     except (ValueError, TypeError, NotImplementedError):  # ragged lists; a tensor that NumPy can't represent
         array = np.asarray(None)
-    if array.ndim == 1 and array.dtype == bool:
-        return array
-    is_mask = isinstance(index, torch.Tensor) and array.dtype == np.uint8  # to torch, but not to NumPy
-    if array.ndim > 1 or array.dtype.kind not in "iu" or is_mask:
-        raise RowIndexError(
-            f"{_short(index)} (shape {array.shape}, {array.dtype}) is not an index of rows: give {_FORMS}"
-            + (", as index.long() or, for a mask, index.bool()" if is_mask else "")
-        )
+    if array.dtype.kind not in "iu" and (array.ndim != 1 or array.dtype != bool):
+        raise _refused(index, array)
     return array
+
+
+def _refused(index: object, array: npt.NDArray[Any]) -> RowIndexError:
+    kind = f"shape {array.shape}, {array.dtype}"
+    return RowIndexError(f"{_short(index)} ({kind}) is not an index of rows: give {_FORMS}")
 
 
 def _whole(index: torch.Tensor) -> torch.Tensor:
