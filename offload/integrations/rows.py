@@ -43,7 +43,7 @@ def cache_from(
     | source | columns |
     | --- | --- |
     | `.npy` (structured too), `numpy.ndarray` | its fields; `values` for an array without |
-    | HDF5, an open `h5py.File` or `h5py.Group` | its arrays, which must be of one length; other entries are skipped |
+    | HDF5, an open `h5py.File` or `h5py.Group` | its arrays, of one length, also through links; the rest is skipped |
     | Parquet, a folder of it, Arrow, Feather, `pyarrow.Table` | its columns |
     | what `Dataset.save_to_disk` wrote, `datasets.Dataset` | its columns |
     | `.safetensors`, a dict of tensors from `torch.save`, a dict of tensors | its tensors, of one length |
