@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from offload.errors import UnsupportedTorchError
+from offload.importing import imported
 
 TESTED = ("2.11", "2.13")  # releases with which all tests were run, oldest first
 _T = TypeVar("_T")
@@ -221,6 +222,11 @@ else:
     TorchDispatchMode = _for(_OFFLOADING, lambda: torch.utils._python_dispatch.TorchDispatchMode)
 
 
+def has_compiler() -> bool:
+    """Whether the compiler has been imported, so that anything may be compiled."""
+    return imported("torch._dynamo", "disable") is not None
+
+
 def is_compiled() -> bool:
     """Whether the compiler looks at the functions that this thread calls."""
     return _compilers_callback() not in (None, False)
@@ -259,7 +265,7 @@ _SHARDING = {
 
 def dtensor_class() -> Any:
     """torch.distributed's tensor class; None if it has not been imported, so that there can be no instances."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return imported("torch.distributed.tensor", "DTensor")
 
 
 def dtensor_like(outer: Any, local: torch.Tensor) -> torch.Tensor:
@@ -287,9 +293,9 @@ def offsets_of_shard(placement: Any, size: int, chunks: int, chunk: int) -> Sequ
         rows, first = placement.local_shard_size_and_offset(size, chunks, chunk)
         return range(min(first, size), min(first, size) + rows)
     try:
-        modes = vars(sys.modules[type(placement).__module__])["_StridedShardOffsetMode"]
+        modes = imported(type(placement).__module__, "_StridedShardOffsetMode")
         _, offsets = placement.local_shard_size_and_offset(size, chunks, chunk, modes.ALL)
-    except (KeyError, AttributeError, TypeError) as error:
+    except (AttributeError, TypeError) as error:
         raise _unsupported(f"a DTensor that is placed by {placement}", error) from error
     return list(offsets)
 

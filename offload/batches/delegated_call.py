@@ -12,7 +12,6 @@ Always true:
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from torch import nn
 
 from offload.annotations import Args
 from offload.batches.states import ThreadState, has_accelerator, is_bare, kernels
-from offload.torch_api import is_compiled, not_compiled
+from offload.torch_api import has_compiler, is_compiled, not_compiled
 
 
 class DelegatedCall:
@@ -76,7 +75,7 @@ class Forward:
         It returns the delegated call if it has made the call.
         """
         self._module, self._plain, self._delegate = module, module.forward, delegate
-        if "torch._dynamo" in sys.modules:
+        if has_compiler():
             self._delegate = not_compiled(delegate)
         functools.update_wrapper(self, module.forward)  # for those who ask for its parameters
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,15 @@ from offload.prefetch.lease import Lease
 from offload.storage.handle import Handle
 from offload.tensor.experts import gathered_by
 from offload.tensor.scratch import release_scratch
-from offload.torch_api import hooks_of, is_dual_level, not_compiled, pre_hooks_of, remove_hook, transform_on_top
+from offload.torch_api import (
+    has_compiler,
+    hooks_of,
+    is_dual_level,
+    not_compiled,
+    pre_hooks_of,
+    remove_hook,
+    transform_on_top,
+)
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
 _PATIENCE = 10.0  # seconds that a function has to end after it was told to
@@ -372,7 +379,7 @@ class Scheduler:
     def hooked(self) -> Iterator[None]:
         """In this context, calls wait before each stage."""
         self.lease = lease()
-        kind = _uncompiled_hook() if "torch._dynamo" in sys.modules else _Hook
+        kind = _uncompiled_hook() if has_compiler() else _Hook
         undo: list[Callable[[], object]] = [release_scratch, self.lease.end]
         try:
             self.lease.expect(self._blocks)
