@@ -351,8 +351,8 @@ class TensorCache:
         """Rows of some columns.
 
         Args:
-            rows: an int (which gives a row without a leading dimension), a slice, a range, a 1-D bool tensor or array, or
-                integers of any dtype, whose dimensions the results have. Negative numbers count from the end.
+            rows: an int (which gives a row without a leading dimension), a slice, a range, a 1-D bool tensor or array,
+                or integers of any dtype, whose dimensions the results have. Negative numbers count from the end.
             columns: their names; all if None.
             device: where the tensors land; that of the cache if None.
             out: by column, contiguous tensors on the CPU to read into, by an index of one dimension.
