@@ -412,10 +412,12 @@ class OffloadedTensor(torch.Tensor):
 
     @property
     def _guest(self) -> torch.Tensor:
+        """For compilers, a guest: a parameter, as they tell other tensors apart by `id`, which the next one may get."""
         if type(self._handle) is Traced and not torch.compiler.is_exporting():
             return self._handle.inner
         with no_functions(), no_modes():
-            return sent_to(where_torch_expects(mapped_value(self), self._handle, self._view_spec), self._target)
+            value = sent_to(where_torch_expects(mapped_value(self), self._handle, self._view_spec), self._target)
+            return torch.nn.Parameter(value, requires_grad=False) if type(value) is torch.Tensor else value
 
     @unless_swapped
     def __tensor_flatten__(self) -> tuple[list[str], None]:
