@@ -52,6 +52,7 @@ try:
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 
     # Modes: whether any are on, and guards. These are C classes, which an interrupt can't leave half open.
+    without_function = torch._C._disabled_torch_function_impl  # the `__torch_function__` of classes that have none
     no_functions = torch._C.DisableTorchFunction  # disables `__torch_function__` of modes and classes
     InferenceMode = torch._C._InferenceMode  # also restores all state of the dispatcher and autograd
     DispatchKey = torch._C.DispatchKey
@@ -59,6 +60,7 @@ try:
     TRANSFORM_KEYS = (DispatchKey.FuncTorchDynamicLayerFrontMode, DispatchKey.FuncTorchDynamicLayerBackMode)
     TRACER_KEY = torch._C._dispatch_key_parse("Tracer")  # of torch.jit.trace; missing in the enumeration
     keys_kept = torch._C._PreserveDispatchKeyGuard
+    keys_on_entry: Any = attrgetter("_RestorePythonTLSSnapshot")(torch._C)  # of the op that is executed: autocast's too
     exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
     modes_are_on = torch._C._len_torch_dispatch_stack
     function_modes_are_on = torch._C._len_torch_function_stack
@@ -356,6 +358,15 @@ def is_swapped_in(frame: FrameType, tensor: object) -> bool:
     if _CHANGED and frame.f_globals.get("__name__") in _CHANGED:
         raise _CHANGED[frame.f_globals["__name__"]]
     return False
+
+
+# Their fast paths are for tensors without `__torch_function__`, and give other values (2.13).
+_FAST = {id(one.forward.__code__) for one in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)}
+
+
+def has_fast_path(frame: FrameType) -> bool:
+    """Whether this is a frame of a module of torch's that asks for `__torch_function__` to choose how it computes."""
+    return id(frame.f_code) in _FAST
 
 
 def memo_of_stager(frame: FrameType) -> dict[int, Any] | None:

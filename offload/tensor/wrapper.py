@@ -44,16 +44,29 @@ from offload.tensor.views import Traced, handle_of, meta_of
 from offload.torch_api import (
     PARAMETER_MARK,
     DisableTorchFunctionSubclass,
+    has_fast_path,
     memo_of_stager,
     tensor_data,
     tensor_text,
     typed,
+    without_function,
 )
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 log = logging.getLogger("offload.tensor")
 _attributes = vars(torch.Tensor)["__dict__"]
+
+
+class _FunctionOfClass(classmethod):  # type: ignore[type-arg]
+    """A class method that torch's modules with a fast path do not see where they would not on the plain value."""
+
+    def __set_name__(self, owner: type, _: str) -> None:
+        self._bound = super().__get__(None, owner)
+
+    def __get__(self, tensor: OffloadedTensor | None, _: type | None = None) -> Any:
+        is_unseen = tensor is not None and has_fast_path(sys._getframe(1)) and tensor._handle.subclass is None
+        return without_function if is_unseen else self._bound
 
 
 class OffloadedTensor(torch.Tensor):
@@ -380,7 +393,7 @@ class OffloadedTensor(torch.Tensor):
 
     # For torch: executing ops
 
-    @classmethod
+    @_FunctionOfClass  # type: ignore[arg-type]
     def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
             rule = FUNCTIONS.get(INNER)
