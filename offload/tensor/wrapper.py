@@ -514,21 +514,20 @@ class OffloadedTensor(torch.Tensor):
     # For pickles
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """A plain tensor or parameter, over the mapped file: pickled in bounded memory, loaded without `offload`."""
+        """A plain tensor or parameter with its attributes, over the mapped file: loaded without `offload`."""
         plain = self._on_cpu()
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, self.requires_grad)
         else:
             plain = plain.detach().requires_grad_(self.requires_grad)
+        carry_attributes(self, plain)
         return plain.__reduce_ex__(protocol)
 
     @property
     def __dict__(self) -> dict[str, Any]:
         """Its attributes; for torch's stager, which makes a copy in memory, only those set by others."""
         noted: dict[str, Any] = _attributes.__get__(self)
-        if memo_of_stager(sys._getframe(1)) is None:
-            return noted
-        return {name: value for name, value in noted.items() if name not in _OWN}
+        return noted if memo_of_stager(sys._getframe(1)) is None else set_by_others(self)
 
     @__dict__.setter
     def __dict__(self, noted: dict[str, Any]) -> None:
@@ -604,6 +603,11 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
 _OWN = {"_handle", "_view_spec", "_target", "_generation", "_range", PARAMETER_MARK}
 
 
+def set_by_others(tensor: OffloadedTensor) -> dict[str, Any]:
+    """The attributes that users and libraries have set on a tensor."""
+    return {name: value for name, value in _attributes.__get__(tensor).items() if name not in _OWN}
+
+
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Give `target`, which stands for the value of `source`, its attributes, such as `ds_id`, `_is_hf_initialized`."""
     vars(target).update(_more(source, target))
@@ -612,7 +616,7 @@ def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
 def _more(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
     """The attributes of `source` that `target` lacks."""
     is_offloaded = type(source) is OffloadedTensor
-    noted = vars(source) if is_offloaded else extras_of(source)
+    noted = set_by_others(source) if type(source) is OffloadedTensor else extras_of(source)
     keeps_tensors = is_offloaded or not is_subclass_value(source)  # a subclass may also keep its values as attributes
     return {
         name: value
