@@ -42,6 +42,7 @@ def _unsupported(feature: str, why: object) -> UnsupportedTorchError:
 
 try:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass  # calls reach the plain tensor
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload  # the type of what `__torch_dispatch__` is given
     from torch.fx.experimental._constant_symnode import ConstantIntNode as ConstantIntNode  # a size that can't be read
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
@@ -84,6 +85,7 @@ try:
     PARAMETER_MARK = "_is_param"  # the attribute that makes a tensor of any class an `nn.Parameter`
 
     # Ops and modules
+    higher_order_ops: dict[str, HigherOrderOperator] = attrgetter("_higher_order_ops")(torch._ops)  # `cond`, `scan`...
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     op_schema: Callable[[Any], Any] = attrgetter("_schema")  # of an op: its arguments, and which it mutates
     kernel_of: Callable[[Any], Any] = attrgetter("_op_dk")  # of an op: calls its kernel of one dispatch key
@@ -362,6 +364,17 @@ def is_swapped_in(frame: FrameType, tensor: object) -> bool:
 
 # Their fast paths are for tensors without `__torch_function__`, and give other values (2.13).
 _FAST = {id(one.forward.__code__) for one in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)}
+
+
+def is_between(frame: FrameType) -> bool:
+    """Whether this is a frame of a function that asks for an attribute on behalf of the one that called it."""
+    own = frame.f_globals.get("__name__")
+    return own == is_traceable_wrapper_subclass.__module__ or frame.f_code.co_name == "custom_getattribute"  # export's
+
+
+def lists_storages(frame: FrameType) -> bool:
+    """Whether this is a frame of the compiler's function that refuses tensors which can be flattened (2.13)."""
+    return frame.f_code.co_name == "get_tensor_storages" and "_dynamo" in frame.f_globals["__name__"]
 
 
 def has_fast_path(frame: FrameType) -> bool:

@@ -48,11 +48,14 @@ from offload.torch_api import (
     DisableTorchFunctionSubclass,
     are_swappable,
     dtensor_class,
+    higher_order_ops,
     is_sharding,
     is_traced,
     is_view,
     keys_on_entry,
     modes_are_on,
+    tree_flatten,
+    tree_unflatten,
     typed_storage_of,
 )
 
@@ -91,6 +94,20 @@ def refuse_to_be_sharded(func: Op, args: Args, kwargs: Kwargs) -> Any:
 def read_above_autograd(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """With a reduction, torch reads the dense factor from memory, below every dispatcher."""
     return on_guests(func, args, kwargs, plain_copies((*args, *kwargs.values())))
+
+
+_CONTROL_FLOW = (
+    "associative_scan", "cond", "flex_attention", "flex_attention_backward", "foreach_map", "hints_wrapper",
+    "invoke_subgraph", "map_impl", "scan", "strict_mode", "while_loop", "while_loop_stack_output",
+)  # fmt: skip
+
+
+@overrides(*(higher_order_ops[name] for name in _CONTROL_FLOW if name in higher_order_ops))
+def read_for_functions(func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """The functions that they are given take plain tensors alone."""
+    leaves, structure = tree_flatten((args, kwargs))
+    args, kwargs = tree_unflatten(guests_of(leaves, plain_copies(leaves)), structure)
+    return func(*args, **kwargs)
 
 
 @overrides(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,6 +44,7 @@ from offload.tensor.views import Traced, handle_of, meta_of
 from offload.torch_api import (
     PARAMETER_MARK,
     DisableTorchFunctionSubclass,
+    HigherOrderOperator,
     has_fast_path,
     memo_of_stager,
     tensor_data,
@@ -394,7 +395,11 @@ class OffloadedTensor(torch.Tensor):
     # For torch: executing ops
 
     @_FunctionOfClass  # type: ignore[arg-type]
-    def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Op, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        if len(types) > 1 and not all(issubclass(kind, torch.Tensor) for kind in types):
+            return NotImplemented  # it is for what is no tensor, such as a dimension of functorch's
         if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
             rule = FUNCTIONS.get(INNER)
             if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
@@ -404,7 +409,7 @@ class OffloadedTensor(torch.Tensor):
             rule = FUNCTIONS[OUT]
         else:
             rule = FUNCTIONS.get(func)
-        if rule is None or torch.compiler.is_compiling():
+        if rule is None or (torch.compiler.is_compiling() and not isinstance(func, HigherOrderOperator)):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return rule(func, args, kwargs or {})
