@@ -106,7 +106,11 @@ _CONTROL_FLOW = (
 def read_for_functions(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The functions that they are given take plain tensors alone."""
     leaves, structure = tree_flatten((args, kwargs))
-    args, kwargs = tree_unflatten(guests_of(leaves, plain_copies(leaves)), structure)
+    memo = plain_copies(leaves)
+    if torch.compiler.is_exporting():  # which records ops, and what is inside of a tensor is a constant to it
+        with DisableTorchFunctionSubclass():
+            memo = {id(one): one.clone() for one in leaves if type(one) is OffloadedTensor}
+    args, kwargs = tree_unflatten(guests_of(leaves, memo), structure)
     return func(*args, **kwargs)
 
 
