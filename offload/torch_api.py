@@ -363,7 +363,9 @@ def is_swapped_in(frame: FrameType, tensor: object) -> bool:
 
 
 # Their fast paths are for tensors without `__torch_function__`, and give other values (2.13).
-_FAST = {id(one.forward.__code__) for one in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)}
+_FAST = {
+    id(_kind.forward.__code__) for _kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+}
 
 
 def is_between(frame: FrameType) -> bool:
