@@ -226,11 +226,6 @@ else:
     TorchDispatchMode = _for(_OFFLOADING, lambda: torch.utils._python_dispatch.TorchDispatchMode)
 
 
-def has_compiler() -> bool:
-    """Whether the compiler has been imported, so that anything may be compiled."""
-    return imported("torch._dynamo", "disable") is not None
-
-
 def is_compiled() -> bool:
     """Whether the compiler looks at the functions that this thread calls."""
     return _compilers_callback() not in (None, False)
@@ -363,15 +358,7 @@ def is_swapped_in(frame: FrameType, tensor: object) -> bool:
 
 
 # Their fast paths are for tensors without `__torch_function__`, and give other values (2.13).
-_FAST = {
-    id(_kind.forward.__code__) for _kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-}
-
-
-def is_between(frame: FrameType) -> bool:
-    """Whether this is a frame of a function that asks for an attribute on behalf of the one that called it."""
-    own = frame.f_globals.get("__name__")
-    return own == is_traceable_wrapper_subclass.__module__ or frame.f_code.co_name == "custom_getattribute"  # export's
+_FAST = {id(_m.forward.__code__) for _m in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)}
 
 
 def lists_storages(frame: FrameType) -> bool:

@@ -21,7 +21,8 @@ from torch import nn
 
 from offload.annotations import Args
 from offload.batches.states import ThreadState, has_accelerator, is_bare, kernels
-from offload.torch_api import has_compiler, is_compiled, not_compiled
+from offload.importing import imported
+from offload.torch_api import is_compiled, not_compiled
 
 
 class DelegatedCall:
@@ -75,7 +76,7 @@ class Forward:
         It returns the delegated call if it has made the call.
         """
         self._module, self._plain, self._delegate = module, module.forward, delegate
-        if has_compiler():
+        if imported("torch._dynamo", "disable"):
             self._delegate = not_compiled(delegate)
         functools.update_wrapper(self, module.forward)  # for those who ask for its parameters
 

@@ -36,21 +36,14 @@ from offload.batches.delegated_call import DelegatedCall, Forward
 from offload.batches.gathering import Gathering
 from offload.batches.states import Settings, Thread, ThreadState
 from offload.batches.waiting import Spilled, storages_of, tensors_in, waiting_bytes
+from offload.importing import imported
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.lease import Lease
 from offload.storage.handle import Handle
 from offload.tensor.experts import gathered_by
 from offload.tensor.scratch import release_scratch
-from offload.torch_api import (
-    has_compiler,
-    hooks_of,
-    is_dual_level,
-    not_compiled,
-    pre_hooks_of,
-    remove_hook,
-    transform_on_top,
-)
+from offload.torch_api import hooks_of, is_dual_level, not_compiled, pre_hooks_of, remove_hook, transform_on_top
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
 _PATIENCE = 10.0  # seconds that a function has to end after it was told to
@@ -379,7 +372,7 @@ class Scheduler:
     def hooked(self) -> Iterator[None]:
         """In this context, calls wait before each stage."""
         self.lease = lease()
-        kind = _uncompiled_hook() if has_compiler() else _Hook
+        kind = _uncompiled_hook() if imported("torch._dynamo", "disable") else _Hook
         undo: list[Callable[[], object]] = [release_scratch, self.lease.end]
         try:
             self.lease.expect(self._blocks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -92,8 +93,6 @@ def rows_of(index: object, size: int) -> Rows:
         return Rows(_checked(np.arange(index.start, index.stop, index.step, dtype=np.int64), size)[0])
     if isinstance(index, torch.Tensor | np.ndarray | list):
         numbers = _array(index)
-        if numbers.ndim > 1:
-            raise _refused(index, numbers)
         if numbers.dtype == bool:
             return Rows(_masked(numbers, size))
         return Rows(*_checked(numbers, size), is_one=numbers.ndim == 0)
@@ -103,8 +102,9 @@ def rows_of(index: object, size: int) -> Rows:
 def groups_of(index: Any) -> tuple[Any, tuple[int, ...]] | None:
     """An index of numbers with several dimensions: with one dimension, and its shape; None for others."""
     if isinstance(index, list) and index and isinstance(index[0], list | tuple):
-        index = _array(index)
-    elif not isinstance(index, np.ndarray) and getattr(index, "layout", None) is not torch.strided:
+        with suppress(ValueError):  # lists of different lengths
+            index = np.asarray(index)
+    if not isinstance(index, np.ndarray) and getattr(index, "layout", None) is not torch.strided:
         return None
     is_one = index.ndim > 1 and index.dtype not in (torch.bool, np.bool_)
     return (index.reshape(-1), tuple(index.shape)) if is_one else None
@@ -150,7 +150,7 @@ def _number(index: Any) -> int:
 
 
 def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDArray[Any]:
-    """An array of integers, or one of bool with one dimension."""
+    """An array of bool or integers, with at most one dimension."""
     try:
         if isinstance(index, torch.Tensor):
             array = _whole(index.detach().cpu()).numpy()
@@ -162,14 +162,12 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDA
             array = np.asarray(index if len(index) else np.empty(0, dtype=np.int64))
     except (ValueError, TypeError, NotImplementedError):  # ragged lists; a tensor that NumPy can't represent
         array = np.asarray(None)
-    if array.dtype.kind not in "iu" and (array.ndim != 1 or array.dtype != bool):
-        raise _refused(index, array)
+    if array.ndim == 1 and array.dtype == bool:
+        return array
+    if array.ndim > 1 or array.dtype.kind not in "iu":
+        kind = f"shape {array.shape}, {array.dtype}"
+        raise RowIndexError(f"{_short(index)} ({kind}) is not an index of rows: give {_FORMS}")
     return array
-
-
-def _refused(index: object, array: npt.NDArray[Any]) -> RowIndexError:
-    kind = f"shape {array.shape}, {array.dtype}"
-    return RowIndexError(f"{_short(index)} ({kind}) is not an index of rows: give {_FORMS}")
 
 
 def _whole(index: torch.Tensor) -> torch.Tensor:

@@ -71,11 +71,8 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
 def _parts(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
     """For each column name, its dataset, and the field of it for a compound one."""
     for name, dataset in _datasets(group):
-        names = getattr(dataset, "dtype", np.dtype("f")).names
-        if names is None:
-            yield name, (dataset, None)
-        for key in names or ():
-            yield f"{name}.{key}", (dataset, key)
+        for key in getattr(dataset, "dtype", np.dtype("f")).names or (None,):
+            yield f"{name}.{key}" if key else name, (dataset, key)
 
 
 def _datasets(group: Any, path: str = "", above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -102,13 +99,12 @@ def _refuse_lost(name: str, dataset: Any, place: str) -> None:
     """
     import h5py
 
-    if not isinstance(dataset, h5py.Dataset):
-        lost = {(getattr(dataset, "filename", "."), getattr(dataset, "path", "?"))}
-    elif dataset.is_virtual:
-        sources = {(source.file_name, source.dset_name) for source in dataset.virtual_sources()}
-        lost = {source for source in sources if _is_lost(dataset.file, *source)}
+    if isinstance(dataset, h5py.Dataset):
+        sources = {(one.file_name, one.dset_name) for one in dataset.virtual_sources()} if dataset.is_virtual else ()
+        one_by_one = (source for source in sources if "%" not in "".join(source))  # a pattern: as many as there are
+        lost = [source for source in one_by_one if _is_lost(dataset.file, *source)]
     else:
-        return
+        lost = [(getattr(dataset, "filename", "."), getattr(dataset, "path", "?"))]
     for file, path in lost:
         where = path if file == "." else f"{path} in {file}"
         raise CacheError(f"{name!r} in {place} refers to {where}, which is not there: restore it, or name columns=")
@@ -117,8 +113,6 @@ def _refuse_lost(name: str, dataset: Any, place: str) -> None:
 def _is_lost(file: Any, filename: str, path: str) -> bool:
     import h5py
 
-    if "%" in filename + path:  # a pattern: of as many sources as there are
-        return False
     if filename == ".":
         return path not in file
     for place in filter(is_file, (Path(file.filename).parent / filename, Path(filename))):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -395,9 +395,7 @@ class OffloadedTensor(torch.Tensor):
     # For torch: executing ops
 
     @_FunctionOfClass  # type: ignore[arg-type]
-    def __torch_function__(
-        cls, func: Op, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if len(types) > 1 and not all(issubclass(kind, torch.Tensor) for kind in types):
             return NotImplemented  # it is for what is no tensor, such as a dimension of functorch's
         if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
