@@ -1,14 +1,18 @@
-"""When torch is imported, which takes seconds: by the command `offload` only once it knows what to do.
+"""When torch is imported, which takes seconds, and what of other libraries has been.
+
+The command `offload` imports torch only once it knows what to do.
 
 Always true:
 - a program that imports `offload` has all of it at once, and nothing is shown
 - the command reads its line, and answers `--help`, with the standard library and two small packages
 - a terminal shows that torch is being imported, in a line that is erased before anything else is printed
+- no other module looks into `sys.modules`, where a library is from the moment that a thread begins to import it
 """
 
 import importlib
 import os
 import sys
+from typing import Any
 
 _PACKAGE = "offload"
 
@@ -29,6 +33,11 @@ def library() -> None:
         importlib.reload(package)
     finally:
         show("\r\x1b[K")
+
+
+def imported(module: str, name: str) -> Any:
+    """What a library's module defines; None if it has not been imported so far, so that there can be no instances."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 def version() -> str:

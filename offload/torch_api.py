@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from offload.errors import UnsupportedTorchError
+from offload.importing import imported
 
 TESTED = ("2.11", "2.13", "2.14", "2.15")  # releases that tests were run with, oldest first
 _T = TypeVar("_T")
@@ -41,6 +42,7 @@ def _unsupported(feature: str, why: object) -> UnsupportedTorchError:
 
 try:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass  # calls reach the plain tensor
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload  # the type of what `__torch_dispatch__` is given
     from torch.fx.experimental._constant_symnode import ConstantIntNode as ConstantIntNode  # a size that can't be read
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
@@ -51,6 +53,7 @@ try:
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 
     # Modes: whether any are on, and guards. These are C classes, which an interrupt can't leave half open.
+    without_function = torch._C._disabled_torch_function_impl  # the `__torch_function__` of classes that have none
     no_functions = torch._C.DisableTorchFunction  # disables `__torch_function__` of modes and classes
     InferenceMode = torch._C._InferenceMode  # also restores all state of the dispatcher and autograd
     DispatchKey = torch._C.DispatchKey
@@ -58,6 +61,7 @@ try:
     TRANSFORM_KEYS = (DispatchKey.FuncTorchDynamicLayerFrontMode, DispatchKey.FuncTorchDynamicLayerBackMode)
     TRACER_KEY = torch._C._dispatch_key_parse("Tracer")  # of torch.jit.trace; missing in the enumeration
     keys_kept = torch._C._PreserveDispatchKeyGuard
+    keys_on_entry: Any = attrgetter("_RestorePythonTLSSnapshot")(torch._C)  # of the op that is executed: autocast's too
     exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
     modes_are_on = torch._C._len_torch_dispatch_stack
     function_modes_are_on = torch._C._len_torch_function_stack
@@ -81,6 +85,7 @@ try:
     PARAMETER_MARK = "_is_param"  # the attribute that makes a tensor of any class an `nn.Parameter`
 
     # Ops and modules
+    higher_order_ops: dict[str, HigherOrderOperator] = attrgetter("_higher_order_ops")(torch._ops)  # `cond`, `scan`...
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     op_schema: Callable[[Any], Any] = attrgetter("_schema")  # of an op: its arguments, and which it mutates
     kernel_of: Callable[[Any], Any] = attrgetter("_op_dk")  # of an op: calls its kernel of one dispatch key
@@ -276,7 +281,7 @@ _SHARDING = {
 
 def dtensor_class() -> Any:
     """torch.distributed's tensor class; None if it has not been imported, so that there can be no instances."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return imported("torch.distributed.tensor", "DTensor")
 
 
 def dtensor_like(outer: Any, local: torch.Tensor) -> torch.Tensor:
@@ -304,9 +309,9 @@ def offsets_of_shard(placement: Any, size: int, chunks: int, chunk: int) -> Sequ
         rows, first = placement.local_shard_size_and_offset(size, chunks, chunk)
         return range(min(first, size), min(first, size) + rows)
     try:
-        modes = vars(sys.modules[type(placement).__module__])["_StridedShardOffsetMode"]
+        modes = imported(type(placement).__module__, "_StridedShardOffsetMode")
         _, offsets = placement.local_shard_size_and_offset(size, chunks, chunk, modes.ALL)
-    except (KeyError, AttributeError, TypeError) as error:
+    except (AttributeError, TypeError) as error:
         raise _unsupported(f"a DTensor that is placed by {placement}", error) from error
     return list(offsets)
 
@@ -367,6 +372,20 @@ def is_swapped_in(frame: FrameType, tensor: object) -> bool:
     if _CHANGED and frame.f_globals.get("__name__") in _CHANGED:
         raise _CHANGED[frame.f_globals["__name__"]]
     return False
+
+
+# Their fast paths are for tensors without `__torch_function__`, and give other values (2.13).
+_FAST = {id(_m.forward.__code__) for _m in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)}
+
+
+def lists_storages(frame: FrameType) -> bool:
+    """Whether this is a frame of the compiler's function that refuses tensors which can be flattened (2.13)."""
+    return frame.f_code.co_name == "get_tensor_storages" and "_dynamo" in frame.f_globals["__name__"]
+
+
+def has_fast_path(frame: FrameType) -> bool:
+    """Whether this is a frame of a module of torch's that asks for `__torch_function__` to choose how it computes."""
+    return id(frame.f_code) in _FAST
 
 
 def memo_of_stager(frame: FrameType) -> dict[int, Any] | None:

@@ -12,7 +12,6 @@ Always true:
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from torch import nn
 
 from offload.annotations import Args
 from offload.batches.states import ThreadState, is_bare, kernels
+from offload.importing import imported
 from offload.torch_api import is_compiled, not_compiled, usable_accelerator
 
 
@@ -76,7 +76,7 @@ class Forward:
         It returns the delegated call if it has made the call.
         """
         self._module, self._plain, self._delegate = module, module.forward, delegate
-        if "torch._dynamo" in sys.modules:
+        if imported("torch._dynamo", "disable"):
             self._delegate = not_compiled(delegate)
         functools.update_wrapper(self, module.forward)  # for those who ask for its parameters
 

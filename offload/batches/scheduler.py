@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from offload.batches.delegated_call import DelegatedCall, Forward
 from offload.batches.gathering import Gathering
 from offload.batches.states import Settings, Thread, ThreadState
 from offload.batches.waiting import Spilled, storages_of, tensors_in, waiting_bytes
+from offload.importing import imported
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.lease import Lease
@@ -372,7 +372,7 @@ class Scheduler:
     def hooked(self) -> Iterator[None]:
         """In this context, calls wait before each stage."""
         self.lease = lease()
-        kind = _uncompiled_hook() if "torch._dynamo" in sys.modules else _Hook
+        kind = _uncompiled_hook() if imported("torch._dynamo", "disable") else _Hook
         undo: list[Callable[[], object]] = [release_scratch, self.lease.end]
         try:
             self.lease.expect(self._blocks)

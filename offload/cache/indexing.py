@@ -1,7 +1,7 @@
 """Resolving row indices.
 
 Always true:
-- every index form that works on a plain tensor selects the same rows here
+- every index form that works on a plain tensor selects the same rows here; bytes (uint8) are numbers of rows
 - an invalid index is an error that names the index and the size; nothing is clipped or wrapped twice
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -98,15 +99,15 @@ def rows_of(index: object, size: int) -> Rows:
     return Rows(*_checked(np.array(_number(index)), size), is_one=True)
 
 
-def shape_of_groups(index: object) -> tuple[int, ...] | None:
-    """The shape of an index of integers with several dimensions; None for others."""
-    if isinstance(index, np.ndarray):
-        is_one = index.ndim > 1 and index.dtype.kind in "iu"
-    elif isinstance(index, torch.Tensor) and index.layout is torch.strided:
-        is_one = index.dim() > 1 and not (index.is_floating_point() or index.is_complex() or index.dtype is torch.bool)
-    else:
+def groups_of(index: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """An index of numbers with several dimensions: with one dimension, and its shape; None for others."""
+    if isinstance(index, list) and index and isinstance(index[0], list | tuple):
+        with suppress(ValueError):  # lists of different lengths
+            index = np.asarray(index)
+    if not isinstance(index, np.ndarray) and getattr(index, "layout", None) is not torch.strided:
         return None
-    return tuple(index.shape) if is_one else None
+    is_one = index.ndim > 1 and index.dtype not in (torch.bool, np.bool_)
+    return (index.reshape(-1), tuple(index.shape)) if is_one else None
 
 
 def grouped(values: Any, shape: Sequence[int]) -> Any:
@@ -163,12 +164,9 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDA
         array = np.asarray(None)
     if array.ndim == 1 and array.dtype == bool:
         return array
-    is_mask = isinstance(index, torch.Tensor) and array.dtype == np.uint8  # to torch, but not to NumPy
-    if array.ndim > 1 or array.dtype.kind not in "iu" or is_mask:
-        raise RowIndexError(
-            f"{_short(index)} (shape {array.shape}, {array.dtype}) is not an index of rows: give {_FORMS}"
-            + (", as index.long() or, for a mask, index.bool()" if is_mask else "")
-        )
+    if array.ndim > 1 or array.dtype.kind not in "iu":
+        kind = f"shape {array.shape}, {array.dtype}"
+        raise RowIndexError(f"{_short(index)} ({kind}) is not an index of rows: give {_FORMS}")
     return array
 
 

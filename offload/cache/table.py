@@ -28,7 +28,7 @@ from offload.cache.columns import Ragged, sent
 from offload.cache.held import HeldStore, read_file, save_file, write_file
 from offload.cache.incoming import Field, Incoming, plain_values, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
-from offload.cache.indexing import grouped, rows_of, shape_of_groups
+from offload.cache.indexing import grouped, groups_of, rows_of
 from offload.cache.missing import fill_missing
 from offload.cache.schema import TENSOR, Column, Manifest, as_json, schema_of
 from offload.cache.states import FILE as STATES
@@ -351,8 +351,8 @@ class TensorCache:
         """Rows of some columns.
 
         Args:
-            rows: an int (which gives a row without a leading dimension), a slice, a range, a list, a 1-D bool tensor or
-                array, or one of integers, whose dimensions the results have. Negative numbers count from the end.
+            rows: an int (which gives a row without a leading dimension), a slice, a range, a 1-D bool tensor or array,
+                or integers of any dtype, whose dimensions the results have. Negative numbers count from the end.
             columns: their names; all if None.
             device: where the tensors land; that of the cache if None.
             out: by column, contiguous tensors on the CPU to read into, by an index of one dimension.
@@ -368,10 +368,10 @@ class TensorCache:
         Raises:
             RowIndexError, ColumnError, MissingRowsError, CorruptFileError
         """
-        if out is None and ragged != "jagged" and (shape := shape_of_groups(rows)):
+        if out is None and ragged != "jagged" and (groups := groups_of(rows)):
             like: Any = {"device": device, "missing": missing, "pin_memory": pin_memory, "ragged": ragged}
-            flat = self.get(rows.reshape(-1), columns, padding=padding, **like)
-            return {name: grouped(value, shape) for name, value in flat.items()}
+            flat = self.get(groups[0], columns, padding=padding, **like)
+            return {name: grouped(value, groups[1]) for name, value in flat.items()}
         store = self._open()
         target = self.device if device is None else checked_device(device)
         if out is None and missing == "error" and not pin_memory and (warm := store.warm) is not None:

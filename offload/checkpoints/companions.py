@@ -13,7 +13,6 @@ import copy
 import fnmatch
 import hashlib
 import json
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from offload.annotations import Config, Pretrained, Settings
 from offload.checkpoints import log
 from offload.checkpoints.adapters import base_of
 from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
+from offload.importing import imported
 from offload.storage.layout import dtype_name
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import is_file, is_folder, is_there, read_regular
@@ -50,8 +50,7 @@ _SET_BY_SAVING = {"architectures", "transformers_version", "_name_or_path"}
 
 def is_of_transformers(model: nn.Module) -> TypeGuard[Pretrained]:
     """Whether a model is from transformers, whose checkpoints may use other names than the model."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    return isinstance(model, imported("transformers.modeling_utils", "PreTrainedModel") or ())
 
 
 def quantization_of(config: Config) -> Any:

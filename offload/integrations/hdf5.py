@@ -2,7 +2,9 @@
 
 Always true:
 - the file is opened read-only; at most one batch of it is in memory
-- a dataset becomes a column named by its path without the leading slash; a compound one becomes a column per field
+- a dataset becomes a column named by its path without the leading slash, one for each path that leads to it, through
+  hard, soft and external links; a compound one becomes a column per field
+- a link that leads to nothing, and a virtual dataset whose source is missing, are errors where they are a column
 - without named columns, non-arrays (scalars, empty datasets, references, opaque data) are skipped, and logged
 - vlen values become rows of varying size; text becomes JSON
 """
@@ -10,6 +12,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from offload.errors import CacheError
 from offload.integrations.log import log
 from offload.integrations.numpy import chosen, field_of, values_of
 from offload.storage.reasons import explained
+from offload.storage.regular import is_file
 
 
 def rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
@@ -52,6 +56,8 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
     parts = chosen(found, columns, place)
     if not parts:
         raise CacheError(f"{place} has no datasets")
+    for name, (dataset, _) in parts.items():
+        _refuse_lost(name, dataset, place)
     num_rows = _length(parts, place)
     fields = {name: _field(name, dataset, key, place) for name, (dataset, key) in parts.items()}
 
@@ -64,21 +70,64 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
 
 def _parts(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
     """For each column name, its dataset, and the field of it for a compound one."""
+    for name, dataset in _datasets(group):
+        for key in getattr(dataset, "dtype", np.dtype("f")).names or (None,):
+            yield f"{name}.{key}" if key else name, (dataset, key)
+
+
+def _datasets(group: Any, path: str = "", above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The datasets by path, and the links that lead to nothing. A group that contains itself is entered once."""
     import h5py
 
-    datasets: dict[str, Any] = {}
-    group.visititems(lambda name, item: datasets.update({name: item}) if isinstance(item, h5py.Dataset) else None)
-    for name, dataset in datasets.items():
-        if dataset.dtype.names is None:
-            yield name, (dataset, None)
-        for key in dataset.dtype.names or ():
-            yield f"{name}.{key}", (dataset, key)
+    for key in group:
+        try:
+            item = group[key]
+        except (KeyError, OSError, RuntimeError):
+            item = group.get(key, getlink=True)
+        if isinstance(item, h5py.Group):
+            if item not in (*above, group):
+                yield from _datasets(item, f"{path}{key}/", (*above, group))
+        elif not isinstance(item, h5py.Datatype):
+            yield path + key, item
+
+
+def _refuse_lost(name: str, dataset: Any, place: str) -> None:
+    """HDF5 itself leaves such a dataset out, or gives zeros.
+
+    Raises:
+        CacheError: its data is not where the file says.
+    """
+    import h5py
+
+    if isinstance(dataset, h5py.Dataset):
+        sources = {(one.file_name, one.dset_name) for one in dataset.virtual_sources()} if dataset.is_virtual else ()
+        one_by_one = (source for source in sources if "%" not in "".join(source))  # a pattern: as many as there are
+        lost = [source for source in one_by_one if _is_lost(dataset.file, *source)]
+    else:
+        lost = [(getattr(dataset, "filename", "."), getattr(dataset, "path", "?"))]
+    for file, path in lost:
+        where = path if file == "." else f"{path} in {file}"
+        raise CacheError(f"{name!r} in {place} refers to {where}, which is not there: restore it, or name columns=")
+
+
+def _is_lost(file: Any, filename: str, path: str) -> bool:
+    import h5py
+
+    if filename == ".":
+        return path not in file
+    for place in filter(is_file, (Path(file.filename).parent / filename, Path(filename))):
+        with suppress(OSError), h5py.File(place, "r") as source:  # one that is open for writing can't be opened again
+            return path not in source
+        return False
+    return True
 
 
 def _is_array(name: str, dataset: Any, key: str | None, place: str) -> bool:
     """Whether its rows can be stored; if not, that is logged."""
     import h5py
 
+    if not isinstance(dataset, h5py.Dataset):  # a lost link
+        return True
     dtype = (dataset.dtype[key] if key else dataset.dtype).base
     why = None
     if dataset.shape is None:

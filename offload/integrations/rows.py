@@ -8,7 +8,6 @@ Always true:
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from offload.cache.incoming import Batch, Field, Incoming, read_in_batches
 from offload.cache.table import TensorCache, cache_of
 from offload.errors import CacheError, CorruptFileError, MissingFileError, OffloadError
+from offload.importing import imported
 from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
 from offload.integrations.tensordict import rows as tensordicts
@@ -43,7 +43,7 @@ def cache_from(
     | source | columns |
     | --- | --- |
     | `.npy` (structured too), `numpy.ndarray` | its fields; `values` for an array without |
-    | HDF5, an open `h5py.File` or `h5py.Group` | its arrays, which must be of one length; other entries are skipped |
+    | HDF5, an open `h5py.File` or `h5py.Group` | its arrays, of one length, also through links; the rest is skipped |
     | Parquet, a folder of it, Arrow, Feather, `pyarrow.Table` | its columns |
     | what `Dataset.save_to_disk` wrote, `datasets.Dataset` | its columns |
     | `.safetensors`, a dict of tensors from `torch.save`, a dict of tensors | its tensors, of one length |
@@ -101,8 +101,8 @@ def rows_of(source: object, columns: Collection[str] | None = None) -> Incoming:
 
 def _is_tensordict(source: object) -> bool:
     """Whether it is a TensorDict or tensorclass; does not import tensordict."""
-    tensordict = sys.modules.get("tensordict")
-    return tensordict is not None and tensordict.is_tensor_collection(source)
+    is_collection = imported("tensordict", "is_tensor_collection")
+    return is_collection is not None and bool(is_collection(source))
 
 
 def _is_one(source: object, package: str, kind: str) -> bool:

@@ -127,7 +127,11 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
 def _pool_of(pool: Pool | None, device: torch.device) -> OnDevice:
     """The budget of a device: without one, nothing stays there."""
     pool = pool or POOL
-    return pool.on_devices.get(device) or pool.on_devices.setdefault(device, OnDevice())
+    found = pool.on_devices.get(device)
+    if found is None:
+        with lock():
+            found = pool.on_devices.setdefault(device, OnDevice())
+    return found
 
 
 def retried_on_oom(device: torch.device, act: Callable[[], _T]) -> _T:

@@ -29,6 +29,7 @@ from offload.prefetch.picked import Picked
 from offload.prefetch.value import SMALL, Value, log, page_state_of
 from offload.storage import clock
 from offload.storage.handle import Handle
+from offload.storage.locks import fork_safe_lock
 from offload.storage.pages import joined
 
 WINDOW = 64 << 20  # least bytes in flight: read ahead, in use, or not yet dropped
@@ -101,7 +102,8 @@ class Pool:
         self.on_devices: dict[torch.device, OnDevice] = {}
         self.beside: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._available = available
-        _POOLS.add(self)
+        with _LOCK:
+            _POOLS.add(self)
         self._arrivals = itertools.count()
         self._values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()  # in order of arrival
         self._total = 0
@@ -112,7 +114,8 @@ class Pool:
     @staticmethod
     def all() -> list[Pool]:
         """All live pools."""
-        return list(_POOLS)
+        with _LOCK:
+            return list(_POOLS)
 
     @property
     def capacity(self) -> int:
@@ -390,3 +393,4 @@ def _fitting(values: Iterable[Value], free: int) -> set[Value]:
 
 
 _POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
+_LOCK = fork_safe_lock()  # of `_POOLS`

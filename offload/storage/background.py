@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from offload.storage.locks import fork_safe_lock
 from offload.storage.threads import Worker
 
 IDLE = 2.0  # seconds without work until the thread ends
@@ -28,7 +29,7 @@ class Background(ABC, Generic[Work]):
     """
 
     def __init__(self, name: str, lock: threading.RLock | None = None) -> None:
-        self.lock = lock or threading.RLock()
+        self.lock = lock or fork_safe_lock()
         self.thread: Worker | None = None
         self._name = name
         self._something = threading.Condition(self.lock)

@@ -16,7 +16,6 @@ import itertools
 import os
 import shutil
 import string
-import sys
 import tempfile
 import weakref
 from contextlib import suppress
@@ -24,6 +23,7 @@ from multiprocessing import util
 from pathlib import Path
 
 from offload.errors import ArgumentError, ArgumentTypeError, NameInUseError, WriteError
+from offload.importing import imported
 from offload.storage import log
 from offload.storage.locks import fork_safe_lock, lock_range, unlock_range
 from offload.storage.reasons import naming, writing
@@ -146,9 +146,9 @@ def claim_among_ranks(path: Path, owner: object) -> None:
 def _is_rank() -> bool:
     """Whether this process is one of several, according to torchrun or torch.distributed."""
     world_size = os.environ.get("WORLD_SIZE", "")
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return bool(distributed.get_world_size() > 1)
+    is_initialized = imported("torch.distributed", "is_initialized")
+    if is_initialized is not None and is_initialized():
+        return bool(imported("torch.distributed", "get_world_size")() > 1)
     return world_size.isdecimal() and int(world_size) > 1
 
 

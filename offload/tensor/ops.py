@@ -48,10 +48,14 @@ from offload.torch_api import (
     DisableTorchFunctionSubclass,
     are_swappable,
     dtensor_class,
+    higher_order_ops,
     is_sharding,
     is_traced,
     is_view,
+    keys_on_entry,
     modes_are_on,
+    tree_flatten,
+    tree_unflatten,
     typed_storage_of,
 )
 
@@ -92,6 +96,24 @@ def read_above_autograd(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return on_guests(func, args, kwargs, plain_copies((*args, *kwargs.values())))
 
 
+_CONTROL_FLOW = (
+    "associative_scan", "cond", "flex_attention", "flex_attention_backward", "foreach_map", "hints_wrapper",
+    "invoke_subgraph", "map_impl", "scan", "strict_mode", "while_loop", "while_loop_stack_output",
+)  # fmt: skip
+
+
+@overrides(*(higher_order_ops[name] for name in _CONTROL_FLOW if name in higher_order_ops))
+def read_for_functions(func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """The functions that they are given take plain tensors alone."""
+    leaves, structure = tree_flatten((args, kwargs))
+    memo = plain_copies(leaves)
+    if torch.compiler.is_exporting():  # which records ops, and what is inside of a tensor is a constant to it
+        with DisableTorchFunctionSubclass():
+            memo = {id(one): one.clone() for one in leaves if type(one) is OffloadedTensor}
+    args, kwargs = tree_unflatten(guests_of(leaves, memo), structure)
+    return func(*args, **kwargs)
+
+
 @overrides(
     torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse, torch.linalg.lstsq, torch.linalg.vecdot,
     torch.fft.hfft, torch.fft.hfft2, torch.fft.hfftn,
@@ -110,6 +132,13 @@ def choose_attention(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The kernel depends on whether the arguments require grad, which guests don't."""
     memo = guests_that_ask_for_grad(args, kwargs)
     return read(func, args, kwargs, memo)
+
+
+@implements(aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default)
+def compute_fast_path(func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Autocast acts on the ops inside, and is excluded below Python dispatch."""
+    with keys_on_entry():
+        return read(func, args, kwargs)
 
 
 @overrides(F.embedding)

@@ -33,7 +33,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.source import Composed, Composition
 from offload.tensor.recipes import Piece
 from offload.tensor.views import handle_of, meta_of_layout, metadata_of, view_spec_of, view_with
-from offload.tensor.wrapper import OffloadedTensor, dressed, wrap
+from offload.tensor.wrapper import OffloadedTensor, dressed, set_by_others, wrap
 
 
 class by_reference:
@@ -69,7 +69,7 @@ def _pickler() -> Any:
     except ImportError:
         from pickle import Pickler
     usual = vars(Pickler).get("dispatch_table")
-    reductions: dict[object, Any] = {OffloadedTensor: _reduce, Piece: _reduce_piece}
+    reductions: dict[object, Any] = {OffloadedTensor: _reduce_with_attributes, Piece: _reduce_piece}
     table = ChainMap(reductions, usual if isinstance(usual, ChainMap) else copyreg.dispatch_table)
     return type("ByReference", (Pickler,), {"dispatch_table": table})
 
@@ -116,6 +116,16 @@ def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
     cut = metadata_of(view_spec_of(tensor))
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     return _rebuild, (_reference(handle), cut, tensor._target, tensor.requires_grad, is_parameter)
+
+
+def _reduce_with_attributes(tensor: OffloadedTensor) -> tuple[Any, ...]:
+    """As pickles of plain tensors have them; `torch.multiprocessing` passes none."""
+    noted = set_by_others(tensor)
+    return (*_reduce(tensor), noted, None, None, _set_attributes) if noted else _reduce(tensor)
+
+
+def _set_attributes(tensor: OffloadedTensor, noted: dict[str, Any]) -> None:
+    vars(tensor).update(noted)
 
 
 def _reference(handle: Handle) -> Reference | ComposedReference:

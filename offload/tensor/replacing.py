@@ -30,6 +30,7 @@ from offload.torch_api import (
     ConstantIntNode,
     DisableTorchFunctionSubclass,
     is_swapped_in,
+    lists_storages,
     make_wrapper,
     refuse_pointers,
     tensor_data,
@@ -174,6 +175,8 @@ _ONE_HOLDER = _holders(SimpleNamespace(_handle=object()))
 class unless_swapped:
     """A method that a parameter hides from code that swaps parameters with this method, and sets the data of others.
 
+    Also from the compiler where it looks for what `while_loop` changes, and takes no tensor that has this method.
+
     `nn.Module.to`, `float`, `share_memory`... would swap an unchanged parameter for a copy, which fails while a graph
     holds it; without this method they set its `data` to itself. Parametrizations would swap it for a plain one; without
     it they call `set_`, which is stored (2.13).
@@ -184,8 +187,9 @@ class unless_swapped:
 
     def __get__(self, tensor: object, kind: type) -> Any:
         asks: FrameType | None = sys._getframe(1)
-        while asks is not None and asks.f_globals.get("__name__") == is_subclass_value.__module__:
+        between = (is_subclass_value.__module__, "torch.export._trace")  # these ask for others
+        while asks is not None and asks.f_globals.get("__name__") in between:
             asks = asks.f_back
-        if asks is not None and is_swapped_in(asks, tensor):
+        if asks is not None and (is_swapped_in(asks, tensor) or lists_storages(asks)):
             raise AttributeError(self.method.__name__)
         return self.method.__get__(tensor, kind)

@@ -44,16 +44,30 @@ from offload.tensor.views import Traced, handle_of, meta_of
 from offload.torch_api import (
     PARAMETER_MARK,
     DisableTorchFunctionSubclass,
+    HigherOrderOperator,
+    has_fast_path,
     memo_of_stager,
     tensor_data,
     tensor_text,
     typed,
+    without_function,
 )
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 log = logging.getLogger("offload.tensor")
 _attributes = vars(torch.Tensor)["__dict__"]
+
+
+class _FunctionOfClass(classmethod):  # type: ignore[type-arg]
+    """A class method that torch's modules with a fast path do not see where they would not on the plain value."""
+
+    def __set_name__(self, owner: type, _: str) -> None:
+        self._bound = super().__get__(None, owner)
+
+    def __get__(self, tensor: OffloadedTensor | None, _: type | None = None) -> Any:
+        is_unseen = tensor is not None and has_fast_path(sys._getframe(1)) and tensor._handle.subclass is None
+        return without_function if is_unseen else self._bound
 
 
 class OffloadedTensor(torch.Tensor):
@@ -380,8 +394,10 @@ class OffloadedTensor(torch.Tensor):
 
     # For torch: executing ops
 
-    @classmethod
-    def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    @_FunctionOfClass  # type: ignore[arg-type]
+    def __torch_function__(cls, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        if len(types) > 1 and not all(issubclass(kind, torch.Tensor) for kind in types):
+            return NotImplemented  # it is for what is no tensor, such as a dimension of functorch's
         if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
             rule = FUNCTIONS.get(INNER)
             if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
@@ -391,7 +407,7 @@ class OffloadedTensor(torch.Tensor):
             rule = FUNCTIONS[OUT]
         else:
             rule = FUNCTIONS.get(func)
-        if rule is None or torch.compiler.is_compiling():
+        if rule is None or (torch.compiler.is_compiling() and not isinstance(func, HigherOrderOperator)):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return rule(func, args, kwargs or {})
@@ -412,10 +428,12 @@ class OffloadedTensor(torch.Tensor):
 
     @property
     def _guest(self) -> torch.Tensor:
+        """For compilers, a guest: a parameter, as they tell other tensors apart by `id`, which the next one may get."""
         if type(self._handle) is Traced and not torch.compiler.is_exporting():
             return self._handle.inner
         with no_functions(), no_modes():
-            return sent_to(where_torch_expects(mapped_value(self), self._handle, self._view_spec), self._target)
+            value = sent_to(where_torch_expects(mapped_value(self), self._handle, self._view_spec), self._target)
+            return torch.nn.Parameter(value, requires_grad=False) if type(value) is torch.Tensor else value
 
     @unless_swapped
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -499,21 +517,20 @@ class OffloadedTensor(torch.Tensor):
     # For pickles
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """A plain tensor or parameter, over the mapped file: pickled in bounded memory, loaded without `offload`."""
+        """A plain tensor or parameter with its attributes, over the mapped file: loaded without `offload`."""
         plain = self._on_cpu()
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, self.requires_grad)
         else:
             plain = plain.detach().requires_grad_(self.requires_grad)
+        carry_attributes(self, plain)
         return plain.__reduce_ex__(protocol)
 
     @property
     def __dict__(self) -> dict[str, Any]:
         """Its attributes; for torch's stager, which makes a copy in memory, only those set by others."""
         noted: dict[str, Any] = _attributes.__get__(self)
-        if memo_of_stager(sys._getframe(1)) is None:
-            return noted
-        return {name: value for name, value in noted.items() if name not in _OWN}
+        return noted if memo_of_stager(sys._getframe(1)) is None else set_by_others(self)
 
     @__dict__.setter
     def __dict__(self, noted: dict[str, Any]) -> None:
@@ -589,6 +606,11 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
 _OWN = {"_handle", "_view_spec", "_target", "_generation", "_range", PARAMETER_MARK}
 
 
+def set_by_others(tensor: OffloadedTensor) -> dict[str, Any]:
+    """The attributes that users and libraries have set on a tensor."""
+    return {name: value for name, value in _attributes.__get__(tensor).items() if name not in _OWN}
+
+
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Give `target`, which stands for the value of `source`, its attributes, such as `ds_id`, `_is_hf_initialized`."""
     vars(target).update(_more(source, target))
@@ -597,7 +619,7 @@ def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
 def _more(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
     """The attributes of `source` that `target` lacks."""
     is_offloaded = type(source) is OffloadedTensor
-    noted = vars(source) if is_offloaded else extras_of(source)
+    noted = set_by_others(source) if type(source) is OffloadedTensor else extras_of(source)
     keeps_tensors = is_offloaded or not is_subclass_value(source)  # a subclass may also keep its values as attributes
     return {
         name: value

@@ -153,9 +153,10 @@ class _Block:
         """Announce what was written for read-ahead, last first."""
         if self.is_expected:
             return
-        self.is_expected = True
-        contents = sorted(self.written.items(), reverse=True)
-        expect([handle_of(content.stored) for _, content in contents if content.stored is not None])
+        with _DISK.lock:  # the writer adds to them
+            self.is_expected = True
+            contents = [content for _, content in sorted(self.written.items(), reverse=True)]
+        expect([handle_of(content.stored) for content in contents if content.stored is not None])
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

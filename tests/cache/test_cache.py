@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -142,10 +144,10 @@ def test_the_last_of_several_values_for_one_row_stays(filled):
         (..., "Ellipsis .* is not an index of rows"),
         ((1, 2), r"\(1, 2\) \(tuple\) is not an index of rows"),
         (torch.ones(2, 5, dtype=torch.bool), r"shape \(2, 5\), bool\) is not an index of rows"),
-        ([[1, 2], [3, 4]], r"shape \(2, 2\), int64\) is not an index of rows"),
+        ([[True, False], [False, True]], r"shape \(2, 2\), bool\) is not an index of rows"),
         ([[1], [2, 3]], "is not an index of rows"),
         (torch.tensor([1.5]), "float32.* is not an index of rows"),
-        (torch.tensor([1], dtype=torch.uint8), "uint8.* is not an index of rows.*index.long"),
+        (torch.tensor([200], dtype=torch.uint8), "row 200 is out of range for a cache of 10 rows"),
     ],
 )
 def test_an_invalid_index_is_an_error_with_index_and_size(filled, index, said):
@@ -157,15 +159,62 @@ def test_an_invalid_index_is_an_error_with_index_and_size(filled, index, said):
         cache[index] = {"x": torch.zeros(1, 3)}
 
 
-@pytest.mark.parametrize(
-    "index", [torch.tensor([[1, -1, 3], [0, 0, 2]]), np.array([[[4]], [[2]]]), torch.ones(0, 2).long()]
-)
-def test_an_index_with_several_dimensions_gives_them_to_the_rows(filled, index):
+NUMBERS = [torch.float32] + [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
+PLACES = {
+    "in memory": lambda values, folder: TensorCache(tensors=values),
+    "in a file": lambda values, folder: _in_a_file(values, folder / "rows.safetensors"),
+    "in a file of torch.save": lambda values, folder: _in_a_file(values, folder / "rows.pt"),
+    "in a folder": lambda values, folder: _in_a_folder(values, folder),
+    "in an opened folder": lambda values, folder: TensorCache.open(_in_a_folder(values, folder).folder),
+}
+
+
+def _in_a_file(values, path):
+    TensorCache(tensors=values).to_disk(path)
+    return TensorCache.from_disk(path)
+
+
+def _in_a_folder(values, folder):
+    cache = cache_of(folder, {name: (value.dtype, value.shape[1:]) for name, value in values.items()}, SIZE)
+    cache[:] = values
+    cache.flush()
+    return cache
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_numbers_of_any_dtype_and_shape_select_what_they_select_in_memory(tmp_path, place, dtype):
+    """As `values[indices.long()]` does: a tensor, an array, or nested lists."""
+    values = {"logp": torch.randn(SIZE), "hidden": torch.randn(SIZE, 3)}
+    cache = PLACES[place](values, tmp_path)
+    least = -SIZE if dtype.is_signed else 0
+
+    for shape in [(), (0,), (7,), (1,), (2, 3), (0, 2), (2, 0), (2, 1, 3), (1, 1, 1, 2)]:
+        indices = torch.randint(least, SIZE, shape).to(dtype)
+        has_list = indices.dim() and indices.numel() and not dtype.is_floating_point
+        forms = [indices, indices.numpy(), *([indices.tolist()] if has_list else [])]
+        for index, (name, value) in product(forms, values.items()):
+            expected = value[indices.long()]
+            assert expected.shape == cache[index][name].shape
+            assert torch.equal(expected, cache[index][name])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_booleans_are_a_mask_and_bytes_are_not(tmp_path, place):
+    values = {"x": torch.randn(SIZE, 3)}
+    cache, mask = PLACES[place](values, tmp_path), torch.arange(SIZE) % 3 == 0
+
+    assert torch.equal(values["x"][mask], cache[mask]["x"])
+    assert torch.equal(values["x"][mask.long()], cache[mask.byte()]["x"])
+
+
+def test_rows_are_written_by_an_index_of_one_dimension(filled):
     cache, values = filled
 
-    found = cache[index]["x"]
+    with pytest.raises(RowIndexError, match=r"shape \(1, 2\), int64\) is not an index of rows: give .* a 1-D tensor"):
+        cache[[[1, 2]]] = {"x": torch.zeros(1, 2, 3)}
 
-    assert torch.equal(values[torch.as_tensor(index)], found)
+    assert torch.equal(values, cache[:]["x"])
 
 
 def test_lists_of_rows_are_nested_as_their_index_is(tmp_path):

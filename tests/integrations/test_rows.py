@@ -240,6 +240,86 @@ def test_hdf5_data_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         cache_from(tmp_path / "x.h5")
 
 
+@pytest.fixture
+def links(tmp_path: Path) -> Path:
+    """An HDF5 file with every kind of link and of virtual dataset: `good` ones to 0, 1, 2, and `lost` ones."""
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["deep/x"] = np.arange(3.0)
+        file["deep/up"] = h5py.SoftLink("/deep")
+    with h5py.File(tmp_path / "other0.h5", "w") as file:
+        file["x"] = np.arange(3.0)
+    with h5py.File(tmp_path / "rows.h5", "w", libver="latest") as file:
+        good, lost = file.create_group("good"), file.create_group("lost")
+        good["x"] = np.arange(3.0)
+        good["again"] = good["x"]
+        good["soft"] = h5py.SoftLink("x")
+        good["outside"] = h5py.ExternalLink("other.h5", "deep/x")
+        good["group"] = h5py.ExternalLink("other.h5", "deep")
+        good["itself"] = good["inner/outer"] = good
+        _virtual(good, "v", "other.h5", "deep/x")
+        _virtual(good, "v own", ".", "good/x")
+        _virtual_of_many(good, "v many", "other%b.h5", "x")
+        lost["soft"], lost["loop"] = h5py.SoftLink("/no"), h5py.SoftLink("loop")
+        lost["no file"], lost["no entry"] = h5py.ExternalLink("no.h5", "x"), h5py.ExternalLink("other.h5", "no")
+        for name, source, path in (("v file", "no.h5", "x"), ("v entry", "other.h5", "no"), ("v own", ".", "no")):
+            _virtual(lost, name, source, path)
+    return tmp_path / "rows.h5"
+
+
+def _virtual(group: Any, name: str, source: str, path: str) -> None:
+    h5py = pytest.importorskip("h5py")
+    layout = h5py.VirtualLayout(shape=(3,), dtype="f8")
+    layout[:] = h5py.VirtualSource(source, path, shape=(3,))
+    group.create_virtual_dataset(name, layout)
+
+
+def _virtual_of_many(group: Any, name: str, sources: str, path: str) -> None:
+    """A dataset over as many files as there are, whose name has a number."""
+    h5py = pytest.importorskip("h5py")
+    all_rows, rows = h5py.h5s.create_simple((3,), (h5py.h5s.UNLIMITED,)), h5py.h5s.create_simple((3,))
+    mapped = all_rows.copy()
+    mapped.select_hyperslab((0,), (h5py.h5s.UNLIMITED,), (3,), (3,))
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_virtual(mapped, sources.encode(), path.encode(), rows)
+    h5py.h5d.create(group.id, name.encode(), h5py.h5t.IEEE_F64LE, all_rows, settings)
+
+
+GOOD = ["x", "again", "soft", "outside", "group/x", "v", "v own", "v many"]
+
+
+def test_hdf5_links_of_every_kind_are_followed(links: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(links) as file:
+        group = cache_from(file["good"])
+
+    named = cache_from(links, columns=[f"good/{name}" for name in GOOD])
+
+    assert set(GOOD) == set(group.keys())
+    assert all([0.0, 1.0, 2.0] == group[:][name].tolist() for name in GOOD)
+    assert all([0.0, 1.0, 2.0] == named[:][f"good/{name}"].tolist() for name in GOOD)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("soft", "refers to /no, which is not there"),
+        ("loop", "refers to loop, which is not there"),
+        ("no file", "refers to x in no.h5, which is not there"),
+        ("no entry", "refers to no in other.h5, which is not there"),
+        ("v file", "refers to x in no.h5, which is not there"),
+        ("v entry", "refers to no in other.h5, which is not there"),
+        ("v own", "refers to no, which is not there"),
+    ],
+)
+def test_an_hdf5_link_to_nothing_is_an_error(links: Path, name: str, where: str) -> None:
+    """HDF5 itself leaves out the link, and gives zeros for the virtual dataset."""
+    with pytest.raises(CacheError, match=f"'lost/{name}' in .*rows.h5/ {where}: restore it, or name columns="):
+        cache_from(links, columns=["good/x", f"lost/{name}"])
+    with pytest.raises(CacheError, match=r"'lost/.*which is not there"):
+        cache_from(links)
+
+
 @pytest.mark.parametrize("form", ["file", "stream"])
 @pytest.mark.parametrize("columns", [None, ["l"], ["s"]])
 def test_places_outside_of_an_arrow_file_are_an_error(tmp_path: Path, form: str, columns: list[str] | None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import offload
 from offload import OffloadedTensor
+from offload.tensor.deferred import deferred
 from offload.testing import assert_equal
 
 BACKENDS = ["eager", "aot_eager"]
@@ -170,6 +172,67 @@ def test_a_compiled_update_never_writes_a_checkpoint(backend: str, tmp_path: Any
     assert_equal(torch.full((4,), 2.0), w)
     assert path != w.offload_path
     assert_equal(torch.full((4,), 2.0), safetensors.torch.load_file(w.offload_path)["w"])
+
+
+class Chain(nn.Module):
+    """Products with each of its tensors in turn."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        super().__init__()
+        for number, tensor in enumerate(tensors):
+            held = nn.Parameter(tensor, requires_grad=False) if kind == "parameters" else tensor
+            (self.register_parameter if kind == "parameters" else self.register_buffer)(f"t{number}", held)
+        self.count = number + 1
+
+    def forward(self, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        for tensor in tensors or [getattr(self, f"t{number}") for number in range(self.count)]:
+            x = x @ tensor
+        return x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["parameters", "buffers", "arguments"])
+@pytest.mark.parametrize("form", ["values", "views", "recipes"])
+def test_compiled_code_takes_many_tensors_of_each_form(backend: str, kind: str, form: str, tmp_path: Path) -> None:
+    """Compilers tell tensors apart by `id`: those of guests that are gone come back."""
+    values = {f"w{number}": torch.randn(2, 4, 4) for number in range(6)}
+    safetensors.torch.save_file(values, tmp_path / "values.safetensors")
+    stored = offload.load_file(tmp_path / "values.safetensors")
+    forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "values": lambda one: OffloadedTensor.from_original_tensor(one[1].materialize(), "w"),
+        "views": lambda one: one[1],
+        "recipes": lambda one: deferred(one)[1].double().stored("w"),  # type: ignore[attr-defined]
+    }
+    ours = [forms[form](one) for one in stored.values()]
+    theirs = [one.materialize() for one in ours]
+    x = torch.randn(3, 4, dtype=theirs[0].dtype)
+
+    results = []
+    for tensors in (ours, theirs):
+        held, given = ([x], tensors) if kind == "arguments" else (tensors, [])
+        compiled = torch.compile(Chain(held, kind), backend=backend, fullgraph=True)
+        results.append((compiled(x, *given), compiled(x, *given)))
+
+    for expected, found in zip(results[1], results[0], strict=True):
+        assert_equal(expected, found)
+
+
+def test_a_mixture_of_many_layers_is_compiled(tmp_path: Path) -> None:
+    """Its experts are recipes: each layer's are joined where they are read."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=6, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded, ids = offload.from_pretrained(tmp_path).eval(), torch.arange(5)[None]
+
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        logits = torch.compile(loaded, backend="eager")(input_ids=ids, use_cache=False).logits
+
+    assert_equal(expected, logits)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

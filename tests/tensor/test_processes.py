@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import pickle
 import sys
 import threading
@@ -22,6 +24,7 @@ import offload
 from offload import OffloadedTensor
 from offload.errors import ChangedFileError, MissingFileError
 from offload.tensor import processes
+from offload.tensor.wrapper import set_by_others
 from offload.testing import assert_equal
 from tests.processes import in_fork, run_script
 
@@ -36,6 +39,62 @@ CARRIERS: dict[str, Callable[[Any], bytes]] = {
     "to a process": lambda value: bytes(ForkingPickler.dumps(value)),
     "by reference": lambda value: pickle.dumps(offload.by_reference(value)),
 }
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickled": lambda value: pickle.loads(pickle.dumps(value)),
+    "pickled as of old": lambda value: pickle.loads(pickle.dumps(value, protocol=2)),
+    "by reference": lambda value: pickle.loads(pickle.dumps(offload.by_reference(value))),
+    "saved": lambda value: _saved_and_loaded(value, weights_only=True),
+    "saved, any class": lambda value: _saved_and_loaded(value, weights_only=False),
+    "copied": copy.copy,
+    "deep-copied": copy.deepcopy,
+}
+
+
+def _saved_and_loaded(value: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), **options)
+
+
+def _noted(value: Any, **noted: object) -> Any:
+    vars(value).update(noted)
+    return value
+
+
+CARRYING: dict[str, Callable[[], torch.Tensor]] = {
+    "a tensor": lambda: torch.arange(4.0),
+    "a parameter": lambda: nn.Parameter(torch.arange(4.0)),
+    "a frozen parameter": lambda: nn.Parameter(torch.arange(4.0), requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("carrying", CARRYING)
+@pytest.mark.parametrize("way", COPIES)
+def test_attributes_go_along_as_those_of_plain_tensors(way: str, carrying: str) -> None:
+    """Of a tensor, its view, and a module's `state_dict(keep_vars=True)`."""
+    noted = {"tag": "a", "shards": {"rank": [1, 2]}}
+    plain = _noted(CARRYING[carrying](), **noted)
+    stored = _noted(offloaded(CARRYING[carrying]()), **noted)
+
+    copies = [COPIES[way](one) for one in (plain, stored, _noted(stored.detach()[1:], **noted))]
+    kept = [COPIES[way](nn.ParameterDict({"w": one}).state_dict(keep_vars=True))["w"] for one in (plain, stored)]
+
+    expected, found, of_view = (set_by_others(one) for one in copies)
+    assert expected == found
+    assert noted == of_view
+    assert vars(kept[0]) == set_by_others(kept[1])
+    assert_equal(copies[0], copies[1])
+
+
+def test_attributes_may_refer_to_the_tensor_by_reference() -> None:
+    stored = offloaded(torch.ones(2))
+    vars(stored)["of"] = [stored]
+
+    found = COPIES["by reference"](stored)
+
+    assert found.of[0] is found
 
 
 @pytest.fixture(params=CARRIERS)

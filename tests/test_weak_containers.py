@@ -1,0 +1,174 @@
+"""Weak containers, which raise an error if one thread changes them while another iterates over them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.budget import count_assistant
+from offload.prefetch.engine import POOL, lock
+from offload.prefetch.plan import OnDevice
+from offload.storage.direct import Ahead, Load, Part
+from offload.storage.file import TensorFile
+from offload.storage.layout import Entry, contiguous
+from offload.storage.locks import _LOCKS
+from offload.training import offload_activations
+from tests.engines import settled
+from tests.test_house import MODULES, dotted, room
+
+# Where the package iterates over a weak container, and why that does not change meanwhile.
+SEEN = "a lock that is held whenever it changes: seen below"
+PLACES = {
+    "offload.prefetch.filling._fits": "the engine's lock",
+    "offload.prefetch.plan._due_of_blocks": SEEN,
+    "offload.prefetch.plan._limit_now": SEEN,
+    "offload.prefetch.plan._some_of": "called by `reconsider`, as `_limit_now`",
+    "offload.prefetch.plan.admit": "called where `reconsider` is",
+    "offload.prefetch.plan.all": SEEN,
+    "offload.prefetch.plan.values": SEEN,
+    "offload.storage.direct.nbytes": SEEN,
+    "offload.storage.locks._renew": "a forked child has one thread",
+    "offload.training.activations._expect": SEEN,
+    "offload.training.activations.look": SEEN,
+}
+ITERATORS = ("list", "tuple", "set", "dict", "sorted", "sum", "any", "all", "max", "min", "union", "rescale")
+READS, CHANGES = ("__iter__", "keys", "values", "items"), ("add", "__setitem__", "setdefault", "pop")
+
+
+def containers_in(tree: ast.Module) -> Iterator[str]:
+    """The names of variables and attributes that are weak containers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and ".Weak" in ast.unparse(node.annotation):
+            yield ast.unparse(node.target).rpartition(".")[2]
+
+
+def places_in(tree: ast.Module, names: set[str]) -> Iterator[str]:
+    """The functions that iterate over one of these."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            iterated = (one for node in ast.walk(function) for one in iterated_by(node))
+            if any(names & {*ast.unparse(one).partition("(")[0].split(".")[-2:]} for one in iterated):
+                yield function.name
+
+
+def iterated_by(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.For | ast.comprehension):
+        yield node.iter
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ITERATORS:
+        yield from node.args
+    elif isinstance(node, ast.Starred | ast.YieldFrom):
+        yield node.value
+
+
+def test_places_that_iterate_over_a_weak_container_are_listed() -> None:
+    trees = {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+    names: dict[str, set[str]] = defaultdict(set)
+    for module, tree in trees.items():
+        names[room(module)].update(containers_in(tree))
+
+    found = {f"{module}.{place}" for module, tree in trees.items() for place in places_in(tree, names[room(module)])}
+
+    assert set(PLACES) == found
+
+
+def test_the_finder_finds_iterations() -> None:
+    lines = ["class C:", "    def f(self): self.a: weakref.WeakSet[C] = weakref.WeakSet()", "def g(c): list(c.a)"]
+    lines += ["def h(c): return [*c.a]", "def i(c): return {x for x in sorted(c.a.values())}", "def j(c): len(c.a)"]
+    tree = ast.parse("\n".join(lines))
+
+    assert {"a"} == set(containers_in(tree))
+    assert ["g", "h", "i"] == list(places_in(tree, {"a"}))
+
+
+class Log:
+    """What the package does with weak containers, and which locks it holds then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: dict[int, list[tuple[str, set[int]]]] = defaultdict(list)
+        self.changed: dict[int, list[tuple[str, set[int]]]] = defaultdict(list)
+        self._alive: list[object] = []
+        for kind in (weakref.WeakSet, weakref.WeakValueDictionary, weakref.WeakKeyDictionary):
+            for name in {*READS, *CHANGES} & {*vars(kind)}:
+                monkeypatch.setattr(kind, name, self._noting(name, getattr(kind, name)))
+
+    def _noting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(container: Any, *args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            while "weak" in frame.f_globals["__name__"] and frame.f_back is not None:
+                frame = frame.f_back
+            if frame.f_globals["__name__"].startswith("offload"):
+                held = {id(one) for one in known if one._is_owned()}
+                place = f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
+                (self.read if name in READS else self.changed)[id(container)].append((place, held))
+                self._alive.append(container)
+            return method(container, *args, **kwargs)
+
+        known: list[Any] = list(_LOCKS)
+        return noting
+
+    def unguarded(self) -> list[set[str]]:
+        """The places where a container is iterated and changes without a lock that all of them hold."""
+        both = [self.read[one] + self.changed[one] for one in self.read.keys() & self.changed.keys()]
+        return [{place for place, _ in acts} for acts in both if not set.intersection(*(held for _, held in acts))]
+
+
+def _under_budgets(folder: Path) -> None:
+    offload.save_checkpoint(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), folder)
+    models = [nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))) for _ in range(2)]
+    for model in models:
+        offload.load_checkpoint_and_dispatch(model, folder, max_memory="2MiB", read_ahead="1MiB")
+    list(offload.map_batches(models[0], [torch.ones(1, 512)] * 3, models[0], in_flight=2))
+    count_assistant(models[0], nn.Linear(2, 2))
+    models[1](torch.ones(1, 512))
+    offload.memory_summary()
+
+
+def _on_a_device(folder: Path) -> None:
+    with lock():
+        POOL.on_devices.setdefault(torch.device("meta"), OnDevice())
+    offload.memory_summary()
+
+
+def _of_activations(folder: Path) -> None:
+    x = torch.ones(1000, requires_grad=True)
+    with offload_activations(min_bytes=1000):
+        y = x.exp().exp().exp().sum()
+    settled()
+    y.backward()
+
+
+def _past_the_page_cache(folder: Path) -> None:
+    (folder / "data").write_bytes(bytes(1 << 20))
+    file = TensorFile.raw(folder / "data", Entry("x", contiguous(torch.uint8, (1 << 20,)), 0))
+    loads = [Load([Part(file, at << 18, 1 << 18)]) for at in range(4)]
+    with closing(Ahead(loads, 1 << 19)) as ahead:
+        for load in loads:
+            ahead.get(load)
+            ahead.release(load)
+
+
+def test_a_weak_container_that_is_iterated_changes_under_the_same_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some lock is held at each iteration and at each change of it."""
+    log = Log(monkeypatch)
+
+    for number, act in enumerate((_under_budgets, _on_a_device, _of_activations, _past_the_page_cache)):
+        (tmp_path / str(number)).mkdir()
+        act(tmp_path / str(number))
+
+    assert [] == log.unguarded()
+    assert {place for place, why in PLACES.items() if why == SEEN} <= {
+        place for acts in log.read.values() for place, _ in acts
+    }
