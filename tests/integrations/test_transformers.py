@@ -276,7 +276,13 @@ def test_an_adapter_may_be_saved_beside_the_model_that_it_is_for(llama_folder: P
     shutil.copytree(llama_folder, tmp_path / "llama")
     before = contents(tmp_path / "llama")
     model = offload.from_pretrained(tmp_path / "llama")
-    model.add_adapter(pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"]))
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    try:
+        model.add_adapter(config)
+    except ValueError as error:  # from 5.24 on, transformers wants peft 0.22 for its own methods
+        assert "version of PEFT" in str(error)
+        model = peft.get_peft_model(model, config)
 
     model.save_pretrained(tmp_path / "llama")
 
