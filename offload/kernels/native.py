@@ -35,6 +35,7 @@ LEVELS = {
 MOST_ROWS = 64  # of activations, in one call
 
 _INTERFACE = 1  # as in kernels.h
+_OF_ROWS = 2  # dimensions
 _BFLOAT16 = 3  # the level with products of bfloat16
 _AT_LEVEL = (2, 8, 32)  # see `most_rows`
 
@@ -233,7 +234,7 @@ def _address(
     tensor: torch.Tensor, shape: tuple[int, ...], dtypes: Container[torch.dtype] = DTYPES, *, step: int | None = None
 ) -> int:
     """The address of a tensor of this shape, whose rows are `step` numbers apart; None for any distance."""
-    fits = tuple(tensor.shape) == shape and tensor.dtype in dtypes
+    fits = tensor.shape == shape and tensor.dtype in dtypes
     _require(fits, tensor.shape, "of", tensor.dtype, "for", shape)
     _require(shape[-1] < 2 or tensor.stride(-1) == 1, "numbers that are apart in", shape)
     _require(step is None or shape[0] < 2 or tensor.stride(0) == step, "rows that are apart in", shape)
@@ -247,7 +248,8 @@ def _rows_of(tensor: torch.Tensor) -> int:
 def _indices(rows: torch.Tensor, count: int, end: int, *, least: int = 0) -> int:
     """The address of so many indices, from `least` to `end - 1`."""
     address = _address(rows, (count,), (torch.int64,))
-    _require(all(least <= row < end for row in (rows.aminmax() if count else ())), "a row beyond", end)
+    low, high = map(int, rows.aminmax()) if count else (least, least)
+    _require(least <= low and (high < end or not count), "rows from", low, "to", high, "of", end)
     return address
 
 
@@ -346,11 +348,11 @@ class Projection:
 
     Attributes:
         matrices: of the parts; their memory is alive.
-        parts: as the library takes them.
-        height, width: of all parts: rows, and columns.
+        parts, count: as the library takes them: their address, and how many there are.
+        sizes: of all parts: rows, and columns.
     """
 
-    __slots__ = ("height", "matrices", "parts", "width")
+    __slots__ = ("_array", "count", "matrices", "parts", "sizes")
 
     def __init__(self, parts: Sequence[tuple[Matrix, int]]) -> None:
         """Each part has that many rows of its matrix, the first ones.
@@ -358,13 +360,14 @@ class Projection:
         Raises:
             ArgumentError: a matrix has fewer rows, or other columns than the first.
         """
-        self.matrices, self.height, self.width = [matrix for matrix, _ in parts], 0, parts[0][0].columns
-        self.parts = (Part * len(parts))()
-        for part, (matrix, count) in zip(self.parts, parts, strict=True):
-            fits = 0 <= count <= matrix.outputs and matrix.columns == self.width
-            _require(fits, count, "rows of", matrix.outputs, "and columns", matrix.columns, "beside", self.width)
-            part.packed, part.count, part.column = ctypes.addressof(matrix), count, self.height
-            self.height += count
+        self.matrices, self._array, height = [matrix for matrix, _ in parts], (Part * len(parts))(), 0
+        self.parts, self.count, width = ctypes.addressof(self._array), len(parts), parts[0][0].columns
+        for part, (matrix, count) in zip(self._array, parts, strict=True):
+            fits = 0 <= count <= matrix.outputs and matrix.columns == width
+            _require(fits, count, "rows of", matrix.outputs, "and columns", matrix.columns, "beside", width)
+            part.packed, part.count, part.column = ctypes.addressof(matrix), count, height
+            height += count
+        self.sizes = height, width
 
 
 class ExpertRows(NamedTuple):
@@ -414,46 +417,46 @@ def multiply_experts(
         ArgumentError: sizes do not fit.
         MemoryError
     """
-    rows, results = sum(one.rows for one in experts), _rows_of(down)
-    layer = Layer(count=len(experts), rows=rows, width=down.shape[-1] if down.dim() else 0)
-    layer.down = _address(down, (results, layer.width), (torch.float32,), step=layer.width)
-    array = _experts_of(layer, experts, results)
+    _require(down.dim() == _OF_ROWS, "results of", down.shape)
+    layer, (results, width) = Layer(), down.shape
+    layer.down, layer.width = _address(down, (results, width), (torch.float32,), step=width), width
+    array = _add_experts(layer, experts, results)
+    rows, wide, hidden, inner = layer.rows, layer.wide, layer.hidden, layer.inner
     if experts:
-        layer.experts = ctypes.addressof(array)
-        layer.x = _address(x, (rows, layer.inner) if tokens is None else (_rows_of(x), layer.hidden))
-        layer.x_step, layer.x_dtype = x.stride(0), DTYPES[x.dtype]
+        layer.x = _address(x, (rows, inner) if tokens is None else (_rows_of(x), hidden))
+        layer.x_step, layer.x_dtype, layer.experts = x.stride(0), DTYPES[x.dtype], ctypes.addressof(array)
     if tokens is not None:
         layer.tokens = _indices(tokens, rows, _rows_of(x))
-        _require(up is not None or layer.wide == 2 * layer.inner, layer.wide, "products for", layer.inner)
+        _require(up is not None or wide == 2 * inner, wide, "products for", inner)
     if up is not None:
         _require(tokens is not None, "products with `up` alone, of no tokens")
-        layer.up = _address(up, (rows, layer.wide), (torch.float32,), step=layer.wide)
+        layer.up = _address(up, (rows, wide), (torch.float32,), step=wide)
     if total is not None:
         _add_sum(layer, total, results)
-    _call("offload_experts", ctypes.addressof(layer), numbers=rows * layer.hidden * layer.inner, level=None)
+    _call("offload_experts", ctypes.addressof(layer), numbers=rows * hidden * inner, level=None)
 
 
-def _experts_of(layer: Layer, experts: Sequence[ExpertRows], results: int) -> ctypes.Array[Expert]:
-    """The experts, as the library takes them; their sizes are noted in the layer."""
-    array, begin, first = (Expert * len(experts))(), 0, None
+def _add_experts(layer: Layer, experts: Sequence[ExpertRows], results: int) -> ctypes.Array[Expert]:
+    """The experts, as the library takes them; their number and sizes are added to the layer."""
+    array, first, rows = (Expert * len(experts))(), None, 0
     for field, (up, down, count, to) in zip(array, experts, strict=True):
-        sizes = up.width, up.height, down.width, down.height
+        sizes = up.sizes, down.sizes
         first = first or sizes
         _require(first == sizes, "an expert of", sizes, "beside one of", first)
         _require(0 < count <= MOST_ROWS and 0 <= to <= results - count, count, "rows from", to, "on, of", results)
-        field.up, field.up_count = ctypes.addressof(up.parts), len(up.parts)
-        field.down, field.down_count = ctypes.addressof(down.parts), len(down.parts)
-        field.begin, field.end, field.to = begin, begin + count, to
-        begin += count
+        field.up, field.up_count, field.down, field.down_count = up.parts, up.count, down.parts, down.count
+        field.begin, field.end, field.to = rows, rows + count, to
+        rows += count
+    layer.count, layer.rows = len(experts), rows
     if first is not None:
-        layer.hidden, layer.wide, layer.inner, width = first
+        (layer.wide, layer.hidden), (width, layer.inner) = first
         _require(width == layer.width, width, "products, where there is room for", layer.width)
     return array
 
 
 def _add_sum(layer: Layer, total: WeightedSum, results: int) -> None:
     places, weights, out = total
-    _require(places.dim() == 2 and places.is_contiguous(), "places of", places.shape)
+    _require(places.dim() == _OF_ROWS and places.is_contiguous(), "places of", places.shape)
     layer.all_tokens, layer.picks = places.shape
     layer.places = _indices(places.view(-1), places.numel(), results, least=-1)
     layer.weights = _address(weights, (places.numel(),), (torch.float32,))

@@ -242,6 +242,7 @@ class _Stack:
             Piece(handle_of(one), view_spec_of(one).transpose(-2, -1) if is_turned else view_spec_of(one))
             for one in (up, down)
         ]
+        self._counts = [len(up), len(down)]
         self.outputs, self.columns = zip(*(piece.view_spec.shape[1:] for piece in self._pieces), strict=True)
         self._known: dict[int, _Known | None] = {}
 
@@ -262,8 +263,8 @@ class _Stack:
 
     def fits(self, width: int, between: Between) -> bool:
         """Whether tokens of that width go through `up`, and what it gives, through `down`."""
-        are_alike = len({len(piece.view_spec) for piece in self._pieces}) == 1 and self.columns[0] == width
-        return are_alike and (self.outputs[0] == 2 * self.columns[1] or not between.is_silu)
+        is_alike = self._counts == [self.count] * 2 and self.columns[0] == width
+        return is_alike and (self.outputs[0] == 2 * self.columns[1] or not between.is_silu)
 
     def expert(self, number: int) -> _Known | None:
         """An expert; None if the kernels do not take it."""
