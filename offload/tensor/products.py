@@ -82,7 +82,14 @@ def are_multiplied_packed(model: nn.Module) -> bool:
     if library() is None or _exact.get():
         return False
     found = (handle_of(local).composed for local in map(local_of, model.parameters()) if type(local) is OffloadedTensor)
-    return any(isinstance(one, Decoded) and one.packed is not None and not one.is_exact for one in found)
+    return any(map(_is_multiplied_packed, found))
+
+
+def _is_multiplied_packed(composed: object) -> bool:
+    """Also what is cast, or joined, of such values."""
+    if isinstance(composed, Joined):
+        return not composed.is_exact and any(_is_multiplied_packed(piece.handle.composed) for piece in composed.pieces)
+    return isinstance(composed, Decoded) and composed.packed is not None and not composed.is_exact
 
 
 def compute_exactly(handle: Handle) -> None:
