@@ -183,7 +183,7 @@ def test_addresses_are_taken_in_one_place() -> None:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_what_fits_is_computed(name: str) -> None:
+def test_arguments_that_fit_are_computed(name: str) -> None:
     assert "" == outcome(name)
 
 
