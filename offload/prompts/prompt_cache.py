@@ -153,7 +153,8 @@ class PromptCache:
         """Keep the prompt for which `past_for` made `past`, once the model has run on it.
 
         What is there already is not written again. Nothing is written if the pass has not got to the end of the
-        prompt, or if the cache was reset or cropped into it.
+        prompt, if the cache was reset or cropped into it, or if the model has hooks or anything else that can't be
+        compared.
 
         Args:
             past: what `past_for` returned.
