@@ -3,7 +3,7 @@
 Always true:
 - a machine needs torch and numpy, and no network; what else is missing is named, and left out
 - whatever fails, there is one JSON and one log, within the time: each step is a process of its own, which is killed
-  when its time is over; the JSON is written after each of them
+  when its time is over, but for a dry run, which has no limits; the JSON is written after each of them
 - nothing of an accelerator is touched at import, nor in the parent; the accelerator is the current one, of any kind
 - all rates are compared with that of a plain copy from pinned memory, in the same step
 """
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends, found = time.monotonic() + chosen.seconds, {}
     with tempfile.TemporaryDirectory() as scratch:
         for name, (step, limit) in STEPS.items():
-            left = min(limit, ends - time.monotonic())
+            left = math.inf if chosen.dry else min(limit, ends - time.monotonic())
             act = partial(step, DRY if chosen.dry else FULL, Path(scratch))
             found[name] = in_child(act, stem.with_suffix(".log"), left, is_dry=chosen.dry) if left > 1 else _late()
             stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -93,6 +93,7 @@ try:
     buffers_of: Callable[[nn.Module], Any] = attrgetter("_buffers")
     hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
     pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+    have_global_hooks: Callable[[], Any] = torch.nn.modules.module._has_any_global_hook  # of all modules
     unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
     for _names, _owner in (

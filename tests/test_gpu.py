@@ -14,6 +14,7 @@ from tests.processes import run_module
 
 
 @pytest.mark.slow(45)
+@pytest.mark.timeout(3600)  # however busy the machine is
 def test_everything_for_an_accelerator_goes_through_on_the_stand_in(
     tmp_path: Path, delayed_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -24,7 +25,7 @@ def test_everything_for_an_accelerator_goes_through_on_the_stand_in(
     missing = {"PYTHONPATH": str(tmp_path / "missing"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     env = {"OFFLOAD_STAND_IN": str(delayed_library), **missing}
 
-    code = run_module("bench.gpu", "--dry", "--out", str(tmp_path), env=env).returncode
+    code = run_module("bench.gpu", "--dry", "--out", str(tmp_path), env=env, limit=3500).returncode
 
     [result], [log] = tmp_path.glob("*.json"), tmp_path.glob("*.log")
     found = json.loads(result.read_text(encoding="utf-8"))

@@ -6,7 +6,8 @@ Always true:
 - the model's configuration names this attention while `generate` runs with drafts, and then as before; other threads
   compute as usual meanwhile
 
-It is transformers' `sdpa` attention. Products of torch's own, with dense weights, depend on how many rows there are.
+It is transformers' `sdpa` attention. Products of torch's own, with dense weights such as a head or the router of a
+mixture, depend on how many rows there are.
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ def _decode(packed: Rows, pieces: Sequence[torch.Tensor], first: int, place: tor
     if packed.is_turned:  # the packed rows are columns of the dense value: only all of them
         place = place.t()
     found = _layout(packed, pieces, place.shape[1])
-    if found is None or first + len(place) > found.rows or (packed.is_turned and (first or len(place) != found.rows)):
+    if found is None or not 0 <= first <= found.rows - len(place):
+        return False
+    if packed.is_turned and len(place) != found.rows:
         return False
     rows, columns = place.shape
     programs = -(-rows // _HIGH), -(-columns // _WIDE)

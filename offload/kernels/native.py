@@ -3,6 +3,7 @@
 Always true:
 - it is loaded at the first use, and never built at run time; one of other sources is not used
 - its threads are those of torch's own OpenMP team: a second team would compete with them for the processors
+- C checks nothing: each function here raises an `ArgumentError` for sizes that do not fit, before C has an address
 - addresses of tensors are passed on while the tensors are referenced; nothing is kept
 """
 
@@ -12,12 +13,15 @@ import ctypes
 import logging
 import os
 import platform
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from offload.errors import ArgumentError
 
 log = logging.getLogger("offload.kernels")
 
@@ -31,6 +35,7 @@ LEVELS = {
 MOST_ROWS = 64  # of activations, in one call
 
 _INTERFACE = 1  # as in kernels.h
+_OF_ROWS = 2  # dimensions
 _BFLOAT16 = 3  # the level with products of bfloat16
 _AT_LEVEL = (2, 8, 32)  # see `most_rows`
 
@@ -208,51 +213,107 @@ def _threads(numbers: int) -> tuple[int, int | None]:
     return count, None if team is None or count == 1 else ctypes.addressof(team)
 
 
+def _require(fits: bool, *facts: object) -> None:
+    if not fits:
+        raise ArgumentError(f"the kernels do not take these sizes: {' '.join(map(str, facts))}")
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's numbers.
+
+    Raises:
+        ArgumentError: it has no memory that C can read.
+    """
+    address = tensor.data_ptr() if tensor.is_cpu else 0
+    if not address and tensor.numel():
+        raise ArgumentError(f"a {type(tensor).__name__} on {tensor.device} has no memory that the kernels can read")
+    return address
+
+
+def _address(
+    tensor: torch.Tensor, shape: tuple[int, ...], dtypes: Container[torch.dtype] = DTYPES, *, step: int | None = None
+) -> int:
+    """The address of a tensor of this shape, whose rows are `step` numbers apart; None for any distance."""
+    fits = tensor.shape == shape and tensor.dtype in dtypes
+    _require(fits, tensor.shape, "of", tensor.dtype, "for", shape)
+    _require(shape[-1] < 2 or tensor.stride(-1) == 1, "numbers that are apart in", shape)
+    _require(step is None or shape[0] < 2 or tensor.stride(0) == step, "rows that are apart in", shape)
+    return memory_of(tensor)
+
+
+def _rows_of(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 0
+
+
+def _indices(rows: torch.Tensor, count: int, end: int, *, least: int = 0) -> int:
+    """The address of so many indices, from `least` to `end - 1`."""
+    address = _address(rows, (count,), (torch.int64,))
+    low, high = map(int, rows.aminmax()) if count else (least, least)
+    _require(least <= low and (high < end or not count), "rows from", low, "to", high, "of", end)
+    return address
+
+
+def _call(function: str, *given: object, numbers: int, level: int | None) -> None:
+    """Call a function of the library, whose threads go through this many numbers.
+
+    Raises:
+        ArgumentError: there is no library, or not for this processor.
+        MemoryError
+    """
+    found, chosen = library(), best_level() if level is None else level
+    if found is None or not 0 <= chosen <= best_level():
+        raise ArgumentError(f"there are no kernels of level {chosen}: {description()}")
+    count, team = _threads(numbers)
+    if getattr(found, function)(*given, chosen, team, count):
+        raise MemoryError(f"no memory for a product, or for rows, of {numbers} numbers")
+
+
 def decode(matrix: Matrix, first: int, place: torch.Tensor, *, level: int | None = None) -> None:
     """Decode rows into a tensor of shape (rows, columns), in its dtype; its rows may be apart.
 
     Args:
-        matrix: whose memory is alive, and has these rows.
+        matrix: whose memory is alive.
         first: the row for `place[0]`.
         level: another instruction set than the best.
 
     Raises:
+        ArgumentError: the matrix does not have these rows, or `place` does not have these columns.
         MemoryError
     """
-    assert 0 <= first <= matrix.outputs - len(place), "the rows are there"
-    _decode(matrix, None, first, place, False, level)
+    rows = _rows_of(place)
+    _require(0 <= first <= matrix.outputs - rows, rows, "rows from", first, "on, of", matrix.outputs)
+    _decode(matrix, None, first, (rows, matrix.columns), place, level)
 
 
 def decode_turned(matrix: Matrix, place: torch.Tensor, *, level: int | None = None) -> None:
     """Decode all rows into the columns of a tensor of shape (columns, rows), in its dtype; not of words."""
-    assert place.shape[1] == matrix.outputs, "a column for each row"
-    _decode(matrix, None, 0, place, True, level)
+    _require(not matrix.bits, "words are not turned")
+    _decode(matrix, None, 0, (matrix.columns, matrix.outputs), place, level, is_turned=True)
 
 
 def pick(matrix: Matrix, rows: torch.Tensor, place: torch.Tensor, *, level: int | None = None) -> None:
     """Like `decode`, of any rows: `place[n]` is row `rows[n]`."""
     rows = rows.to(torch.int64).contiguous()
-    assert rows.shape == place.shape[:1], "one for each place"
-    assert all(0 <= row < matrix.outputs for row in (rows.aminmax() if len(rows) else ())), "the rows are there"
-    _decode(matrix, rows.data_ptr(), 0, place, False, level)
+    picked = _indices(rows, rows.numel(), matrix.outputs)
+    _decode(matrix, picked, 0, (rows.numel(), matrix.columns), place, level)
 
 
 def _decode(
-    matrix: Matrix, picked: int | None, first: int, place: torch.Tensor, is_turned: bool, level: int | None
+    matrix: Matrix,
+    picked: int | None,
+    first: int,
+    shape: tuple[int, int],
+    place: torch.Tensor,
+    level: int | None,
+    *,
+    is_turned: bool = False,
 ) -> None:
-    found = library()
-    assert found is not None, "callers ask `library` first"
-    assert place.stride(1) == 1 or place.numel() <= place.shape[0], "numbers side by side"
-    columns, rows = place.shape if is_turned else place.shape[::-1]
-    assert columns == matrix.columns, "and no longer"
-    count, team = _threads(place.numel())
-    failed = found.offload_decode(
-        *(ctypes.addressof(matrix), picked, first, rows),
-        *(place.data_ptr(), place.stride(0), DTYPES[place.dtype], is_turned),
-        *(best_level() if level is None else level, team, count),
-    )
-    if failed:
-        raise MemoryError(f"no memory for rows of {columns} floats")
+    address = _address(place, shape)
+    _call(
+        *("offload_decode", ctypes.addressof(matrix), picked, first, shape[int(is_turned)]),
+        *(address, place.stride(0), DTYPES[place.dtype], is_turned),
+        numbers=place.numel(), level=level,
+    )  # fmt: skip
 
 
 def multiply(
@@ -268,35 +329,136 @@ def multiply(
         level: another instruction set than the best.
 
     Raises:
+        ArgumentError: sizes do not fit.
         MemoryError
     """
-    found = library()
-    assert found is not None, "callers ask `library` first"
-    assert place.shape[1] <= matrix.outputs, "the rows are there"
-    assert x.shape[1] == matrix.columns, "and no longer"
-    count, team = _threads(place.shape[1] * x.shape[1])
-    failed = found.offload_multiply(
-        *(ctypes.addressof(matrix), place.shape[1]),
-        *(x.data_ptr(), len(x), x.stride(0), DTYPES[x.dtype]),
-        *((None, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])),
-        *(place.data_ptr(), place.stride(0), DTYPES[place.dtype]),
-        *(best_level() if level is None else level, team, count),
-    )
-    if failed:
-        raise MemoryError(f"no memory for {len(x)} x {x.shape[1]} floats")
+    rows, count = _rows_of(x), place.shape[-1] if place.dim() else 0
+    _require(rows <= MOST_ROWS and count <= matrix.outputs, rows, "rows, and", count, "of", matrix.outputs)
+    given, out = _address(x, (rows, matrix.columns)), _address(place, (rows, count))
+    added = (None, 0) if bias is None else (_address(bias, (count,)), DTYPES[bias.dtype])
+    _call(
+        *("offload_multiply", ctypes.addressof(matrix), count, given, rows, x.stride(0), DTYPES[x.dtype]),
+        *(*added, out, place.stride(0), DTYPES[place.dtype]),
+        numbers=count * matrix.columns, level=level,
+    )  # fmt: skip
 
 
-def multiply_experts(layer: Layer) -> None:
-    """What the layer's fields ask for: products with experts, and their weighted sum.
+class Projection:
+    """The packed rows of an expert, part after part, whose products are side by side.
+
+    Attributes:
+        matrices: of the parts; their memory is alive.
+        parts, count: as the library takes them: their address, and how many there are.
+        sizes: of all parts: rows, and columns.
+    """
+
+    __slots__ = ("_array", "count", "matrices", "parts", "sizes")
+
+    def __init__(self, parts: Sequence[tuple[Matrix, int]]) -> None:
+        """Each part has that many rows of its matrix, the first ones.
+
+        Raises:
+            ArgumentError: a matrix has fewer rows, or other columns than the first.
+        """
+        self.matrices, self._array, height = [matrix for matrix, _ in parts], (Part * len(parts))(), 0
+        self.parts, self.count, width = ctypes.addressof(self._array), len(parts), parts[0][0].columns
+        for part, (matrix, count) in zip(self._array, parts, strict=True):
+            fits = 0 <= count <= matrix.outputs and matrix.columns == width
+            _require(fits, count, "rows of", matrix.outputs, "and columns", matrix.columns, "beside", width)
+            part.packed, part.count, part.column = ctypes.addressof(matrix), count, height
+            height += count
+        self.sizes = height, width
+
+
+class ExpertRows(NamedTuple):
+    """How many rows an expert is given, and the row of the results that theirs begin with."""
+
+    up: Projection
+    down: Projection
+    rows: int
+    to: int
+
+
+class WeightedSum(NamedTuple):
+    """A sum for each token.
+
+    Attributes:
+        places: rows of the results, (tokens, picks), int64; -1 for none.
+        weights: float32, as many.
+        out: (tokens, width).
+    """
+
+    places: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+
+
+def multiply_experts(
+    experts: Sequence[ExpertRows],
+    x: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    tokens: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
+    total: WeightedSum | None = None,
+) -> None:
+    """Products with experts, and the weighted sum of the results of all experts.
 
     Args:
-        layer: whose memory is alive; an expert is given at most `MOST_ROWS` rows.
+        experts: each is given at most `MOST_ROWS` rows, one after the other.
+        x: (tokens, hidden), if there are `tokens`: products with `up`, SiLU of their first half times the second, and
+            products with `down`. Else (rows, inner), of which the products with `down` alone are wanted.
+        down: the results, (rows, width), float32; of these experts and of others.
+        tokens: the row of x for each row that the experts are given.
+        up: if they are wanted alone, the products with `up`: (rows, wide), float32.
+        total: added up at last.
 
     Raises:
+        ArgumentError: sizes do not fit.
         MemoryError
     """
-    found = library()
-    assert found is not None, "callers ask `library` first"
-    count, team = _threads(layer.rows * layer.hidden * layer.inner)
-    if found.offload_experts(ctypes.addressof(layer), best_level(), team, count):
-        raise MemoryError(f"no memory for {layer.rows} rows of experts")
+    _require(down.dim() == _OF_ROWS, "results of", down.shape)
+    layer, (results, width) = Layer(), down.shape
+    layer.down, layer.width = _address(down, (results, width), (torch.float32,), step=width), width
+    array = _add_experts(layer, experts, results)
+    rows, wide, hidden, inner = layer.rows, layer.wide, layer.hidden, layer.inner
+    if experts:
+        layer.x = _address(x, (rows, inner) if tokens is None else (_rows_of(x), hidden))
+        layer.x_step, layer.x_dtype, layer.experts = x.stride(0), DTYPES[x.dtype], ctypes.addressof(array)
+    if tokens is not None:
+        layer.tokens = _indices(tokens, rows, _rows_of(x))
+        _require(up is not None or wide == 2 * inner, wide, "products for", inner)
+    if up is not None:
+        _require(tokens is not None, "products with `up` alone, of no tokens")
+        layer.up = _address(up, (rows, wide), (torch.float32,), step=wide)
+    if total is not None:
+        _add_sum(layer, total, results)
+    _call("offload_experts", ctypes.addressof(layer), numbers=rows * hidden * inner, level=None)
+
+
+def _add_experts(layer: Layer, experts: Sequence[ExpertRows], results: int) -> ctypes.Array[Expert]:
+    """The experts, as the library takes them; their number and sizes are added to the layer."""
+    array, first, rows = (Expert * len(experts))(), None, 0
+    for field, (up, down, count, to) in zip(array, experts, strict=True):
+        sizes = up.sizes, down.sizes
+        first = first or sizes
+        _require(first == sizes, "an expert of", sizes, "beside one of", first)
+        _require(0 < count <= MOST_ROWS and 0 <= to <= results - count, count, "rows from", to, "on, of", results)
+        field.up, field.up_count, field.down, field.down_count = up.parts, up.count, down.parts, down.count
+        field.begin, field.end, field.to = rows, rows + count, to
+        rows += count
+    layer.count, layer.rows = len(experts), rows
+    if first is not None:
+        (layer.wide, layer.hidden), (width, layer.inner) = first
+        _require(width == layer.width, width, "products, where there is room for", layer.width)
+    return array
+
+
+def _add_sum(layer: Layer, total: WeightedSum, results: int) -> None:
+    places, weights, out = total
+    _require(places.dim() == _OF_ROWS and places.is_contiguous(), "places of", places.shape)
+    layer.all_tokens, layer.picks = places.shape
+    layer.places = _indices(places.view(-1), places.numel(), results, least=-1)
+    layer.weights = _address(weights, (places.numel(),), (torch.float32,))
+    layer.out = _address(out, (layer.all_tokens, layer.width), step=layer.width)
+    layer.out_dtype = DTYPES[out.dtype]

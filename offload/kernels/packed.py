@@ -2,7 +2,7 @@
 
 Always true:
 - a description is immutable and picklable; it names what is stored, and holds no data
-- `matrix` checks every size, and every index that is stored, before it gives an address away
+- `matrix` checks every size, and every index that is stored, before it passes on an address
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
-from offload.kernels.native import Matrix
+from offload.kernels.native import Matrix, memory_of
 
 _BLOCKS = {  # numbers and bytes of a block, by kind, in the order of `BLOCK_KINDS` in kernels.h; see `limbs.h`
     "Q4_0": (32, 18),
@@ -123,14 +123,14 @@ class GgufRows:
             return None
         if self.heads and (len(rows) % self.heads or self.heads % 2):
             return None
-        made = Matrix(rows.data_ptr(), rows.stride(0), columns, _KINDS[self.kind], self.heads, _NONE, _NONE)
+        made = Matrix(memory_of(rows), rows.stride(0), columns, _KINDS[self.kind], self.heads, _NONE, _NONE)
         made.group, made.rows_per_scale, made.divisor, made.last = columns, 1, 1, 1
         made.outputs = len(rows)
         if self.kind in _BOOKS:
             book = _codebook(self.kind)
             if book is None:
                 return None
-            made.book = book.data_ptr()
+            made.book = memory_of(book)
         return made
 
 
@@ -172,7 +172,7 @@ class NumberRows:
         numbers = as_rows(named["numbers"].view(torch.uint8), None, (columns * _BITS[self.kind] + 7) // 8)
         if numbers is None:
             return None
-        made = Matrix(numbers.data_ptr(), numbers.stride(0), columns, _KINDS[self.kind], 0, _NONE, _NONE)
+        made = Matrix(memory_of(numbers), numbers.stride(0), columns, _KINDS[self.kind], 0, _NONE, _NONE)
         made.group, made.rows_per_scale, made.divisor, made.last = columns, 1, 1, self.last
         made.outputs = len(numbers)
         made.table = (ctypes.c_float * 16)(*self.table)
@@ -184,28 +184,30 @@ class NumberRows:
         if not all(takes(role, piece.dtype) for role, piece in named.items()):
             return False
         made.group = self.group or -(-made.columns // 32) * 32
-        made.rows_per_scale = rows if scales.numel() == 1 or not self.rows_per_scale else self.rows_per_scale
+        is_for_all = scales.numel() == 1 or not self.rows_per_scale
+        made.rows_per_scale = max(1, rows) if is_for_all else self.rows_per_scale
         groups, high = -(-made.columns // made.group), -(-rows // made.rows_per_scale)
         found = as_rows(scales, high, groups)
         if found is None:
             return False
-        made.scale_dtype, made.scales = FACTORS[scales.dtype], found.data_ptr()
+        made.scale_dtype, made.scales = FACTORS[scales.dtype], memory_of(found)
         made.scale_step = found.stride(0) * found.itemsize
         if zeros is not None:
             found = as_rows(zeros, -(-rows // 8) if zeros.dtype == torch.int32 else high, groups)
             if found is None:
                 return False
-            made.zero_dtype, made.zeros = FACTORS[zeros.dtype], found.data_ptr()
+            made.zero_dtype, made.zeros = FACTORS[zeros.dtype], memory_of(found)
             made.zero_step = found.stride(0) * found.itemsize
         if "divisor" in named:
             made.divisor = float(named["divisor"])
         if "nested_scales" in named:
             outer, inner = named["nested_scales"], named["nested_numbers"]
             are_floats = all(one.dtype == torch.float32 and one.is_contiguous() for one in (outer, inner))
-            if not are_floats or outer.numel() * self.nested_block < rows * groups or inner.numel() < 256:
+            are_enough = outer.numel() * self.nested_block >= rows * groups and inner.numel() >= 256
+            if not are_floats or not are_enough or scales.dtype != torch.uint8:
                 return False
             made.scale_dtype, made.nested_block, made.nested_offset = _NESTED, self.nested_block, self.nested_offset
-            made.nested_scales, made.nested_numbers = outer.data_ptr(), inner.data_ptr()
+            made.nested_scales, made.nested_numbers = memory_of(outer), memory_of(inner)
         return True
 
 
@@ -238,20 +240,22 @@ class WordColumns:
         wanted = [(words, shapes), (zeros, (groups, -(-outputs // each))), (scales, (groups, outputs))]
         if any(tuple(piece.shape) != shape or piece.stride(1) != 1 for piece, shape in wanted) or outputs < _LANES:
             return None
+        if self.is_awq and outputs % 8:
+            return None
         if words.dtype != torch.int32 or zeros.dtype != torch.int32 or scales.dtype not in _FLOATS:
             return None
         kind = _KINDS[_WORDS[self.is_awq]]
-        made = Matrix(words.data_ptr(), words.stride(0) * 4, columns, kind, 0, FACTORS[scales.dtype], _NONE)
+        made = Matrix(memory_of(words), words.stride(0) * 4, columns, kind, 0, FACTORS[scales.dtype], _NONE)
         made.group, made.rows_per_scale, made.divisor, made.last = -(-columns // groups), 1, 1, 1
-        made.scales, made.scale_step = scales.data_ptr(), scales.stride(0) * scales.itemsize
-        made.zeros, made.zero_step = zeros.data_ptr(), zeros.stride(0) * 4
+        made.scales, made.scale_step = memory_of(scales), scales.stride(0) * scales.itemsize
+        made.zeros, made.zero_step = memory_of(zeros), zeros.stride(0) * 4
         made.bits, made.less, made.outputs = self.bits, self.less, outputs
         if order is not None:
             is_known = order.dtype == torch.int32 and tuple(order.shape) == (columns,) and order.is_contiguous()
             least, most = order.aminmax() if columns else (0, 0)
             if not is_known or least < 0 or most >= groups:
                 return None
-            made.order = order.data_ptr()
+            made.order = memory_of(order)
         return made
 
 

@@ -7,7 +7,7 @@ Always true:
 - writers exclude each other; readers wait for nobody: a block that is removed while it is used stays mapped
 - what is written never exceeds the budget: the block that was not used for longest goes first, later ones of a prompt
   before earlier ones
-- a block that does not match its checksums is not used
+- a block that does not match its checksums, a CRC of the bytes of each layer, is not used
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 
@@ -38,7 +39,7 @@ from offload.storage.reasons import first_line, writing
 from offload.storage.regular import absolute, is_there, open_regular
 from offload.storage.replacing import TEMPORARY, create_folder, remove, sweep
 from offload.storage.state_file import Kind, read_state, write_state
-from offload.storage.write import write_values
+from offload.storage.write import bytes_of, write_values
 
 log = logging.getLogger("offload.prompts")
 
@@ -78,7 +79,7 @@ class Form(NamedTuple):
 class Block:
     """A block of tokens, mapped."""
 
-    def __init__(self, file: TensorFile, forms: list[Form], sums: list[list[int]]) -> None:
+    def __init__(self, file: TensorFile, forms: list[Form], sums: list[int]) -> None:
         self.forms = forms
         self.path = file.path
         self._file = file  # keeps the mapping
@@ -100,9 +101,10 @@ class Block:
             forms = [_form(form) for form in noted["forms"]]
             if noted["identity"] != identity or noted["tokens"] != tokens:
                 raise CorruptFileError(f"{path} is the block of other tokens, or of another model")
-            if sum(form.nbytes for form in forms) != file.entry(_KEY).layout.nbytes or len(forms) != len(noted["sums"]):
+            sums, nbytes = noted["crc32"], sum(form.nbytes for form in forms)
+            if nbytes != file.entry(_KEY).layout.nbytes or len(forms) != len(sums):
                 raise CorruptFileError(f"{path} does not have the size that its header says")
-            return cls(file, forms, noted["sums"])
+            return cls(file, forms, sums)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, CorruptFileError):
                 raise
@@ -129,28 +131,18 @@ class Block:
         return self._bytes.data_ptr() + begin, end - begin
 
     def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them."""
+        """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them.
+
+        Raises:
+            CorruptFileError: their checksum is another one.
+        """
         form, begin = self.forms[layer], self._begins[layer]
-        part = self._bytes[begin : begin + form.nbytes].view(form.dtype)
-        keys, values = part.split([form.heads * TOKENS * size for size in (form.key, form.value)])
+        part = self._bytes[begin : begin + form.nbytes]
+        if crc32(bytes_of(part)) != self._sums[layer]:
+            raise CorruptFileError(f"{self.path} is damaged: layer {layer} does not match its checksum")
+        keys, values = part.view(form.dtype).split([form.heads * TOKENS * size for size in (form.key, form.value)])
         shape = (1, form.heads, TOKENS)
         return keys.view(*shape, form.key), values.view(*shape, form.value)
-
-    def check(self, layer: int, sums: Iterable[int]) -> None:
-        """
-        Raises:
-            CorruptFileError: these are not the checksums of keys and values of a layer.
-        """
-        if list(sums) != self._sums[layer]:
-            raise CorruptFileError(f"{self.path} is damaged: layer {layer} does not match its checksum")
-
-
-def sums_of(states: torch.Tensor) -> list[int]:
-    """A checksum for each block of the first row of states, (batch, heads, tokens, size)."""
-    row = states[0]
-    word = torch.int64 if row.shape[-1] * row.itemsize % 8 == 0 else torch.uint8
-    found: list[int] = row.view(word).unflatten(1, (-1, TOKENS)).sum((0, 2, 3), dtype=torch.int64).tolist()
-    return found
 
 
 class Blocks:
@@ -244,12 +236,12 @@ class Blocks:
         whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         at, sums = 0, []
         for layer, (keys, values) in zip(forms, states, strict=True):
-            flat = torch.cat([part.detach().to("cpu").reshape(-1) for part in (keys, values)])
-            whole[at : at + layer.nbytes] = flat.view(torch.uint8)
-            sums.append([*sums_of(keys), *sums_of(values)])
+            flat = torch.cat([part.detach().to("cpu").reshape(-1) for part in (keys, values)]).view(torch.uint8)
+            whole[at : at + layer.nbytes] = flat
+            sums.append(crc32(bytes_of(flat)))
             at += layer.nbytes
         noted_forms = [[form.heads, form.key, form.value, dtype_name(form.dtype)] for form in forms]
-        noted = {"identity": identity, "tokens": tokens, "forms": noted_forms, "sums": sums}
+        noted = {"identity": identity, "tokens": tokens, "forms": noted_forms, "crc32": sums}
         layouts = {_KEY: Layout(torch.uint8, (nbytes,), (1,))}
         if not quota.make(build(layouts, {_NOTE: noted}).size):
             return False

@@ -3,19 +3,27 @@
 Always true:
 - two models with one identity have the same class, configuration, settings of modules (adapters, scalings of rope) and
   attention, the same versions of torch and transformers, and values of the same names, files and numbers
-- a value on disk is known by the state of its file, and by samples of it; one in memory by all its numbers
+- a value on disk is known by the state of its file, and by samples of it; one in memory by all its bytes, which are
+  read each time: they can be written to in ways that no version counts
 - a value that this process has written to in place is known to this process alone
+- a model with anything that can't be compared, such as a hook or a patched method, has no identity
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from hashlib import blake2b
 from operator import is_not
+from pathlib import PurePath
+from types import NoneType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -33,12 +41,14 @@ from offload.tensor.locals import is_dtensor
 from offload.tensor.recipes import Piece, stored_in
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import is_offloaded
-from offload.torch_api import version_of
+from offload.torch_api import have_global_hooks, hooks_of, pre_hooks_of, version_of
+
+log = logging.getLogger("offload.prompts")
 
 _SAMPLES = 1024  # values of a file of which some bytes are looked at
 _SAMPLE = 2048  # bytes
-_STEPS = 512  # numbers of a value in memory that are compared at each call
 _NOT_OF_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PRIVATE = ("_active_adapter", "_disable_adapters")  # settings of modules that count although their names are private
 
 
@@ -47,11 +57,10 @@ class Identities:
 
     def __init__(self) -> None:
         self._samples: weakref.WeakKeyDictionary[TensorFile, bytes] = weakref.WeakKeyDictionary()
-        self._in_memory = WeakIdKeyDictionary()
         self._stored = WeakIdKeyDictionary()
 
-    def of(self, model: Any) -> str:
-        """The identity of a transformers model, as text of 64 digits.
+    def of(self, model: Any) -> str | None:
+        """The identity of a transformers model, as text of 64 digits; None if some of it can't be compared.
 
         Raises:
             ArgumentError: its values are distributed, or on the meta device.
@@ -59,14 +68,18 @@ class Identities:
         """
         import transformers
 
+        unknown = _unknown_in(model)
+        if unknown is not None:
+            log.warning("%s: no kept prompts are used, and none is kept", unknown)
+            return None
         digest = blake2b(digest_size=32)
         device = model.device.type
         mixed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         versions = torch.__version__, transformers.__version__, device, mixed
-        _note(digest, versions, type(model).__qualname__, _configuration(model.config))
+        _note(digest, versions, _name_of(type(model)), _configuration(model.config))
         with no_functions(), no_modes():
             for name, module in model.named_modules(remove_duplicate=False):
-                _note(digest, name, type(module).__qualname__, _settings(vars(module)))
+                _note(digest, name, _name_of(type(module)), _settings(vars(module)))
             for named in (model.named_parameters, model.named_buffers):
                 for name, tensor in named(remove_duplicate=False):
                     _note(digest, name, tuple(tensor.shape), tensor.dtype)
@@ -83,7 +96,7 @@ class Identities:
             for attribute in attributes:
                 self._add(digest, getattr(tensor, attribute), f"{name}.{attribute}")
         else:
-            digest.update(self._numbers(tensor))
+            _note(digest, crc32(bytes_of(tensor.detach().to(CPU).contiguous())))
 
     def _add_stored(self, digest: Any, tensor: Any) -> None:
         handle, view_spec = handle_of(tensor), view_spec_of(tensor)
@@ -118,20 +131,55 @@ class Identities:
             found = self._samples[file] = digest.digest()
         return found
 
-    def _numbers(self, tensor: torch.Tensor) -> bytes:
-        """All numbers of a plain tensor, hashed once, and again if its version, or some of them, have changed."""
-        flat = tensor.detach().reshape(-1)
-        if tensor.is_inference():  # it has no version
-            return _hashed(flat)
-        mark = version_of(tensor), tensor.data_ptr(), _hashed(flat[:: -(-len(flat) // _STEPS) or 1])
-        known = self._in_memory.get(tensor)
-        if known is None or known[0] != mark:
-            known = self._in_memory[tensor] = mark, _hashed(flat)
-        return bytes(known[1])
+
+def _unknown_in(model: Any) -> str | None:
+    """What of a model can't be compared, in words; None if all can."""
+    if have_global_hooks():
+        return "all modules have a hook"
+    for name, module in model.named_modules():
+        place, kind = name or "the model", type(module)
+        hooks = (*hooks_of(module).values(), *pre_hooks_of(module).values())
+        if not all(map(_is_of_batches, hooks)):
+            return f"{place} has a hook"
+        if not _is_importable(kind) or not _has_own_forward(kind):
+            return f"{place} is a {kind.__qualname__}, whose code is not in a module of its own"
+        for key, value in vars(module).items():
+            if inspect.isroutine(getattr(kind, key, None)) and not (key == "forward" and _is_usual(value, module)):
+                return f"{key} of {place} is another one than that of its class"
+            if not (key[0] == "_" or key == "forward" or _is_known(value)):
+                return f"{key} of {place} is a {type(value).__name__}"
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not (type(tensor) in _PLAIN or is_offloaded(tensor) or is_subclass_value(tensor)):
+            return f"{name} is a {type(tensor).__name__}"
+    return None
 
 
-def _hashed(flat: torch.Tensor) -> bytes:
-    return blake2b(bytes_of(flat.to(CPU).contiguous()), digest_size=16).digest()
+def _is_importable(code: Any) -> bool:
+    """Whether its name tells which class or function it is, in another process too."""
+    return "<" not in code.__qualname__ and code.__module__ != "__main__"
+
+
+def _has_own_forward(kind: Any) -> bool:
+    """Whether `forward` was defined with the class or one of its bases, and not put there later."""
+    return any("forward" in vars(base) and base.__module__ == kind.forward.__module__ for base in kind.mro())
+
+
+def _is_of_batches(hook: object) -> bool:
+    """Whether `map_batches` put it there: such hooks wait, and give what the class's own method gives."""
+    return type(hook).__module__.startswith("offload.batches.")
+
+
+def _is_usual(forward: Any, module: Any) -> bool:
+    """Whether the `forward` of a module itself is its class's, in lockstep or between accelerate's hooks."""
+    hook = vars(module).get("_hf_hook")
+    is_own = getattr(vars(module).get("_old_forward"), "__func__", None) is type(module).forward
+    parts = [getattr(forward, "func", None), *map(type, getattr(hook, "hooks", [hook]))]
+    is_aligning = is_own and all(getattr(part, "__module__", None) == "accelerate.hooks" for part in parts)
+    return is_aligning or _is_of_batches(forward)
+
+
+def _name_of(code: Any) -> str:
+    return f"{code.__module__}.{code.__qualname__}"
 
 
 def _note(digest: Any, *things: object) -> None:
@@ -154,11 +202,30 @@ def _settings(members: Mapping[str, object]) -> list[tuple[str, str]]:
 
 
 def _is_plain(value: object) -> bool:
+    """Whether it is data, or a function with a name, of which `_text_of` tells all."""
+    return all(
+        isinstance(leaf, bool | int | float | str | torch.dtype | NoneType)
+        or (inspect.isroutine(leaf) and not inspect.ismethod(leaf) and _is_importable(leaf))
+        for leaf in _leaves(value)
+    )
+
+
+def _is_known(value: object) -> bool:
+    """Whether it is plain, or tells only where a model is and how it was made."""
+    where = (torch.device, PurePath)
+    return all(isinstance(one, where) or hasattr(one, "to_dict") or _is_plain(one) for one in _leaves(value))
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, partial):
+        value = (value.func, value.args, value.keywords)
     if isinstance(value, Mapping):
-        return all(_is_plain(part) for pair in value.items() for part in pair)
+        value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def _text_of(value: object) -> str:
@@ -167,4 +234,8 @@ def _text_of(value: object) -> str:
         return str([(_text_of(key), _text_of(part)) for key, part in value.items()])
     if isinstance(value, list | tuple):
         return str([*map(_text_of, value)])
+    if isinstance(value, partial):
+        return _text_of((value.func, value.args, value.keywords))
+    if inspect.isroutine(value):
+        return _name_of(value)
     return str(sorted(map(_text_of, value))) if isinstance(value, set | frozenset) else repr(value)

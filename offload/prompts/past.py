@@ -15,12 +15,12 @@ from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
-from offload.prompts.blocks import TOKENS, Block, Form, sums_of
+from offload.prompts.blocks import TOKENS, Block, Form
 from offload.tensor.rules import is_followed
 from offload.transformers_api import given_cache
 
@@ -29,6 +29,7 @@ log = logging.getLogger("offload.prompts")
 _AHEAD = 4  # layers that are read together
 
 States = tuple[torch.Tensor, torch.Tensor]
+Result = TypeVar("Result")
 
 
 class Prefix:
@@ -79,24 +80,18 @@ class Prefix:
             CorruptFileError
         """
         block = self._chains[0 if self._are_alike else row][depth]
-        found = [block.states(layer) for layer in range(len(block.forms))]
-        for layer, (keys, values) in enumerate(found):
-            block.check(layer, (*sums_of(keys), *sums_of(values)))
-        return found
+        return [block.states(layer) for layer in range(len(block.forms))]
 
     def _stored(self, layer: int, device: torch.device, new: States | None) -> States:
         self._bring_in(layer, None if new is None else Form.of(*new))
         found = []
         for row, blocks in enumerate(self._chains):
             rows = slice(None) if self._are_alike else slice(row, row + 1)
-            states = [block.states(layer) for block in blocks]
+            states = [self._dropping(block, block.states, layer) for block in blocks]
             keys, values = (
                 _joined(self._repeated(parts), new and new[place][rows], device)
                 for place, parts in enumerate(zip(*states, strict=True))
             )
-            sums = [sums_of(whole[:, :, : self.length]) for whole in (keys, values)]
-            for block, both in zip(blocks, zip(*sums, strict=True), strict=True):
-                self._dropping(block, block.check, layer, both)
             found.append((keys, values))
         if len(found) == 1:
             return found[0]
@@ -115,10 +110,10 @@ class Prefix:
                 self._dropping(block, block.bring_in, layer, layer + _AHEAD)
                 block.announce(layer + _AHEAD, layer + 2 * _AHEAD)
 
-    def _dropping(self, block: Block, act: Callable[..., None], *args: object) -> None:
-        """Remove the block if that fails."""
+    def _dropping(self, block: Block, act: Callable[..., Result], *args: object) -> Result:
+        """What `act` gives; the block is removed if that fails."""
         try:
-            act(*args)
+            return act(*args)
         except CorruptFileError:
             self._drop(block.path)
             raise

@@ -36,9 +36,12 @@ _MAY_BE_GIVEN = {"input_ids", "attention_mask", "use_cache", "logits_to_keep", "
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What a past was made for: the prompts, one list of tokens per row, and how often each row is in the batch."""
+    """What a past was made for: the prompts, one list of tokens per row, and how often each row is in the batch.
 
-    identity: str
+    `identity` is None for a model whose prompts are not kept.
+    """
+
+    identity: str | None
     rows: list[list[int]]
     copies: int
     prefix: Prefix
@@ -129,7 +132,9 @@ class PromptCache:
         _refuse_placeholders(model, input_ids)
         rows = input_ids.tolist()
         identity = self._identities.of(model)
-        chains: list[list[Block]] = [[] for _ in rows] if is_new else self._known(identity, rows)
+        chains: list[list[Block]] = [[] for _ in rows]
+        if identity is not None and not is_new:
+            chains = self._known(identity, rows)
         prefix = Prefix(model, input_ids.repeat_interleave(copies, 0), _repeated(chains, copies), self._blocks.drop)
         past = past_of(model.config, prefix, input_ids.shape[1])
         past.prompt = _Prompt(identity, rows, copies, prefix)
@@ -149,7 +154,8 @@ class PromptCache:
         """Keep the prompt for which `past_for` made `past`, once the model has run on it.
 
         What is there already is not written again. Nothing is written if the pass has not got to the end of the
-        prompt, or if the cache was reset or cropped into it.
+        prompt, if the cache was reset or cropped into it, or if the model has hooks or anything else that can't be
+        compared.
 
         Args:
             past: what `past_for` returned.
@@ -161,7 +167,7 @@ class PromptCache:
         prompt = getattr(past, "prompt", None)
         if not isinstance(prompt, _Prompt):
             raise ArgumentTypeError(f"keep takes what past_for returned, not {type(past).__name__}")
-        if prompt.prefix.is_damaged or not all(layer.has_all for layer in past.layers):
+        if prompt.identity is None or prompt.prefix.is_damaged or not all(layer.has_all for layer in past.layers):
             return
         for row, tokens in enumerate(prompt.rows):
 

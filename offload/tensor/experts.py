@@ -13,7 +13,6 @@ Always true:
 
 from __future__ import annotations
 
-import ctypes
 import operator
 import platform
 import threading
@@ -30,14 +29,14 @@ import torch.nn.functional as F
 
 from offload.errors import OffloadError, RowIndexError
 from offload.kernels import native
-from offload.kernels.native import DTYPES, Expert, Layer, Matrix, Part, most_rows
+from offload.kernels.native import ExpertRows, Matrix, Projection, WeightedSum, most_rows
 from offload.prefetch.engine import brought_in, coming, computed_once, is_shared, were_cached
 from offload.storage import direct
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor.guests import CPU
 from offload.tensor.loads import Arriving, load_of, parts_of_files, start_of, taken_from
-from offload.tensor.products import Rows, any_rows, may_be_fused, parts_of
+from offload.tensor.products import Rows, any_rows, is_plain, may_be_fused, parts_of
 from offload.tensor.recipes import Piece, values_in_order
 from offload.tensor.rules import records_graph
 from offload.tensor.scratch import LEAST, scratch_for
@@ -46,6 +45,7 @@ from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import modes_are_on
 
 _AT_ONCE = 1024  # rows that experts are given in one call: their products are in memory together
+_OF_ROWS = 2  # dimensions
 _AHEAD = 4  # experts after which more are asked for, as the window has room again
 
 Gate: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
@@ -95,6 +95,8 @@ def multiplied_by_experts(
 ) -> torch.Tensor | None:
     """The weighted sum of the experts of each token: (tokens, outputs); None if the kernels do not take it.
 
+    They do not take sizes that do not fit either: what is wrong is for the caller to say.
+
     Args:
         x: (tokens, inputs).
         picks: (tokens, picks), numbers of experts; the number after the last one stands for none.
@@ -105,17 +107,27 @@ def multiplied_by_experts(
         RowIndexError: there is no such expert.
         ReadError, MissingFileError, ChangedFileError: a note says of which expert.
     """
-    if type(up) is not OffloadedTensor or type(down) is not OffloadedTensor or not x.numel():
+    if type(up) is not OffloadedTensor or type(down) is not OffloadedTensor or not _are_routed(x, picks, weights):
         return None
     if modes_are_on() or records_graph((x, weights, up, down), {}) or not may_be_fused(x, up.dtype):
         return None
-    if x.dim() != 2 or down.dtype != x.dtype or not weights.is_floating_point():
+    if down.dtype != x.dtype or any(type(one._handle) is Traced or one._target != CPU for one in (up, down)):
         return None
-    if any(type(one._handle) is Traced or one._target != CPU for one in (up, down)):
+    stack = _Stack.of(between.owner, up, down, is_turned=is_turned)
+    if not stack.fits(x.shape[1], between):
         return None
-    act = Act(x, picks, weights, _Stack.of(between.owner, up, down, is_turned=is_turned), between)
+    act = Act(x, picks, weights, stack, between)
     gather: Gather | None = getattr(_GATHERING, "gather", None)
     return act.result() if gather is None else gather(act)
+
+
+def _are_routed(x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether each token has numbers of experts, and a weight for each of them, in memory."""
+    if not all(is_plain(one) and one.dim() == _OF_ROWS for one in (x, picks, weights)):
+        return False
+    are_numbers = picks.dtype in (torch.int64, torch.int32) and weights.is_floating_point()
+    fits = len(x) == len(picks) and picks.shape == weights.shape
+    return are_numbers and fits and x.numel() > 0 and picks.numel() > 0
 
 
 @dataclass(frozen=True)
@@ -125,14 +137,12 @@ class _Mapped:
     Attributes:
         bases: what the pieces are parts of.
         pieces: of each part, those of `up` and then of `down`.
-        up, down: the parts, as the library takes them.
     """
 
     bases: list[torch.Tensor]
     pieces: list[list[torch.Tensor]]
-    matrices: list[Matrix]
-    up: ctypes.Array[Part]
-    down: ctypes.Array[Part]
+    up: Projection
+    down: Projection
 
 
 def most_of_an_expert(dtype: torch.dtype) -> int:
@@ -177,26 +187,26 @@ class _Known:
         bases, known = [handle.base() for handle, _ in self.reads] if load is None else [], self._mapped
         if load is None and known is not None and all(map(operator.is_, bases, known.bases)):
             return known
-        made = _Mapped(bases, [], [], *((Part * len(many))() for many in (self.up, self.down)))
-        for many, parts, wide in zip((self.up, self.down), (made.up, made.down), columns, strict=True):
-            column = 0
-            for rows, part in zip(many, parts, strict=True):
+        projections, all_pieces = [], []
+        for many, wide in zip((self.up, self.down), columns, strict=True):
+            parts: list[tuple[Matrix, int]] = []
+            for rows in many:
                 with taken_from(load):
                     pieces = values_in_order(rows.pieces)
                 matrix = rows.packed.matrix(pieces, wide)
                 if matrix is None or matrix.outputs < rows.count:
                     return None
-                made.pieces.append(pieces)
-                made.matrices.append(matrix)
-                part.packed, part.count, part.column = ctypes.addressof(matrix), rows.count, column
-                column += rows.count
+                all_pieces.append(pieces)
+                parts.append((matrix, rows.count))
+            projections.append(Projection(parts))
+        made = _Mapped(bases, all_pieces, *projections)
         if self._is_stored and load is None:
             self._mapped = made
         return made
 
     def dense(self, mapped: _Mapped, number: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """The rows of a part, of those of `up` and then `down`: (rows, columns)."""
-        [first, *others], matrix = mapped.pieces[number], mapped.matrices[number]
+        [first, *others], matrix = mapped.pieces[number], [*mapped.up.matrices, *mapped.down.matrices][number]
         if not others and first.dtype == dtype:
             return first
         compute = partial(_decoded, matrix, (*self.up, *self.down)[number].count, columns, dtype)
@@ -232,6 +242,7 @@ class _Stack:
             Piece(handle_of(one), view_spec_of(one).transpose(-2, -1) if is_turned else view_spec_of(one))
             for one in (up, down)
         ]
+        self._counts = [len(up), len(down)]
         self.outputs, self.columns = zip(*(piece.view_spec.shape[1:] for piece in self._pieces), strict=True)
         self._known: dict[int, _Known | None] = {}
 
@@ -249,6 +260,11 @@ class _Stack:
 
     def _is_exact(self) -> bool:
         return any(getattr(source.composed, "is_exact", False) for source in self._sources)
+
+    def fits(self, width: int, between: Between) -> bool:
+        """Whether tokens of that width go through `up`, and what it gives, through `down`."""
+        is_alike = self._counts == [self.count] * 2 and self.columns[0] == width
+        return is_alike and (self.outputs[0] == 2 * self.columns[1] or not between.is_silu)
 
     def expert(self, number: int) -> _Known | None:
         """An expert; None if the kernels do not take it."""
@@ -451,44 +467,33 @@ class Act:
 
     def _multiply_few(self, runs: Sequence[_Run], *, and_sum: bool) -> None:
         """The results of experts with few rows each, in one call if the kernels know what is between the products."""
-        between, x, stack = self._between, self._x, self._stack
-        experts = (Expert * len(runs))()
-        at = 0
-        for one, run in zip(experts, runs, strict=True):
-            up, down = run.group.mapped.up, run.group.mapped.down
-            one.up, one.up_count = ctypes.addressof(up), len(up)
-            one.down, one.down_count = ctypes.addressof(down), len(down)
-            one.begin, one.end, one.to = at, at + run.end - run.begin, run.begin
-            at = one.end
-        layer = Layer(experts=ctypes.addressof(experts), count=len(experts), rows=at, x_dtype=DTYPES[x.dtype])
-        layer.hidden, layer.inner = stack.columns
-        layer.wide, layer.width = stack.outputs
-        layer.down = self._down.data_ptr()
-        tokens = self._tokens
-        if at < len(self._down):
-            tokens = torch.cat([tokens[:0], *(tokens[one.begin : one.end] for one in runs)])
-        layer.x, layer.x_step, layer.tokens = x.data_ptr(), x.stride(0), tokens.data_ptr()
-        if runs and not between.is_silu:
-            numbers = torch.tensor([one.group.number for one in runs]).repeat_interleave(
-                torch.tensor([one.end - one.begin for one in runs])
-            )
-            found = torch.empty(at, stack.outputs[0], dtype=torch.float32)
-            layer.up = found.data_ptr()
-            native.multiply_experts(layer)
-            found = between.gate(found, numbers).to(x.dtype).contiguous()
-            layer.x, layer.x_step, layer.tokens, layer.up = found.data_ptr(), found.stride(0), None, None
-            if between.finish is not None:
-                native.multiply_experts(layer)
-                for one in runs:
-                    part = self._down[one.begin : one.end]
-                    part.copy_(between.finish(part, torch.full((len(part),), one.group.number)))
-                layer.count = 0
-        if and_sum:
-            layer.places, layer.weights = self._places.data_ptr(), self._weights.data_ptr()
-            layer.out, layer.out_dtype = self._out.data_ptr(), DTYPES[self._out.dtype]
-            layer.all_tokens, layer.picks = self._picks.shape
-        if layer.count or layer.out:
-            native.multiply_experts(layer)
+        between, experts, rows = self._between, [], 0
+        for run in runs:
+            mapped, count = run.group.mapped, run.end - run.begin
+            experts.append(ExpertRows(mapped.up, mapped.down, count, run.begin))
+            rows += count
+        tokens = self._tokens[:rows]  # all of them; those that are routed to no expert come last
+        if 0 < rows < len(self._down):
+            tokens = torch.cat([self._tokens[one.begin : one.end] for one in runs])
+        total = WeightedSum(self._places.view(self._picks.shape), self._weights, self._out) if and_sum else None
+        if between.is_silu or not runs:
+            if runs or and_sum:
+                native.multiply_experts(experts, self._x, self._down, tokens=tokens if runs else None, total=total)
+            return
+        numbers = torch.tensor([one.group.number for one in runs]).repeat_interleave(
+            torch.tensor([one.end - one.begin for one in runs])
+        )
+        found = torch.empty(rows, self._stack.outputs[0], dtype=torch.float32)
+        native.multiply_experts(experts, self._x, self._down, tokens=tokens, up=found)
+        found = between.gate(found, numbers).to(self._x.dtype).contiguous()
+        if between.finish is not None:
+            native.multiply_experts(experts, found, self._down)
+            for one in runs:
+                part = self._down[one.begin : one.end]
+                part.copy_(between.finish(part, torch.full((len(part),), one.group.number)))
+            experts = []
+        if experts or and_sum:
+            native.multiply_experts(experts, found, self._down, total=total)
 
 
 def _results(rows: int, columns: int) -> torch.Tensor:

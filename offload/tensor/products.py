@@ -82,7 +82,14 @@ def are_multiplied_packed(model: nn.Module) -> bool:
     if library() is None or _exact.get():
         return False
     found = (handle_of(local).composed for local in map(local_of, model.parameters()) if type(local) is OffloadedTensor)
-    return any(isinstance(one, Decoded) and one.packed is not None and not one.is_exact for one in found)
+    return any(map(_is_multiplied_packed, found))
+
+
+def _is_multiplied_packed(composed: object) -> bool:
+    """Also what is cast, or joined, of such values."""
+    if isinstance(composed, Joined):
+        return not composed.is_exact and any(_is_multiplied_packed(piece.handle.composed) for piece in composed.pieces)
+    return isinstance(composed, Decoded) and composed.packed is not None and not composed.is_exact
 
 
 def compute_exactly(handle: Handle) -> None:
@@ -197,7 +204,7 @@ def multiplied(x: torch.Tensor, weight: Piece, bias: object = None) -> torch.Ten
     """`F.linear(x, weight, bias)` from the packed bytes of a cut of a recipe; None if the kernels do not take it.
 
     Args:
-        x: a plain tensor.
+        x: a tensor in memory.
     """
     shape = weight.view_spec.shape
     if not may_be_fused(x, weight.view_spec.dtype):
@@ -217,11 +224,16 @@ def most_rows_of(parts: Iterable[Rows], dtype: torch.dtype) -> int:
     return min((most_rows(dtype, in_integers=rows.packed.in_integers) for rows in parts), default=MOST_ROWS)
 
 
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether a tensor is torch's own, with memory that the kernels can read: not a wrapper, sparse or nested."""
+    return type(x) in (torch.Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided and not x.is_nested
+
+
 def may_be_fused(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels may multiply a plain tensor by weights of that dtype."""
+    """Whether the kernels may multiply a tensor by weights of that dtype."""
     if _exact.get() or transform_on_top() is not None or is_dual_level():  # tensors without memory, or with a tangent
         return False
-    return library() is not None and x.dtype == dtype and dtype in DTYPES and x.is_cpu
+    return library() is not None and x.dtype == dtype and dtype in DTYPES and is_plain(x)
 
 
 def _multiplied(x: torch.Tensor, weight: Piece, bias: Any) -> torch.Tensor | None:
@@ -230,7 +242,7 @@ def _multiplied(x: torch.Tensor, weight: Piece, bias: Any) -> torch.Tensor | Non
         return None
     if bias is not None:
         bias = guest_of(bias).resolve_neg().contiguous()
-        if bias.dtype != x.dtype or bias.shape != (height,):
+        if not is_plain(bias) or bias.dtype != x.dtype or bias.shape != (height,):
             return None
     flat = x.resolve_neg().reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()

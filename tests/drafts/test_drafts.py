@@ -18,9 +18,17 @@ from offload.drafts import candidates, draft_summary
 from offload.drafts.candidates import Drafts, measured
 from offload.drafts.costs import Length, Trials
 from offload.prefetch.value import page_state_of
-from offload.tensor.views import handle_of
+from offload.tensor.products import are_multiplied_packed, parts_of
+from offload.tensor.recipes import Piece
+from offload.tensor.views import handle_of, view_spec_of
+from tests.checkpoints.forms import FORMS
 from tests.checkpoints.gguf_files import write_gguf
 
+# Models without experts, whose router is dense.
+ALIKE = (
+    *("fp8-llama", "fp8-small", "fp8-tensor", "fp8-scale", "fp8-part", "fp8-ue8m0-bytes", "ct-fp8-block"),
+    *("ct-w4a16-asym", "bnb-", "gptq", "awq", "gguf-q4_k_m", "gguf-iq2_xs", "gguf-qwen2"),
+)
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -94,6 +102,49 @@ def test_logits_of_a_packed_model_are_the_same_bits_with_drafts(packed: Any, see
     assert torch.equal(expected.sequences, found.sequences)
     assert torch.equal(logits_of(expected), logits_of(found))
     assert draft_summary(packed).drafted > 12
+
+
+@pytest.mark.fused
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+@pytest.mark.parametrize("name", FORMS)
+def test_passes_are_alike_wherever_a_product_is_computed_from_packed_bytes(name: str, tmp_path: Path):
+    """Whether the packed value is the weight itself, or the weight is cast or joined of such."""
+    FORMS[name].write(tmp_path)
+    model = offload.from_pretrained(tmp_path, **FORMS[name].options)
+    weights = [one for one in model.parameters() if type(one) is offload.OffloadedTensor and one.dim() > 1]
+    matrices = [one for all in weights for one in ([all] if all.dim() == 2 else [all[0], all[0].t()])]
+    parts = [parts_of(Piece(handle_of(one), view_spec_of(one))) or [] for one in matrices if not is_stored(one)]
+    are_packed = [any(not is_stored_in(rows) for rows in some) for some in parts]
+
+    assert any(are_packed) == are_multiplied_packed(model)
+    with offload.exact():
+        assert not are_multiplied_packed(model)
+
+
+def is_stored(weight: Any) -> bool:
+    return handle_of(weight).composed is None
+
+
+def is_stored_in(rows: Any) -> bool:
+    return getattr(rows.packed, "kind", "") in ("float32", "float16", "bfloat16")
+
+
+@pytest.mark.fused
+@pytest.mark.usefixtures("_all_lengths")
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(ALIKE)])
+def test_logits_of_every_packed_form_are_the_same_bits_with_drafts(name: str, tmp_path: Path):
+    """But for products with dense weights, here the head, which torch computes row by row in this test."""
+    FORMS[name].write(tmp_path)
+    model = offload.from_pretrained(tmp_path, **FORMS[name].options)
+    head, linear = model.get_output_embeddings(), torch.nn.functional.linear
+    head.forward = lambda x: torch.cat([linear(row, head.weight) for row in x.split(1, dim=1)], dim=1)
+    expected = model.generate(PROMPT, min_new_tokens=24, **GREEDY)
+    found = model.generate(PROMPT, min_new_tokens=24, prompt_lookup_num_tokens=10, **GREEDY)
+
+    assert torch.equal(expected.sequences, found.sequences)
+    assert torch.equal(logits_of(expected), logits_of(found))
+    assert draft_summary(model).drafted > 0
 
 
 @pytest.mark.fused

@@ -178,6 +178,43 @@ def test_a_number_beyond_the_experts_is_an_error(number, tmp_path):
         experts(*routed(torch.bfloat16, [0, number]))
 
 
+DO_NOT_FIT: dict[str, Any] = {
+    "narrower tokens": lambda x, numbers, weights: (x[:, ::2].contiguous(), numbers, weights),
+    "wider tokens": lambda x, numbers, weights: (torch.cat([x, x], 1), numbers, weights),
+    "tokens of three dimensions": lambda x, numbers, weights: (x[None], numbers, weights),
+    "more numbers than tokens": lambda x, numbers, weights: (x, numbers.repeat(9, 1), weights.repeat(9, 1)),
+    "fewer numbers than tokens": lambda x, numbers, weights: (x, numbers[1:], weights[1:]),
+    "more tokens than weights": lambda x, numbers, weights: (x, numbers, weights[1:]),
+    "fewer columns of weights": lambda x, numbers, weights: (x, numbers, weights[:, :1]),
+    "more columns of weights": lambda x, numbers, weights: (x, numbers, weights.repeat(1, 2)),
+    "one number per token": lambda x, numbers, weights: (x, numbers[:, 0], weights[:, 0]),
+    "no number": lambda x, numbers, weights: (x, numbers[:, :0], weights[:, :0]),
+    "a single number": lambda x, numbers, weights: (x, numbers[0, 0], weights[0, 0]),
+    "whole weights": lambda x, numbers, weights: (x, numbers, weights.long()),
+    "numbers with fractions": lambda x, numbers, weights: (x, numbers.float(), weights),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_that_do_not_fit_are_answered_as_by_plain_transformers(name, tmp_path):
+    ours = experts_of(loaded(name, tmp_path))[-1]
+    plain = experts_of(FORMS[name].plain(tmp_path))[-1]
+    plain.config._experts_implementation = "grouped_mm"
+    given = routed(ours.down_proj.dtype, [0, 1], [2, 1], [1, 0], [3, 3], width=getattr(ours, "hidden_dim", 128))
+
+    for wrong, change in DO_NOT_FIT.items():
+        assert answered(plain, change(*given)) == answered(ours, change(*given)), wrong
+
+
+def answered(experts: Any, given: tuple[torch.Tensor, ...]) -> Any:
+    """The shape of the result, or the kind of error."""
+    try:
+        return experts(*given).shape
+    except Exception as error:
+        return type(error)
+
+
 @torch.no_grad()
 def test_experts_follow_a_shared_layer_and_a_new_value(tmp_path):
     """The same weights in two modules are one stack; a value that is replaced is not taken for the one before."""

@@ -357,3 +357,5 @@ def test_pieces_of_other_sizes_are_not_taken() -> None:
     assert accelerated.multiply(packed, [numbers, scales[:2]], x, ROWS) is None
     assert accelerated.multiply(packed, [numbers, scales.double()], x, ROWS) is None
     assert accelerated.multiply(packed, [numbers, scales], torch.ones(17, COLUMNS), ROWS) is None
+    for first in (-1, 1):
+        assert not accelerated._decode(packed, [numbers, scales], first, torch.empty(ROWS, COLUMNS))

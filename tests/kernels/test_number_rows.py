@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from offload.checkpoints.forms.numbers import (
 from offload.kernels import native
 from offload.kernels.packed import QUARTERS, GgufRows, NumberRows, Packed, WordColumns
 from tests.kernels.test_gguf_rows import LEVELS, as_multiplied, same_bits
+from tests.kernels.test_sizes import OTHERS
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
 
@@ -31,6 +32,7 @@ WIDTHS = (256, 96, 100, 40, 17)  # whole vectors and groups, and not
 FLOATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 CENTRED = tuple(float(number - 8) for number in range(16))
 
+_ALIVE: list[torch.Tensor] = []  # pieces of the matrix that was made last
 Case = tuple[str, Packed, list[torch.Tensor], torch.Tensor]
 
 
@@ -220,6 +222,40 @@ def test_pieces_of_other_sizes_are_not_taken():
     for wrong in (scales[1:], scales[:, :1], torch.rand(ROWS, 3)):
         assert described.matrix([packed, wrong], 64) is None
     assert described.matrix([packed, scales], 65) is None
+
+
+@pytest.mark.parametrize("width", [256, 40])
+@pytest.mark.parametrize("cases", [small_floats, whole_numbers, halves, floats, words])
+def test_a_piece_of_another_size_is_refused_or_has_the_same_numbers(cases, width):
+    """What is taken is decoded as a whole, so that the sanitizer sees what is read."""
+    torch.manual_seed(width)
+    changing = "another dtype", "a dimension less"  # the latter gives one factor for all rows
+    for name, described, pieces, expected in cases(width):
+        for place, piece in enumerate(pieces):
+            for other, change in OTHERS.items():
+                matrix = matrix_or_none(described, pieces, place, change, width)
+                if matrix is None:
+                    continue
+                found = torch.empty(matrix.outputs, width)
+                native.decode(matrix, 0, found)
+                both = min(len(found), len(expected))
+
+                assert other not in ("no memory", "memory that was taken away") or not piece.numel()
+                assert other in changing or same_bits(expected[:both], found[:both]), (name, place, other)
+
+
+def matrix_or_none(
+    described: Packed,
+    pieces: list[torch.Tensor],
+    place: int,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    width: int,
+) -> native.Matrix | None:
+    try:
+        _ALIVE[:] = [*pieces[:place], change(pieces[place]), *pieces[place + 1 :]]
+        return described.matrix(_ALIVE, width)
+    except (ValueError, RuntimeError):  # an ArgumentError is the first, what torch raises for a view is the second
+        return None
 
 
 def test_an_order_that_names_other_groups_is_not_taken():

@@ -5,14 +5,26 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen3NextConfig, __version__
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    LlamaModel,
+    MistralConfig,
+    Qwen3NextConfig,
+    __version__,
+)
 
 import offload
 from offload.errors import ArgumentError, ForeignFileError, UnsupportedOpError
@@ -174,7 +186,9 @@ def test_weights_on_disk_give_the_same(llama: Any, tmp_path: Path, prompts: Prom
 
 
 @pytest.mark.parametrize("way", [{}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": True}], ids=str)
-def test_a_model_from_disk_takes_a_folder(llama: Any, tmp_path: Path, way: dict[str, Any]) -> None:
+def test_a_model_from_disk_takes_a_folder(
+    llama: Any, tmp_path: Path, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And drafts begin after what is known, where transformers (5.23) begins with the whole prompt."""
     llama.save_pretrained(tmp_path / "llama")
     model = offload.from_pretrained(tmp_path / "llama")
@@ -182,8 +196,15 @@ def test_a_model_from_disk_takes_a_folder(llama: Any, tmp_path: Path, way: dict[
     tokens, folder = ids(200), tmp_path / "prompts"
     expected = answer(model.generate, tokens, **way)
     rows: list[int] = []
-    model.model.register_forward_pre_hook(lambda *args: rows.append(args[2]["input_ids"].shape[1]), with_kwargs=True)
+    forward = LlamaModel.forward
 
+    @wraps(forward)
+    def counting(self: Any, input_ids: torch.Tensor, **given: Any) -> Any:
+        if self is model.model:
+            rows.append(input_ids.shape[1])
+        return forward(self, input_ids, **given)
+
+    monkeypatch.setattr(LlamaModel, "forward", counting)
     for most in (203, 11):
         rows.clear()
         assert torch.equal(expected, answer(model.generate, tokens, prompt_cache=folder, **way))
@@ -216,6 +237,13 @@ def changed(model: Any, how: str) -> Any:
             model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
     elif how == "data":
         model.model.layers[1].mlp.up_proj.weight.data.mul_(1.5)
+    elif how == "one number through data":
+        model.model.layers[1].mlp.up_proj.weight.data[5, 7] += 1
+    elif how == "one number through numpy":
+        model.model.layers[1].mlp.up_proj.weight.detach().numpy()[5, 7] += 1
+    elif how == "two rows through numpy":
+        rows = model.model.layers[1].mlp.up_proj.weight.detach().numpy()
+        rows[[3, 4]] = rows[[4, 3]]
     elif how == "dtype":
         model = model.to(torch.bfloat16)
     elif how == "rope":
@@ -229,7 +257,13 @@ def changed(model: Any, how: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("how", ["weights", "data", "dtype", "rope", "attention", "a setting", "revision"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("weights", "data", "one number through data", "one number through numpy", "two rows through numpy"),
+        *("dtype", "rope", "attention", "a setting", "revision"),
+    ],
+)
 def test_a_changed_model_is_another_one(llama: Any, prompts: PromptCache, how: str) -> None:
     tokens = ids(100)
     answer(prompts.generate, llama, tokens)
@@ -237,6 +271,108 @@ def test_a_changed_model_is_another_one(llama: Any, prompts: PromptCache, how: s
 
     assert 0 == known(prompts, changed(copy.deepcopy(llama), how), tokens)
     assert 0 == known(prompts, changed(llama, how), tokens)
+
+
+@contextmanager
+def steered(model: Any, how: str) -> Iterator[None]:
+    """In this context, the model computes something else, which its weights and settings do not tell."""
+    layer, kind = model.model.layers[1], type(model.model.layers[1].mlp)
+    forward, handles = layer.mlp.forward, []
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "a hook":
+            handles.append(layer.mlp.register_forward_hook(lambda _, __, found: -9 * found))
+        elif how == "a hook before":
+            handles.append(layer.mlp.register_forward_pre_hook(lambda _, args: args[0].flip(-1)))
+        elif how == "a hook of all modules":
+            change = lambda module, _, found: -9 * found if module is layer.mlp else found  # noqa: E731
+            handles.append(torch.nn.modules.module.register_module_forward_hook(change))
+        elif how == "another forward":
+            layer.mlp.forward = lambda x: -9 * forward(x)
+            handles.append(SimpleNamespace(remove=lambda: delattr(layer.mlp, "forward")))
+        elif how == "another forward of the class":
+            own = kind.forward
+            patch.setattr(kind, "forward", lambda self, x: -9 * own(self, x))
+        elif how == "an activation":
+            patch.setitem(layer.mlp._modules, "act_fn", None)
+            patch.setitem(vars(layer.mlp), "act_fn", lambda x: -9 * x)
+        elif how == "a layer":
+            patch.setitem(layer._modules, "mlp", Steered(layer.mlp))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class Steered(torch.nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.vector = inner, torch.linspace(-9, 9, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.vector
+
+
+STEERED = [
+    *("a hook", "a hook before", "a hook of all modules", "another forward", "another forward of the class"),
+    *("an activation", "a layer"),
+]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("how", STEERED)
+def test_a_model_that_can_not_be_compared_uses_no_kept_prompts(
+    llama: Any, tmp_path: Path, prompts: PromptCache, how: str, on_disk: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In both directions; what was kept before is known again afterwards."""
+    if on_disk:
+        llama.save_pretrained(tmp_path / "llama")
+        llama = offload.from_pretrained(tmp_path / "llama")
+    tokens, other = ids(100), ids(100, seed=1)
+    plain = answer(prompts.generate, llama, tokens)
+    with steered(llama, how):
+        expected = answer(llama.generate, tokens)
+
+        assert not torch.equal(plain, expected)
+        assert 0 == known(prompts, llama, tokens)
+        assert torch.equal(expected, answer(prompts.generate, llama, tokens))
+        answer(prompts.generate, llama, other)
+        assert 1 == len(blocks(prompts))
+    assert "none is kept" in caplog.text
+    assert 0 == known(prompts, llama, other)
+    assert 64 == known(prompts, llama, tokens)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "phi3", "qwen3_moe", "olmo2"])
+def test_models_of_transformers_can_be_compared(prompts: PromptCache, name: str) -> None:
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    model = model_of(AutoConfig.for_model(name, **({"vocab_size": 99} if name == "gpt2" else SIZES), **ends))
+    answer(prompts.generate, model, ids(100))
+
+    assert 64 == known(prompts, model, ids(100))
+
+
+def test_an_adapter_can_be_compared(llama: Any, prompts: PromptCache) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    answer(prompts.generate, llama, ids(100))
+    assert 64 == known(prompts, llama, ids(100))
+
+    model.base_model.disable_adapter_layers()
+
+    assert 0 == known(prompts, llama, ids(100))
+
+
+def test_hooks_of_accelerate_that_move_tensors_can_be_compared(llama: Any, prompts: PromptCache) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    for layer in llama.model.layers:
+        hooks.add_hook_to_module(layer, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    answer(prompts.generate, llama, ids(100))
+    assert 64 == known(prompts, llama, ids(100))
+
+    hooks.add_hook_to_module(llama.model.layers[0], type("Own", (hooks.ModelHook,), {})(), append=True)
+
+    assert 0 == known(prompts, llama, ids(100))
 
 
 def test_a_set_among_a_module_s_settings_has_no_order(llama: Any, prompts: PromptCache) -> None:
@@ -372,6 +508,27 @@ def test_a_damaged_block_is_computed_again(model: Any, prompts: PromptCache, cap
         answer(prompts.generate, model, tokens)
         assert 192 == known(prompts, model, tokens)
         assert "computed again" not in caplog.text
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 512], ids=str)
+@pytest.mark.parametrize("apart", [1, 5])
+def test_a_block_whose_parts_changed_places_is_computed_again(
+    llama: Any, prompts: PromptCache, caplog: pytest.LogCaptureFixture, size: int, apart: int
+) -> None:
+    """Words, rows or sectors: nothing is missing, and nothing new is there."""
+    tokens = ids(100)
+    expected = answer(llama.generate, tokens)
+    answer(prompts.generate, llama, tokens)
+    (path,) = blocks(prompts)
+    begin = path.stat().st_size - 4096  # the values of the last layer
+    data = bytearray(path.read_bytes())
+    one, other = (slice(begin + number * size, begin + (number + 1) * size) for number in (0, apart))
+    assert data[one] != data[other]
+    data[one], data[other] = data[other], data[one]
+    path.write_bytes(data)
+
+    assert torch.equal(expected, answer(prompts.generate, llama, tokens))
+    assert "does not match its checksum" in caplog.text
 
 
 @pytest.mark.parametrize("left", [0, 1, 3000, -1])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 
 import offload
 from offload import OffloadedTensor
@@ -209,6 +210,41 @@ def test_products_of_other_shapes_and_dtypes_raise_as_torch_does(model):
         layer(activations(layer, 1)[:, 1:])
     with torch.no_grad():
         assert (0, layer.out_features) == layer(activations(layer, 1)[:0]).shape
+
+
+KINDS = {
+    "a wrapper of two tensors": lambda x: TwoTensor(x, x.clone()),
+    "a subclass": lambda x: x.as_subclass(type("Named", (torch.Tensor,), {})),
+    "sparse": lambda x: x.to_sparse(),
+    "of mkldnn": lambda x: x.to_mkldnn(),
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:1]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
+}
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_of_other_kinds_are_multiplied_by_torch(kind, tmp_path):
+    """Their address is not that of numbers: it may be null."""
+    FORMS["gguf-q8_0"].write(tmp_path)
+    layer, _ = next(packed_layers(offload.from_pretrained(tmp_path, **FORMS["gguf-q8_0"].options)))
+    dense = layer.weight.materialize()
+    x, bias = KINDS[kind](activations(layer, 3)), torch.ones(len(dense))
+    given = [(x, None), (x, bias)] if kind != "sparse" else [(x, None)]  # torch has no sum of both
+    if kind == "a wrapper of two tensors":
+        given.append((activations(layer, 3), KINDS[kind](bias)))
+
+    for one, added in given:
+        expected, found = F.linear(one, dense, added), F.linear(one, layer.weight, added)
+        for ours, plain in zip(parts_of_kind(found), parts_of_kind(expected), strict=True):
+            torch.testing.assert_close(plain, ours)
+
+
+def parts_of_kind(x: torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(x, TwoTensor):
+        return [x.a, x.b]
+    return [*x.unbind()] if x.is_nested else [x.to_dense() if x.layout != torch.strided else x]
 
 
 def test_products_under_transforms_and_of_negated_views_are_those_of_the_dense_weight(model):
