@@ -33,7 +33,13 @@ with suppress(ImportError):  # `make gpu` installs nothing
     settings.register_profile(
         "suite", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     )
-    settings.load_profile("suite")
+
+    def pytest_collectstart(collector: pytest.Collector) -> None:
+        """Modules of torch's tests load a profile of theirs, with ten examples."""
+        if isinstance(collector, pytest.Module):
+            settings.load_profile("suite")
+
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
 for library in ("HF_HUB", "TRANSFORMERS", "HF_DATASETS"):

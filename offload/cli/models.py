@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from offload.annotations import Kwargs
 from offload.cli import arguments
 from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
-from offload.errors import ArgumentError, CheckpointError, visible_lines
+from offload.errors import ArgumentError, CheckpointError, OffloadError, visible_lines
 from offload.serving.chat import ONE_ANSWER, ONLY_TOKENS, ends_of, in_chat, stops_of
 from offload.storage.reasons import first_line
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from offload.report import Recording
 
 _MODES = ("greedy_search", "sample")  # that take drafts
+# What transformers raises for settings that it can't follow.
+_OF_SETTINGS = (TypeError, AttributeError, LookupError, ArithmeticError, ImportError, AssertionError, RuntimeError)
 _LOOKED_UP = 63  # most tokens of a draft from the text
 
 
@@ -225,7 +227,9 @@ def generate(options: argparse.Namespace) -> None:
                 streamer=streamer,
                 stopping_criteria=[streamer.stops],
             )
-        except (TypeError, AttributeError, LookupError, ArithmeticError, ImportError, AssertionError) as error:
+        except (OffloadError, torch.OutOfMemoryError):
+            raise
+        except _OF_SETTINGS as error:
             raise CheckpointError(
                 f"{folder} can't generate, perhaps because of its generation_config.json: {first_line(error)}"
             ) from error
