@@ -116,6 +116,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "text_config.head_dim": 16,
         "text_config.rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]},
     },
+    "hy_v4_vl_text": {
+        "qk_rope_head_dim": 16,
+        "head_dim": 16,
+        "rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]},
+    },
     "informer": _TIMES,
     "inkling_mm_model": {"vision_config.num_hidden_layers": 2},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
