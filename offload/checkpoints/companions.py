@@ -182,7 +182,8 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
 
     file: dict[str, str] = {} if is_folder(place) else {"gguf_file": place.name}
     folder = place.parent if file else place
-    has_one = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
+    with reading(folder):
+        has_one = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
     base = None if file or has_one else base_of(folder)
     source = base or folder
     try:

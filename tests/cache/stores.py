@@ -33,6 +33,7 @@ WHOLE_NUMBERS = [
     torch.tensor([1, 3], dtype=torch.float16),
     torch.tensor(2.0),
     torch.empty(0),
+    torch.ones(2, 2),
     np.array([4.0, 1.0]),
     np.array([4.0, 1.0], dtype=np.float32)[::-1],
 ]
@@ -43,7 +44,6 @@ NO_ROWS = [
     torch.tensor([1e30]),
     torch.tensor([-7.0]),
     torch.tensor([1.0 + 0j]),
-    torch.ones(2, 2),
     np.array([1.5]),
     1.0,
 ]

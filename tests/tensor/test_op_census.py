@@ -46,6 +46,7 @@ VALUES_CLOSE: dict[tuple[str, str], str] = {
     ("cumprod", "second order"): "the gradient is made of cumulative products that autograd can follow",
     **{("linalg.vander", check): "made of a cumulative product" for check in ("trainable", "second order")},
     ("linalg.det", "second order"): "the gradient is made of a decomposition that autograd can follow",
+    **{(name, "tangents"): "the same of the tangent, from torch 2.15 on" for name in ("linalg.det", "logdet")},
     ("linalg.lstsq", "second order"): "made of products of matrices, folded otherwise",
     ("linalg.lstsq.grad_oriented", "tangents"): "made of products of matrices, folded otherwise",
     ("matmul", "frozen"): "a batch of one is squeezed away: `mm` instead of `bmm`",
@@ -68,6 +69,8 @@ SELDOM_UNEQUAL = {
     ("linalg.vander", "trainable"),  # with torch 2.11, and no later tested release
     ("linalg.lstsq", "second order"),
     ("linalg.lstsq.grad_oriented", "tangents"),
+    ("linalg.det", "second order"),  # with torch 2.15 only the tangents
+    *((name, "tangents") for name in ("linalg.det", "logdet")),  # with torch 2.15
     *((name, "tangents") for name in ("matmul", "__rmatmul__")),  # of complex numbers, which the campaign tries
     *(entry for entry, reason in VALUES_CLOSE.items() if reason == _STEPS),
 }
