@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -165,15 +166,16 @@ def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[i
     from offload.serving.answering import Job
 
     number, request = numbered
-    asked = Asked(request.messages, [] if request.prompt is None else [request.prompt])
+    texts = [] if request.prompt is None else [request.prompt]
     try:
-        [(tokens, left)] = prompts.of(asked)
+        [prompt] = prompts.of(Asked(request.messages, texts, template=request.template))
     except Refused as error:
         return request.custom_id, number, str(error)
     pieces: list[Any] = []
     seed = int(torch.randint(_MOST_SEED, ()))  # of this request's own numbers, inside `map_batches`
     options = {"temperature": 0, "seed": seed, **request.options}
-    job = Job(tokens, min(request.max_tokens or most, left), pieces.append, options)
+    prompt = replace(prompt, most=min(request.max_tokens or most, prompt.most))
+    job = Job(prompt, pieces.append, options)
     try:
         reason = answering(job)
     except (OffloadError, OSError, MemoryError, torch.OutOfMemoryError):
@@ -181,7 +183,7 @@ def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[i
     except Exception as error:  # a temperature close to 0, an unknown token, an odd generation_config.json
         return request.custom_id, number, f"the model rejects it: {first_line(error)}"
     text, count = "".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces)
-    return Answer(request, text, len(tokens), count, reason)
+    return Answer(request, text, len(prompt.tokens), count, reason)
 
 
 class _Refusals:

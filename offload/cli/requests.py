@@ -22,13 +22,13 @@ from pathlib import Path
 
 from offload.annotations import Json
 from offload.errors import ArgumentError, ForeignFileError, ReadError, WriteError
-from offload.serving.bodies import OPTIONS, Refused, max_tokens_in, messages_in, options_in
+from offload.serving.bodies import OF_TEMPLATE, OPTIONS, Refused, max_tokens_in, messages_in, options_in, template_in
 from offload.storage.locks import flock
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import closed_on_error, owned
 from offload.storage.replacing import sync_folder
 
-_KNOWN = {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", *OPTIONS}
+_KNOWN = {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", *OPTIONS, *OF_TEMPLATE}
 _ENVELOPE = {"custom_id", "method", "url", "body"}  # around the body, if there is one
 _LONGEST = 64 << 20  # longest line in bytes
 
@@ -42,7 +42,8 @@ class Request:
         messages: of a chat; None if there is a prompt.
         prompt: text to continue; None if there are messages.
         max_tokens: most tokens to generate; None for the command's default.
-        options: temperature, top_p, seed, stop, as far as given.
+        options: those of `bodies.OPTIONS` that are given.
+        template: options of the chat template.
         ignored: names of the other options that it has.
     """
 
@@ -51,6 +52,7 @@ class Request:
     prompt: str | None
     max_tokens: int | None = None
     options: Json = field(default_factory=dict)
+    template: Json = field(default_factory=dict)
     ignored: Sequence[str] = ()
 
 
@@ -125,6 +127,7 @@ def parsed(line: bytes, number: int) -> Request:
         prompt=_prompt(body),
         max_tokens=max_tokens_in(body),
         options=options_in(body),
+        template=template_in(body),
         ignored=[name for name, value in body.items() if name not in known and value is not None],
     )
 

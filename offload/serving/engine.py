@@ -106,7 +106,7 @@ class Engine:
 
     def size_of(self, job: Job) -> int:
         """The bytes that a job needs at most."""
-        return _A_THREAD + self._per_token * (len(job.prompt) + job.most)
+        return _A_THREAD + self._per_token * (len(job.prompt.tokens) + job.prompt.most)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Have jobs answered, all of them or none.
@@ -208,7 +208,7 @@ class Engine:
             job = self._waiting.popleft()
             self._begun += 1
             self._running[self._begun] = job
-            self._figures.prompt_tokens += len(job.prompt)
+            self._figures.prompt_tokens += len(job.prompt.tokens)
             return job
 
     def _drop_cancelled(self) -> None:
