@@ -23,7 +23,7 @@ from offload.cli.models import add_model_options, add_prompt_cache, folder_of_mo
 from offload.cli.output import allow_json, counted, print_json, print_pairs, say
 from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
-from offload.serving.bodies import Asked, Refused
+from offload.serving.bodies import Refused
 from offload.serving.chat import Prompts, ends_of
 from offload.storage.reasons import first_line
 from offload.storage.regular import is_there
@@ -166,16 +166,15 @@ def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[i
     from offload.serving.answering import Job
 
     number, request = numbered
-    texts = [] if request.prompt is None else [request.prompt]
+    most = request.asked.max_tokens or most
     try:
-        [prompt] = prompts.of(Asked(request.messages, texts, template=request.template))
+        [prompt] = prompts.of(replace(request.asked, max_tokens=None))
     except Refused as error:
         return request.custom_id, number, str(error)
     pieces: list[Any] = []
     seed = int(torch.randint(_MOST_SEED, ()))  # of this request's own numbers, inside `map_batches`
-    options = {"temperature": 0, "seed": seed, **request.options}
-    prompt = replace(prompt, most=min(request.max_tokens or most, prompt.most))
-    job = Job(prompt, pieces.append, options)
+    options = {"temperature": 0, "seed": seed, **request.asked.options}
+    job = Job(replace(prompt, most=min(most, prompt.most)), pieces.append, options)
     try:
         reason = answering(job)
     except (OffloadError, OSError, MemoryError, torch.OutOfMemoryError):

@@ -19,6 +19,7 @@ from offload.annotations import Json, Kwargs
 from offload.serving.chat import ONE_ANSWER, Prompt, stops_of
 from offload.serving.text import Text
 
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}  # options that have the same names for `generate`
 _SCORED_BYTES = 256 << 20  # of logits, when a prompt is scored
 
 
@@ -101,7 +102,8 @@ class Answering:
         torch.manual_seed(job.options.get("seed", secrets.randbits(63)))  # for this job only, as batches have their own
         tokens = torch.tensor([job.prompt.tokens], device=self._model.device)  # (1, length)
         ends = () if job.options.get("ignore_eos") else self._ends
-        text = Text(self._tokenizer, self._stops(job), ends, skips=job.options.get("skip_special_tokens", True))
+        stops = [*job.options.get("stop", ()), *stops_of(self._model)]
+        text = Text(self._tokenizer, stops, ends, skips=job.options.get("skip_special_tokens", True))
         streamer = Streamer(job, text)
         options = self._options(job, streamer)
         if job.echo and job.top is not None:
@@ -116,9 +118,6 @@ class Answering:
         last_one = text.tokens[-1] if text.tokens else None
         return "stop" if text.has_stopped or last_one in ends else "length"
 
-    def _stops(self, job: Job) -> list[str]:
-        return [*job.options.get("stop", ()), *stops_of(self._model)]
-
     def _options(self, job: Job, streamer: Streamer) -> Kwargs:
         """Options for `generate`: as the model's settings say, or greedy where a temperature of 0 is asked for."""
         asked = job.options
@@ -129,15 +128,11 @@ class Answering:
             "streamer": streamer,
             "stopping_criteria": [streamer.stops],
             "logits_processor": [_penalties(job)] if asked.keys() & {"frequency_penalty", "presence_penalty"} else [],
-            **{name: float(asked[name]) for name in ("repetition_penalty",) if name in asked},
         }
-        if "temperature" in asked:
-            chosen["do_sample"] = asked["temperature"] > 0
-        elif asked.keys() & {"top_p", "top_k", "min_p"}:
-            chosen["do_sample"] = True
-        if chosen.get("do_sample"):
-            chosen |= {name: float(asked[name]) for name in ("temperature", "top_p", "min_p") if name in asked}
-            chosen |= {"top_k": max(asked["top_k"], 0)} if "top_k" in asked else {}
+        if sampling := asked.keys() & _SAMPLING:
+            chosen["do_sample"] = asked.get("temperature", 1) > 0
+        names = sampling if chosen.get("do_sample") else set()
+        chosen |= {name: asked[name] for name in names | asked.keys() & {"repetition_penalty"}}
         if job.top is not None:
             chosen["logits_processor"] += [streamer.see]
         elif "seed" not in asked:
@@ -153,7 +148,8 @@ class Answering:
 
         def decode(_model: object, tokens: torch.Tensor, logits_processor: Any, **_: object) -> torch.Tensor:
             logits = self._score_prompt(job, tokens)[None]  # (1, vocabulary)
-            streamer.put(logits_processor(tokens, logits).argmax(-1))
+            if not job.is_over:
+                streamer.put(logits_processor(tokens, logits).argmax(-1))
             return tokens
 
         return decode
@@ -184,12 +180,11 @@ class Answering:
 
 def _penalties(job: Job) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """A logits processor with OpenAI's penalties for tokens that the answer has already."""
-    frequency = float(job.options.get("frequency_penalty", 0))
-    presence = float(job.options.get("presence_penalty", 0))
+    frequency, presence = (float(job.options.get(f"{name}_penalty", 0)) for name in ("frequency", "presence"))
 
     def lowered(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         counts = torch.bincount(tokens[0, len(job.prompt.tokens) :], minlength=scores.shape[-1])
-        return scores - frequency * counts - presence * (counts > 0)
+        return scores - (frequency * counts + presence * (counts > 0)).to(scores.dtype)
 
     return lowered
 

@@ -162,6 +162,8 @@ class App:
         if not request.headers.get("content-type", "").split(";")[0].strip().lower().endswith("json"):
             raise Refused("the content-type is not application/json", 415)
         asked = parsed(await _body(request), self._names)
+        if (answers := max(len(asked.prompts), 1) * asked.choices) > (most := self._engine.most_waiting):
+            raise Refused(f"a request has at most {most} answers, and this one {answers}")
         if self._limiter is None:
             self._limiter = anyio.CapacityLimiter(_AT_ONCE)
         prompts = await anyio.to_thread.run_sync(self._prompts.of, asked, limiter=self._limiter)

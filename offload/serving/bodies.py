@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload.annotations import Json
 from offload.errors import OffloadError
@@ -48,33 +48,19 @@ WITHOUT_MEANING = {
 }
 """Fields that change no answer: they are accepted, and nothing more."""
 REFUSED: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    **dict.fromkeys(("audio", "moderation", "reasoning_effort", "web_search_options"), ()),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids", "allowed_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("top_logprobs", "min_tokens"), (0,)),
+    **dict.fromkeys(("best_of", "num_beams", "length_penalty"), (1,)),
+    **dict.fromkeys(("echo", "use_beam_search", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("add_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "stream_options.continuous_usage_stats": (False,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "moderation": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
-    "web_search_options": (),
     "suffix": ("",),
-    "best_of": (1,),  # this one and the next two: of the other path
-    "echo": (False,),
-    "top_logprobs": (0,),
-    "min_tokens": (0,),  # this one and the next ones: of other servers
-    "stop_token_ids": ([],),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "num_beams": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "add_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "spaces_between_special_tokens": (True,),
-    "stream_options.continuous_usage_stats": (False,),
 }
 """Fields that are refused, and the values with which they ask for nothing. What is in no table is refused, too."""
 
@@ -151,12 +137,11 @@ def chat_body(data: bytes, models: Sequence[str]) -> Asked:
         Refused: it is invalid, or asks for something unsupported.
     """
     body = _object(data, models, "chat")
-    messages = messages_in(body)
-    if messages is None:
+    asked = asked_in(body, ())
+    if asked.messages is None:
         raise Refused("messages are missing", param="messages")
-    wanted = _flag(body, "logprobs")
-    top = _number(body, "top_logprobs", 0, _MOST_TOP)
-    return Asked(messages, template=template_in(body), top=(top or 0) if wanted else None, **_common(body, 1))
+    top = _number(body, "top_logprobs", 0, _MOST_TOP) or 0
+    return replace(asked, top=top if _flag(body, "logprobs") else None)
 
 
 def text_body(data: bytes, models: Sequence[str]) -> Asked:
@@ -169,54 +154,56 @@ def text_body(data: bytes, models: Sequence[str]) -> Asked:
     best, choices = body.get("best_of"), body.get("n")
     if best is not None and best != (choices or 1):
         raise Refused("best_of is not supported: ask for n answers", param="best_of")
-    prompts, top = _prompts(body.get("prompt")), _number(body, "logprobs", 0, _MOST_TOP)
-    return Asked(None, prompts, top=top, echo=_flag(body, "echo"), **_common(body, 0))
+    asked = asked_in(body, _prompts(body.get("prompt")), least=0)
+    return replace(asked, top=_number(body, "logprobs", 0, _MOST_TOP), echo=_flag(body, "echo"))
+
+
+def asked_in(body: Json, prompts: Sequence[str | list[int]], least: int = 1) -> Asked:
+    """What a body asks for, but for log-probabilities: answers of `least` tokens or more.
+
+    Raises:
+        Refused: it is invalid.
+    """
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    return Asked(
+        messages=_messages(body),
+        prompts=prompts,
+        max_tokens=_number(body, limit, least, _MOST_TOKENS),
+        choices=_number(body, "n", 1, _MOST_CHOICES) or 1,
+        options=_options(body),
+        template=_template(body),
+        streams=_flag(body, "stream"),
+        with_usage=_flag(_mapping(body, "stream_options"), "include_usage"),
+    )
+
+
+def object_in(data: bytes) -> Json:
+    """What a request says.
+
+    Raises:
+        Refused: it is no JSON object.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the request is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise Refused("the request is not a JSON object")
+    return found
 
 
 def _object(data: bytes, models: Sequence[str], path: str) -> Json:
-    """The body, which asks for one of these models, or names none."""
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused("the body is not a JSON object")
+    """The body, which asks for one of these models, or names none, and for nothing that is not followed."""
+    body = object_in(data)
     name = body.get("model")
     if name is not None and name not in models:
         known = f"this server has {models[0]!r}"
         raise Refused(f"there is no model {str(name)[:200]!r}: {known}", 404, code="model_not_found", param="model")
-    _refuse_fields(body, path)
+    inner = {f"stream_options.{name}": value for name, value in _mapping(body, "stream_options").items()}
+    for name, value in {**body, **inner}.items():
+        if value is not None and name not in FOLLOWED[path] | WITHOUT_MEANING and value not in REFUSED.get(name, ()):
+            raise Refused(f"{name[:100]} is not supported by this server", param=name[:100])
     return body
-
-
-def _refuse_fields(body: Json, path: str) -> None:
-    """Refuse what changes an answer and is not followed."""
-    streams = body.get("stream_options")
-    if streams is not None and not isinstance(streams, dict):
-        raise Refused("stream_options is not a JSON object", param="stream_options")
-    for name, value in {**body, **{f"stream_options.{name}": value for name, value in (streams or {}).items()}}.items():
-        if value is None or name in FOLLOWED[path] | WITHOUT_MEANING or value in REFUSED.get(name, ()):
-            continue
-        is_known = name in REFUSED or any(name in fields for fields in FOLLOWED.values())
-        why = "is not supported here" if is_known else "is a field that this server does not know"
-        raise Refused(f"{name[:100]} {why}", param=name[:100])
-
-
-def _common(body: Json, least: int) -> dict[str, Json]:
-    """Fields of both paths; `least` tokens of an answer."""
-    options = options_in(body)
-    stops = options.get("stop", [])
-    if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
-        raise Refused(f"stop has more than {_MOST_STOPS} strings, or one of over {_LONGEST_STOP} characters")
-    if 0 < options.get("temperature", 0) < _LEAST_TEMPERATURE:
-        raise Refused("temperature is too small: 0 takes the most likely token", param="temperature")
-    return {
-        "max_tokens": max_tokens_in(body, least),
-        "choices": _number(body, "n", 1, _MOST_CHOICES) or 1,
-        "options": options,
-        "streams": _flag(body, "stream"),
-        "with_usage": _flag(body.get("stream_options") or {}, "include_usage"),
-    }
 
 
 def _prompts(given: Json) -> list[str | list[int]]:
@@ -239,6 +226,13 @@ def _flag(body: Json, name: str) -> bool:
     return bool(found)
 
 
+def _mapping(body: Json, name: str) -> Json:
+    found = body.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise Refused(f"{name} is not a JSON object", param=name)
+    return found or {}
+
+
 def _number(body: Json, name: str, least: int, most: int) -> int | None:
     found = body.get(name)
     if found is not None and (type(found) is not int or not least <= found <= most):
@@ -246,15 +240,11 @@ def _number(body: Json, name: str, least: int, most: int) -> int | None:
     return found
 
 
-def messages_in(body: Json) -> list[Json] | None:
-    """The messages of a request, with a content that is text, or a list of parts that are; None if it has none.
-
-    Raises:
-        Refused: they are no messages, or are no text.
-    """
-    if "messages" not in body:
+def _messages(body: Json) -> list[Json] | None:
+    """The messages of a request, with a content that is text, or a list of parts that are; None if it has none."""
+    found = body.get("messages")
+    if found is None:
         return None
-    found = body["messages"]
     if not isinstance(found, list) or not found:
         raise Refused("messages is not a list of messages", param="messages")
     return [_message(one) for one in found]
@@ -270,8 +260,6 @@ def _message(message: Json) -> Json:
         content = [_part(part) for part in content]
     elif not isinstance(content, str):
         raise Refused("the content of a message is not text", param="messages")
-    if message.get("audio") is not None:
-        raise Refused("a message has audio, and this server takes text alone", param="messages")
     return {**message, "content": content}
 
 
@@ -285,52 +273,41 @@ def _part(part: Json) -> Json:
     return {"type": "text", "text": text}
 
 
-def template_in(body: Json) -> Json:
-    """Options of the chat template: how messages become a prompt.
-
-    Raises:
-        Refused: one is invalid.
-    """
-    given = body.get("chat_template_kwargs")
-    if given is not None and not isinstance(given, dict):
-        raise Refused("chat_template_kwargs is not a JSON object", param="chat_template_kwargs")
-    continues, begins = _flag(body, "continue_final_message"), _flag(body, "add_generation_prompt")
-    if continues and begins:
-        raise Refused("add_generation_prompt begins an answer, and continue_final_message goes on with the last one")
-    if body.get("add_generation_prompt") is None:
-        begins = not continues
-    return {"continue_final_message": continues, "add_generation_prompt": begins, **(given or {})}
+def _template(body: Json) -> Json:
+    """Options of the chat template: how messages become a prompt."""
+    continues, asks = _flag(body, "continue_final_message"), body.get("add_generation_prompt") is not None
+    begins = _flag(body, "add_generation_prompt") if asks else not continues
+    return {
+        "continue_final_message": continues,
+        "add_generation_prompt": begins,
+        **_mapping(body, "chat_template_kwargs"),
+    }
 
 
-def max_tokens_in(body: Json, least: int = 1) -> int | None:
-    """The most tokens of an answer; None if a request does not say.
-
-    Raises:
-        Refused: it is not an integer from `least`.
-    """
-    name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    return _number(body, name, least, _MOST_TOKENS)
-
-
-def options_in(body: Json) -> Json:
-    """Those of `OPTIONS` that a request has.
-
-    Raises:
-        Refused: one is invalid.
-    """
+def _options(body: Json) -> Json:
+    """Those of `OPTIONS` that a request has."""
     options = {name: body[name] for name in OPTIONS if body.get(name) is not None}
     for name, (least, most) in _RANGES.items():
         value = options.get(name, least)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise Refused(f"{name} is {str(value)[:40]}, not a number from {least} to {most}", param=name)
-    _number(options, "top_k", -1, _MOST_TOKENS)
+        options |= {name: float(value)} if name in options else {}
+    if _number(options, "top_k", -1, _MOST_TOKENS) == -1:  # as other servers say it
+        options["top_k"] = 0
     _number(options, "seed", -(2**63), 2**64 - 1)  # the range that torch accepts
     for name in ("ignore_eos", "skip_special_tokens"):
         _flag(options, name)
-    stop = options.get("stop", [])
-    options |= {"stop": [stop] if isinstance(stop, str) else stop} if stop else {}
-    if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(one, str) for one in stop)):
-        raise Refused(f"stop is {str(stop)[:40]}, not a string or a list of strings", param="stop")
-    if "stop" in options:
-        options["stop"] = [one for one in options["stop"] if one]
-    return options
+    if 0 < options.get("temperature", 0) < _LEAST_TEMPERATURE:
+        raise Refused("temperature is too small: 0 takes the most likely token", param="temperature")
+    return {**options, "stop": _stops(options["stop"])} if "stop" in options else options
+
+
+def _stops(given: Json) -> list[str]:
+    stops = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
+        raise Refused(f"stop is {str(given)[:40]}, not a string or a list of strings", param="stop")
+    if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
+        raise Refused(
+            f"stop has more than {_MOST_STOPS} strings, or one of over {_LONGEST_STOP} characters", param="stop"
+        )
+    return [one for one in stops if one]

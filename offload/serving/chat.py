@@ -11,9 +11,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,11 @@ _HALF = re.compile("[\ud800-\udfff]")  # of a character
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an answer begins with.
+    """What an answer begins with: its tokens, and how many more may follow.
 
     Attributes:
-        tokens: of it.
-        most: how many tokens may follow.
-        text: of it, if that is part of the answer.
-        starts: where in the text each token begins, if log-probabilities are wanted, too.
+        text: if that is part of the answer.
+        starts: where in the text each token begins.
     """
 
     tokens: list[int]
@@ -57,12 +54,7 @@ class Prompt:
 
 
 def in_chat(tokenizer: Any, messages: list[Json], options: Json) -> str:
-    """Messages as a text, in the form of the model's chat template; it has all special tokens already.
-
-    Args:
-        tokenizer: of the model.
-        messages: their content is text, or a list of parts that are.
-        options: of the template, such as `add_generation_prompt`.
+    """Messages as a text in the form of the model's chat template; `options` are the template's.
 
     Raises:
         ArgumentError: the template refuses them, or takes too long.
@@ -124,9 +116,9 @@ class Prompts:
     def __init__(self, tokenizer: Any, longest: int | None, most_new: int) -> None:
         """`longest` is the model's context, in tokens; `most_new` of an answer whose request does not say."""
         self.tokenizer = tokenizer
-        self._longest, self._most_new = longest, most_new
+        self._longest, self._most_new = longest or 2**62, most_new
         self._vocabulary = len(tokenizer)
-        self._most_characters = max(_A_TOKEN, *map(len, tokenizer.get_vocab())) * (longest or 0)
+        self._most_characters = max(_A_TOKEN, *map(len, tokenizer.get_vocab())) * self._longest
         tokenizer("", **ONLY_TOKENS)  # the first call sets truncation and padding: later ones, in threads, only read
 
     def of(self, asked: Asked) -> list[Prompt]:
@@ -136,35 +128,41 @@ class Prompts:
             Refused: the template or the tokenizer refuses one, or it is too long.
         """
         if asked.messages is not None:
-            return [self._with_limit(self._in_chat(asked.messages, asked.template), asked)]
-        return [self._with_limit(self._of(prompt, asked), asked) for prompt in asked.prompts]
+            return [self._in_chat(asked.messages, asked)]
+        return [self._of(prompt, asked) for prompt in asked.prompts]
 
-    def _in_chat(self, messages: list[Json], options: Json) -> Prompt:
+    def _in_chat(self, messages: list[Json], asked: Asked) -> Prompt:
         if not getattr(self.tokenizer, "chat_template", None):
             raise Refused(_NO_TEMPLATE, param="messages")
         taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
-        if wrong := taken & options.keys() - OF_TEMPLATE:
+        if wrong := taken & asked.template.keys() - OF_TEMPLATE:
             raise Refused(f"chat_template_kwargs can't set {min(wrong)}", param="chat_template_kwargs")
         try:
-            text = in_chat(self.tokenizer, messages, options)
+            text = in_chat(self.tokenizer, messages, asked.template)
         except OSError:  # the system's; a template has nothing to do with it
             raise
         except Exception as error:  # chat templates can raise anything
             raise Refused(f"the model's chat template refuses it: {first_line(error)}", param="messages") from error
-        return Prompt(self._encoded(text, "messages", add_special_tokens=False)["input_ids"], 0)
+        tokens = self._encoded(text, "messages", add_special_tokens=False)["input_ids"]
+        return Prompt(tokens, self._most(tokens, asked))
 
     def _of(self, prompt: str | list[int], asked: Asked) -> Prompt:
-        if isinstance(prompt, list):
-            if not all(0 <= token < self._vocabulary for token in prompt):
-                raise Refused(f"a token is not one of the model's {self._vocabulary}", param="prompt")
-            return Prompt(prompt, 0, *self._decoded(prompt, asked)) if asked.echo else Prompt(prompt, 0)
-        has_starts = asked.echo and self.tokenizer.is_fast
-        encoded = self._encoded(prompt, "prompt", return_offsets_mapping=has_starts)
+        encoded: Json = {"input_ids": prompt}
+        if isinstance(prompt, str):
+            encoded = self._encoded(prompt, "prompt", return_offsets_mapping=asked.echo and self.tokenizer.is_fast)
+        elif not all(0 <= token < self._vocabulary for token in prompt):
+            raise Refused(f"a token is not one of the model's {self._vocabulary}", param="prompt")
         tokens = encoded["input_ids"]
-        if not has_starts:
-            return Prompt(tokens, 0, *self._decoded(tokens, asked)) if asked.echo else Prompt(tokens, 0)
-        ends = accumulate((end for _, end in encoded["offset_mapping"]), max, initial=0)
-        return Prompt(tokens, 0, prompt, [*ends][:-1])
+        most = self._most(tokens, asked)
+        if not asked.echo:
+            return Prompt(tokens, most)
+        if "offset_mapping" not in encoded:
+            return Prompt(tokens, most, *self._decoded(tokens, asked))
+        starts, reached = [], 0
+        for start, end in encoded["offset_mapping"]:  # a token's spaces may be left out, and tokens share a character
+            starts.append(min(start, reached) if start < end else reached)
+            reached = max(reached, end)
+        return Prompt(tokens, most, str(prompt), starts)
 
     def _decoded(self, tokens: list[int], asked: Asked) -> tuple[str, list[int]]:
         """Tokens as text, and where in it each begins."""
@@ -177,7 +175,7 @@ class Prompts:
 
     def _encoded(self, text: str, param: str, **options: bool) -> Any:
         """A text in tokens."""
-        if self._longest is not None and len(text) > self._most_characters:
+        if len(text) > self._most_characters:
             raise self._too_long(f"the prompt's {len(text):,} characters")
         if _HALF.search(text):
             raise Refused("the text has half of a character (a surrogate without the other one)", param=param)
@@ -188,17 +186,17 @@ class Prompts:
         except Exception as error:  # a tokenizer can raise anything
             raise Refused(f"the model's tokenizer refuses it: {first_line(error)}", param=param) from error
 
-    def _with_limit(self, prompt: Prompt, asked: Asked) -> Prompt:
-        count = len(prompt.tokens)
+    def _most(self, tokens: list[int], asked: Asked) -> int:
+        """How many tokens may follow."""
+        count = len(tokens)
         if not count:
             raise Refused("the prompt has no tokens for this model")
         most = self._most_new if asked.max_tokens is None else asked.max_tokens
-        if self._longest is not None:
-            if asked.max_tokens is None:
-                most = min(most, max(self._longest - count, 1))
-            if count + most > self._longest:
-                raise self._too_long(f"{count} of the prompt and {most} more")
-        return replace(prompt, most=most)
+        if asked.max_tokens is None:
+            most = min(most, max(self._longest - count, 1))
+        if count + most > self._longest:
+            raise self._too_long(f"{count} of the prompt and {most} more")
+        return most
 
     def _too_long(self, what: str) -> Refused:
         message = f"the model's context has {self._longest} tokens: {what} are too many"

@@ -118,8 +118,6 @@ class Engine:
         if largest > self.capacity:
             message = f"prompt and answer need up to {largest:,} bytes of memory, and the server has {self.capacity:,}"
             raise Refused(f"{message}: ask for fewer tokens", code="context_length_exceeded")
-        if len(jobs) > self.most_waiting:
-            raise Refused(f"a request has at most {self.most_waiting} answers, and this one {len(jobs)}")
         with self._changed:
             if self._is_closed or self._deadline is not None:
                 raise Refused("the server is ending", 503, "server_error", "shutting_down")

@@ -41,7 +41,10 @@ class Text:
         self.tokens.append(token)
         if token in self._ends:
             return ""
-        return self._up_to_stop(self._given(_CHANGING) if self._cleans else self._complete(), self._hidden(token))
+        hidden = self._hidden(token)
+        if not self._cleans:
+            return self._up_to_stop(self._complete(), hidden)
+        return self._up_to_stop(self._given(0 if any(stop in hidden for stop in self._stops) else _CHANGING), hidden)
 
     def rest(self) -> str:
         """What was held back, once there are no more tokens."""
@@ -52,9 +55,7 @@ class Text:
         else:
             last = self._decoded(self._start, len(self.tokens))[len(self._decoded(self._start, self._done)) :]
         self._start = self._done = len(self.tokens)
-        text = self._up_to_stop(last)
-        held, self._held = self._held, []
-        return text + _shown(held)
+        return self._up_to_stop(last) + _shown(self._held)
 
     def _complete(self) -> str:
         """What is new of the text, but for a part of a character at its end."""

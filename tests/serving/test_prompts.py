@@ -92,6 +92,19 @@ def test_an_answer_goes_on_with_the_last_message(tokenizer: Any) -> None:
     assert [1, 97, 2] == prompt.tokens
 
 
+def test_a_new_answer_and_the_end_of_the_last_one_are_not_asked_for_together(tokenizer: Any) -> None:
+    with pytest.raises(Refused, match="not compatible"):
+        prompts(tokenizer).of(chat(("assistant", "w1"), continue_final_message=True, add_generation_prompt=True))
+
+
+def test_too_many_tokens_are_refused_before_they_are_made_text() -> None:
+    made = prompts(tiny_tokenizer(), longest=512)
+    made.tokenizer = None
+
+    with pytest.raises(Refused, match="4000 of the prompt"):
+        made.of(Asked(None, [[1] * 4000], echo=True))
+
+
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools", "conversation", "return_dict", "messages"])
 def test_variables_that_are_no_variables_of_a_template_are_refused(tokenizer: Any, name: str) -> None:
     with pytest.raises(Refused, match=name):
@@ -166,6 +179,24 @@ def test_tokens_that_are_echoed_have_places_in_their_text(tokenizer: Any) -> Non
 
     assert ["", "w1", "", " w2"] == pieces(prompt.text, prompt.starts)
     assert ["w1", " <|end|>"] == pieces(shown.text, shown.starts)
+
+
+def test_tokens_that_share_a_character_begin_with_it() -> None:
+    """Or else a token of a character is taken for one of what follows the character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE({token: at for at, token in enumerate(["?", "a", "Ġ", "Ã", "©"])}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    bytewise = prompts(PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?"))
+
+    [text] = bytewise.of(Asked(None, ["a éa é"], top=0, echo=True))
+    [tokens] = bytewise.of(Asked(None, [text.tokens], top=0, echo=True))
+
+    assert [1, 2, 3, 4, 1, 2, 3, 4] == text.tokens
+    assert [0, 1, 2, 2, 3, 4, 5, 5] == text.starts == tokens.starts
+    assert "a éa é" == tokens.text
 
 
 def pieces(text: str, starts: Any) -> list[str]:

@@ -131,28 +131,6 @@ def test_curl_gets_events(server):
     assert "length" == json.loads(events[-1])["choices"][0]["finish_reason"]
 
 
-@pytest.mark.campaign("bench", only=True)
-def test_lm_eval_gets_what_it_gets_from_the_model_itself(server, model):
-    api = pytest.importorskip("lm_eval.models.openai_completions")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-    from transformers import AutoTokenizer
-
-    here = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(server.folder, eos_token="w95"), device="cpu")
-    there = api.LocalCompletionsAPI(
-        model="tiny", base_url=f"{server.url}/v1/completions", tokenizer=str(server.folder), max_length=4000
-    )
-    scored = [("w3 w4 w5", " w6 w7"), ("w9", " w1"), ("w3 w4", " " + words(greedy(model, [3, 4], 2)))]
-    continued = [(f"w3 w{n}", {"until": ["w50"], "max_gen_toks": 9, "do_sample": False}) for n in range(1, 5)]
-    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(scored)]
-    expected, said = here.loglikelihood(asked), there.loglikelihood(asked)
-    asked = [Instance("generate_until", {}, pair, number) for number, pair in enumerate(continued)]
-
-    assert [is_greedy for _, is_greedy in expected] == [is_greedy for _, is_greedy in said]
-    assert all(abs(one - other) < 1e-5 for (one, _), (other, _) in zip(expected, said, strict=True))
-    assert here.generate_until(asked) == there.generate_until(asked)
-
-
 # What is asked for
 
 
@@ -214,6 +192,7 @@ WRONG = {
     "too many tokens": ({"prompt": "w3", "max_tokens": 4096}, 400, "context_length_exceeded"),
     "a long prompt": ({"prompt": "w3 " * 5000}, 400, "context_length_exceeded"),
     "10 MB": ({"prompt": "w" * 10_000_000}, 413, "request_too_large"),
+    "too many prompts": ({"prompt": ["w3", "\ud800"] * 30}, 400, None),
     "too many answers": ({"prompt": ["w3"] * 30, "n": 2}, 400, None),
 }
 
@@ -225,6 +204,7 @@ def test_a_wrong_request_is_refused_in_the_words_that_clients_know(server, what)
     said = server.post("/v1/completions", body)
 
     assert (status, code) == (said[0], said[1]["error"]["code"])
+    assert ("at most 40 answers" in said[1]["error"]["message"]) == (what in ("too many prompts", "too many answers"))
     assert "invalid_request_error" == said[1]["error"]["type"]
 
 

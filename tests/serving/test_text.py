@@ -74,6 +74,19 @@ def test_a_special_token_in_a_stop_string_stops(stop: str) -> None:
     assert ("w3" if stop[0] == "w" else "w3 w1") == "".join(pieces).strip() + text.rest()
 
 
+@pytest.mark.parametrize("kind", ["words", "unigrams"])
+def test_a_special_token_stops_where_spaces_are_taken_out(kind: str) -> None:
+    tokenizer = tokenizer_of(kind, cleans=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokens = [1, 2, 3, 1, 5, 1]
+    text = Text(tokenizer, ["<|end|>"])
+
+    pieces = [text.add(token) for token in (*tokens, len(tokenizer) - 1, 2)]
+
+    assert text.has_stopped
+    assert tokenizer.decode(tokens) == "".join(pieces) + text.rest()
+
+
 def test_a_special_token_that_is_no_stop_string_is_no_text() -> None:
     tokenizer = tiny_tokenizer(["<|end|>", "<|sep|>"])
     tokens = [96, 3, 97, 4, 97]
