@@ -64,7 +64,7 @@ def in_chat(tokenizer: Any, messages: list[Json], options: Json) -> str:
     def rendered() -> str:
         probed = partial(render, add_generation_prompt=True, continue_final_message=False)
         reads_text, reads_parts = (_reads(probed, content) for content in (_TEXT, _PARTS))
-        return str(render([_as_read(message, text=reads_text, parts=reads_parts) for message in messages]))
+        return str(render([_as_read(one, as_text=reads_text, as_parts=reads_parts) for one in messages]))
 
     return within_limits(rendered, "the chat template")
 
@@ -78,12 +78,12 @@ def _reads(render: Callable[..., str], content: str | list[Json]) -> bool:
     return _TEXT in text and _NOISE not in text
 
 
-def _as_read(message: Json, *, text: bool, parts: bool) -> Json:
+def _as_read(message: Json, *, as_text: bool, as_parts: bool) -> Json:
     """A message for a template that reads text, or parts, or both."""
     content = message["content"]
-    if isinstance(content, str) and parts and not text:
+    if isinstance(content, str) and as_parts and not as_text:
         content = [{"type": "text", "text": content}]
-    elif isinstance(content, list) and not parts:
+    elif isinstance(content, list) and not as_parts:
         content = "".join(part["text"] for part in content)
     return {**message, "content": content}
 

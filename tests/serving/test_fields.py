@@ -210,7 +210,7 @@ def test_each_type_of_a_part_is_text_or_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("part", [{"type": "text"}, {"type": ["text"], "text": "w1"}, {"text": "w1"}, "w1", 3, None])
-def test_a_part_that_is_none_is_refused(part: Any) -> None:
+def test_a_part_without_text_is_refused(part: Any) -> None:
     with pytest.raises(Refused, match="a part of a message"):
         content_of(part)
 

@@ -106,7 +106,7 @@ def test_too_many_tokens_are_refused_before_they_are_made_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools", "conversation", "return_dict", "messages"])
-def test_variables_that_are_no_variables_of_a_template_are_refused(tokenizer: Any, name: str) -> None:
+def test_arguments_of_transformers_are_refused_as_variables_of_a_template(tokenizer: Any, name: str) -> None:
     with pytest.raises(Refused, match=name):
         prompts(tokenizer).of(chat(("user", "w1"), **{name: "{{ 1 }}"}))
 
@@ -151,7 +151,7 @@ def test_a_text_that_can_not_fit_is_refused_before_it_is_made_tokens(tokenizer: 
     assert counting.characters < 512 * 64
 
 
-def test_a_text_as_long_as_the_context_is_no_text_that_can_not_fit(tokenizer: Any) -> None:
+def test_a_text_as_long_as_the_context_is_accepted(tokenizer: Any) -> None:
     """Nor is one with a longer token than others have."""
     long = tiny_tokenizer(["<s>", f"<{'-' * 998}>"], begins=True)
 
@@ -163,7 +163,7 @@ def test_a_text_as_long_as_the_context_is_no_text_that_can_not_fit(tokenizer: An
 
 
 @pytest.mark.parametrize("longest", [None, 4096])
-def test_what_is_echoed_is_the_text_of_the_request(tokenizer: Any, longest: int | None) -> None:
+def test_an_echoed_prompt_is_the_text_of_the_request(tokenizer: Any, longest: int | None) -> None:
     """Its spaces and special tokens, too; what a tokenizer puts before it has no text."""
     text = " w1   w2 <|end|>w95"
 

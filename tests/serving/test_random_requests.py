@@ -205,6 +205,7 @@ def answered(server: Server, body: dict[str, Any]) -> list[Choice]:
     return found
 
 
+@pytest.mark.campaign("requests")
 def test_random_requests_get_what_generate_gives_alone_and_sixteen_at_a_time(server: Server, folder: Path) -> None:
     draw, plain = random.Random(50), Plain(folder)
     bodies = [requested(draw) for _ in range(REQUESTS)]

@@ -87,7 +87,7 @@ def test_a_special_token_stops_where_spaces_are_taken_out(kind: str) -> None:
     assert tokenizer.decode(tokens) == "".join(pieces) + text.rest()
 
 
-def test_a_special_token_that_is_no_stop_string_is_no_text() -> None:
+def test_a_special_token_outside_stop_strings_is_hidden() -> None:
     tokenizer = tiny_tokenizer(["<|end|>", "<|sep|>"])
     tokens = [96, 3, 97, 4, 97]
     for skips in (True, False):
