@@ -131,8 +131,8 @@ class Answering:
         }
         if sampling := asked.keys() & _SAMPLING:
             chosen["do_sample"] = asked.get("temperature", 1) > 0
-        names = sampling if chosen.get("do_sample") else set()
-        chosen |= {name: asked[name] for name in names | asked.keys() & {"repetition_penalty"}}
+        names = {"repetition_penalty", *(sampling if chosen.get("do_sample") else ())}
+        chosen |= {name: asked[name] for name in names & asked.keys()}
         if job.top is not None:
             chosen["logits_processor"] += [streamer.see]
         elif "seed" not in asked:

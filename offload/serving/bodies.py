@@ -34,8 +34,8 @@ OPTIONS = {*_RANGES, "top_k", "seed", "stop", "ignore_eos", "skip_special_tokens
 """Fields that say how an answer is generated."""
 OF_TEMPLATE = {"chat_template_kwargs", "continue_final_message", "add_generation_prompt"}
 """Fields that say how messages become a prompt."""
-_BOTH = {*OPTIONS, "model", "max_tokens", "max_completion_tokens", "n", "logprobs"}
-_BOTH |= {"stream", "stream_options", "stream_options.include_usage"}
+_STREAMS = {"stream", "stream_options", "stream_options.include_usage"}
+_BOTH = {*OPTIONS, *_STREAMS, "model", "max_tokens", "max_completion_tokens", "n", "logprobs"}
 FOLLOWED = {
     "chat": {*_BOTH, *OF_TEMPLATE, "messages", "top_logprobs"},
     "text": {*_BOTH, "prompt", "echo", "best_of"},
