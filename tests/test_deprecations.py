@@ -55,10 +55,11 @@ WAYS = {
     "batch": "assert 0 == main(['batch', folder + '/model', folder + '/in', out + '/out', '--max-new-tokens', '2'])",
     "answers of the server, with the prompt's scores": """
     from transformers import AutoTokenizer
-    from offload.serving import answering
+    from offload.serving import answering, chat
     answering._SCORED_BYTES = 1  # in several pieces
     told = []
-    job = answering.Job(text[0].tolist(), 2, told.append, {"temperature": 0}, top=2, echo=True)
+    prompt = chat.Prompt(text[0].tolist(), 2, starts=range(130))
+    job = answering.Job(prompt, told.append, {"temperature": 0}, top=2, echo=True)
     tokenizer = AutoTokenizer.from_pretrained(folder + "/model")
     with torch.no_grad():
         answering.Answering(model, tokenizer, set(), {}, {})(job)

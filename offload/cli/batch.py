@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,7 +23,7 @@ from offload.cli.models import add_model_options, add_prompt_cache, folder_of_mo
 from offload.cli.output import allow_json, counted, print_json, print_pairs, say
 from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
-from offload.serving.bodies import Asked, Refused
+from offload.serving.bodies import Refused
 from offload.serving.chat import Prompts, ends_of
 from offload.storage.reasons import first_line
 from offload.storage.regular import is_there
@@ -165,15 +166,15 @@ def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[i
     from offload.serving.answering import Job
 
     number, request = numbered
-    asked = Asked(request.messages, [] if request.prompt is None else [request.prompt])
+    most = request.asked.max_tokens or most
     try:
-        [(tokens, left)] = prompts.of(asked)
+        [prompt] = prompts.of(replace(request.asked, max_tokens=None))
     except Refused as error:
         return request.custom_id, number, str(error)
     pieces: list[Any] = []
     seed = int(torch.randint(_MOST_SEED, ()))  # of this request's own numbers, inside `map_batches`
-    options = {"temperature": 0, "seed": seed, **request.options}
-    job = Job(tokens, min(request.max_tokens or most, left), pieces.append, options)
+    options = {"temperature": 0, "seed": seed, **request.asked.options}
+    job = Job(replace(prompt, most=min(most, prompt.most)), pieces.append, options)
     try:
         reason = answering(job)
     except (OffloadError, OSError, MemoryError, torch.OutOfMemoryError):
@@ -181,7 +182,7 @@ def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[i
     except Exception as error:  # a temperature close to 0, an unknown token, an odd generation_config.json
         return request.custom_id, number, f"the model rejects it: {first_line(error)}"
     text, count = "".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces)
-    return Answer(request, text, len(tokens), count, reason)
+    return Answer(request, text, len(prompt.tokens), count, reason)
 
 
 class _Refusals:

@@ -16,7 +16,7 @@ from offload.annotations import Kwargs
 from offload.cli import arguments
 from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError, OffloadError, visible_lines
-from offload.serving.chat import ONE_ANSWER, ONLY_TOKENS, ends_of, in_chat, stops_of
+from offload.serving.chat import ONE_ANSWER, ONLY_TOKENS, Prompt, ends_of, in_chat, stops_of
 from offload.storage.reasons import first_line
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def generate(options: argparse.Namespace) -> None:
                 show(piece.text)
 
         text = Text(tokenizer, stops_of(model), ends)
-        streamer = Streamer(Job([], options.max_new_tokens, tell), text)
+        streamer = Streamer(Job(Prompt([], options.max_new_tokens), tell), text)
         try:
             model.generate(
                 **inputs,
@@ -250,8 +250,10 @@ def _inputs(tokenizer: Any, options: argparse.Namespace) -> Any:
             raise ArgumentError("--system is for a model with a chat template, without --raw: put it into the prompt")
         return tokenizer(options.prompt, return_tensors="pt", **ONLY_TOKENS)
     roles = {"system": options.system, "user": options.prompt}
+    messages = [{"role": role, "content": text} for role, text in roles.items() if text is not None]
     try:
-        return in_chat(tokenizer, [{"role": role, "content": text} for role, text in roles.items() if text is not None])
+        text = in_chat(tokenizer, messages, {"add_generation_prompt": True})
+        return tokenizer(text, add_special_tokens=False, return_tensors="pt", **ONLY_TOKENS)
     except Exception as error:  # chat templates can raise anything
         raise ArgumentError(
             f"the model's chat template rejects the prompt ({first_line(error)}): --raw continues it as it is"

@@ -195,7 +195,8 @@ def complain(error: BaseException, *, as_json: bool = False) -> None:
 def escaping() -> Iterator[None]:
     """Make standard output escape characters that its encoding lacks, instead of failing, while the block runs."""
     out = sys.stdout
-    if not isinstance(out, io.TextIOWrapper) or out.errors != "strict":
+    before = getattr(out, "errors", None)
+    if not isinstance(out, io.TextIOWrapper) or before not in ("strict", "surrogateescape"):  # the latter: of locale C
         yield
         return
     out.reconfigure(errors="backslashreplace")
@@ -203,7 +204,7 @@ def escaping() -> Iterator[None]:
         yield
     finally:
         with suppress(ValueError):  # it has been closed
-            out.reconfigure(errors="strict")
+            out.reconfigure(errors=before)
 
 
 def _message(error: BaseException) -> str:

@@ -17,18 +17,18 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from offload.annotations import Json
 from offload.errors import ArgumentError, ForeignFileError, ReadError, WriteError
-from offload.serving.bodies import OPTIONS, Refused, max_tokens_in, messages_in, options_in
+from offload.serving.bodies import OF_TEMPLATE, OPTIONS, Asked, Refused, asked_in, object_in
 from offload.storage.locks import flock
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import closed_on_error, owned
 from offload.storage.replacing import sync_folder
 
-_KNOWN = {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", *OPTIONS}
+_KNOWN = {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", *OPTIONS, *OF_TEMPLATE}
 _ENVELOPE = {"custom_id", "method", "url", "body"}  # around the body, if there is one
 _LONGEST = 64 << 20  # longest line in bytes
 
@@ -39,18 +39,12 @@ class Request:
 
     Attributes:
         custom_id: identifies it.
-        messages: of a chat; None if there is a prompt.
-        prompt: text to continue; None if there are messages.
-        max_tokens: most tokens to generate; None for the command's default.
-        options: temperature, top_p, seed, stop, as far as given.
+        asked: what it asks for: messages, or a prompt that is text.
         ignored: names of the other options that it has.
     """
 
     custom_id: str
-    messages: list[Json] | None
-    prompt: str | None
-    max_tokens: int | None = None
-    options: Json = field(default_factory=dict)
+    asked: Asked
     ignored: Sequence[str] = ()
 
 
@@ -68,7 +62,7 @@ class Answer:
         """The line to write."""
         from offload.serving.responses import Choice, Response
 
-        is_chat = self.request.messages is not None
+        is_chat = self.request.asked.messages is not None
         whole = Response(model, None, [], self.prompt_tokens, is_chat=is_chat, scored=False)
         whole.choices.append(Choice("", self.text, tokens=self.tokens, reason=self.finish_reason))
         response = {"status_code": 200, "body": whole.whole()}
@@ -109,24 +103,13 @@ def parsed(line: bytes, number: int) -> Request:
     """
     if len(line) > _LONGEST:
         raise Refused(f"longer than {_LONGEST} bytes")
-    try:
-        request = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"not valid JSON: {error}") from error
-    if not isinstance(request, dict):
-        raise Refused("not a JSON object")
+    request = object_in(line)
     body = request.get("body", request)
     if not isinstance(body, dict):
         raise Refused("body is not a JSON object")
     known = _KNOWN | _ENVELOPE if body is request else _KNOWN
-    return Request(
-        custom_id=_custom_id(request, number),
-        messages=messages_in(body),
-        prompt=_prompt(body),
-        max_tokens=max_tokens_in(body),
-        options=options_in(body),
-        ignored=[name for name, value in body.items() if name not in known and value is not None],
-    )
+    ignored = [name for name, value in body.items() if name not in known and value is not None]
+    return Request(_custom_id(request, number), asked_in(body, _prompts(body)), ignored)
 
 
 def custom_id_of(line: bytes) -> str | None:
@@ -146,15 +129,15 @@ def _custom_id(request: Json, number: int) -> str:
     return found
 
 
-def _prompt(body: Json) -> str | None:
-    if "messages" in body:
+def _prompts(body: Json) -> list[str]:
+    if body.get("messages") is not None:
         if "prompt" in body:
             raise Refused("both messages and a prompt are given")
-        return None
+        return []
     found = body.get("prompt")
     if not isinstance(found, str) or not found:
         raise Refused("neither messages nor a prompt is given, or the prompt is not text")
-    return found
+    return [found]
 
 
 class Answers:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from offload.annotations import Json, Kwargs
-from offload.serving.chat import ONE_ANSWER, stops_of
+from offload.serving.chat import ONE_ANSWER, Prompt, stops_of
 from offload.serving.text import Text
 from offload.transformers_api import cache_name, cache_of
 
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}  # options that have the same names for `generate`
 _SCORED_BYTES = 256 << 20  # of logits, when a prompt is scored
 
 
@@ -31,11 +32,13 @@ class Score:
         token: which.
         logprob: natural logarithm; None for the first token of a prompt.
         top: tokens and their log-probabilities, the most probable first.
+        start: where in the text the token begins.
     """
 
     token: int
     logprob: float | None
     top: Sequence[tuple[int, float]] = ()
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,16 @@ class Job:
     """One answer that was asked for.
 
     Attributes:
-        prompt: its tokens.
-        most: how many tokens to generate; 0 to score the prompt alone.
+        prompt: what it begins with, and how many tokens to generate; 0 to score the prompt alone.
         tell: called with each `Piece`, and then with an `End`, in some thread.
-        options: temperature, top_p, seed, stop, as far as given.
+        options: those of `bodies.OPTIONS` that are given.
         top: alternatives per token; None for no log-probabilities.
         echo: whether the prompt is scored, too.
         is_cancelled: nobody waits for it any more.
         is_cut: it ends with the tokens that it has.
     """
 
-    prompt: list[int]
-    most: int
+    prompt: Prompt
     tell: Callable[[Piece | End], None]
     options: Json = field(default_factory=dict)
     top: int | None = None
@@ -100,22 +101,23 @@ class Answering:
     def __call__(self, job: Job) -> str:
         """Answer a job; returns why it ended: "stop" or "length"."""
         torch.manual_seed(job.options.get("seed", secrets.randbits(63)))  # for this job only, as batches have their own
-        tokens = torch.tensor([job.prompt], device=self._model.device)  # (1, length)
-        if job.echo and job.top is not None:
-            last = self._score_prompt(job, tokens)
-            if not job.most or job.is_over:
-                return "length"
-            if job.most == 1 and job.options.get("temperature") == 0:
-                return self._tell_one(job, last)
-        text = Text(self._tokenizer, self._stops(job), self._ends)
+        tokens = torch.tensor([job.prompt.tokens], device=self._model.device)  # (1, length)
+        ends = () if job.options.get("ignore_eos") else self._ends
+        stops = [*job.options.get("stop", ()), *stops_of(self._model)]
+        text = Text(self._tokenizer, stops, ends, skips=job.options.get("skip_special_tokens", True))
         streamer = Streamer(job, text)
-        self._model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **self._options(job, streamer))
+        options = self._options(job, streamer)
+        if job.echo and job.top is not None:
+            if job.prompt.most == 1 and not options.get("do_sample", True):
+                options |= {"custom_generate": self._one_token(job, streamer), **dict.fromkeys(self._more)}
+            else:
+                self._score_prompt(job, tokens)
+        if not job.prompt.most or job.is_over:
+            return "length"
+        self._model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
         streamer.finish()
         last_one = text.tokens[-1] if text.tokens else None
-        return "stop" if text.has_stopped or last_one in self._ends else "length"
-
-    def _stops(self, job: Job) -> list[str]:
-        return [*job.options.get("stop", ()), *stops_of(self._model)]
+        return "stop" if text.has_stopped or last_one in ends else "length"
 
     def _options(self, job: Job, streamer: Streamer) -> Kwargs:
         """Options for `generate`: as the model's settings say, or greedy where a temperature of 0 is asked for."""
@@ -123,51 +125,69 @@ class Answering:
         chosen: Kwargs = {
             **self._more,
             **ONE_ANSWER,
-            "max_new_tokens": job.most,
+            "max_new_tokens": job.prompt.most,
             "streamer": streamer,
             "stopping_criteria": [streamer.stops],
+            "logits_processor": [_penalties(job)] if asked.keys() & {"frequency_penalty", "presence_penalty"} else [],
         }
-        if "temperature" in asked:
-            chosen["do_sample"] = asked["temperature"] > 0
-        elif "top_p" in asked:
-            chosen["do_sample"] = True
-        if chosen.get("do_sample"):
-            chosen |= {name: float(asked[name]) for name in ("temperature", "top_p") if name in asked}
+        if sampling := asked.keys() & _SAMPLING:
+            chosen["do_sample"] = asked.get("temperature", 1) > 0
+        names = {"repetition_penalty", *(sampling if chosen.get("do_sample") else ())}
+        chosen |= {name: asked[name] for name in names & asked.keys()}
         if job.top is not None:
-            chosen["logits_processor"] = [streamer.see]
+            chosen["logits_processor"] += [streamer.see]
         elif "seed" not in asked:
             chosen |= self._drafts
+        if asked.get("ignore_eos"):
+            chosen["eos_token_id"] = None
         if self._model.generation_config.pad_token_id is None:
             chosen["pad_token_id"] = next(iter(self._ends), 0)
         return chosen
 
+    def _one_token(self, job: Job, streamer: Streamer) -> Callable[..., torch.Tensor]:
+        """A way to generate one token, the most probable one: in the pass that scores the prompt."""
+
+        def decode(_model: object, tokens: torch.Tensor, logits_processor: Any, **_: object) -> torch.Tensor:
+            logits = self._score_prompt(job, tokens)[None]  # (1, vocabulary)
+            if not job.is_over:
+                streamer.put(logits_processor(tokens, logits).argmax(-1))
+            return tokens
+
+        return decode
+
     def _score_prompt(self, job: Job, tokens: torch.Tensor) -> torch.Tensor:
-        """Tell the log-probabilities of the prompt's tokens; returns those of the token after it: (vocabulary,)."""
+        """Tell the log-probabilities of the prompt's tokens; returns the logits of the next one: (vocabulary,)."""
         assert job.top is not None
-        job.tell(Piece("", [Score(job.prompt[0], None)]))
+        prompt, starts = job.prompt.tokens, job.prompt.starts
+        job.tell(Piece("", [Score(prompt[0], None, (), starts[0])]))
         width = self._model.config.get_text_config().vocab_size
         step = max(_SCORED_BYTES // (4 * width), 16)
         length = tokens.shape[1]
         more: Kwargs = {"use_cache": length > step}
-        scores = torch.empty(0)
+        logits = torch.empty(0)
         for start in range(0, length, step):
             out = self._model(input_ids=tokens[:, start : start + step], **more)
             if length > step:
                 more[str(cache_name(self._model.forward))] = cache_of(out)
-            scores = torch.log_softmax(out.logits[0].float(), dim=-1)  # (tokens, vocabulary)
-            following = job.prompt[start + 1 : start + 1 + len(scores)]
-            job.tell(Piece("", [_score(scores[at], token, job.top) for at, token in enumerate(following)]))
+            logits = out.logits[0].float()  # (tokens, vocabulary)
+            scores = torch.log_softmax(logits, dim=-1)
+            following = range(start + 1, min(start + 1 + len(scores), length))
+            told = [_score(one, prompt[at], job.top, starts[at]) for one, at in zip(scores, following, strict=False)]
+            job.tell(Piece("", told))
             if job.is_over:
                 break
-        return scores[-1].clone()
+        return logits[-1].clone()
 
-    def _tell_one(self, job: Job, scores: torch.Tensor) -> str:
-        """Tell the most probable token: what a greedy answer of one token is."""
-        token = int(scores.argmax())
-        text = Text(self._tokenizer, self._stops(job), self._ends)
-        added = text.add(token) + text.rest()
-        job.tell(Piece(added, [_score(scores, token, job.top or 0)], tokens=1))
-        return "stop" if text.has_stopped or token in self._ends else "length"
+
+def _penalties(job: Job) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A logits processor with OpenAI's penalties for tokens that the answer has already."""
+    frequency, presence = (float(job.options.get(f"{name}_penalty", 0)) for name in ("frequency", "presence"))
+
+    def lowered(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(tokens[0, len(job.prompt.tokens) :], minlength=scores.shape[-1])
+        return scores - (frequency * counts + presence * (counts > 0)).to(scores.dtype)
+
+    return lowered
 
 
 class Streamer:
@@ -190,11 +210,11 @@ class Streamer:
             return
         self.passes += 1
         for token in value.flatten().tolist():
-            if self._text.has_stopped or len(self._text.tokens) == self._job.most:
+            if self._text.has_stopped or len(self._text.tokens) == self._job.prompt.most:
                 return  # drafted tokens after a stop string
-            text = self._text.add(token)
-            scores = [] if self._job.top is None else [_score(self._scores, token, self._job.top)]
-            self._job.tell(Piece(text, scores, tokens=1))
+            start = len(self._job.prompt.text) + self._text.length
+            scores = [] if self._job.top is None else [_score(self._scores, token, self._job.top, start)]
+            self._job.tell(Piece(self._text.add(token), scores, tokens=1))
 
     def end(self) -> None:
         """Nothing: the text may have a rest."""
@@ -216,10 +236,10 @@ class Streamer:
         return scores
 
 
-def _score(scores: torch.Tensor, token: int, top: int) -> Score:
+def _score(scores: torch.Tensor, token: int, top: int, start: int) -> Score:
     """From the log-probabilities of all tokens."""
     values, tokens = scores.topk(min(top, len(scores)))
-    return Score(token, float(scores[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
+    return Score(token, float(scores[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)), start)
 
 
 def bytes_per_token(model: Any) -> int:

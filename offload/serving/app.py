@@ -135,8 +135,8 @@ class App:
             if name not in self._hosts:
                 return _json(error_body("this server has another name", "invalid_request_error"), 421)
         if self._key is not None and scope["path"] != "/health":
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + self._key.encode()):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" "), self._key.encode()):
                 body = error_body("the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
                 return _json(body, 401)
         return None
@@ -162,6 +162,8 @@ class App:
         if not request.headers.get("content-type", "").split(";")[0].strip().lower().endswith("json"):
             raise Refused("the content-type is not application/json", 415)
         asked = parsed(await _body(request), self._names)
+        if (answers := max(len(asked.prompts), 1) * asked.choices) > (most := self._engine.most_waiting):
+            raise Refused(f"a request has at most {most} answers, and this one {answers}")
         if self._limiter is None:
             self._limiter = anyio.CapacityLimiter(_AT_ONCE)
         prompts = await anyio.to_thread.run_sync(self._prompts.of, asked, limiter=self._limiter)
@@ -176,16 +178,15 @@ class App:
 
         many = [one for one in prompts for _ in range(asked.choices)]
         jobs = [
-            Job(tokens, most, partial(tell, index), asked.options_of(index % asked.choices), asked.top, asked.echo)
-            for index, (tokens, most) in enumerate(many)
+            Job(prompt, partial(tell, index), asked.options_of(index % asked.choices), asked.top, asked.echo)
+            for index, prompt in enumerate(many)
         ]
         self._engine.submit(jobs)
-        tokenizer = self._prompts.tokenizer
         response = Response(
             self._names[0],
-            tokenizer,
-            [tokenizer.decode(tokens, skip_special_tokens=True) if asked.echo else "" for tokens, _ in many],
-            sum(len(tokens) for tokens, _ in prompts),
+            self._prompts.tokenizer,
+            [prompt.text for prompt in many],
+            sum(len(prompt.tokens) for prompt in prompts),
             is_chat=asked.messages is not None,
             scored=asked.top is not None,
         )

@@ -1,7 +1,7 @@
 """What a request asks for: the fields of OpenAI's API that have a meaning here.
 
 Always true:
-- a field that changes an answer and has no meaning here is refused, and never ignored
+- every field is in one of three tables: it is followed, or changes no answer, or is refused; others are refused
 - a refusal has the words that clients know: a status, a type, a code, and the field
 
 The format is that of https://platform.openai.com/docs/api-reference/chat and .../completions.
@@ -11,32 +11,58 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload.annotations import Json
 from offload.errors import OffloadError
 
-OPTIONS = {"temperature", "top_p", "seed", "stop"}
 _MOST_CHOICES = 16  # answers for one prompt
 _MOST_TOP = 20  # alternatives per token
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # strings, and characters of one
+_MOST_TOKENS = 2**31 - 1  # of an answer
 _LEAST_TEMPERATURE = 0.001  # smaller ones divide by nothing
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {  # fields, and the values that ask for nothing
-    "tools": ([],),
-    "functions": ([],),
+_TEXTS = {"text", "input_text", "output_text", "refusal"}  # types of parts of a message
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+}
+OPTIONS = {*_RANGES, "top_k", "seed", "stop", "ignore_eos", "skip_special_tokens"}
+"""Fields that say how an answer is generated."""
+OF_TEMPLATE = {"chat_template_kwargs", "continue_final_message", "add_generation_prompt"}
+"""Fields that say how messages become a prompt."""
+_STREAMS = {"stream", "stream_options", "stream_options.include_usage"}
+_BOTH = {*OPTIONS, *_STREAMS, "model", "max_tokens", "max_completion_tokens", "n", "logprobs"}
+FOLLOWED = {
+    "chat": {*_BOTH, *OF_TEMPLATE, "messages", "top_logprobs"},
+    "text": {*_BOTH, "prompt", "echo", "best_of"},
+}
+"""The fields that are followed, of /v1/chat/completions and of /v1/completions."""
+WITHOUT_MEANING = {
+    *("user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "stream_options.include_obfuscation"),
+    *("cache_prompt", "cache_salt", "priority", "request_id"),  # of other servers
+}
+"""Fields that change no answer: they are accepted, and nothing more."""
+REFUSED: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("audio", "moderation", "reasoning_effort", "web_search_options"), ()),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids", "allowed_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("top_logprobs", "min_tokens"), (0,)),
+    **dict.fromkeys(("best_of", "num_beams", "length_penalty"), (1,)),
+    **dict.fromkeys(("echo", "use_beam_search", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("add_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "stream_options.continuous_usage_stats": (False,),
     "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),  # this one and the next four: of other servers
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
+    "verbosity": ("medium",),
     "suffix": ("",),
 }
+"""Fields that are refused, and the values with which they ask for nothing. What is in no table is refused, too."""
 
 
 class Refused(OffloadError, ValueError):
@@ -79,7 +105,8 @@ class Asked:
         prompts: each a text, or its tokens.
         max_tokens: most tokens of an answer; None for the server's default.
         choices: answers per prompt.
-        options: temperature, top_p, seed, stop, as far as given.
+        options: those of `OPTIONS` that are given.
+        template: options of the chat template.
         top: alternatives per token whose log-probabilities are wanted; None for no log-probabilities.
         echo: whether the prompt is part of the answer.
         streams: whether the answer comes in pieces.
@@ -91,6 +118,7 @@ class Asked:
     max_tokens: int | None = None
     choices: int = 1
     options: Json = field(default_factory=dict)
+    template: Json = field(default_factory=dict)
     top: int | None = None
     echo: bool = False
     streams: bool = False
@@ -108,13 +136,12 @@ def chat_body(data: bytes, models: Sequence[str]) -> Asked:
     Raises:
         Refused: it is invalid, or asks for something unsupported.
     """
-    body = _object(data, models)
-    messages = messages_in(body)
-    if messages is None:
+    body = _object(data, models, "chat")
+    asked = asked_in(body, ())
+    if asked.messages is None:
         raise Refused("messages are missing", param="messages")
-    wanted = _flag(body, "logprobs")
-    top = _number(body, "top_logprobs", 0, _MOST_TOP)
-    return Asked(messages=[_plain(one) for one in messages], top=(top or 0) if wanted else None, **_common(body))
+    top = _number(body, "top_logprobs", 0, _MOST_TOP) or 0
+    return replace(asked, top=top if _flag(body, "logprobs") else None)
 
 
 def text_body(data: bytes, models: Sequence[str]) -> Asked:
@@ -123,72 +150,60 @@ def text_body(data: bytes, models: Sequence[str]) -> Asked:
     Raises:
         Refused: it is invalid, or asks for something unsupported.
     """
-    body = _object(data, models)
+    body = _object(data, models, "text")
     best, choices = body.get("best_of"), body.get("n")
     if best is not None and best != (choices or 1):
         raise Refused("best_of is not supported: ask for n answers", param="best_of")
-    common = {**_common(body), "echo": _flag(body, "echo")}
-    if body.get("max_tokens") == 0 and common["echo"]:  # to score a prompt
-        common["max_tokens"] = 0
+    asked = asked_in(body, _prompts(body.get("prompt")), least=0)
+    return replace(asked, top=_number(body, "logprobs", 0, _MOST_TOP), echo=_flag(body, "echo"))
+
+
+def asked_in(body: Json, prompts: Sequence[str | list[int]], least: int = 1) -> Asked:
+    """What a body asks for, but for log-probabilities: answers of `least` tokens or more.
+
+    Raises:
+        Refused: it is invalid.
+    """
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return Asked(
-        messages=None, prompts=_prompts(body.get("prompt")), top=_number(body, "logprobs", 0, _MOST_TOP), **common
+        messages=_messages(body),
+        prompts=prompts,
+        max_tokens=_number(body, limit, least, _MOST_TOKENS),
+        choices=_number(body, "n", 1, _MOST_CHOICES) or 1,
+        options=_options(body),
+        template=_template(body),
+        streams=_flag(body, "stream"),
+        with_usage=_flag(_mapping(body, "stream_options"), "include_usage"),
     )
 
 
-def _object(data: bytes, models: Sequence[str]) -> Json:
-    """The body, which asks for one of these models, or names none."""
+def object_in(data: bytes) -> Json:
+    """What a request says.
+
+    Raises:
+        Refused: it is no JSON object.
+    """
     try:
-        body = json.loads(data)
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused("the body is not a JSON object")
+        raise Refused(f"the request is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise Refused("the request is not a JSON object")
+    return found
+
+
+def _object(data: bytes, models: Sequence[str], path: str) -> Json:
+    """The body, which asks for one of these models, or names none, and for nothing that is not followed."""
+    body = object_in(data)
     name = body.get("model")
     if name is not None and name not in models:
         known = f"this server has {models[0]!r}"
         raise Refused(f"there is no model {str(name)[:200]!r}: {known}", 404, code="model_not_found", param="model")
-    for key, nothing in _UNSUPPORTED.items():
-        if body.get(key) is not None and body[key] not in nothing:
-            raise Refused(f"{key} is not supported", param=key)
+    inner = {f"stream_options.{name}": value for name, value in _mapping(body, "stream_options").items()}
+    for name, value in {**body, **inner}.items():
+        if value is not None and name not in FOLLOWED[path] | WITHOUT_MEANING and value not in REFUSED.get(name, ()):
+            raise Refused(f"{name[:100]} is not supported by this server", param=name[:100])
     return body
-
-
-def _common(body: Json) -> dict[str, Json]:
-    options = options_in(body)
-    stops = options.get("stop", [])
-    if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
-        raise Refused(f"stop has more than {_MOST_STOPS} strings, or one of over {_LONGEST_STOP} characters")
-    if 0 < options.get("temperature", 0) < _LEAST_TEMPERATURE:
-        raise Refused("temperature is too small: 0 takes the most likely token", param="temperature")
-    streams = body.get("stream_options")
-    if streams is not None and not isinstance(streams, dict):
-        raise Refused("stream_options is not a JSON object", param="stream_options")
-    return {
-        "max_tokens": None if body.get("max_tokens") == 0 and _flag(body, "echo") else max_tokens_in(body),
-        "choices": _number(body, "n", 1, _MOST_CHOICES) or 1,
-        "options": options,
-        "streams": _flag(body, "stream"),
-        "with_usage": bool(streams) and _flag(streams, "include_usage"),
-    }
-
-
-def _plain(message: Json) -> Json:
-    """A message whose content is text alone."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part["text"] for part in content if _is_text(part)]
-        if len(parts) < len(content):
-            raise Refused("a part of a message is not text: images and sound are not supported", param="messages")
-        content = "".join(parts)
-    if content is None:
-        content = ""
-    if not isinstance(content, str):
-        raise Refused("the content of a message is not text", param="messages")
-    return {**message, "content": content}
-
-
-def _is_text(part: Json) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _prompts(given: Json) -> list[str | list[int]]:
@@ -211,6 +226,13 @@ def _flag(body: Json, name: str) -> bool:
     return bool(found)
 
 
+def _mapping(body: Json, name: str) -> Json:
+    found = body.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise Refused(f"{name} is not a JSON object", param=name)
+    return found or {}
+
+
 def _number(body: Json, name: str, least: int, most: int) -> int | None:
     found = body.get(name)
     if found is not None and (type(found) is not int or not least <= found <= most):
@@ -218,53 +240,74 @@ def _number(body: Json, name: str, least: int, most: int) -> int | None:
     return found
 
 
-def messages_in(body: Json) -> list[Json] | None:
-    """The messages of a request; None if it has none.
-
-    Raises:
-        Refused: they are no messages.
-    """
-    if "messages" not in body:
+def _messages(body: Json) -> list[Json] | None:
+    """The messages of a request, with a content that is text, or a list of parts that are; None if it has none."""
+    found = body.get("messages")
+    if found is None:
         return None
-    found = body["messages"]
     if not isinstance(found, list) or not found:
-        raise Refused("messages is not a list of messages")
-    for message in found:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused("a message has no role")
-    return found
+        raise Refused("messages is not a list of messages", param="messages")
+    return [_message(one) for one in found]
 
 
-def max_tokens_in(body: Json) -> int | None:
-    """The most tokens of an answer; None if a request does not say.
+def _message(message: Json) -> Json:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refused("a message has no role", param="messages")
+    content = message.get("content")
+    if content is None:
+        content = message.get("refusal") or ""
+    if isinstance(content, list):
+        content = [_part(part) for part in content]
+    elif not isinstance(content, str):
+        raise Refused("the content of a message is not text", param="messages")
+    return {**message, "content": content}
 
-    Raises:
-        Refused: it is not a positive integer.
-    """
-    found = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
-    if found is not None and (type(found) is not int or found < 1):
-        raise Refused(f"max_tokens is {found!r}, not a positive integer")
-    return found
+
+def _part(part: Json) -> Json:
+    """A part of a message, in the form that chat templates read."""
+    kind = str(part.get("type")) if isinstance(part, dict) else "unknown"
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS else None
+    if not isinstance(text, str):
+        message = f"a part of a message is of the type {kind[:40]!r}, without text: this server takes text alone"
+        raise Refused(message, param="messages")
+    return {"type": "text", "text": text}
 
 
-def options_in(body: Json) -> Json:
-    """Temperature, top_p, seed and stop strings, as far as a request has them.
+def _template(body: Json) -> Json:
+    """Options of the chat template: how messages become a prompt."""
+    continues, asks = _flag(body, "continue_final_message"), body.get("add_generation_prompt") is not None
+    begins = _flag(body, "add_generation_prompt") if asks else not continues
+    return {
+        "continue_final_message": continues,
+        "add_generation_prompt": begins,
+        **_mapping(body, "chat_template_kwargs"),
+    }
 
-    Raises:
-        Refused: one is invalid.
-    """
+
+def _options(body: Json) -> Json:
+    """Those of `OPTIONS` that a request has."""
     options = {name: body[name] for name in OPTIONS if body.get(name) is not None}
-    for name, least, most in (("temperature", 0, 100), ("top_p", 0, 1)):
-        value = options.get(name, 0)
+    for name, (least, most) in _RANGES.items():
+        value = options.get(name, least)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise Refused(f"{name} is {value!r}, not a number from {least} to {most}")
-    seed = options.get("seed", 0)
-    if type(seed) is not int or not -(2**63) <= seed < 2**64:  # the range that torch accepts
-        raise Refused(f"seed is {seed!r}, not a 64-bit integer")
-    stop = options.get("stop", [])
-    options |= {"stop": [stop] if isinstance(stop, str) else stop} if stop else {}
-    if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(one, str) for one in stop)):
-        raise Refused(f"stop is {stop!r}, not a string or a list of strings")
-    if "stop" in options:
-        options["stop"] = [one for one in options["stop"] if one]
-    return options
+            raise Refused(f"{name} is {str(value)[:40]}, not a number from {least} to {most}", param=name)
+        options |= {name: float(value)} if name in options else {}
+    if _number(options, "top_k", -1, _MOST_TOKENS) == -1:  # as other servers say it
+        options["top_k"] = 0
+    _number(options, "seed", -(2**63), 2**64 - 1)  # the range that torch accepts
+    for name in ("ignore_eos", "skip_special_tokens"):
+        _flag(options, name)
+    if 0 < options.get("temperature", 0) < _LEAST_TEMPERATURE:
+        raise Refused("temperature is too small: 0 takes the most likely token", param="temperature")
+    return {**options, "stop": _stops(options["stop"])} if "stop" in options else options
+
+
+def _stops(given: Json) -> list[str]:
+    stops = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
+        raise Refused(f"stop is {str(given)[:40]}, not a string or a list of strings", param="stop")
+    if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
+        raise Refused(
+            f"stop has more than {_MOST_STOPS} strings, or one of over {_LONGEST_STOP} characters", param="stop"
+        )
+    return [one for one in stops if one]

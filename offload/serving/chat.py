@@ -2,17 +2,25 @@
 
 Always true:
 - a chat template, which is a program from the checkpoint, runs within limits
+- a template gets the content of messages in the form that it reads: as text, or as a list of parts
+- a text that can't fit into the model's context is refused before it is made tokens, which takes long
 """
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offload.annotations import Json
 from offload.errors import CheckpointError
-from offload.serving.bodies import Asked, Refused
+from offload.serving.bodies import OF_TEMPLATE, Asked, Refused
 from offload.serving.limited import within_limits
+from offload.serving.text import Text
 from offload.storage.reasons import first_line
 
 ONLY_TOKENS = {"return_token_type_ids": False}
@@ -24,18 +32,60 @@ transformers' own criterion for stop strings (5.23) does not work with every tok
 """
 
 _NO_TEMPLATE = "the model has no chat template: give a prompt (of /v1/completions) instead of messages"
+_TEXT, _NOISE = "offload-text", "offload-noise"  # in messages that show what a template reads
+_PARTS = [{"type": "text", "text": _TEXT, "noise": _NOISE}]
+_A_TOKEN = 64  # characters of a token of a text that fits, where the vocabulary has no longer ones
+_HALF = re.compile("[\ud800-\udfff]")  # of a character
 
 
-def in_chat(tokenizer: Any, messages: list[Json]) -> Any:
-    """Messages in tokens, in the form of the model's chat template, up to where the model answers.
+@dataclass(frozen=True)
+class Prompt:
+    """What an answer begins with: its tokens, and how many more may follow.
+
+    Attributes:
+        text: if that is part of the answer.
+        starts: where in the text each token begins.
+    """
+
+    tokens: list[int]
+    most: int
+    text: str = ""
+    starts: Sequence[int] = ()
+
+
+def in_chat(tokenizer: Any, messages: list[Json], options: Json) -> str:
+    """Messages as a text in the form of the model's chat template; `options` are the template's.
 
     Raises:
         ArgumentError: the template refuses them, or takes too long.
     """
-    text = within_limits(
-        lambda: tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), "the chat template"
-    )
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt", **ONLY_TOKENS)
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+
+    def rendered() -> str:
+        probed = partial(render, add_generation_prompt=True, continue_final_message=False)
+        reads_text, reads_parts = (_reads(probed, content) for content in (_TEXT, _PARTS))
+        return str(render([_as_read(one, as_text=reads_text, as_parts=reads_parts) for one in messages]))
+
+    return within_limits(rendered, "the chat template")
+
+
+def _reads(render: Callable[..., str], content: str | list[Json]) -> bool:
+    """Whether a template takes the text out of such a content, and nothing else: some print a list as Python does."""
+    try:
+        text = render([{"role": "user", "content": content}])
+    except Exception:  # a chat template can raise anything
+        return False
+    return _TEXT in text and _NOISE not in text
+
+
+def _as_read(message: Json, *, as_text: bool, as_parts: bool) -> Json:
+    """A message for a template that reads text, or parts, or both."""
+    content = message["content"]
+    if isinstance(content, str) and as_parts and not as_text:
+        content = [{"type": "text", "text": content}]
+    elif isinstance(content, list) and not as_parts:
+        content = "".join(part["text"] for part in content)
+    return {**message, "content": content}
 
 
 def ends_of(model: Any, folder: Path) -> list[int]:
@@ -66,51 +116,88 @@ class Prompts:
     def __init__(self, tokenizer: Any, longest: int | None, most_new: int) -> None:
         """`longest` is the model's context, in tokens; `most_new` of an answer whose request does not say."""
         self.tokenizer = tokenizer
-        self._longest, self._most_new = longest, most_new
+        self._longest, self._most_new = longest or 2**62, most_new
         self._vocabulary = len(tokenizer)
+        self._most_characters = max(_A_TOKEN, *map(len, tokenizer.get_vocab())) * self._longest
         tokenizer("", **ONLY_TOKENS)  # the first call sets truncation and padding: later ones, in threads, only read
 
-    def of(self, asked: Asked) -> list[tuple[list[int], int]]:
-        """The tokens of each prompt, and how many may follow.
+    def of(self, asked: Asked) -> list[Prompt]:
+        """The prompts of a request.
 
         Raises:
-            Refused: the template or the tokenizer refuses it, or it is too long.
+            Refused: the template or the tokenizer refuses one, or it is too long.
         """
         if asked.messages is not None:
-            return [self._with_limit(self._in_chat(asked.messages), asked)]
-        return [self._with_limit(self._tokens(prompt), asked) for prompt in asked.prompts]
+            return [self._in_chat(asked.messages, asked)]
+        return [self._of(prompt, asked) for prompt in asked.prompts]
 
-    def _in_chat(self, messages: list[Json]) -> list[int]:
+    def _in_chat(self, messages: list[Json], asked: Asked) -> Prompt:
         if not getattr(self.tokenizer, "chat_template", None):
             raise Refused(_NO_TEMPLATE, param="messages")
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
+        if wrong := taken & asked.template.keys() - OF_TEMPLATE:
+            raise Refused(f"chat_template_kwargs can't set {min(wrong)}", param="chat_template_kwargs")
         try:
-            return [int(token) for token in in_chat(self.tokenizer, messages)["input_ids"][0]]
+            text = in_chat(self.tokenizer, messages, asked.template)
         except OSError:  # the system's; a template has nothing to do with it
             raise
-        except Exception as error:  # chat templates and tokenizers can raise anything
+        except Exception as error:  # chat templates can raise anything
             raise Refused(f"the model's chat template refuses it: {first_line(error)}", param="messages") from error
+        tokens = self._encoded(text, "messages", add_special_tokens=False)["input_ids"]
+        return Prompt(tokens, self._most(tokens, asked))
 
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, list):
-            if not all(0 <= token < self._vocabulary for token in prompt):
-                raise Refused(f"a token is not one of the model's {self._vocabulary}", param="prompt")
-            return prompt
+    def _of(self, prompt: str | list[int], asked: Asked) -> Prompt:
+        encoded: Json = {"input_ids": prompt}
+        if isinstance(prompt, str):
+            encoded = self._encoded(prompt, "prompt", return_offsets_mapping=asked.echo and self.tokenizer.is_fast)
+        elif not all(0 <= token < self._vocabulary for token in prompt):
+            raise Refused(f"a token is not one of the model's {self._vocabulary}", param="prompt")
+        tokens = encoded["input_ids"]
+        most = self._most(tokens, asked)
+        if not asked.echo:
+            return Prompt(tokens, most)
+        if "offset_mapping" not in encoded:
+            return Prompt(tokens, most, *self._decoded(tokens, asked))
+        starts, reached = [], 0
+        for start, end in encoded["offset_mapping"]:  # a token's spaces may be left out, and tokens share a character
+            starts.append(min(start, reached) if start < end else reached)
+            reached = max(reached, end)
+        return Prompt(tokens, most, str(prompt), starts)
+
+    def _decoded(self, tokens: list[int], asked: Asked) -> tuple[str, list[int]]:
+        """Tokens as text, and where in it each begins."""
+        text = Text(self.tokenizer, skips=asked.options.get("skip_special_tokens", True))
+        starts, pieces = [], []
+        for token in tokens:
+            starts.append(text.length)
+            pieces.append(text.add(token))
+        return "".join(pieces) + text.rest(), starts
+
+    def _encoded(self, text: str, param: str, **options: bool) -> Any:
+        """A text in tokens."""
+        if len(text) > self._most_characters:
+            raise self._too_long(f"the prompt's {len(text):,} characters")
+        if _HALF.search(text):
+            raise Refused("the text has half of a character (a surrogate without the other one)", param=param)
         try:
-            return [int(token) for token in self.tokenizer(prompt, **ONLY_TOKENS)["input_ids"]]
+            return self.tokenizer(text, **ONLY_TOKENS, **options)
         except OSError:
             raise
-        except Exception as error:  # half of a character, for example
-            raise Refused(f"the model's tokenizer refuses it: {first_line(error)}", param="prompt") from error
+        except Exception as error:  # a tokenizer can raise anything
+            raise Refused(f"the model's tokenizer refuses it: {first_line(error)}", param=param) from error
 
-    def _with_limit(self, tokens: list[int], asked: Asked) -> tuple[list[int], int]:
-        if not tokens:
+    def _most(self, tokens: list[int], asked: Asked) -> int:
+        """How many tokens may follow."""
+        count = len(tokens)
+        if not count:
             raise Refused("the prompt has no tokens for this model")
         most = self._most_new if asked.max_tokens is None else asked.max_tokens
-        if self._longest is None:
-            return tokens, most
         if asked.max_tokens is None:
-            most = min(most, max(self._longest - len(tokens), 1))
-        if len(tokens) + most > self._longest:
-            message = f"the model's context has {self._longest} tokens: {len(tokens)} of the prompt and {most} more"
-            raise Refused(f"{message} are too many", code="context_length_exceeded")
-        return tokens, most
+            most = min(most, max(self._longest - count, 1))
+        if count + most > self._longest:
+            raise self._too_long(f"{count} of the prompt and {most} more")
+        return most
+
+    def _too_long(self, what: str) -> Refused:
+        message = f"the model's context has {self._longest} tokens: {what} are too many"
+        return Refused(message, code="context_length_exceeded")

@@ -106,7 +106,7 @@ class Engine:
 
     def size_of(self, job: Job) -> int:
         """The bytes that a job needs at most."""
-        return _A_THREAD + self._per_token * (len(job.prompt) + job.most)
+        return _A_THREAD + self._per_token * (len(job.prompt.tokens) + job.prompt.most)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Have jobs answered, all of them or none.
@@ -118,8 +118,6 @@ class Engine:
         if largest > self.capacity:
             message = f"prompt and answer need up to {largest:,} bytes of memory, and the server has {self.capacity:,}"
             raise Refused(f"{message}: ask for fewer tokens", code="context_length_exceeded")
-        if len(jobs) > self.most_waiting:
-            raise Refused(f"a request has at most {self.most_waiting} answers, and this one {len(jobs)}")
         with self._changed:
             if self._is_closed or self._deadline is not None:
                 raise Refused("the server is ending", 503, "server_error", "shutting_down")
@@ -208,7 +206,7 @@ class Engine:
             job = self._waiting.popleft()
             self._begun += 1
             self._running[self._begun] = job
-            self._figures.prompt_tokens += len(job.prompt)
+            self._figures.prompt_tokens += len(job.prompt.tokens)
             return job
 
     def _drop_cancelled(self) -> None:

@@ -127,15 +127,11 @@ class Response:
         return {"content": [whole(score) for score in scores], "refusal": None}
 
     def _in_text(self, scores: Sequence[Score]) -> Json:
-        tokens = [self._named(score.token) for score in scores]
-        ends = [0]
-        for token in tokens:
-            ends.append(ends[-1] + len(token))
         return {
-            "tokens": tokens,
+            "tokens": [self._named(score.token) for score in scores],
             "token_logprobs": [score.logprob for score in scores],
             "top_logprobs": [self._top(score) for score in scores],
-            "text_offset": ends[:-1],
+            "text_offset": [score.start for score in scores],
         }
 
     def _top(self, score: Score) -> Json:

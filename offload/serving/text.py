@@ -20,16 +20,20 @@ class Text:
 
     Attributes:
         tokens: so far.
+        length: characters of their text.
         has_stopped: whether there was a stop string; nothing follows.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), ends: Collection[int] = ()) -> None:
-        """`ends` are tokens after which nothing follows; they have no text."""
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), ends: Collection[int] = (), *, skips: bool = True
+    ) -> None:
+        """`ends` are tokens after which nothing follows; they have no text, and if `skips`, no special token has."""
         self.tokens: list[int] = []
+        self.length = 0
         self.has_stopped = False
-        self._tokenizer, self._stops, self._ends = tokenizer, stops, ends
+        self._tokenizer, self._stops, self._ends, self._skips = tokenizer, stops, ends, skips
         self._start = self._done = 0  # tokens before which text does not matter any more, and that were given
-        self._held = ""  # may become a stop string
+        self._held: list[tuple[str, bool]] = []  # letters that may become a stop string; whether they are text
         self._cleans, self._cleaned = _cleans_up(tokenizer), 0  # the latter: characters that were given
 
     def add(self, token: int) -> str:
@@ -37,14 +41,10 @@ class Text:
         self.tokens.append(token)
         if token in self._ends:
             return ""
-        if self._cleans:
-            return self._up_to_stop(self._given(_CHANGING))
-        before = self._decoded(self._start, self._done)
-        text = self._decoded(self._start, len(self.tokens))
-        if len(text) <= len(before) or text.endswith(_UNFINISHED):
-            return ""
-        self._start, self._done = self._done, len(self.tokens)
-        return self._up_to_stop(text[len(before) :])
+        hidden = self._hidden(token)
+        if not self._cleans:
+            return self._up_to_stop(self._complete(), hidden)
+        return self._up_to_stop(self._given(0 if any(stop in hidden for stop in self._stops) else _CHANGING), hidden)
 
     def rest(self) -> str:
         """What was held back, once there are no more tokens."""
@@ -55,31 +55,50 @@ class Text:
         else:
             last = self._decoded(self._start, len(self.tokens))[len(self._decoded(self._start, self._done)) :]
         self._start = self._done = len(self.tokens)
-        text = self._up_to_stop(last)
-        held, self._held = self._held, ""
-        return text + held
+        return self._up_to_stop(last) + _shown(self._held)
+
+    def _complete(self) -> str:
+        """What is new of the text, but for a part of a character at its end."""
+        before = self._decoded(self._start, self._done)
+        text = self._decoded(self._start, len(self.tokens))
+        if len(text) <= len(before) or text.endswith(_UNFINISHED):
+            return ""
+        self._start, self._done = self._done, len(self.tokens)
+        self.length += len(text) - len(before)
+        return text[len(before) :]
 
     def _given(self, held: int) -> str:
         """What is new of the text of all tokens, but for so many characters at its end."""
         text = self._decoded(0, len(self.tokens))
+        self.length = len(text)
         start, self._cleaned = self._cleaned, max(len(text) - held, self._cleaned)
         return text[start : self._cleaned]
 
     def _decoded(self, start: int, stop: int) -> str:
         tokens = [token for token in self.tokens[start:stop] if token not in self._ends]
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips)) if tokens else ""
 
-    def _up_to_stop(self, text: str) -> str:
+    def _hidden(self, token: int) -> str:
+        """What a special token is called, if it has no text: it may be, or end, a stop string."""
+        if not self._stops or not self._skips or self._tokenizer.decode([token], skip_special_tokens=True):
+            return ""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+    def _up_to_stop(self, text: str, hidden: str = "") -> str:
         if self.has_stopped:
             return ""
-        text = self._held + text
-        places = [text.find(stop) for stop in self._stops if stop in text]
-        if places:
-            self.has_stopped, self._held = True, ""
-            return text[: min(places)]
-        overlap = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - overlap :]
-        return text[: len(text) - overlap]
+        held = [*self._held, *((letter, True) for letter in text), *((letter, False) for letter in hidden)]
+        searched = "".join(letter for letter, _ in held)
+        places = [searched.find(stop) for stop in self._stops if stop in searched]
+        self.has_stopped = bool(places)
+        end = len(held) - max((_overlap(searched, stop) for stop in self._stops), default=0)
+        self._held = [] if places else held[end:]
+        return _shown(held[: min(places, default=end)])
+
+
+def _shown(letters: Sequence[tuple[str, bool]]) -> str:
+    """Those that are text."""
+    return "".join(letter for letter, is_text in letters if is_text)
 
 
 def _cleans_up(tokenizer: Any) -> bool:

@@ -98,7 +98,9 @@ def test_a_hot_row_has_no_leading_dimension_and_memory_of_its_own(folder, no_oth
     assert torch.equal(values(range(ROWS))["odd"][row], found["odd"])
 
 
-@pytest.mark.parametrize("index", [ROWS, -ROWS - 1, [0, ROWS], True, [True] * 3, [[True]], [0.5], ["x"], [1 << 70], None])
+@pytest.mark.parametrize(
+    "index", [ROWS, -ROWS - 1, [0, ROWS], True, [True] * 3, [[True]], [0.5], ["x"], [1 << 70], None]
+)
 def test_an_invalid_index_is_the_same_error_on_the_hot_path(folder, index):
     with pytest.raises(RowIndexError):
         hot(folder)[index]

@@ -254,7 +254,7 @@ def test_null_and_empty_options_are_ignored():
 
     found = parsed(json.dumps(asked).encode(), 1)
 
-    assert (5, {"stop": ["w1"]}) == (found.max_tokens, found.options)
+    assert (5, {"stop": ["w1"]}) == (found.asked.max_tokens, found.asked.options)
 
 
 def test_a_line_that_is_too_long_is_one_line(tmp_path, monkeypatch):

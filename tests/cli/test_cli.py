@@ -97,6 +97,25 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, t
     assert re.fullmatch(r"5 tokens: [\d.e+]+ tokens/s, 0 bytes read per token, .+ of memory at the peak\n", done.stderr)
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter: of Python in a locale without UTF-8
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_words_that_standard_output_can_t_encode_are_escaped(
+    errors: str, options: list[str], llama_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    _tokenizer(folder)
+    words = folder / "tokenizer.json"
+    words.write_text(re.sub(r'"w(\d+)"', '"\u017e\\1"', words.read_text(encoding="utf-8")), encoding="utf-8")
+
+    environment = {"PYTHONIOENCODING": f"ascii:{errors}"}
+    command = ["generate", folder, "--prompt", "\u017e3 \u017e5", "--max-new-tokens", "5", *options]
+    done = run_module("offload.cli", *command, env=environment)
+
+    assert not done.returncode, done.stderr
+    assert 5 == len(re.findall(r"\\u017e\d+", done.stdout))
+
+
 def test_generate_keeps_prompts(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, kept = tmp_path / "model", tmp_path / "kept"
     shutil.copytree(llama_folder, folder)

@@ -8,13 +8,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,91 +20,17 @@ import torch
 
 import offload
 from offload.cli import main
-from tests.processes import ended, forked
+from tests.processes import ended
+from tests.serving.servers import Server, greedy, saved, started, tiny_tokenizer, words
 
 openai = pytest.importorskip("openai")
-TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 JSON = "content-type: application/json"
-
-
-@dataclass
-class Server:
-    """A server in a forked child."""
-
-    url: str
-    pid: int
-    log: Path
-    folder: Path
-
-    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        """The status and the body of what it answers."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        asked = urllib.request.Request(f"{self.url}{path}", data, {"content-type": "application/json", **headers})
-        try:
-            with urllib.request.urlopen(asked, timeout=100) as reply:
-                return reply.status, json.load(reply)
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=100) as reply:
-            lines = reply.read().decode().splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-
-
-def started(folder: Path, log: Path, *options: str) -> Server:
-    """A server over the model in a folder, which listens."""
-    reader, writer = os.pipe()
-
-    def serve() -> None:
-        os.close(reader)
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-        os.dup2(writer, 3)
-        sys.stderr = _Echo(open(2, "w", buffering=1, closefd=False), writer)  # noqa: SIM115
-        assert 0 == main(["serve", str(folder), "--port", "0", *options])
-
-    pid = forked(serve)
-    os.close(writer)
-    with open(reader) as said:
-        line = said.readline()
-    assert " at http://" in line, log.read_text()
-    return Server(line.split(" at ")[1].strip().removesuffix("/v1"), pid, log, folder)
-
-
-class _Echo:
-    """Standard error, whose first line goes to a pipe, too."""
-
-    def __init__(self, file: Any, pipe: int) -> None:
-        self._file, self._pipe = file, pipe
-
-    def write(self, text: str) -> int:
-        if self._pipe is not None and " at http://" in text:
-            os.write(self._pipe, text.encode() + b"\n")
-            os.close(self._pipe)
-            self._pipe = None
-        return self._file.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a 96-word tokenizer and a chat template. No word ends an answer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    place = tmp_path_factory.mktemp("served") / "tiny"
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 96}
-    config = LlamaConfig(**shape, num_attention_heads=2, max_position_embeddings=4096, eos_token_id=None)
-    LlamaForCausalLM(config).save_pretrained(place)
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(96)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(place)
-    return place
+    return saved(tmp_path_factory.mktemp("served") / "tiny", tiny_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -124,16 +47,6 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
     return offload.from_pretrained(folder)
-
-
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    with torch.inference_mode():
-        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return tokens[0, len(prompt) :].tolist()
-
-
-def words(tokens: list[int]) -> str:
-    return " ".join(f"w{token}" for token in tokens if token)  # w0 is special
 
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "w3 w4"}], "temperature": 0}
@@ -218,28 +131,6 @@ def test_curl_gets_events(server):
     assert "length" == json.loads(events[-1])["choices"][0]["finish_reason"]
 
 
-@pytest.mark.campaign("bench", only=True)
-def test_lm_eval_gets_what_it_gets_from_the_model_itself(server, model):
-    api = pytest.importorskip("lm_eval.models.openai_completions")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-    from transformers import AutoTokenizer
-
-    here = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(server.folder, eos_token="w95"), device="cpu")
-    there = api.LocalCompletionsAPI(
-        model="tiny", base_url=f"{server.url}/v1/completions", tokenizer=str(server.folder), max_length=4000
-    )
-    scored = [("w3 w4 w5", " w6 w7"), ("w9", " w1"), ("w3 w4", " " + words(greedy(model, [3, 4], 2)))]
-    continued = [(f"w3 w{n}", {"until": ["w50"], "max_gen_toks": 9, "do_sample": False}) for n in range(1, 5)]
-    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(scored)]
-    expected, said = here.loglikelihood(asked), there.loglikelihood(asked)
-    asked = [Instance("generate_until", {}, pair, number) for number, pair in enumerate(continued)]
-
-    assert [is_greedy for _, is_greedy in expected] == [is_greedy for _, is_greedy in said]
-    assert all(abs(one - other) < 1e-5 for (one, _), (other, _) in zip(expected, said, strict=True))
-    assert here.generate_until(asked) == there.generate_until(asked)
-
-
 # What is asked for
 
 
@@ -291,7 +182,7 @@ WRONG = {
     "a list": (b"[]", 400, None),
     "nothing": ({}, 400, None),
     "another model": ({"model": "gpt", "prompt": "w3"}, 404, "model_not_found"),
-    "sampling of other servers": ({"prompt": "w3", "top_k": 5}, 400, None),
+    "sampling of other servers": ({"prompt": "w3", "typical_p": 0.5}, 400, None),
     "a token that is none": ({"prompt": [96]}, 400, None),
     "half of a character": ({"prompt": "\ud800"}, 400, None),
     "hardly a temperature": ({"prompt": "w3", "temperature": 1e-9}, 400, None),
@@ -301,6 +192,7 @@ WRONG = {
     "too many tokens": ({"prompt": "w3", "max_tokens": 4096}, 400, "context_length_exceeded"),
     "a long prompt": ({"prompt": "w3 " * 5000}, 400, "context_length_exceeded"),
     "10 MB": ({"prompt": "w" * 10_000_000}, 413, "request_too_large"),
+    "too many prompts": ({"prompt": ["w3", "\ud800"] * 30}, 400, None),
     "too many answers": ({"prompt": ["w3"] * 30, "n": 2}, 400, None),
 }
 
@@ -312,6 +204,7 @@ def test_a_wrong_request_is_refused_in_the_words_that_clients_know(server, what)
     said = server.post("/v1/completions", body)
 
     assert (status, code) == (said[0], said[1]["error"]["code"])
+    assert ("at most 40 answers" in said[1]["error"]["message"]) == (what in ("too many prompts", "too many answers"))
     assert "invalid_request_error" == said[1]["error"]["type"]
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload.serving.text import Text
+from tests.serving.servers import tiny_tokenizer
 
 PIECES = {
     "words": (
@@ -60,3 +61,53 @@ def test_stop_strings_are_found_where_spaces_are_taken_out(kind: str) -> None:
 
     assert whole[:1] == "".join(pieces) + text.rest()
     assert text.has_stopped
+
+
+@pytest.mark.parametrize("stop", ["<|end|>", "<|end|> w2", "|end", "d|> w", "w1<|e"])
+def test_a_special_token_in_a_stop_string_stops(stop: str) -> None:
+    tokenizer = tiny_tokenizer(["<|end|>", "<|sep|>"])
+    text = Text(tokenizer, [stop, "w50"])
+
+    pieces = [text.add(token) for token in (3, 97, 1, 96, 2, 4)]
+
+    assert text.has_stopped
+    assert ("w3" if stop[0] == "w" else "w3 w1") == "".join(pieces).strip() + text.rest()
+
+
+@pytest.mark.parametrize("kind", ["words", "unigrams"])
+def test_a_special_token_stops_where_spaces_are_taken_out(kind: str) -> None:
+    tokenizer = tokenizer_of(kind, cleans=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokens = [1, 2, 3, 1, 5, 1]
+    text = Text(tokenizer, ["<|end|>"])
+
+    pieces = [text.add(token) for token in (*tokens, len(tokenizer) - 1, 2)]
+
+    assert text.has_stopped
+    assert tokenizer.decode(tokens) == "".join(pieces) + text.rest()
+
+
+def test_a_special_token_outside_stop_strings_is_hidden() -> None:
+    tokenizer = tiny_tokenizer(["<|end|>", "<|sep|>"])
+    tokens = [96, 3, 97, 4, 97]
+    for skips in (True, False):
+        text = Text(tokenizer, ["<|end|> w4"], skips=skips)
+
+        pieces = [text.add(token) for token in tokens]
+
+        assert tokenizer.decode(tokens, skip_special_tokens=skips) == "".join(pieces) + text.rest()
+
+
+@pytest.mark.parametrize("kind", PIECES)
+@pytest.mark.parametrize("cleans", [True, False], ids=["spaces taken out", "as it is"])
+def test_the_length_is_that_of_the_text(kind: str, cleans: bool) -> None:
+    tokenizer = tokenizer_of(kind, cleans=cleans)
+    text = Text(tokenizer)
+    tokens, lengths = [1, 2, 4, 5, 6, 1, 3, 4], [0]
+
+    for token in tokens:
+        text.add(token)
+        whole = tokenizer.decode(text.tokens)
+        lengths.append(lengths[-1] if whole.endswith("\ufffd") else len(whole))
+
+        assert lengths[-1] == text.length
