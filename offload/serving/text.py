@@ -29,8 +29,7 @@ class Text:
     ) -> None:
         """`ends` are tokens after which nothing follows; they have no text, and if `skips`, no special token has."""
         self.tokens: list[int] = []
-        self.length = 0
-        self.has_stopped = False
+        self.length, self.has_stopped = 0, False
         self._tokenizer, self._stops, self._ends, self._skips = tokenizer, stops, ends, skips
         self._start = self._done = 0  # tokens before which text does not matter any more, and that were given
         self._held: list[tuple[str, bool]] = []  # letters that may become a stop string; whether they are text
