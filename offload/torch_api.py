@@ -53,7 +53,6 @@ try:
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 
     # Modes: whether any are on, and guards. These are C classes, which an interrupt can't leave half open.
-    without_function = torch._C._disabled_torch_function_impl  # the `__torch_function__` of classes that have none
     no_functions = torch._C.DisableTorchFunction  # disables `__torch_function__` of modes and classes
     InferenceMode = torch._C._InferenceMode  # also restores all state of the dispatcher and autograd
     DispatchKey = torch._C.DispatchKey
@@ -61,7 +60,6 @@ try:
     TRANSFORM_KEYS = (DispatchKey.FuncTorchDynamicLayerFrontMode, DispatchKey.FuncTorchDynamicLayerBackMode)
     TRACER_KEY = torch._C._dispatch_key_parse("Tracer")  # of torch.jit.trace; missing in the enumeration
     keys_kept = torch._C._PreserveDispatchKeyGuard
-    keys_on_entry: Any = attrgetter("_RestorePythonTLSSnapshot")(torch._C)  # of the op that is executed: autocast's too
     exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
     modes_are_on = torch._C._len_torch_dispatch_stack
     function_modes_are_on = torch._C._len_torch_function_stack
@@ -375,18 +373,9 @@ def is_swapped_in(frame: FrameType, tensor: object) -> bool:
     return False
 
 
-# Their fast paths are for tensors without `__torch_function__`, and give other values (2.13).
-_FAST = {id(_m.forward.__code__) for _m in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)}
-
-
 def lists_storages(frame: FrameType) -> bool:
     """Whether this is a frame of the compiler's function that refuses tensors which can be flattened (2.13)."""
     return frame.f_code.co_name == "get_tensor_storages" and "_dynamo" in frame.f_globals["__name__"]
-
-
-def has_fast_path(frame: FrameType) -> bool:
-    """Whether this is a frame of a module of torch's that asks for `__torch_function__` to choose how it computes."""
-    return id(frame.f_code) in _FAST
 
 
 def memo_of_stager(frame: FrameType) -> dict[int, Any] | None:

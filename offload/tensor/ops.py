@@ -52,7 +52,6 @@ from offload.torch_api import (
     is_sharding,
     is_traced,
     is_view,
-    keys_on_entry,
     modes_are_on,
     tree_flatten,
     tree_unflatten,
@@ -132,13 +131,6 @@ def choose_attention(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The kernel depends on whether the arguments require grad, which guests don't."""
     memo = guests_that_ask_for_grad(args, kwargs)
     return read(func, args, kwargs, memo)
-
-
-@implements(aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default)
-def compute_fast_path(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Autocast acts on the ops inside, and is excluded below Python dispatch."""
-    with keys_on_entry():
-        return read(func, args, kwargs)
 
 
 @overrides(F.embedding)

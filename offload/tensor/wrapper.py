@@ -45,29 +45,16 @@ from offload.torch_api import (
     PARAMETER_MARK,
     DisableTorchFunctionSubclass,
     HigherOrderOperator,
-    has_fast_path,
     memo_of_stager,
     tensor_data,
     tensor_text,
     typed,
-    without_function,
 )
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 log = logging.getLogger("offload.tensor")
 _attributes = vars(torch.Tensor)["__dict__"]
-
-
-class _FunctionOfClass(classmethod):  # type: ignore[type-arg]
-    """A class method that torch's modules with a fast path do not see where they would not on the plain value."""
-
-    def __set_name__(self, owner: type, _: str) -> None:
-        self._bound = super().__get__(None, owner)
-
-    def __get__(self, tensor: OffloadedTensor | None, _: type | None = None) -> Any:
-        is_unseen = tensor is not None and has_fast_path(sys._getframe(1)) and tensor._handle.subclass is None
-        return without_function if is_unseen else self._bound
 
 
 class OffloadedTensor(torch.Tensor):
@@ -394,7 +381,7 @@ class OffloadedTensor(torch.Tensor):
 
     # For torch: executing ops
 
-    @_FunctionOfClass  # type: ignore[arg-type]
+    @classmethod
     def __torch_function__(cls, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if len(types) > 1 and not all(issubclass(kind, torch.Tensor) for kind in types):
             return NotImplemented  # it is for what is no tensor, such as a dimension of functorch's

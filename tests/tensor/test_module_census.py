@@ -29,8 +29,21 @@ FIRST_DTYPE = torch.float32
 SECOND_DTYPES = (torch.complex64, torch.bfloat16, torch.float64)
 
 
+# Modules and modes that fail without gradients, with the reason. An entry that passes fails the test.
+EXPECTED_FAILURES = {("nn.Transformer", "eval"): "in inference mode its fused encoder layer has other last bits"}
 MODULES_AND_MODES = [
-    pytest.param(name, mode == "train", id=f"{name}-{mode}") for name in MODULES for mode in ("train", "eval")
+    pytest.param(
+        name,
+        mode == "train",
+        id=f"{name}-{mode}",
+        marks=[
+            pytest.mark.xfail(reason=reason, strict=True)
+            for entry, reason in EXPECTED_FAILURES.items()
+            if entry == (name, mode)
+        ],
+    )
+    for name in MODULES
+    for mode in ("train", "eval")
 ]
 
 
