@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 
 from offload.cli import main
-from tests.processes import forked
+from tests.processes import ended, forked
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -141,3 +143,13 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 def words(tokens: Iterable[int]) -> str:
     return " ".join(f"w{token}" for token in tokens if token)  # w0 is special
+
+
+@contextmanager
+def running(folder: Path, log: Path, *options: str) -> Iterator[Server]:
+    """A server for the block, which ends well: there is no traceback in its log."""
+    server = started(folder, log, *options)
+    yield server
+    os.kill(server.pid, signal.SIGTERM)
+    assert 0 == ended(server.pid), log.read_text()
+    assert "Traceback" not in log.read_text()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,7 @@ import pytest
 import torch
 
 import offload
-from tests.processes import ended
-from tests.serving.servers import Server, greedy, saved, started, tiny_tokenizer, words
+from tests.serving.servers import Server, greedy, running, saved, tiny_tokenizer, words
 
 SPECIAL = ["<s>", "<|end|>", "<|sep|>"]  # 96, 97, 98
 KEY = "open sesame"
@@ -35,12 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "log"
-    running = started(folder, log, "--max-new-tokens", "8", "--api-key", KEY)
-    running.headers = {"authorization": f"Bearer {KEY}"}
-    yield running
-    os.kill(running.pid, signal.SIGTERM)
-    assert 0 == ended(running.pid), log.read_text()
-    assert "Traceback" not in log.read_text()
+    with running(folder, log, "--max-new-tokens", "8", "--api-key", KEY) as server:
+        server.headers = {"authorization": f"Bearer {KEY}"}
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import torch
 import offload
 from offload.cli import main
 from tests.processes import ended
-from tests.serving.servers import Server, greedy, saved, started, tiny_tokenizer, words
+from tests.serving.servers import Server, greedy, running, saved, started, tiny_tokenizer, words
 
 openai = pytest.importorskip("openai")
 JSON = "content-type: application/json"
@@ -37,11 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One for all tests of this module; its log has no traceback at the end."""
     log = tmp_path_factory.mktemp("log") / "log"
-    running = started(folder, log, "--max-new-tokens", "8", "--queue", "40")
-    yield running
-    os.kill(running.pid, signal.SIGTERM)
-    assert 0 == ended(running.pid), log.read_text()
-    assert "Traceback" not in log.read_text()
+    with running(folder, log, "--max-new-tokens", "8", "--queue", "40") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
