@@ -23,6 +23,7 @@ SPECIAL = ["<s>", "<|end|>", "<|sep|>"]  # the first one begins each text, the s
 PIECES = [*string.ascii_lowercase, " ", " the", "ing", " a", "end", "xyz", ". ", "<|"]
 TEXTS = [*PIECES, *SPECIAL]  # of each token
 BEGIN, END, SEPARATOR = range(len(PIECES), len(TEXTS))
+TEMPLATE = "<s>{% for one in messages %}{{ one.role }}<|sep|>{{ one.content }}. {% endfor %}"
 REQUESTS = amount("requests", 16, 200)
 
 
@@ -39,13 +40,8 @@ class Choice:
     def agrees_with(self, other: Choice) -> bool:
         """Log-probabilities are those of weights that lie elsewhere in memory."""
         mine, theirs = ([0.0 if one is None else one for one in choice.logprobs] for choice in (self, other))
-        same = (self.text, self.reason, self.tokens, self.offsets) == (
-            other.text,
-            other.reason,
-            other.tokens,
-            other.offsets,
-        )
-        return same and mine == pytest.approx(theirs, abs=1e-4)
+        texts = [(one.text, one.reason, [*one.tokens], [*one.offsets]) for one in (self, other)]
+        return texts[0] == texts[1] and mine == pytest.approx(theirs, abs=1e-4)
 
 
 def tokenizer() -> Any:
@@ -58,7 +54,7 @@ def tokenizer() -> Any:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(SPECIAL)
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, extra_special_tokens=SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=made, extra_special_tokens=SPECIAL, chat_template=TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +96,17 @@ def requested(draw: random.Random) -> dict[str, Any]:
     }
     body |= {name: value for name, value in some.items() if draw.random() < 0.3}
     both = {"logprobs": draw.randint(0, 3), "echo": True, "stream": True}
-    return body | {name: value for name, value in both.items() if draw.random() < 0.5}
+    body |= {name: value for name, value in both.items() if draw.random() < 0.5}
+    return body if draw.random() < 0.6 else as_chat(body, letters, draw)
+
+
+def as_chat(body: dict[str, Any], letters: str, draw: random.Random) -> dict[str, Any]:
+    """The same wishes for the answer in a conversation, which has no echo."""
+    roles = ["system", "user", "assistant", "user"][draw.randrange(2) : draw.choice([2, 4])]
+    chat = {"messages": [{"role": role, "content": letters} for role in roles]}
+    if "logprobs" in body:
+        chat |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+    return {name: value for name, value in body.items() if name not in ("prompt", "echo")} | chat
 
 
 class Plain:
@@ -117,7 +123,9 @@ class Plain:
         return [self._choice(body, body["seed"] + number) for number in range(body.get("n", 1))]
 
     def _choice(self, body: dict[str, Any], seed: int) -> Choice:
-        given = body["prompt"]
+        given = body.get("prompt")
+        if given is None:
+            given = self._tokenizer.apply_chat_template(body["messages"])["input_ids"]
         prompt = self._tokenizer(given)["input_ids"] if isinstance(given, str) else given
         tokens, scores = self._generated(prompt, body, seed)
         ends = () if body.get("ignore_eos") else (END,)
@@ -139,6 +147,8 @@ class Plain:
             tokens = [*prompt, *tokens]
         if "logprobs" not in body:
             return Choice(begin + text, reason)
+        if "messages" in body:  # whose tokens have no offsets
+            return Choice(text, reason, [TEXTS[token] for token in tokens], (), logprobs)
         return Choice(begin + text, reason, [TEXTS[token] for token in tokens], offsets, logprobs)
 
     def _shown(self, token: int, body: dict[str, Any]) -> str:
@@ -188,21 +198,31 @@ class Plain:
 
 def answered(server: Server, body: dict[str, Any]) -> list[Choice]:
     """The choices of an answer; the pieces of a stream are put together."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     if body.get("stream"):
-        events = server.events("/v1/completions", body)
-        parts = [event["choices"][0] for event in events]
+        parts = [event["choices"][0] for event in server.events(path, body)]
     else:
-        status, said = server.post("/v1/completions", body)
+        status, said = server.post(path, body)
         assert status == 200, said
         parts = said["choices"]
     found = []
     for number in range(body.get("n", 1)):
         mine = [part for part in parts if part["index"] == number]
         [reason] = [part["finish_reason"] for part in mine if part["finish_reason"]]
+        if "messages" in body:
+            found.append(said_in_chat(mine, reason))
+            continue
         names = ("tokens", "text_offset", "token_logprobs") if "logprobs" in body else ()
         lists = [[one for part in mine for one in (part["logprobs"] or {}).get(name, ())] for name in names]
         found.append(Choice("".join(part["text"] for part in mine), reason, *lists))
     return found
+
+
+def said_in_chat(parts: list[Any], reason: str) -> Choice:
+    """The choice that the parts of a chat's answer make; `message` of a whole answer, `delta` of a stream."""
+    text = "".join((part.get("message") or part["delta"]).get("content") or "" for part in parts)
+    tokens = [one for part in parts for one in (part.get("logprobs") or {}).get("content") or ()]
+    return Choice(text, reason, [one["token"] for one in tokens], (), [one["logprob"] for one in tokens])
 
 
 @pytest.mark.campaign("requests")
