@@ -235,7 +235,6 @@ tensor_text: Any = _for("printing an offloaded tensor", lambda: torch._tensor_st
 
 if TYPE_CHECKING:
     from torch._weights_only_unpickler import Unpickler as Unpickler
-    from torch.testing._internal.common_methods_invocations import OpInfo as OpInfo
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     Unpickler = _for(_PICKLED, lambda: torch._weights_only_unpickler.Unpickler)  # the one for weights_only=True
@@ -322,22 +321,6 @@ def _unchecked_sparse() -> Callable[[], list[torch.Tensor]]:
 
 
 unchecked_sparse = _for(_PICKLED, _unchecked_sparse)  # sparse tensors queued for a check in the next torch.load
-
-
-def described_ops() -> list[OpInfo]:
-    """torch's own op descriptions, imported on use with everything that they need.
-
-    Raises:
-        UnsupportedTorchError: a dependency is not installed.
-    """
-    try:
-        from torch.testing._internal.common_methods_invocations import op_db
-    except ImportError as error:
-        if str(error.name).startswith("torch"):
-            raise _unsupported("offload.testing", error) from error
-        message = f"a census needs what torch's own tests need: install {error.name} ({error})"
-        raise UnsupportedTorchError(message, name=error.name) from error
-    return op_db
 
 
 # Inspecting frames of torch's functions

@@ -1,4 +1,4 @@
-"""Checks of the op census for values on disk, beyond `offload.testing`: views stay there, files hold them.
+"""Checks of the op census for values on disk, beyond `tests.ops`: views stay there, files hold them.
 
 Always true:
 - each argument that can be stored is offloaded: as a whole value, as a part of a larger one, or lazily conjugated
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from offload import OffloadedTensor
 from offload.testing import assert_equal
-from offload.testing.ops import Kind, is_inexact, is_plain
 from tests.campaigns import amount
+from tests.ops import Kind, is_inexact, is_plain
 
 _NUMBERS = itertools.count()  # each value has a name of its own: a second one of a name gets a folder of its own
 MOST = amount("ops", 3, 5)  # samples per op and check; the op database has up to a thousand

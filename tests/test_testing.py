@@ -1,24 +1,19 @@
-"""`offload.testing`: comparisons with useful messages, a checkpoint, and a census that finds errors."""
+"""`offload.testing`: comparisons with useful messages, and a checkpoint."""
 
 from __future__ import annotations
 
-import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._pytree import tree_map
 
 import offload
 from offload import OffloadedTensor
-from offload.errors import UnsupportedTorchError
-from offload.testing import assert_equal, census, is_equal, tiny_checkpoint
+from offload.testing import assert_equal, is_equal, tiny_checkpoint
 
 NAN, OTHER_NAN = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
 
@@ -121,80 +116,3 @@ def test_a_tiny_checkpoint_is_the_same_each_time_and_leaves_the_generator_alone(
     assert_equal(offload.from_pretrained(first), offload.from_pretrained(again))
     assert not is_equal(offload.from_pretrained(first), offload.from_pretrained(second))
     assert 1 < len(list(first.glob("*.safetensors")))
-
-
-class Wrapped(torch.Tensor):
-    """A plain tensor wrapped in another, which may compute wrongly, or fail."""
-
-    inner: torch.Tensor
-    wrong = "mul"
-    fails = "sub"
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride(), dtype=inner.dtype)
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name == cls.fails:
-            raise NotImplementedError(name)
-        if name == "detach":
-            return cls(args[0].inner)
-        inside = tree_map(lambda x: x.inner if isinstance(x, cls) else x, (args, kwargs or {}))
-        result = func(*inside[0], **inside[1])
-        return -result if name == cls.wrong else result
-
-
-def make(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_complex() else Wrapped(tensor)
-
-
-def test_a_census_finds_the_ops_that_are_wrong() -> None:
-    """Ops that fail or give another value, by check; the others are compared."""
-    trials = list(census(make, lambda x: x.inner, ops=["add", "sub", "mul"], checks=["forward"]))
-
-    assert {"add": type(None), "sub": NotImplementedError, "mul": AssertionError} == {
-        trial.op: type(trial.error) for trial in trials
-    }
-    assert all(trial.compared for trial in trials)
-
-
-def test_a_census_skips_values_that_the_class_can_not_hold() -> None:
-    [trial] = census(make, lambda x: x.inner, ops=["mul"], checks=["forward"], dtypes=[torch.complex64])
-
-    assert (None, 0) == (trial.error, trial.compared)
-    assert trial.plain
-
-
-def test_a_census_of_an_unknown_op_names_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"no op 'ad': near it .* add"):
-        next(census(make, lambda x: x.inner, ops=["ad"]))
-    with pytest.raises(ValueError, match="no check 'fast': there are forward, "):
-        next(census(make, lambda x: x.inner, checks=["fast"]))
-
-
-def test_a_census_leaves_random_generators_as_they_were() -> None:
-    torch.manual_seed(3)
-    random.seed(3)
-    before = torch.get_rng_state(), random.getstate()
-
-    list(census(make, lambda x: x.inner, ops=["add"]))
-
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1] == random.getstate()
-
-
-def test_a_census_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Theirs(ModuleType):
-        @property
-        def op_db(self) -> Any:
-            raise ModuleNotFoundError("No module named 'expecttest'", name="expecttest")
-
-    name = "torch.testing._internal.common_methods_invocations"
-    monkeypatch.setitem(sys.modules, name, Theirs(name))
-
-    with pytest.raises(UnsupportedTorchError, match="a census needs what torch's own tests need: install expecttest"):
-        next(census(make, lambda x: x.inner))

@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import offload
 from offload import OffloadedTensor
-from offload.testing import assert_equal, ops
-from offload.testing.ops import Sample
+from offload.testing import assert_equal
+from tests import ops
 from tests.op_census import OFFLOADED, close
+from tests.ops import Sample
 from tests.processes import run_script
 from tests.tensor.test_op_census import OPS, dtypes_of
 

@@ -1,9 +1,17 @@
-"""Testing a tensor subclass: with torch's own op database, each op should give the same as with plain tensors.
+"""Torch's own op database: each op should give the same with tensors of a subclass as with plain ones.
 
 Always true:
-- the plain tensors it is compared with have the same strides, and are created in the same way
+- the plain tensors that a subclass is compared with have the same strides, and are created in the same way
 - a check counts the calls that succeed in plain torch, and those of them that involved a tensor of the subclass
-- a difference is recorded as the trial's error, with the op; nothing else stops the census
+
+The checks, each of which runs an op on plain tensors and on tensors of the subclass:
+
+- `forward`, `inference`: results are equal, and the arguments are as they were
+- `inplace`, `inference inplace`: the argument itself comes back, it and its aliases hold the new values, and the
+  version counter moves
+- `out`: the same of `out=`, whatever its size and strides were
+- `trainable`, `frozen`, `second order`: gradients, also beside tensors that require none, and gradients of these
+- `tangents`, `inplace tangents`: forward-mode differentiation
 """
 
 from __future__ import annotations
@@ -12,21 +20,19 @@ import contextlib
 import dataclasses
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy
 import torch
 from torch.autograd import forward_ad
+from torch.testing._internal.common_methods_invocations import OpInfo, op_db
 
 from offload.annotations import Args, Kwargs, Op
-from offload.errors import ArgumentError
 from offload.testing.equal import assert_same, assert_same_tensor, difference_between, in_memory
 from offload.torch_api import (
     TorchDispatchMode,
-    described_ops,
     op_schema,
     tree_flatten,
     tree_leaves,
@@ -35,116 +41,10 @@ from offload.torch_api import (
     version_of,
 )
 
-if TYPE_CHECKING:
-    from offload.torch_api import OpInfo
-
-
-class Trial(NamedTuple):
-    """The outcome of one check of one op.
-
-    Attributes:
-        op: torch's name of it.
-        check: a word of `CHECKS`.
-        dtype: of the tensors.
-        plain: how many calls plain torch carries out.
-        compared: in how many of these a tensor of the subclass took part.
-        error: what the subclass did otherwise; None if all went as with plain tensors.
-
-    Example:
-        >>> Trial("add", "forward", torch.float32, plain=5, compared=5, error=None).op
-        'add'
-    """
-
-    op: str
-    check: str
-    dtype: torch.dtype
-    plain: int
-    compared: int
-    error: Exception | None
-
-
-def census(
-    make: Callable[[torch.Tensor], torch.Tensor],
-    unwrap: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    ops: Collection[str] | None = None,
-    checks: Collection[str] | None = None,
-    dtypes: Collection[torch.dtype] = (torch.float32,),
-    samples: int = 5,
-) -> Iterator[Trial]:
-    """Hold a tensor subclass against plain tensors, over torch's own op database, bit for bit.
-
-    The checks, each of which runs an op on plain tensors and on tensors of the subclass:
-
-    - `forward`, `inference`: results are equal, and the arguments are as they were
-    - `inplace`, `inference inplace`: the argument itself comes back, it and its aliases hold the new values, and the
-      version counter moves
-    - `out`: the same of `out=`, whatever its size and strides were
-    - `trainable`, `frozen`, `second order`: gradients, also beside tensors that require none, and gradients of these
-    - `tangents`, `inplace tangents`: forward-mode differentiation
-
-    Args:
-        make: a tensor of the subclass from a plain one, with its strides. Where the subclass can't hold it, the plain
-            tensor itself: such a call is not compared.
-        unwrap: a plain tensor from one of the subclass.
-        ops: names, as in the database ("add", "nn.functional.linear"); None for all, which takes some minutes.
-        checks: some of these; None for all.
-        dtypes: those that an op does not know are left out.
-        samples: how many calls are compared for each op, check and dtype, from all over the database's.
-
-    Yields:
-        A trial for each op, check and dtype.
-
-    Raises:
-        ValueError: there is no such op, or no such check.
-        ImportError: torch's database needs a package that is not installed (expecttest, numpy).
-
-    Example:
-        >>> from torch.testing._internal.two_tensor import TwoTensor
-        >>> trials = census(lambda plain: TwoTensor(plain, plain.clone()), lambda two: two.a, ops=["add"], samples=1)
-        >>> {trial.check for trial in trials if trial.error} <= set(CHECKS)
-        True
-    """
-    database, kind = op_database(), Kind(unwrap, [partial(_as_whole, make)])
-    for name in set(ops or ()) - set(database):
-        raise ArgumentError(f"there is no op {name!r}: near it are {', '.join(get_close_matches(name, database))}")
-    for name in set(checks or ()) - set(CHECKS):
-        raise ArgumentError(f"there is no check {name!r}: there are {', '.join(CHECKS)}")
-    for op in (op for name, op in database.items() if ops is None or name in ops):
-        for dtype in (dtype for dtype in dtypes if dtype in op.supported_dtypes("cpu")):
-            for check in CHECKS if checks is None else checks:
-                with _own_randomness():
-                    trial = _trial(kind, op, check, dtype, samples)
-                yield trial
-
-
-def _trial(kind: Kind, op: OpInfo, check: str, dtype: torch.dtype, most: int) -> Trial:
-    requires_grad = check in DERIVATIVES
-    if requires_grad and dtype not in op.supported_backward_dtypes("cpu"):
-        return Trial(op.full_name, check, dtype, 0, 0, None)
-    found = spread(samples_of(op, dtype, requires_grad=requires_grad), f"{op.full_name} {dtype} {check}", most=most)
-    try:
-        with memory_filled(op):
-            count = CHECKS[check](kind, op, found)
-    except Exception as error:
-        return Trial(op.full_name, check, dtype, len(found), len(found), error)
-    return Trial(op.full_name, check, dtype, *count, None)
-
 
 def op_database() -> dict[str, OpInfo]:
     """Torch's descriptions of its ops, by name."""
-    return {op.full_name: op for op in described_ops() if op.supported_dtypes("cpu")}
-
-
-@contextlib.contextmanager
-def _own_randomness() -> Iterator[None]:
-    before, numbers = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(before)
-        numpy.random.set_state(numbers)
+    return {op.full_name: op for op in op_db if op.supported_dtypes("cpu")}
 
 
 # Ops with arbitrary values: only shapes, strides and dtypes are compared.
@@ -293,11 +193,6 @@ def is_other(x: object) -> bool:
 
 def takes_part(tree: object) -> bool:
     return any(map(is_other, tree_leaves(tree)))
-
-
-def _as_whole(make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    copy = x.detach().clone()
-    return copy, make(copy.clone())
 
 
 # Calls
