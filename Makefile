@@ -38,7 +38,7 @@ newest:
 CAMPAIGN ?= all
 campaign: $(VENV)/.installed
 	OFFLOAD_CAMPAIGN=$(CAMPAIGN) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -m campaign --timeout 10000 $(ARGS)
-	$(PY) -m bench.fuzz --seconds 600
+	$(PY) -m tests.fuzz.campaign --seconds 600
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .

@@ -11,7 +11,7 @@ from tests.processes import run_script
 DRIVER = """
     import json, os, sys
     from pathlib import Path
-    from bench.kills import campaign
+    from tests.kills import campaign
 
     found = campaign(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))
     print(json.dumps({**found, "files": sorted(os.listdir(sys.argv[1]))}))
@@ -20,7 +20,7 @@ DRIVER = """
 
 @pytest.mark.campaign("kills", only=True)
 def test_a_value_is_whole_after_each_of_200_kills_at_random_moments(tmp_path):
-    """`python -m bench.kills` does 1000, up to 64 MiB. `test_injected` kills at each call that changes files."""
+    """`python -m tests.kills` does 1000, up to 64 MiB. `test_injected` kills at each call that changes files."""
     sizes = [1 << 12, 1 << 16, 1 << 20, 1 << 23]  # bytes
 
     found = json.loads(run_script(DRIVER, tmp_path, json.dumps(sizes), 200))

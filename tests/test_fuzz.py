@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bench import mutations
+from tests.fuzz import mutations
 from tests.processes import run_module, run_script
 
 COMPARED = ("safetensors", "pickle", "packed", "legacy")
@@ -18,8 +18,8 @@ MISBEHAVING = """
     import os, signal, sys, time
     from pathlib import Path
     import torch
-    from bench import fuzz
-    from bench.fuzz_kind import Kind
+    from tests.fuzz import campaign as fuzz
+    from tests.fuzz.kind import Kind
     from offload.errors import CorruptFileError, MissingFileError
 
     def damage(files, chance):
@@ -92,7 +92,7 @@ def test_forbidden_behaviour_of_a_reader_is_found(tmp_path):
 
 def test_damaged_files_of_every_kind_are_read_rightly_or_refused():
     pytest.importorskip("tensordict")
-    done = run_module("bench.fuzz", "--trials", "120", "--only", ",".join(KINDS), limit=240)
+    done = run_module("tests.fuzz.campaign", "--trials", "120", "--only", ",".join(KINDS), limit=240)
 
     assert not done.returncode, done.stdout + done.stderr
     table = [line.split() for line in done.stdout.splitlines()]
@@ -107,7 +107,7 @@ def test_damaged_files_of_every_kind_are_read_rightly_or_refused():
 def test_damaged_models_adapters_and_settings_are_read_rightly_or_refused():
     """Few of each here: `make campaign` has more, and every form."""
     pytest.importorskip("peft")
-    done = run_module("bench.fuzz", "--trials", "20", "--only", "awq,mxfp4,dcp,adapter,chat", limit=240)
+    done = run_module("tests.fuzz.campaign", "--trials", "20", "--only", "awq,mxfp4,dcp,adapter,chat", limit=240)
 
     assert not done.returncode, done.stdout + done.stderr
     table = [line.split() for line in done.stdout.splitlines()]

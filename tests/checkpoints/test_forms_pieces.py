@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.fuzz_models import same_in_every_way
 from offload.checkpoints.forms.decoding import unpacked
 from offload.errors import OffloadError
 from tests.checkpoints.forms import FORMS
 from tests.checkpoints.pieces import stored
+from tests.fuzz.models import same_in_every_way
 
 PACKED = (
     *("gptq", "gptq-act-order", "awq", "bnb-nf4", "bnb-nf4-double", "bnb-int8"),

@@ -128,7 +128,7 @@ def _temporary_files(folder: Path) -> int:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(prog="python -m bench.kills", description=__doc__.splitlines()[0])
+    options = argparse.ArgumentParser(prog="python -m tests.kills", description=__doc__.splitlines()[0])
     options.add_argument("--kills", type=int, default=1000, help="of all sizes together")
     options.add_argument("--largest", type=int, default=SIZES[-1], help="size in bytes")
     chosen = options.parse_args()

@@ -1,4 +1,4 @@
-"""What is damaged and read in `bench.fuzz`: checkpoints of models, in every packed form, and what comes beside them.
+"""What is damaged and read: checkpoints of models, in every packed form, and what comes beside them.
 
 Always true:
 - a sample notes in the file `form` which of `tests.checkpoints.forms` it is; that note is never damaged
@@ -21,8 +21,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from bench.fuzz_kind import Files, Kind, Wrong, files_of
-from bench.mutations import (
+from offload.cli.main import parser
+from offload.errors import OffloadError
+from offload.kernels.native import DTYPES
+from tests.checkpoints.forms import FORMS, PROMPT
+from tests.fuzz.kind import Files, Kind, Wrong, files_of
+from tests.fuzz.mutations import (
     bytes_damaged,
     gguf_damaged,
     json_file_damaged,
@@ -30,10 +34,6 @@ from bench.mutations import (
     pieces_damaged,
     safetensors_damaged,
 )
-from offload.cli.main import parser
-from offload.errors import OffloadError
-from offload.kernels.native import DTYPES
-from tests.checkpoints.forms import FORMS, PROMPT
 
 _NOTE = "form"
 _FAMILIES = ("gptq", "awq", "fp8", "mxfp4", "bnb", "ct", "bitnet", "torchao", "gguf")

@@ -1,4 +1,4 @@
-"""A kind of file that `bench.fuzz` damages and reads.
+"""A kind of file that `tests.fuzz.campaign` damages and reads.
 
 Always true:
 - a sample is a whole folder, as bytes by relative path: each trial damages its own copy

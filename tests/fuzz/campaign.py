@@ -42,9 +42,15 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import offload
-from bench import fuzz_models
-from bench.fuzz_kind import Files, Kind, Wrong, files_of
-from bench.mutations import (
+from offload.checkpoints.verify import verify
+from offload.errors import OffloadError
+from offload.models.journal import NAME as JOURNAL
+from offload.models.journal import Journal
+from offload.storage.file import TensorFile
+from offload.storage.pickled import _tensors_in
+from tests.fuzz import models
+from tests.fuzz.kind import Files, Kind, Wrong, files_of
+from tests.fuzz.mutations import (
     bytes_damaged,
     json_file_damaged,
     legacy_damaged,
@@ -52,12 +58,6 @@ from bench.mutations import (
     safetensors_made,
     zip_damaged,
 )
-from offload.checkpoints.verify import verify
-from offload.errors import OffloadError
-from offload.models.journal import NAME as JOURNAL
-from offload.models.journal import Journal
-from offload.storage.file import TensorFile
-from offload.storage.pickled import _tensors_in
 
 EQUAL, READ, REFUSED, FAILED = OUTCOMES = ("equal", "read", "refused", "failed")
 _BATCH = 2000  # trials per child
@@ -334,7 +334,7 @@ def kinds(folder: Path, only: Sequence[str] = ()) -> list[Kind]:
     ]
     with contextlib.suppress(ImportError):
         made.append(Kind("memmap", [_memmap_sample(folder)], _damage_any, _read_memmap))
-    return [*(kind for kind in made if kind.name in (only or kind.name)), *fuzz_models.kinds(folder, only)]
+    return [*(kind for kind in made if kind.name in (only or kind.name)), *models.kinds(folder, only)]
 
 
 _LEGACY = {"_use_new_zipfile_serialization": False}
@@ -624,7 +624,7 @@ def table(found: Mapping[str, Found]) -> str:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(prog="python -m bench.fuzz", description=__doc__.splitlines()[0])
+    options = argparse.ArgumentParser(prog="python -m tests.fuzz.campaign", description=__doc__.splitlines()[0])
     options.add_argument("--seconds", type=float, default=60, help="for all kinds together")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", default="", help="kinds, with commas between them")
