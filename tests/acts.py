@@ -100,7 +100,7 @@ def _check_error(failure: faults.Failure[Any], name: str, place: Path) -> None:
 
 def _is_of_removing(call: faults.Call) -> bool:
     """What could not be removed is removed later."""
-    return call.name in faults.REMOVES or "_sweep" in call.where or "_remove" in call.where
+    return call.name in faults.REMOVES or "_sweep" in call.where or call.where.endswith(" remove")
 
 
 def _left_in(place: Path) -> list[Path]:

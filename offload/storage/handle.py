@@ -32,7 +32,7 @@ from offload.storage.mapping import addresses
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming
 from offload.storage.regular import absolute
-from offload.storage.source import MADE_OF, Composed, Composition, Owned, Referenced, Source
+from offload.storage.source import MADE_OF, Composed, Composition, Source, Stored
 from offload.storage.subclasses import SubclassSpec, with_inner
 
 MOST_MAPPINGS = 16_384  # Linux allows 65,530 mappings per process; the rest is for others
@@ -79,9 +79,9 @@ class Handle:
     )  # fmt: skip
     source: Source
 
-    def __init__(self, name: str, folder: Path | None, source: Source | None = None) -> None:
+    def __init__(self, name: str, folder: str | os.PathLike[str] | None, source: Source | None = None) -> None:
         self.name = name
-        self.folder = folder
+        self.folder = None if folder is None else absolute(folder)
         self.generation = 0
         self.access = Access.TOGETHER
         self.meta: torch.Tensor | None = None
@@ -146,7 +146,7 @@ class Handle:
     @property
     def was_stored(self) -> bool:
         """Whether it was a composed value and has been stored."""
-        return type(self.source) is Referenced and MADE_OF in self.source.file.notes
+        return not self.owned and self.composed is None and MADE_OF in self.file.notes
 
     # Values of others' files
 
@@ -157,30 +157,30 @@ class Handle:
         In a file of ours that holds a subclass, the key is the value's name. For a value that can't be mapped as a
         tensor where it lies, see `owning.open_value`.
         """
-        return cls(key, None if offload_dir is None else absolute(offload_dir), Referenced.of(file, key))
+        return cls(key, offload_dir, Stored.of_others(file, key))
 
     @classmethod
     def reference_part(cls, file: TensorFile, part: Entry, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
         """Like `reference`, for a part of the value `part.key`: the rest is neither read, counted nor copied."""
-        source = Referenced.of(file, part.key, part)
-        handle = cls(part.key, None if offload_dir is None else absolute(offload_dir), source)
+        source = Stored.of_others(file, part.key, part)
+        handle = cls(part.key, offload_dir, source)
         handle.read_apart()
         return handle
 
     @classmethod
     def compose(cls, composed: Composition, name: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
         """A value that is computed at each read; its first write stores it in `offload_dir`."""
-        return cls(name, None if offload_dir is None else absolute(offload_dir), Composed.of(composed))
+        return cls(name, offload_dir, Composed.of(composed))
 
     @classmethod
     def shared(cls, file: TensorFile, name: str, folder: Path | None, *, in_place: bool = False) -> Handle:
-        """A value that another process owns; both write to one file. `in_place`: see `Owned`."""
-        return cls(name, folder, Owned.of(file, name, in_place=in_place or file.is_raw))
+        """A value that another process owns; both write to one file. `in_place`: see `Stored`."""
+        return cls(name, folder, Stored.of_ours(file, name, in_place=in_place or file.is_raw))
 
     def elsewhere(self, offload_dir: str | os.PathLike[str] | None) -> Handle:
         """The same value (not ours to write), with another folder for its first write."""
-        source = Referenced.of(self.file, self.name) if self.owned else self.source
-        handle = Handle(self.name, None if offload_dir is None else absolute(offload_dir), source)
+        source = Stored.of_others(self.file, self.name) if self.owned else self.source
+        handle = Handle(self.name, offload_dir, source)
         handle.access = self.access
         return handle
 
@@ -236,7 +236,7 @@ class Handle:
     def _follow(self) -> None:
         """Another process may have put a new value at our path: switch to it if it has the same layout."""
         source = self.source
-        assert isinstance(source, Owned)
+        assert isinstance(source, Stored)
         file = source.file
         if file.is_raw:  # there is no header to say what another file would hold
             now, known = TensorFile.raw(file.path, source.entry).identity, file.identity
@@ -253,7 +253,7 @@ class Handle:
         if not found.is_ours:
             raise ChangedFileError(f"{file.path} was replaced by a file that offload did not write")
         try:
-            self.set_source(Owned.of(found, self.name, in_place=source.in_place))
+            self.set_source(Stored.of_ours(found, self.name, in_place=source.in_place))
         except KeyError as error:
             raise ChangedFileError(f"{file.path} now holds another tensor: {error.args[0]}") from error
         if self.layout != source.layout:
@@ -304,7 +304,7 @@ class Handle:
     def own(self, file: TensorFile) -> None:
         """The value is in `file`, which is ours, from now on; in a private folder, it is removed with this handle."""
         was_owned = hasattr(self, "source") and self.source.owned
-        self.set_source(Owned.of(file, self.name))
+        self.set_source(Stored.of_ours(file, self.name))
         if not was_owned and self.folder is None:
             self._pid = os.getpid()  # after the source: the file that is removed is never another one
 

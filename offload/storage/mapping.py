@@ -46,9 +46,7 @@ def map_bytes(fd: int, path: Path, start: int, nbytes: int, *, shared: bool) -> 
     if address == _FAILED:
         code = ctypes.get_errno()
         raise explained(path, OSError(code, os.strerror(code)))
-    buffer = view_memory(address, inside + nbytes)
-    weakref.finalize(buffer, libc.munmap, address, inside + nbytes).atexit = False
-    whole = torch.frombuffer(buffer, dtype=torch.uint8, requires_grad=False).untyped_storage()
+    whole = _storage_of(address, inside + nbytes)
     return whole[inside:] if inside else whole
 
 
@@ -62,8 +60,13 @@ def addresses(count: int) -> torch.UntypedStorage:
     if address == _FAILED:
         code = ctypes.get_errno()
         raise ReadError(code, f"there are no {count} addresses left for a value ({os.strerror(code)})")
-    buffer = view_memory(address, max(count, 1))
-    weakref.finalize(buffer, libc.munmap, address, max(count, 1)).atexit = False
+    return _storage_of(address, max(count, 1))
+
+
+def _storage_of(address: int, size: int) -> torch.UntypedStorage:
+    """A mapping as a storage, with which it is released."""
+    buffer = view_memory(address, size)
+    weakref.finalize(buffer, libc.munmap, address, size).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8, requires_grad=False).untyped_storage()
 
 

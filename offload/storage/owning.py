@@ -30,27 +30,105 @@ from offload.storage import log
 from offload.storage.file import TensorFile, file_of_ours, value_of
 from offload.storage.folders import claim, claim_among_ranks, file_name, named_folder, release
 from offload.storage.handle import Handle
-from offload.storage.header import Head
-from offload.storage.layout import Layout, Loose
+from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming, writing
-from offload.storage.source import MADE_OF, Composed, InBlocks, Owned, Referenced
+from offload.storage.source import MADE_OF, Composed, InBlocks, Stored
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import (
+    Fill,
     Take,
-    copy_entries,
     fill_holes,
+    from_file,
+    from_values,
     layout_of,
-    new_values,
+    of_zeros,
+    put_values,
     refuse_earlier,
-    write_blocks,
     write_tensor,
-    write_values,
-    write_zeros,
 )
 
 Folder: TypeAlias = "str | os.PathLike[str] | None"
 Notes: TypeAlias = "Mapping[str, Json] | None"
+
+
+# The one way to a file
+
+
+def make(
+    handle: Handle,
+    layouts: Mapping[str, Layout],
+    fill: Fill,
+    notes: Notes = None,
+    *,
+    root: Path | None = None,
+    exist_ok: bool = True,
+    take: Take | None = None,
+) -> Handle:
+    """Put a new file with values of these layouts, which `fill` writes, at the path of a value; returns the handle.
+
+    Args:
+        notes: go into the file's header, with the value's name.
+        root: where the private folder is, if the user named none; None for `TMPDIR`.
+        exist_ok: whether to replace a file that an earlier tensor left under that name.
+        take: called with the file once it is in place; by default, `handle.own`.
+
+    Raises:
+        NameInUseError, ForeignFileError, WriteError
+    """
+    noted, is_named = {**(notes or {}), "name": handle.name}, handle.folder is not None
+    with (
+        _claimed(handle, root, exist_ok=exist_ok, alike=MADE_OF in noted) as path,
+        naming(handle.name),
+        no_functions(),
+        no_modes(),
+    ):
+        put_values(path, layouts, fill, noted, durable=is_named, take=take or handle.own)
+    return handle
+
+
+def _make_of(
+    handle: Handle, tensor: torch.Tensor, notes: Notes = None, *, root: Path | None = None, exist_ok: bool = True
+) -> Handle:
+    """`make` with a plain tensor or a wrapper subclass; if shape and dtype stay the same, so do the strides."""
+    name, old = handle.name, handle.source.layout if hasattr(handle, "source") else None
+    with naming(name), no_functions(), no_modes():
+        if is_subclass_value(tensor):
+            values, spec = flatten(tensor, name)
+            layouts = {key: layout_of(value) for key, value in values.items()}
+            notes = {**(notes or {}), "subclass": spec}
+        else:
+            values, layout = {name: tensor}, layout_of(tensor)
+            if old is not None and (layout.shape, layout.dtype) == (old.shape, old.dtype) and not old.overlaps:
+                layout = old
+            layouts = {name: layout}
+    return make(handle, layouts, from_values(values, layouts), notes, root=root, exist_ok=exist_ok)
+
+
+@contextmanager
+def _claimed(handle: Handle, root: Path | None = None, *, exist_ok: bool = True, alike: bool = False) -> Iterator[Path]:
+    """The path to write to, in a private folder below `root` unless the user named one; released on failure.
+
+    `alike` means that all ranks write the same contents there.
+    """
+    source = getattr(handle, "source", None)  # a new handle has none before it has a file
+    if source is not None and source.owned:
+        yield source.file.path
+        return
+    file_name(handle.name)  # refuses an invalid name before anything is done with it
+    with naming(handle.name):
+        folder = None if handle.folder is None else named_folder(handle.folder)
+    path = claim(handle.name, folder, handle, root)
+    try:
+        if handle.folder is not None and not alike:
+            claim_among_ranks(path, handle)
+        if not exist_ok:
+            refuse_earlier(path, handle.name)
+        yield path
+    except BaseException:
+        if not (hasattr(handle, "source") and handle.owned):
+            release(path, handle)
+        raise
 
 
 # New values
@@ -59,54 +137,27 @@ Notes: TypeAlias = "Mapping[str, Json] | None"
 def create_value(
     tensor: torch.Tensor, name: str, offload_dir: Folder, notes: Notes = None, *, exist_ok: bool = True
 ) -> Handle:
-    """A new file that holds a plain tensor or a wrapper subclass; `notes` go into its header.
+    """A new file that holds a plain tensor or a wrapper subclass; `notes` and `exist_ok` are as for `make`.
 
-    Args:
-        exist_ok: whether to replace a file that an earlier tensor left under that name.
-
-    Raises:
-        NameInUseError, ForeignFileError, WriteError, UnknownSubclassError
+    Raises: as `make`, and `UnknownSubclassError`.
     """
-    handle = Handle(name, _folder_for(name, offload_dir))
-    with _claimed(handle, exist_ok=exist_ok) as path:
-        _write(handle, path, tensor, notes)
-    return handle
+    return _make_of(Handle(name, offload_dir), tensor, notes, exist_ok=exist_ok)
 
 
 def create_temporary(tensor: torch.Tensor, name: str, root: Path | None) -> Handle:
-    """Like `create_value`, in a private folder below `root`: the file goes with the handle in any case.
-
-    Raises:
-        WriteError, UnknownSubclassError
-    """
-    handle = Handle(name, None)
-    with _claimed(handle, None if root is None else named_folder(root)) as path:
-        _write(handle, path, tensor, None)
-    return handle
+    """Like `create_value`, in a private folder below `root`: the file goes with the handle in any case."""
+    return _make_of(Handle(name, None), tensor, root=None if root is None else named_folder(root))
 
 
 def create_from_blocks(layout: Layout, blocks: Iterable[torch.Tensor], name: str, offload_dir: Folder) -> Handle:
-    """A new file from contiguous plain CPU tensors that make up the value in the order of `layout`.
-
-    Raises:
-        NameInUseError, ForeignFileError, WriteError
-    """
-    handle = Handle(name, _folder_for(name, offload_dir))
-    with _new_file(handle, {name: layout}) as (fd, head):
-        write_blocks(fd, head.start(name), blocks)
-    return handle
+    """A new file from contiguous plain CPU tensors that make up the value in the order of `layout`; see `make`."""
+    layouts = {name: layout}
+    return make(Handle(name, offload_dir), layouts, from_values({name: blocks}, layouts))
 
 
 def allocate_value(layout: Layout, name: str, offload_dir: Folder, *, exist_ok: bool = True) -> Handle:
-    """A new file that reads as zeros; takes disk space, but no memory and no time. `exist_ok`: as for `create_value`.
-
-    Raises:
-        NameInUseError, ForeignFileError, WriteError
-    """
-    handle = Handle(name, _folder_for(name, offload_dir))
-    with _new_file(handle, {name: layout}, exist_ok=exist_ok) as (fd, head):
-        write_zeros(fd, head)
-    return handle
+    """A new file that reads as zeros; takes disk space, but no memory and no time. See `make`."""
+    return make(Handle(name, offload_dir), {name: layout}, of_zeros, exist_ok=exist_ok)
 
 
 # Values of files that are there
@@ -120,21 +171,13 @@ def open_value(file: TensorFile, key: str, offload_dir: Folder = None) -> Handle
         file_name(key)
     except ValueError as error:
         raise CorruptFileError(f"{file.path} holds a value that can't be copied out: {error}") from error
-    with naming(key):
-        file.check()  # it may be mapped already, and have changed since
-    handle = Handle(key, _folder_for(key, offload_dir))
-    with no_functions(), no_modes(), _new_file(handle, {key: loose.layout}) as (fd, head):
-        _write_loose(file, loose, fd, head)
-    return handle
 
+    def unpacked(fd: int, _: str, start: int) -> None:
+        value = value_of(loose, file)
+        write_tensor(fd, start, value if loose.layout.overlaps else value.permute(loose.layout.order))
 
-def _write_loose(file: TensorFile, loose: Loose, fd: int, head: Head) -> None:
-    if loose.entry is not None:
-        copy_entries(file, [loose.entry], fd, head, settled=True)
-        return
-    value = value_of(loose, file)
-    in_order = value if loose.layout.overlaps else value.permute(loose.layout.order)
-    write_tensor(fd, head.start(loose.key), in_order)
+    with naming(key), from_file(file, [loose.entry] if loose.entry else [], settled=True) as copied:
+        return make(Handle(key, offload_dir), {key: loose.layout}, copied if loose.entry else unpacked)
 
 
 def open_owned(file: TensorFile, name: str) -> Handle:
@@ -150,7 +193,7 @@ def open_owned(file: TensorFile, name: str) -> Handle:
         )
     if not file.is_ours:
         raise ForeignFileError(f"{file.path} was not written by offload: {name!r} can be referenced there, not written")
-    handle = Handle(name, file.path.parent, Owned.of(file, name))
+    handle = Handle(name, file.path.parent, Stored.of_ours(file, name))
     claim_among_ranks(claim(name, handle.folder, handle), handle)
     return handle
 
@@ -178,7 +221,7 @@ def open_stored(handle: Handle, mark: str) -> bool:
     if file is None or file.notes.get(MADE_OF) != mark:
         return False
     with handle.lock:
-        handle.set_source(Referenced.of(file, handle.name))
+        handle.set_source(Stored.of_others(file, handle.name))
     return True
 
 
@@ -205,11 +248,10 @@ def store_recipe(handle: Handle, mark: str) -> None:
     """
     composed, other = handle.composed, Handle(handle.name, handle.folder)
     assert isinstance(composed, InBlocks)
-    new = _new_file(other, {handle.name: handle.layout}, {MADE_OF: mark})
-    with new as (fd, head), no_functions(), no_modes():
-        write_blocks(fd, head.start(handle.name), composed.blocks())
+    layouts = {handle.name: handle.layout}
+    make(other, layouts, from_values({handle.name: composed.blocks()}, layouts), {MADE_OF: mark})
     with handle.lock:
-        handle.set_source(Referenced.of(TensorFile.open(other.path), handle.name))
+        handle.set_source(Stored.of_others(TensorFile.open(other.path), handle.name))
 
 
 # Writing in place
@@ -228,7 +270,7 @@ def writable_base(handle: Handle) -> torch.Tensor:
 def make_writable(handle: Handle) -> None:
     """See `writable_base`."""
     source = handle.source
-    if not isinstance(source, Owned):
+    if not source.owned:
         _make_own(handle)
     elif source.has_holes:
         _fill_holes(handle)
@@ -247,7 +289,7 @@ def _fill_holes(handle: Handle) -> None:
     """Reserve missing blocks: a store into a hole on a full disk would kill the process."""
     with handle.lock, naming(handle.name):
         source = handle.source
-        assert isinstance(source, Owned)
+        assert isinstance(source, Stored)
         file = source.file
         with (
             writing(file.path, file.identity.size, "offload_dir"),
@@ -274,22 +316,19 @@ def _copy(handle: Handle, other: Handle) -> None:
     """Give `other` the value of `handle`, from file to file."""
     source, name = handle.source, other.name
     if isinstance(source, Composed):
-        composed = source.composed
-        if not isinstance(composed, InBlocks):
+        composed, layouts = source.composed, {name: source.layout}
+        if isinstance(composed, InBlocks):
+            make(other, layouts, from_values({name: composed.blocks()}, layouts))
+        else:
             replace_whole(other, composed.value())
-            return
-        with _new_file(other, {name: source.layout}) as (fd, head), no_functions(), no_modes():
-            write_blocks(fd, head.start(name), composed.blocks())
         return
     with handle.lock:
         handle.base()  # switches to the current file
         source = handle.source
         assert not isinstance(source, Composed)
-        with naming(name):
-            entries = source.entries
-        more = None if source.subclass is None else {"subclass": source.subclass}
-        with _new_file(other, {entry.key: entry.layout for entry in entries}, more) as (fd, head):
-            copy_entries(source.file, entries, fd, head, settled=not source.owned)
+        notes = None if source.subclass is None else {"subclass": source.subclass}
+        with naming(name), from_file(source.file, source.entries, settled=not source.owned) as fill:
+            make(other, {entry.key: entry.layout for entry in source.entries}, fill, notes)
 
 
 # Replacing
@@ -303,13 +342,13 @@ def replace_whole(handle: Handle, tensor: torch.Tensor, notes: Notes = None) -> 
         UnsupportedOpError: the file may only be written in place.
     """
     source = getattr(handle, "source", None)
-    if isinstance(source, Owned) and source.in_place:
+    if source is not None and source.in_place:
         raise UnsupportedOpError(
             f"{handle.name!r} is in a file that is written in place by others ({handle.path}: a column of a cache, "
             "or a leaf of a memmap folder): write rows of the cache, or copy_ to the tensor"
         )
-    with handle.lock, _claimed(handle) as path:
-        _write(handle, path, tensor, notes)
+    with handle.lock:
+        _make_of(handle, tensor, notes)
 
 
 def replace_by_zeros(handle: Handle, layout: Layout, parts: Iterable[tuple[int, torch.Tensor]] = ()) -> None:
@@ -325,74 +364,10 @@ def replace_by_zeros(handle: Handle, layout: Layout, parts: Iterable[tuple[int, 
         handle.own(file)
         handle.generation += 1
 
-    with handle.lock, _new_file(handle, {handle.name: layout}, take=take) as (fd, head):
-        write_zeros(fd, head)
+    def fill(fd: int, key: str, start: int) -> None:
+        of_zeros(fd, key, start)
         for begin, part in parts:
-            write_tensor(fd, head.start(handle.name) + begin, part)
+            write_tensor(fd, start + begin, part)
 
-
-# The file at the path of a value
-
-
-def _folder_for(name: str, offload_dir: Folder) -> Path | None:
-    file_name(name)  # refuses an invalid name before anything is done with it
-    with naming(name):
-        return None if offload_dir is None else named_folder(offload_dir)
-
-
-@contextmanager
-def _claimed(handle: Handle, root: Path | None = None, *, exist_ok: bool = True, alike: bool = False) -> Iterator[Path]:
-    """The path to write to, in a private folder below `root` unless the user named one; released on failure.
-
-    `alike` means that all ranks write the same contents there.
-    """
-    source = getattr(handle, "source", None)  # a new handle has none before it has a file
-    if source is not None and source.owned:
-        yield source.file.path
-        return
-    path = claim(handle.name, _folder_for(handle.name, handle.folder), handle, root)
-    try:
-        if handle.folder is not None and not alike:
-            claim_among_ranks(path, handle)
-        if not exist_ok:
-            refuse_earlier(path, handle.name)
-        yield path
-    except BaseException:
-        if not (hasattr(handle, "source") and handle.owned):
-            release(path, handle)
-        raise
-
-
-@contextmanager
-def _new_file(
-    handle: Handle,
-    layouts: Mapping[str, Layout],
-    more: Notes = None,
-    *,
-    exist_ok: bool = True,
-    take: Take | None = None,
-) -> Iterator[tuple[int, Head]]:
-    """Like `new_values`, for the path of this value; `more` are notes in addition to its name."""
-    notes, durable = {"name": handle.name, **(more or {})}, handle.folder is not None
-    with (
-        _claimed(handle, exist_ok=exist_ok, alike=MADE_OF in notes) as path,
-        naming(handle.name),
-        new_values(path, layouts, notes, durable=durable, take=take or handle.own) as new,
-    ):
-        yield new
-
-
-def _write(handle: Handle, path: Path, tensor: torch.Tensor, notes: Notes) -> None:
-    """Write the whole value; if shape and dtype stay the same, the old strides are kept."""
-    name = handle.name
-    with naming(name), no_functions(), no_modes():
-        noted = {**(notes or {}), "name": name}
-        if is_subclass_value(tensor):
-            values, noted["subclass"] = flatten(tensor, name)
-            layouts = {key: layout_of(value) for key, value in values.items()}
-        else:
-            layout, old = layout_of(tensor), handle.source.layout if hasattr(handle, "source") else None
-            if old is not None and (layout.shape, layout.dtype) == (old.shape, old.dtype) and not old.overlaps:
-                layout = old
-            values, layouts = {name: tensor}, {name: layout}
-        write_values(path, values, layouts, noted, durable=handle.folder is not None, take=handle.own)
+    with handle.lock:
+        make(handle, {handle.name: layout}, fill, take=take)

@@ -58,48 +58,51 @@ def replacing(
     Args:
         path: whatever is there is replaced, even a symlink: check first.
         size: bytes to reserve, so that a full disk is an error before anything is written.
-        place: as for `writing`.
-        durable: whether it survives a power cut once the block has ended.
-        placed: called as soon as the file is at `path`: from then on no error removes it.
+        place, durable, placed: as for `replacing_all`.
 
     Raises:
         WriteError: the disk is full, the folder is read-only...
     """
-    with writing(path, size, place):
-        temporary = path.with_name(temporary_name())
-        try:
-            with new_file(temporary, size, like=path, durable=durable) as fd:
-                yield New(fd, temporary)
-            os.replace(temporary, path)
-        except BaseException:
-            remove(temporary)
-            raise
-    if placed is not None:
-        placed()
-    if durable:
-        sync_folder(path.parent)
+    with (
+        replacing_all([path], size, place=place, durable=durable, placed=placed) as new,
+        new_file(new[path], size, like=path, durable=durable) as fd,
+    ):
+        yield New(fd, new[path])
 
 
 @contextmanager
-def replacing_all(paths: Sequence[Path], size: int) -> Iterator[dict[Path, Path]]:
-    """Temporary names beside `paths`: the files are put in place together if the block succeeds, and removed if not.
+def replacing_all(
+    paths: Sequence[Path],
+    size: int,
+    *,
+    place: str = "folder",
+    durable: bool = True,
+    placed: Callable[[], object] | None = None,
+) -> Iterator[dict[Path, Path]]:
+    """Temporary names beside `paths`: what is made there is put in place if the block succeeds, and removed if not.
 
-    The last one is the one that counts (an index, say), and is put in place once all others are safely there. The
-    others' places must be free. `size` is the total, for errors.
+    The last path is the one that counts (an index, say): it is put in place once all others are safely there. The
+    others' places must be free.
+
+    Args:
+        size: bytes in all, for errors.
+        place: as for `writing`.
+        durable: whether all of it survives a power cut once the block has ended.
+        placed: called as soon as all is in place: from then on no error removes it.
 
     Raises:
         WriteError
     """
     *others, last = paths
-    with writing(last.parent, size):
+    with writing(last.parent if others else last, size, place):
         temporaries = {path: path.with_name(temporary_name()) for path in paths}
         try:
             yield temporaries
             for path in others:
-                os.replace(temporaries[path], path)
+                put_in_place(temporaries[path], path)
             if others:
                 sync_folder(last.parent)
-            os.replace(temporaries[last], last)
+            put_in_place(temporaries[last], last)
         except BaseException:
             if os.path.lexists(temporaries[last]):
                 for path in others:
@@ -107,7 +110,31 @@ def replacing_all(paths: Sequence[Path], size: int) -> Iterator[dict[Path, Path]
             for temporary in temporaries.values():
                 remove(temporary)
             raise
-    sync_folder(last.parent)
+    if placed is not None:
+        placed()
+    if durable:
+        sync_folder(last.parent)
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Put a file or a folder in place, and remove the one that was there."""
+    if not temporary.is_dir():
+        os.replace(temporary, path)
+    elif not path.is_dir() or not any(path.iterdir()):
+        os.rename(temporary, path)
+    else:
+        if not _exchanged(temporary, path):
+            log.info("%s is replaced in two steps: its file system can't exchange folders", path)
+            aside = path.with_name(f".{path.name}-before-{secrets.token_hex(4)}")  # which is never swept
+            os.rename(path, aside)
+            os.rename(temporary, path)
+            os.rename(aside, temporary)
+        remove(temporary)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether the system exchanged two folders in one step: Linux can, on most file systems."""
+    return not ctypes.CDLL(None).renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE)
 
 
 def is_filled(path: Path) -> bool:
@@ -145,36 +172,11 @@ def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], obje
     """
     refuse(path)
     made_folder(path.parent, size)
-    with writing(path, size):
-        temporary = path.with_name(temporary_name())
-        try:
-            temporary.mkdir()
-            yield temporary
-            sync_folder(temporary)
-            refuse(path)
-            _exchange(temporary, path)
-            _remove_whole(temporary)  # the old one
-        except BaseException:
-            _remove_whole(temporary)  # the unfinished folder; or the old one, if its removal was interrupted
-            raise
-    sync_folder(path.parent)
-
-
-def _exchange(temporary: Path, path: Path) -> None:
-    """Put a new folder in place; afterwards `temporary` is the old one, if there was one."""
-    if not path.is_dir() or not any(path.iterdir()):
-        os.rename(temporary, path)
-    elif not _exchanged(temporary, path):
-        log.info("%s is replaced in two steps: its file system can't exchange folders", path)
-        aside = path.with_name(f".{path.name}-before-{secrets.token_hex(4)}")  # which is never swept
-        os.rename(path, aside)
-        os.rename(temporary, path)
-        os.rename(aside, temporary)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Whether the system exchanged two folders in one step: Linux can, on most file systems."""
-    return not ctypes.CDLL(None).renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE)
+    with replacing_all([path], size) as new:
+        new[path].mkdir()
+        yield new[path]
+        sync_folder(new[path])
+        refuse(path)
 
 
 def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) -> None:
@@ -299,13 +301,25 @@ def sweep(folder: Path, prefix: str = TEMPORARY) -> None:
         if is_dead(path.name.removeprefix(prefix).rpartition("-")[0]):
             log.info("%s was left by a process that has ended, and is removed", path)
             remove(path)
-            _remove_whole(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a temporary file if it exists and the folder allows it; what stays is swept later."""
+    """Remove a temporary file or folder if it exists and the system allows it; what stays is swept later.
+
+    An interrupt of `shutil.rmtree` could leave a folder open, or close its descriptor twice (Python 3.11).
+    """
     with suppress(OSError):
         path.unlink()
+        return
+    for place, folders, files in os.walk(path, topdown=False):
+        for name in files:
+            with suppress(OSError):
+                os.unlink(Path(place, name))
+        for name in folders:
+            with suppress(OSError):
+                (os.unlink if os.path.islink(Path(place, name)) else os.rmdir)(Path(place, name))
+    with suppress(OSError):
+        os.rmdir(path)
 
 
 def remove_folder(path: Path) -> None:
@@ -317,25 +331,10 @@ def remove_folder(path: Path) -> None:
     aside = temporary_for(path)
     try:
         os.rename(path, aside)
-        _remove_whole(aside)
+        remove(aside)
     except BaseException:
-        _remove_whole(aside)
+        remove(aside)
         raise
-
-
-def _remove_whole(temporary: Path) -> None:
-    """Remove a temporary folder, as `remove` does for a file.
-
-    An interrupt of `shutil.rmtree` could leave a folder open, or close its descriptor twice (Python 3.11).
-    """
-    for place, folders, files in os.walk(temporary, topdown=False):
-        for name in files:
-            remove(Path(place, name))
-        for name in folders:
-            with suppress(OSError):
-                (os.unlink if os.path.islink(Path(place, name)) else os.rmdir)(Path(place, name))
-    with suppress(OSError):
-        os.rmdir(temporary)
 
 
 def sync_whole(folder: Path) -> None:

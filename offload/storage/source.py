@@ -65,14 +65,18 @@ class InBlocks(Composition, Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _InFile:
-    """A value in a file.
+class Stored:
+    """A value in a file: of others, which must not change and is not written to; or of ours, which holds nothing else.
 
     Attributes:
         name: its key in the file, or the beginning of the keys of its inner tensors.
         layout: shape, dtype and strides of the whole value.
         subclass: how to rebuild it if it is a tensor subclass; else None.
         extent: its first byte in the file, and its size.
+        owned: whether the file is ours to write.
+        part: its place, if it is only a part of the value `name` of others.
+        in_place: whether others write to the file in place, so that it must never be replaced.
+        has_holes: whether the file may be sparse; its blocks are then reserved before the first store.
     """
 
     file: TensorFile
@@ -80,14 +84,34 @@ class _InFile:
     layout: Layout
     subclass: SubclassSpec | None
     extent: tuple[int, int]
+    owned: bool = False
+    part: Entry | None = None
+    in_place: bool = False
+    has_holes: bool = False
 
-    owned: ClassVar[bool]
     composed: ClassVar[None] = None
+
+    @classmethod
+    def of_others(cls, file: TensorFile, name: str, part: Entry | None = None) -> Stored:
+        """
+        Raises:
+            KeyError: the file has no such value.
+            CorruptFileError: torch can't read it.
+        """
+        return cls(file, name, *_described(file, name, part), part=part)
+
+    @classmethod
+    def of_ours(cls, file: TensorFile, name: str, *, in_place: bool = False) -> Stored:
+        """
+        Raises:
+            KeyError: the file has no such value.
+        """
+        return cls(file, name, *_described(file, name), owned=True, in_place=in_place, has_holes=in_place)
 
     @property
     def entry(self) -> Entry:
         """Its entry in the file; not for a subclass, which has several."""
-        return self.file.entry(self.name)
+        return self.part or self.file.entry(self.name)
 
     @property
     def entries(self) -> list[Entry]:
@@ -99,72 +123,19 @@ class _InFile:
         return self.file.storage(self.entries[0], shared=self.owned)
 
     def map(self) -> torch.Tensor:
-        """The value as a plain tensor over the mapped file; stores into it go to the file.
+        """The value as a plain tensor over the mapped file: shared if it is ours, otherwise copy-on-write.
 
         Raises:
             MissingFileError, CorruptFileError, ReadError
             ChangedFileError: another file is there by now.
         """
+        if not self.owned:
+            self.file.check()
         if self.subclass is None:
             return self.file.tensor(self.entry, shared=self.owned)
         parts = {key: self.file.tensor(entry, shared=self.owned) for key, entry in self.file.entries.items()}
         with naming(self.name, self.file.path):
             return unflatten(parts, self.subclass, self.name)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Referenced(_InFile):
-    """A value in a file that must not change, and that is not written to.
-
-    Attributes:
-        part: its place, if it is only a part of the value `name`.
-    """
-
-    part: Entry | None = None
-
-    owned: ClassVar[bool] = False
-
-    @classmethod
-    def of(cls, file: TensorFile, name: str, part: Entry | None = None) -> Referenced:
-        """
-        Raises:
-            KeyError: the file has no such value.
-            CorruptFileError: torch can't read it.
-        """
-        return cls(file, name, *_described(file, name, part), part)
-
-    @property
-    def entry(self) -> Entry:
-        return self.part or self.file.entry(self.name)
-
-    def map(self) -> torch.Tensor:
-        """The value as a plain tensor over the mapped file, copy-on-write. Raises as for an owned one."""
-        self.file.check()
-        return _InFile.map(self)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Owned(_InFile):
-    """A value in a file of ours, which holds nothing else.
-
-    Attributes:
-        in_place: whether others write to the file in place, so that it must never be replaced.
-        has_holes: whether the file may be sparse; its blocks are then reserved before the first store.
-    """
-
-    in_place: bool = False
-    has_holes: bool = False
-
-    owned: ClassVar[bool] = True
-    part: ClassVar[None] = None
-
-    @classmethod
-    def of(cls, file: TensorFile, name: str, *, in_place: bool = False) -> Owned:
-        """
-        Raises:
-            KeyError: the file has no such value.
-        """
-        return cls(file, name, *_described(file, name), in_place, in_place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,6 +156,8 @@ class Composed:
 
     owned: ClassVar[bool] = False
     part: ClassVar[None] = None
+    in_place: ClassVar[bool] = False
+    has_holes: ClassVar[bool] = False
 
     @classmethod
     def of(cls, composed: Composition) -> Composed:
@@ -193,12 +166,12 @@ class Composed:
     def map(self) -> torch.Tensor:
         """The value, computed; all of its sources are read.
 
-        Raises: as `Referenced.map`.
+        Raises: as `Stored.map`.
         """
         return self.composed.value()
 
 
-Source: TypeAlias = Referenced | Owned | Composed
+Source: TypeAlias = Stored | Composed
 
 
 def _described(

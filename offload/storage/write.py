@@ -32,6 +32,7 @@ from offload.storage.replacing import new_file, replacing, write_all
 from offload.storage.state_file import Kind
 
 Take: TypeAlias = Callable[[TensorFile], object]
+Fill: TypeAlias = Callable[[int, str, int], object]  # writes a value: descriptor, key, and its first byte there
 
 _FOREIGN = (
     "exists and was not written by offload (or is a link): it is left as it is. Move it away, or take another "
@@ -48,11 +49,16 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return Layout(tensor.dtype, tuple(tensor.shape), (meta if dense else torch.empty_like(meta)).stride())
 
 
-@contextmanager
-def new_values(
-    path: Path, layouts: Mapping[str, Layout], notes: Mapping[str, Json], *, durable: bool, take: Take | None = None
-) -> Iterator[tuple[int, Head]]:
-    """A new file with room for values of these layouts, as descriptor and head; moved to `path` if the block succeeds.
+def put_values(
+    path: Path,
+    layouts: Mapping[str, Layout],
+    fill: Fill,
+    notes: Mapping[str, Json],
+    *,
+    durable: bool,
+    take: Take | None = None,
+) -> None:
+    """Put a file with values of these layouts, which `fill` writes, at `path`.
 
     `notes` are as for `header.build`; with `durable`, it survives a power cut. `take` is called with the file as soon
     as it is at `path`: from then on no error removes it.
@@ -70,8 +76,7 @@ def new_values(
 
     refuse_foreign(path)
     with replacing(path, head.size, place="offload_dir", durable=durable, placed=placed) as new:
-        write_all(new.fd, memoryview(head.data), 0)
-        yield new.fd, head
+        _fill(new.fd, head, fill)
         written = TensorFile.written(new.path, head.header)
 
 
@@ -82,38 +87,9 @@ def write_values(
     notes: Mapping[str, Json],
     *,
     durable: bool,
-    take: Take | None = None,
 ) -> None:
-    """Put a file with these plain tensors at `path`, as `new_values` does.
-
-    Instead of a tensor, a value may be contiguous CPU tensors that make it up in layout order.
-    """
-    with new_values(path, layouts, notes, durable=durable, take=take) as (fd, head):
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                write_tensor(fd, head.start(key), value.permute(layouts[key].order))
-            else:
-                write_blocks(fd, head.start(key), value)
-
-
-def write_zeros(fd: int, head: Head) -> None:
-    """Make the values of a new file read as zeros; if the disk can, its blocks are reserved unwritten."""
-    if os.fstat(fd).st_blocks * 512 < head.size:  # a store into a hole on a full disk would kill the process
-        zeros = memoryview(bytes(_STEP))
-        for at in range(len(head.data), head.size, _STEP):
-            write_all(fd, zeros[: head.size - at], at)
-
-
-def copy_entries(source: TensorFile, entries: Iterable[Entry], fd: int, head: Head, *, settled: bool) -> None:
-    """Copy values from one file to a new one, inside the kernel where possible.
-
-    `settled` is as for `TensorFile.descriptor`.
-
-    Raises: as `TensorFile.descriptor`.
-    """
-    with source.descriptor(settled=settled) as opened:
-        for entry in entries:
-            copy_range(opened.fileno(), entry.start, fd, head.start(entry.key), entry.layout.nbytes, source.path)
+    """Put a file with these values at `path`, as `put_values` does; they are as for `from_values`."""
+    put_values(path, layouts, from_values(values, layouts), notes, durable=durable)
 
 
 def write_beside(
@@ -121,12 +97,11 @@ def write_beside(
     path: Path,
     layouts: Mapping[str, Layout],
     metadata: Mapping[str, str],
-    fill: Callable[[int, str, int], None],
+    fill: Fill,
     notes: Mapping[str, Json] | None = None,
 ) -> None:
     """Write a whole file, meant for `path`, as `temporary`, which the caller renames or removes.
 
-    `fill` is called with a file descriptor, and the key and first byte of each value.
     `notes` and `metadata` are as for `header.build`.
 
     Raises:
@@ -134,9 +109,57 @@ def write_beside(
     """
     head = build(layouts, notes or {}, metadata)
     with writing(path, head.size), new_file(temporary, head.size, like=path) as fd:
-        write_all(fd, memoryview(head.data), 0)
-        for key in layouts:
-            fill(fd, key, head.start(key))
+        _fill(fd, head, fill)
+
+
+def _fill(fd: int, head: Head, fill: Fill) -> None:
+    write_all(fd, memoryview(head.data), 0)
+    for key in head.header.entries:
+        fill(fd, key, head.start(key))
+
+
+# What fills them
+
+
+def from_values(values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]], layouts: Mapping[str, Layout]) -> Fill:
+    """Writes plain tensors; instead of one, contiguous CPU tensors may be given that make it up in layout order."""
+
+    def fill(fd: int, key: str, start: int) -> None:
+        value = values[key]
+        if isinstance(value, torch.Tensor):
+            write_tensor(fd, start, value.permute(layouts[key].order))
+        else:
+            write_blocks(fd, start, value)
+
+    return fill
+
+
+def of_zeros(fd: int, _: str, start: int) -> None:
+    """Makes the values of a new file read as zeros; if the disk can, its blocks are reserved unwritten."""
+    status = os.fstat(fd)
+    if status.st_blocks * 512 < status.st_size:  # a store into a hole on a full disk would kill the process
+        zeros = memoryview(bytes(_STEP))
+        for at in range(start, status.st_size, _STEP):
+            write_all(fd, zeros[: status.st_size - at], at)
+
+
+@contextmanager
+def from_file(source: TensorFile, entries: Iterable[Entry], *, settled: bool) -> Iterator[Fill]:
+    """Copies values from another file, inside the kernel where possible; `settled` is as for `TensorFile.descriptor`.
+
+    Raises: as `TensorFile.descriptor`.
+    """
+    by_key = {entry.key: entry for entry in entries}
+    with source.descriptor(settled=settled) as opened:
+
+        def copy(fd: int, key: str, start: int) -> None:
+            entry = by_key[key]
+            copy_range(opened.fileno(), entry.start, fd, start, entry.layout.nbytes, source.path)
+
+        yield copy
+
+
+# Writing
 
 
 def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:

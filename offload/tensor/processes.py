@@ -81,7 +81,7 @@ class Reference:
     Attributes:
         identity: of a file that is not ours and must not change; None for a file of ours.
         entry: where the value lies in a file without a header; otherwise None.
-        part: see `Referenced.part`.
+        part: see `Stored.part`.
     """
 
     path: Path

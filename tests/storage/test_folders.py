@@ -26,23 +26,15 @@ class Owner:
 # The user's folders
 
 
-def test_a_named_folder_is_made_with_its_parents_and_stays(tmp_path):
-    folder = named_folder(tmp_path / "a" / "b")
-
-    assert tmp_path / "a" / "b" == folder
-    assert folder.is_dir()
-
-
-def test_a_named_folder_is_absolute(tmp_path, monkeypatch):
+def test_a_named_folder_is_made_with_its_parents_and_again_if_it_was_removed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    assert tmp_path / "a" == named_folder("a")
+    for _ in range(2):
+        folder = named_folder("a/b")
 
-
-def test_a_named_folder_that_was_removed_is_made_again(tmp_path):
-    named_folder(tmp_path / "a").rmdir()
-
-    assert named_folder(tmp_path / "a").is_dir()
+        assert tmp_path / "a" / "b" == folder
+        assert folder.is_dir()
+        folder.rmdir()
 
 
 def test_a_file_where_the_folder_should_be_is_an_error_with_a_way_out(tmp_path):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import re
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,14 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offload import OffloadedTensor
 from offload.errors import (
     ChangedFileError,
     CorruptFileError,
     ForeignFileError,
     MissingFileError,
     NameInUseError,
-    OffloadError,
     UnsupportedOpError,
     WriteError,
 )
@@ -96,27 +92,6 @@ def test_a_created_value_is_the_file_itself(tmp_path):
     assert handle.owned
 
 
-def test_an_allocated_value_is_zeros_and_can_be_written_to(tmp_path):
-    handle = allocate_value(Layout(torch.int16, (2, 3), (3, 1)), "w", tmp_path)
-
-    assert torch.equal(torch.zeros(2, 3, dtype=torch.int16), handle.base())
-    writable_base(handle)[1] = 7
-    assert torch.equal(torch.tensor([[0, 0, 0], [7, 7, 7]], dtype=torch.int16), load_file(handle.path)["w"])
-
-
-def test_a_referenced_value_writes_nothing_until_it_is_written_to(checkpoint, tmp_path):
-    before = checkpoint.read_bytes()
-    handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "own")
-    assert torch.equal(torch.arange(6.0).reshape(2, 3), handle.base())
-    assert not (tmp_path / "own").exists()
-
-    writable_base(handle).add_(1)
-
-    assert tmp_path / "own" / "a.safetensors" == handle.path
-    assert torch.equal(torch.arange(1.0, 7.0).reshape(2, 3), load_file(handle.path)["a"])
-    assert before == checkpoint.read_bytes()
-
-
 def test_a_referenced_value_may_be_replaced_before_its_folder_is_there(checkpoint, tmp_path):
     handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "own" / "deep")
 
@@ -139,11 +114,6 @@ def test_a_value_opened_as_owned_is_written_in_place(tmp_path):
 def test_a_foreign_file_is_not_opened_as_owned(checkpoint):
     with pytest.raises(ForeignFileError, match=r"model\.safetensors was not written by offload: 'a' can be referenced"):
         open_owned(TensorFile.open(checkpoint), "a")
-
-
-def test_an_unknown_key_is_named(checkpoint):
-    with pytest.raises(KeyError, match="no tensor 'c'"):
-        Handle.reference(TensorFile.open(checkpoint), "c")
 
 
 # One name, one live value
@@ -265,45 +235,36 @@ def test_a_foreign_file_is_named_with_the_tensor_and_left_byte_for_byte(tmp_path
     assert b"mine" == (tmp_path / "new.safetensors").read_bytes()
 
 
-def test_a_missing_file_is_named_with_the_tensor_and_not_created(tmp_path):
+MISSING = (MissingFileError, "the file is missing")
+CUT = (CorruptFileError, "can't be used.*Download or copy the file again")
+HARMS = {
+    "missing": (os.unlink, *MISSING),
+    "empty": (lambda path: os.truncate(path, 0), *CUT),
+    "cut in the header": (lambda path: os.truncate(path, 100), *CUT),
+    "cut": (lambda path: os.truncate(path, 4100), *CUT),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), CorruptFileError, "is a folder"),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), CorruptFileError, "not a regular file"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_harmed_file_is_named_with_the_tensor_and_left_as_it_is(tmp_path, harm):
+    """Neither created nor extended."""
+    act, error, words = HARMS[harm]
     handle = create_value(torch.zeros(3), "w", tmp_path)
     handle.base()
-    handle.path.unlink()
+    act(handle.path)
+    before = [os.lstat(path)[:7] for path in tmp_path.iterdir()]
 
     for look in (*looks(handle), handle.flush):
-        with pytest.raises(MissingFileError, match=r"tensor 'w': the file is missing") as caught:
+        with pytest.raises(error, match=rf"tensor 'w': .*{words}") as caught:
             look()
-        assert isinstance(caught.value, FileNotFoundError)
-        assert (errno.ENOENT, str(handle.path)) == (caught.value.errno, caught.value.filename)
         assert 1 == str(caught.value).count("tensor 'w'")
-    assert [] == os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize("length", [0, 100, 4100])
-def test_a_truncated_file_is_named_with_the_tensor_and_not_extended(tmp_path, length):
-    handle = create_value(torch.zeros(3), "w", tmp_path)
-    handle.base()
-    os.truncate(handle.path, length)
-
-    for look in (*looks(handle), handle.flush):
-        with pytest.raises(
-            CorruptFileError, match=rf"tensor 'w': {handle.path} can't be used.*Download or copy the file again"
-        ):
-            look()
-    assert length == handle.path.stat().st_size
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_folder_or_a_pipe_where_the_file_was_is_named_with_the_tensor(tmp_path, make):
-    handle = create_value(torch.zeros(3), "w", tmp_path)
-    handle.path.unlink()
-    make(handle.path)
-
-    for look in (handle.base, handle.flush):
-        with pytest.raises(CorruptFileError, match=r"tensor 'w': .*(is a folder|not a regular file)"):
-            look()
-    with pytest.raises(ForeignFileError, match="tensor 'w'"):
-        replace_whole(handle, torch.ones(3))
+        assert str(handle.path) in str(caught.value)
+    assert before == [os.lstat(path)[:7] for path in tmp_path.iterdir()]
+    if harm in ("a folder", "a pipe"):
+        with pytest.raises(ForeignFileError, match="tensor 'w'"):
+            replace_whole(handle, torch.ones(3))
 
 
 def test_a_value_put_back_where_its_file_went_missing_is_found_again(tmp_path):
@@ -504,24 +465,6 @@ def test_the_oldest_of_too_many_mappings_are_dropped_and_mapped_again(tmp_path, 
 # Who removes the file
 
 
-def test_a_private_file_is_removed_with_its_last_user():
-    handle = create_value(torch.zeros(3), "w", None)
-    path = handle.path
-    replace_whole(handle, torch.ones(3))
-    assert path.exists()
-
-    del handle
-
-    assert not path.exists()
-
-
-def test_a_named_file_stays(tmp_path):
-    handle = create_value(torch.zeros(3), "w", tmp_path)
-    del handle
-
-    assert torch.equal(torch.zeros(3), load_file(tmp_path / "w.safetensors")["w"])
-
-
 def test_a_private_file_that_is_gone_already_causes_no_error(capsys):
     handle = create_value(torch.zeros(3), "w", None)
     handle.path.unlink()
@@ -582,70 +525,7 @@ def test_holes_of_a_file_that_others_write_are_filled_once(tmp_path, monkeypatch
         replace_whole(handle, torch.ones(1 << 16))
 
 
-def test_a_value_shared_with_another_process_is_written_by_both_and_removed_by_its_owner():
-    handle = create_value(torch.zeros(3), "w", None)
-
-    def other():
-        shared = Handle.shared(TensorFile.open(handle.path), "w", None)
-        writable_base(shared).add_(1)
-        replace_whole(shared, shared.base() + 1)
-
-    assert in_fork(other)
-    assert torch.equal(torch.full((3,), 2.0), handle.base())
-
-
 # Threads
 
 
-def test_threads_that_write_and_replace_at_once_never_see_a_mix(tmp_path):
-    handle = create_value(torch.zeros(1000), "w", tmp_path)
-    faults: list[object] = []
-    stop = threading.Event()
-
-    def read():
-        while not stop.is_set():
-            try:
-                value = handle.base()
-                if value.min() != value.max():
-                    faults.append(value)
-            except OffloadError as error:
-                faults.append(error)
-
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for number in range(60):
-        replace_whole(handle, torch.full((1000,), float(number)))
-    stop.set()
-    for thread in threads:
-        thread.join()
-
-    assert [] == faults
-
-
-def test_threads_that_write_a_reference_first_make_one_copy(checkpoint, tmp_path):
-    handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "own")
-    together = threading.Barrier(4)
-
-    def write(row):
-        together.wait()
-        writable_base(handle)[row % 2, row // 2] = 100 + row
-
-    threads = [threading.Thread(target=write, args=(row,)) for row in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert [[100, 102, 2], [101, 103, 5]] == handle.base().tolist()
-
-
 # As a user meets it
-
-
-def test_an_error_in_an_op_names_the_tensor_and_the_file(tmp_path):
-    weight = OffloadedTensor.from_original_tensor(torch.ones(2, 2), "layer.weight", tmp_path)
-    os.truncate(weight.offload_path, 4096)
-
-    with pytest.raises(CorruptFileError, match=re.escape(f"tensor 'layer.weight': {weight.offload_path}")):
-        weight @ torch.ones(2)

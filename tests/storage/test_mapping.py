@@ -44,16 +44,6 @@ def test_a_store_reaches_the_file_through_a_shared_mapping_alone(path, shared):
     assert (99 if shared else DATA[5]) == path.read_bytes()[5]
 
 
-def test_a_mapping_keeps_no_descriptor_and_outlives_the_file(path):
-    before = os.listdir("/proc/self/fd")
-    storage = private(path, 0, len(DATA))
-    after = os.listdir("/proc/self/fd")
-    path.unlink()
-
-    assert len(before) == len(after)
-    assert DATA == bytes(storage)
-
-
 def test_unmappable_files_are_errors_with_their_path(tmp_path):
     fd = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(ReadError, match=str(tmp_path)):

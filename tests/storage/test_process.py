@@ -39,10 +39,11 @@ def test_a_process_is_dead_once_it_has_ended_even_if_not_reaped():
     assert is_dead(tag)
 
 
-def test_another_process_under_the_same_number_is_not_the_one_that_died():
+def test_another_process_under_the_same_number_or_none_that_there_can_be_is_not_alive():
     machine, pid, start = process_tag().split("-")
 
     assert is_dead(f"{machine}-{pid}-{int(start) - 1}")
+    assert is_dead(f"{machine}-{10**30}-7")
 
 
 @pytest.mark.parametrize(
@@ -86,10 +87,6 @@ def test_a_failed_tag_is_made_the_next_time():
     for failure in faults.each_failure(forget, lambda _: process_tag(), [errno.EMFILE, errno.EIO]):
         assert isinstance(failure.error, OSError), str(failure)
         assert tag == process_tag(), str(failure)
-
-
-def test_a_number_that_no_process_can_have_is_dead():
-    assert is_dead(f"{process_tag().partition('-')[0]}-{10**30}-7")
 
 
 def test_a_forked_child_has_a_tag_of_its_own():

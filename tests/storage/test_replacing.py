@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_removed_at_once_has_lost_its_name(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()
 
-    with faults.failing(0, errno.EIO, only=lambda call: call.name == "os.unlink"):
+    with faults.failing(1, errno.EIO, only=lambda call: call.name == "os.unlink"):
         remove_folder(tmp_path / "a")
 
     assert [True] == [name.startswith(".offload-tmp-") for name in os.listdir(tmp_path)]
@@ -141,13 +141,13 @@ def replace_it(path: Path) -> None:
 def test_an_interrupt_while_the_old_folder_is_removed_leaves_nothing_of_it(tmp_path, monkeypatch, act, left):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "old").touch()
-    real = module._remove_whole
+    real = module.remove
 
     def interrupted(_: Path) -> None:
-        monkeypatch.setattr(module, "_remove_whole", real)
+        monkeypatch.setattr(module, "remove", real)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_remove_whole", interrupted)
+    monkeypatch.setattr(module, "remove", interrupted)
     with pytest.raises(KeyboardInterrupt):
         act(tmp_path / "a")
 

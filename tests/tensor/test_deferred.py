@@ -101,22 +101,25 @@ def test_recorded_ops_give_the_values_that_torch_gives(
         assert torch.equal(expected, result)
 
 
-def test_an_unchanged_stored_value_is_referenced_in_place(waiting: Tensors, file: Path) -> None:
-    before = contents(file.parent)
-
-    stored = waiting["gate0"][...].detach().stored("another name", file.parent)  # type: ignore[attr-defined]
-
-    assert file == stored.offload_path
-    assert before == contents(file.parent)
-
-
-def test_assembling_writes_nothing(waiting: Tensors, plain: Tensors, file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda t: t["gate0"][...].detach(), "gate0"),
+        (lambda t: t["gate0"].double().float(), "gate0"),  # several dtypes are converted through the widest of them
+        (fused, "experts.gate_up"),
+    ],
+    ids=["unchanged", "cast there and back", "fused"],
+)
+def test_assembling_writes_nothing(
+    make: Callable[[Tensors], torch.Tensor], name: str, waiting: Tensors, plain: Tensors, file: Path, tmp_path: Path
+) -> None:
+    """What is stored as it is stays the value that it is."""
     before = contents(tmp_path)
 
-    stored = fused(waiting).stored("experts.gate_up", tmp_path / "offload")  # type: ignore[attr-defined]
+    stored = make(waiting).stored("experts.gate_up", tmp_path / "offload")  # type: ignore[attr-defined]
 
-    assert torch.equal(fused(plain), stored.materialize())
-    assert (file, "experts.gate_up") == (stored.offload_path, stored.name)
+    assert torch.equal(make(plain), stored.materialize())
+    assert (file, name) == (stored.offload_path, stored.name)
     assert before == contents(tmp_path)
 
 
@@ -209,16 +212,6 @@ def test_a_failure_midway_leaves_no_file(monkeypatch: pytest.MonkeyPatch, waitin
     monkeypatch.undo()
     assert [] == list(folder.iterdir())
     assert torch.equal(expected, stored.materialize())
-
-
-def test_a_cast_to_a_wider_dtype_and_back_references_the_file(tmp_path: Path) -> None:
-    """A checkpoint with several dtypes is converted through the widest of them."""
-    save_file({"w": torch.randn(3, 4).bfloat16()}, tmp_path / "w.safetensors")
-    tensor = deferred(offload.load_file(tmp_path / "w.safetensors")["w"])
-
-    there_and_back = tensor.float().to(torch.bfloat16)
-
-    assert tmp_path / "w.safetensors" == there_and_back.stored("w").offload_path  # type: ignore[attr-defined]
 
 
 def test_a_plain_part_keeps_the_value_it_had_when_it_was_joined(waiting: Tensors, plain: Tensors) -> None:

@@ -55,87 +55,90 @@ def one_of(way, stored):
     )
 
 
-@torch.no_grad()
-def test_a_write_to_a_part_is_a_write_to_the_whole(way, stored, numbers):
-    plain, tensor = way(numbers, numbers + 100), one_of(way, stored)
-
-    for one in (plain, tensor):
-        one[-1] = -1.0
-
-    assert torch.equal(plain, tensor.materialize())
-    assert torch.equal(plain, tensor.stored("x").materialize())
+def seen_by_all(tensor):
+    earlier = [torch.nn.Parameter(tensor), tensor.detach(), tensor[0], tensor.t() if tensor.dim() == 2 else tensor]
+    tensor[0].mul_(3)
+    tensor[-1] = -1.0
+    return [*earlier, tensor[..., 1:3]]
 
 
-@torch.no_grad()
-def test_all_tensors_over_a_value_see_a_write_whenever_they_were_made(way, stored, numbers):
-    def written(tensor):
-        earlier = [torch.nn.Parameter(tensor), tensor.detach(), tensor[0], tensor.t() if tensor.dim() == 2 else tensor]
-        tensor[0].mul_(3)
-        return [*earlier, tensor[..., 1:3]]
-
-    plain, ours = written(way(numbers.clone(), numbers + 100)), written(one_of(way, stored))
-
-    for expected, found in zip(plain, ours, strict=True):
-        assert torch.equal(expected, found.materialize())
+def kept_by_copies(tensor):
+    copies = [tensor.clone(), tensor.double(), torch.cat([tensor, tensor])]
+    tensor.fill_(7)
+    copies += [tensor.clone(), tensor.double(), torch.stack([tensor, tensor])]
+    tensor.add_(1)
+    copies[0].zero_()
+    copies[3].sub_(5)
+    return [*copies, tensor]
 
 
-@torch.no_grad()
-def test_copies_made_before_a_write_keep_the_old_values(way, stored, numbers):
-    def written(tensor):
-        copies = [tensor.clone(), tensor.double(), torch.cat([tensor, tensor])]
-        tensor.fill_(7)
-        copies += [tensor.clone(), tensor.double(), torch.stack([tensor, tensor])]
-        tensor.add_(1)
-        copies[0].zero_()
-        copies[3].sub_(5)
-        return [*copies, tensor]
+def kept_by(copy):
+    """By the only copy of a written value."""
 
-    plain, ours = written(way(numbers.clone(), numbers + 100)), written(one_of(way, stored))
-
-    for expected, found in zip(plain, ours, strict=True):
-        assert torch.equal(expected, found.materialize())
-
-
-@pytest.mark.parametrize(
-    "copy",
-    [torch.clone, torch.Tensor.double, lambda one: torch.cat([one, one]), lambda one: torch.stack([one, one])],
-    ids=["clone", "double", "cat", "stack"],
-)
-@torch.no_grad()
-def test_a_copy_of_a_written_value_survives_the_next_write(way, stored, numbers, copy):
     def written(tensor):
         tensor.fill_(7)
         copied = copy(tensor)
         tensor.add_(1)
         return copied, tensor
 
+    return written
+
+
+def written_again(tensor):
+    """After rows were set."""
+    tensor[0] = 5.0
+    tensor[0:2].fill_(7)
+    copied = tensor.clone()
+    tensor[-1].add_(1)
+    tensor[1] = 9.0
+    return tensor, copied
+
+
+def filled(part):
+    def written(tensor):
+        part(tensor).fill_(7)
+        return [tensor]
+
+    return written
+
+
+WRITES = {
+    "seen by all tensors over it": seen_by_all,
+    "not seen by copies": kept_by_copies,
+    "not seen by a clone": kept_by(torch.clone),
+    "not seen by a cast": kept_by(torch.Tensor.double),
+    "not seen by a cat": kept_by(lambda one: torch.cat([one, one])),
+    "not seen by a stack": kept_by(lambda one: torch.stack([one, one])),
+    "to rows that were set": written_again,
+    "to a column": filled(lambda one: one[:, 1]),
+    "to a transposed row": filled(lambda one: one.transpose(0, 1)[2]),
+    "to a part of a row": filled(lambda one: one[1, 1:3]),
+    "to parts of rows": filled(lambda one: one[:2, :2]),
+    "to a row as integers": filled(lambda one: one[-1].view(torch.int32)),
+}
+
+
+@pytest.mark.parametrize("written", WRITES.values(), ids=WRITES)
+@torch.no_grad()
+def test_a_write_has_the_effect_that_it_has_on_a_plain_tensor(way, stored, numbers, written):
     plain, ours = written(way(numbers.clone(), numbers + 100)), written(one_of(way, stored))
 
     for expected, found in zip(plain, ours, strict=True):
         assert torch.equal(expected, found.materialize())
+        assert torch.equal(expected, found.detach().stored("x").materialize())
 
 
 @torch.no_grad()
-def test_the_checkpoint_is_not_written_to(way, checkpoint, stored):
-    before = contents(checkpoint)
-    tensor = one_of(way, stored)
-
-    tensor.zero_()
-
-    assert before == contents(checkpoint)
-    assert torch.equal(torch.zeros(tensor.shape, dtype=tensor.dtype), tensor.materialize())
-    assert stored["w"].materialize().any()
-
-
-@torch.no_grad()
-def test_a_value_written_to_a_named_folder_has_its_own_name(way, stored, tmp_path):
-    tensor = one_of(way, stored)
+def test_a_written_value_has_its_own_name_in_a_named_folder_and_the_checkpoint_stays(way, checkpoint, stored, tmp_path):
+    before, tensor = contents(checkpoint), one_of(way, stored)
     tensor.mul_(0)
 
     value = tensor.stored("x", tmp_path / "values")
 
     assert (tmp_path / "values" / "x.safetensors") == value.offload_path
-    assert not value.materialize().any()
+    assert torch.equal(torch.zeros(tensor.shape, dtype=tensor.dtype), value.materialize())
+    assert before == contents(checkpoint)
+    assert stored["w"].materialize().any()
 
 
 @torch.no_grad()
@@ -239,20 +242,6 @@ def test_rows_are_set_to_a_number_and_nothing_is_written(way, setting, rows, sto
 
 
 @torch.no_grad()
-def test_rows_may_be_set_again_and_then_written_to(stored, numbers):
-    def written(tensor):
-        tensor[0] = 5.0
-        tensor[0:2].fill_(7)
-        copied = tensor.clone()
-        tensor[2].add_(1)
-        tensor[1] = 9.0
-        return tensor, copied
-
-    for expected, found in zip(written(numbers.clone()), written(deferred(stored["w"])), strict=True):
-        assert torch.equal(expected, found.materialize())
-
-
-@torch.no_grad()
 def test_many_rows_may_be_set_one_by_one(tmp_path):
     save_file({"w": torch.rand(64, 3)}, tmp_path / "model.safetensors")
     tensor = deferred(offload.load_file(tmp_path / "model.safetensors")["w"])
@@ -262,25 +251,6 @@ def test_many_rows_may_be_set_one_by_one(tmp_path):
             one[row] = float(row)
 
     assert torch.equal(expected, tensor.materialize())
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        lambda one: one[:, 1],
-        lambda one: one.t()[2],
-        lambda one: one[1, 1:3],
-        lambda one: one[:2, :2],
-        lambda one: one[2].view(torch.int32),
-    ],
-)
-@torch.no_grad()
-def test_a_part_of_a_row_is_written_to(part, stored, numbers):
-    def written(tensor):
-        part(tensor).fill_(7)
-        return tensor
-
-    assert torch.equal(written(numbers.clone()), written(deferred(stored["w"])).materialize())
 
 
 @torch.no_grad()

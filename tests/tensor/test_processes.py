@@ -26,7 +26,7 @@ from offload.errors import ChangedFileError, MissingFileError
 from offload.tensor import processes
 from offload.tensor.wrapper import set_by_others
 from offload.testing import assert_equal
-from tests.processes import in_fork, run_script
+from tests.processes import run_script
 
 WAYS = ["fork", "forkserver"]  # a spawned process imports all of torch: one test has some
 
@@ -267,35 +267,35 @@ def test_a_non_leaf_is_not_passed(dumps: Callable[[Any], bytes], plain: torch.Te
         dumps(w[0])
 
 
-def test_a_file_that_was_removed_is_an_error(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
-    """It names the path: the sender has to keep a temporary tensor."""
-    data = dumps(offloaded(plain))
+HARMS: dict[str, tuple[Callable[[list[OffloadedTensor]], object], type[Exception], str]] = {
+    "removed": (lambda held: held.clear(), MissingFileError, r"w\.safetensors"),
+    "changed": (
+        lambda held: safetensors.torch.save_file({"w": torch.ones(64, 32)}, held.pop().offload_path),
+        ChangedFileError,
+        r"'w'.*w\.safetensors",
+    ),
+    "reshaped": (
+        lambda held: held[0].update_values(torch.ones(3), strict_shape=False),
+        ChangedFileError,
+        "pass it again",
+    ),
+}
 
-    with pytest.raises(MissingFileError, match=r"w\.safetensors"):
-        pickle.loads(data)
 
-
-def test_a_checkpoint_that_was_changed_is_an_error(
-    dumps: Callable[[Any], bytes], tmp_path: Path, plain: torch.Tensor
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_file_that_is_not_as_it_was_sent_is_an_error(
+    harm: str, dumps: Callable[[Any], bytes], tmp_path: Path, plain: torch.Tensor
 ) -> None:
-    """Not other numbers."""
-    path = tmp_path / "checkpoint.safetensors"
+    """Not other numbers. A temporary tensor has to be kept, and a view that was sent belongs to the old value."""
+    path = tmp_path / "w.safetensors"
     safetensors.torch.save_file({"w": plain}, path)
-    data = dumps(OffloadedTensor.from_file(path))
-    assert_equal(plain, pickle.loads(data))
-    safetensors.torch.save_file({"w": plain + 1}, path)
+    held = [OffloadedTensor.from_file(path) if harm == "changed" else offloaded(plain)]
+    act, error, words = HARMS[harm]
+    data = dumps(held[0][0])
+    assert_equal(plain[0], pickle.loads(data))
+    act(held)
 
-    with pytest.raises(ChangedFileError, match=r"'w'.*checkpoint\.safetensors"):
-        pickle.loads(data)
-
-
-def test_a_value_whose_shape_was_changed_is_an_error(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
-    """The view that was sent belongs to the old one."""
-    w = offloaded(plain)
-    data = dumps(w[0])
-    w.update_values(torch.ones(3), strict_shape=False)
-
-    with pytest.raises(ChangedFileError, match="pass it again"):
+    with pytest.raises(error, match=words):
         pickle.loads(data)
 
 
@@ -369,17 +369,6 @@ def test_the_parent_sees_the_writes_of_a_process(way: str, named: bool, plain: t
     assert_equal(plain + 1, w)
     assert_equal(plain[0] + 1, row)
     assert w.offload_path.exists()
-
-
-@pytest.mark.parametrize("change", ["in place", "replaced"])
-def test_the_parent_sees_the_writes_of_a_forked_child(change: str, plain: torch.Tensor) -> None:
-    """Writes to the inherited tensor; the file is still there when the child ends."""
-    w = offloaded(plain)
-
-    assert in_fork(lambda: _change(w, change))
-    if change == "in place":
-        plain[0] = 7
-    assert_equal(plain + 1, w)
 
 
 def test_a_forked_child_drops_its_copies_and_leaves_the_file(plain: torch.Tensor) -> None:
