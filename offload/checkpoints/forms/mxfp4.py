@@ -28,6 +28,7 @@ def _weight(pieces: Pieces) -> OffloadedTensor | None:
     if "" in pieces and len(pieces.by_role) == 1:
         return None
     blocks, scales = stored = [pieces["blocks"], pieces["scales"]]
+    pieces.check("" not in pieces, "it is there packed and dense")
     are_bytes = {piece.dtype for piece in stored} == {torch.uint8}
     fits = are_bytes and blocks.dim() == 4 and tuple(blocks.shape) == (*scales.shape, _BLOCK // 2)
     pieces.check(fits, "blocks should be bytes, (experts, outputs, blocks, 16), with a scale for each")
