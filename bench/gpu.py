@@ -449,7 +449,7 @@ def in_q4_k(scale: Scale, folder: Path, device: torch.device) -> list[OffloadedT
 def _unpacked(
     stored: Mapping[str, OffloadedTensor], settings: Mapping[str, Any], device: torch.device
 ) -> list[OffloadedTensor]:
-    from offload.checkpoints.forms.decoding import unpacked
+    from offload.checkpoints.forms.formats import unpacked
     from offload.tensor.views import handle_of
 
     dense = unpacked(stored, settings)

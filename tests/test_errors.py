@@ -44,7 +44,11 @@ OTHERS = {
     ("offload.checkpoints.forms.torchao", "raise ValueError"): "`_weight` tells of it, as a CheckpointError",
     ("offload.integrations.peft", "raise KeyboardInterrupt"): "still an interrupt, with what was done before it",
     ("offload.checkpoints.dcp", "raise type(error)"): "an error of ours, with the path before its words",
-    ("offload.checkpoints.forms.compressed_tensors", "raise ValueError"): "`unpack` tells of it, as a CheckpointError",
+    (
+        "offload.checkpoints.forms.compressed_tensors",
+        "raise ValueError",
+    ): "`unpacked` tells of it, as a CheckpointError",
+    ("offload.checkpoints.forms.integers", "raise ValueError"): "`unpacked` tells of it",
     ("offload.kernels.native", "raise MemoryError"): "what Python raises when there is no memory for its own objects",
     ("offload.models.journal", "raise ValueError"): "`Journal.open` tells of it, with the path",
     ("offload.checkpoints.writing", "raise AssertionError"): "the loop before it ends in no other way",

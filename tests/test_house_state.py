@@ -41,8 +41,8 @@ OF_TRANSFORMERS = {*MODULE_OF, *" ".join([*ATTRIBUTES.values(), OPTIONAL_ATTRIBU
 
 # Calls that create immutable values.
 CONSTANTS = (
-    "Kind", "Path", "TypeVar", "attrgetter", "bytes", "float", "frozenset", "getattr", "logging.getLogger", "np.array",
-    "object", "range", "re.compile", "struct.Struct", "torch.device", "b'offload rows'.ljust", "dedent",
+    "Format", "Kind", "Path", "TypeVar", "attrgetter", "bytes", "float", "frozenset", "getattr", "logging.getLogger",
+    "np.array", "object", "range", "re.compile", "struct.Struct", "torch.device", "b'offload rows'.ljust", "dedent",
 )  # fmt: skip
 
 # Global state, and why it is not an argument.

@@ -108,6 +108,11 @@ def convert_checkpoint(
         MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened, target = open_checkpoint(source), target_outside(target, source)
+    if to_offload_folder and PARTS_NOTE in opened.metadata:
+        raise CheckpointError(
+            f"{opened.path} holds quantized weights in torchao's form, whose metadata an offload folder can't hold: "
+            "convert it to safetensors, or load the model and call offload.disk_offload"
+        )
     if dequantize or opened.is_gguf:
         options = {"dtype": None if dtype is None else dtype_name(dtype), "to_offload_folder": to_offload_folder}
         run = {**options, "max_shard_size": max_shard_size, "source": identities_of(opened)}
@@ -118,7 +123,7 @@ def convert_checkpoint(
     with replacing_folder(target) as folder:
         put_files(folder, companions_beside(opened.path, dtype))
         if to_offload_folder:
-            _write_one_by_one(opened, folder, dtype)
+            _write_one_by_one(opened.tensors(), folder, dtype)
         else:
             write_checkpoint(contents_in(opened, dtype), folder, largest_shard(max_shard_size))
     return target
@@ -131,9 +136,7 @@ def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, 
         new = work / "new"
         made_folder(new)
         if run["to_offload_folder"]:
-            done = {path.name for path in new.iterdir()}
-            left = {name: tensor for name, tensor in made.tensors.items() if file_name(name) not in done}
-            _write_one_by_one(left, new, dtype)
+            _write_one_by_one(made.tensors, new, dtype)
         else:
             write_file_by_file(contents_of(made.tensors, dtype), new, largest_shard(run["max_shard_size"]))
         put_files(new, made.companions)
@@ -157,7 +160,10 @@ def source_of(source: Checkpoint, dtype: torch.dtype | None) -> Source:
         return _dequantized(source, dtype)
     tensors = source.tensors()
     if dtype is not None:
-        tensors = {name: _stored(_cast(tensor, dtype), name) for name, tensor in tensors.items()}
+        tensors = {
+            name: tensor if subclass_value(tensor) is not None else _stored(_cast(tensor, dtype), name)
+            for name, tensor in tensors.items()
+        }
     return Source(tensors, companions_beside(source.path, dtype))
 
 
@@ -180,7 +186,7 @@ def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> Source:
         )
     wanted = dtype or _dtype_of(config)
     dense = {name: _stored(_in_dtype(tensor, wanted), name) for name, tensor in values.tensors.items()}
-    return Source(dense, companions_beside(source.path, dtype, _without(config, "quantization_config")))
+    return Source(dense, companions_beside(source.path, dtype, is_dense=True))
 
 
 def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -190,10 +196,11 @@ def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor
 
 
-def _cast(tensor: OffloadedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """A value in another dtype, if it is one of numbers that can be cast."""
-    is_cast = tensor.is_floating_point() and tensor.itemsize > 1 and subclass_value(tensor) is None
-    return deferred(tensor).to(dtype) if is_cast and tensor.dtype != dtype else tensor
+def _cast(tensor: OffloadedTensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A value in another dtype, if it is one of numbers that can be cast; a quantized one in memory."""
+    if dtype in (None, tensor.dtype) or not tensor.is_floating_point() or tensor.itemsize == 1:
+        return tensor
+    return (deferred(tensor) if subclass_value(tensor) is None else tensor).to(dtype)
 
 
 def _stored(tensor: torch.Tensor, name: str) -> OffloadedTensor:
@@ -202,22 +209,15 @@ def _stored(tensor: torch.Tensor, name: str) -> OffloadedTensor:
     return tensor if is_offloaded(tensor) else OffloadedTensor.from_original_tensor(tensor, name)
 
 
-def _write_one_by_one(
-    source: Checkpoint | Mapping[str, OffloadedTensor], folder: Path, dtype: torch.dtype | None
-) -> None:
-    tensors = source.tensors() if isinstance(source, Checkpoint) else source
-    if isinstance(source, Checkpoint) and PARTS_NOTE in source.metadata:
-        raise CheckpointError(
-            f"{source.path} holds quantized weights in torchao's form, whose metadata an offload folder can't hold: "
-            "convert it to safetensors, or load the model and call offload.disk_offload"
-        )
+def _write_one_by_one(tensors: Mapping[str, OffloadedTensor], folder: Path, dtype: torch.dtype | None) -> None:
+    """One file per value; those that are there already are not made again."""
+    done = os.listdir(folder)
     for name, tensor in progress(tensors.items(), "converting", total=len(tensors)):
-        if dtype in (None, tensor.dtype) or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
-            OffloadedTensor.from_original_tensor(tensor, name, folder)
-        elif subclass_value(tensor) is not None:
-            OffloadedTensor.from_original_tensor(tensor.to(dtype), name, folder)
-        else:
-            deferred(tensor).to(dtype).assembly.in_file(name, folder, CPU)  # type: ignore[attr-defined]
+        cast = _cast(tensor, dtype) if file_name(name) not in done else None
+        if isinstance(cast, DeferredTensor):
+            cast.assembly.in_file(name, folder, CPU)
+        elif cast is not None:
+            OffloadedTensor.from_original_tensor(cast, name, folder)
 
 
 @contextmanager
@@ -294,7 +294,7 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
     return found
 
 
-def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Json = None) -> dict[str, bytes]:
+def companions_beside(source: Path, dtype: torch.dtype | None = None, *, is_dense: bool = False) -> dict[str, bytes]:
     """The configuration and tokenizer files in a model's folder (`COMPANIONS`), by name; none beside a lone file.
 
     An adapter that is there belongs to them, with its weights; and the folders of a sentence-transformers model.
@@ -302,7 +302,7 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Jso
     Args:
         source: the folder, or the file.
         dtype: what the configuration is to say, if given.
-        dense: a configuration in place of the one there, if given.
+        is_dense: whether the configuration is to say nothing of quantization.
 
     Raises:
         CheckpointError: there is no JSON in `config.json`, or there is an adapter alone.
@@ -323,11 +323,8 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, dense: Jso
             wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
             if not wanted or path.name.endswith(INDEX) or not is_file(path):
                 continue
-            if path.name != CONFIG or (dtype is None and dense is None):
-                found[path.name] = path.read_bytes()
-                continue
-            config = _read_config(path) if dense is None else dense
-            found[path.name] = _text_of(config if dtype is None else _config_with(config, path, dtype))
+            is_kept = path.name != CONFIG or (dtype is None and not is_dense)
+            found[path.name] = path.read_bytes() if is_kept else _rewritten(path, dtype, is_dense=is_dense)
     return found
 
 
@@ -354,20 +351,33 @@ def _read_config(path: Path) -> Json:
         raise CheckpointError(f"{error}: download or copy it again, or move it away") from error
 
 
-def _text_of(config: Json) -> bytes:
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _config_with(config: Json, path: Path, dtype: torch.dtype) -> Json:
+def _rewritten(path: Path, dtype: torch.dtype | None, *, is_dense: bool) -> bytes:
     """A model's configuration with the new dtype: transformers loads in the dtype it says, whatever the weights are."""
-    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    config = _read_config(path)
+    quantization = config.get("quantization_config") if isinstance(config, dict) and not is_dense else None
     method = method_of(quantization) if isinstance(quantization, dict) else None
     if method not in (None, "torchao"):
         raise CheckpointError(
             f"{path} says that the weights are quantized ({method}): "
             f"their scales can't be converted to {dtype}. Leave the dtype as it is, or dequantize them."
         )
-    return _with_dtype(config, dtype_name(dtype))
+    new = _with(config, None if dtype is None else dtype_name(dtype), is_dense=is_dense)
+    return (json.dumps(new, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _with(config: Json, dtype: str | None, *, is_dense: bool) -> Json:
+    """`config` and its sub-configurations, with another dtype wherever one is given, dense if asked for."""
+    if not isinstance(config, dict):
+        return config
+    new: dict[str, Json] = {}
+    for key, value in config.items():
+        if key == "quantization_config":
+            new.update({} if is_dense else {key: value})
+        elif key in _DTYPE_KEYS and isinstance(value, str) and dtype is not None:
+            new[key] = dtype
+        else:
+            new[key] = _with(value, dtype, is_dense=is_dense)
+    return new
 
 
 def _parts_of(config: Json, key: str) -> list[Json]:
@@ -376,24 +386,3 @@ def _parts_of(config: Json, key: str) -> list[Json]:
         return []
     found = [config[key]] if config.get(key) is not None else []
     return found + [one for value in config.values() for one in _parts_of(value, key)]
-
-
-def _without(config: Json, key: str) -> Json:
-    """`config` and its sub-configurations without a key."""
-    if not isinstance(config, dict):
-        return config
-    return {name: _without(value, key) for name, value in config.items() if name != key}
-
-
-def _with_dtype(config: Json, name: str) -> Json:
-    """`config` and its sub-configurations, with another dtype wherever one is given."""
-    if not isinstance(config, dict):
-        return config
-    return {
-        key: name
-        if key in _DTYPE_KEYS and isinstance(value, str)
-        else value
-        if key == "quantization_config"
-        else _with_dtype(value, name)
-        for key, value in config.items()
-    }

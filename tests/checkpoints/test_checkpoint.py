@@ -22,12 +22,23 @@ OUTSIDE = ["\ud800.safetensors", "../one.safetensors", "/etc/one.safetensors", "
 OUTSIDE_ELSEWHERE = ["..\\one.safetensors", "C:one.safetensors", "one\0.safetensors"]  # on other systems
 
 
+def _save(values: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(values, path) if path.suffix == ".safetensors" else torch.save(values, path)
+
+
+@pytest.fixture(params=["safetensors", "bin"])
+def suffix(request: pytest.FixtureRequest) -> str:
+    """Of files from safetensors, or from torch.save."""
+    return str(request.param)
+
+
 @pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    """Two shards and an index."""
-    save_file({"a": torch.arange(3.0)}, tmp_path / "one.safetensors")
-    save_file({"b": torch.ones(2, 2), "c": torch.zeros(1)}, tmp_path / "two.safetensors")
-    _index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
+def sharded(tmp_path: Path, suffix: str) -> Path:
+    """Two shards and an index, and what training leaves beside them."""
+    _save({"a": torch.arange(3.0)}, tmp_path / f"one.{suffix}")
+    _save({"b": torch.ones(2, 2), "c": torch.zeros(1)}, tmp_path / f"two.{suffix}")
+    _index(tmp_path, {"a": f"one.{suffix}", "b": f"two.{suffix}", "c": f"two.{suffix}"}, f"model.{suffix}.index.json")
+    torch.save(Path, tmp_path / "training_args.bin")
     return tmp_path
 
 
@@ -36,14 +47,21 @@ def _index(folder: Path, weight_map: object, name: str = "model.safetensors.inde
     return folder / name
 
 
-def test_a_file_a_folder_and_an_index_give_the_same_names(sharded: Path) -> None:
+def test_a_file_a_folder_and_an_index_give_the_same_names(sharded: Path, suffix: str) -> None:
     """And sizes: 12 + 16 + 4 bytes."""
-    for path in (sharded, sharded / "model.safetensors.index.json"):
+    for path in (sharded, sharded / f"model.{suffix}.index.json"):
         checkpoint = open_checkpoint(path)
 
         assert ["a", "b", "c"] == list(checkpoint)
         assert checkpoint.nbytes == 32
-    assert ["b", "c"] == sorted(open_checkpoint(sharded / "two.safetensors"))
+    assert ["b", "c"] == sorted(open_checkpoint(sharded / f"two.{suffix}"))
+
+
+@pytest.mark.parametrize("name", ["mine", "pytorch_model", "x.fp16"])
+def test_the_only_index_is_that_of_the_shards_whatever_its_name(sharded: Path, suffix: str, name: str) -> None:
+    (sharded / f"model.{suffix}.index.json").rename(sharded / f"{name}.{suffix}.index.json")
+
+    assert ["a", "b", "c"] == list(open_checkpoint(sharded))
 
 
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
@@ -63,26 +81,27 @@ def test_an_offload_folder_is_a_checkpoint_with_the_values_as_last_updated(tmp_p
     assert [5.0, 5.0] == OffloadedTensor.from_file(checkpoint["a/b"].file.path).tolist()
 
 
-def test_a_missing_shard_is_named_with_a_tensor_that_it_holds(sharded: Path) -> None:
-    (sharded / "two.safetensors").unlink()
+def test_a_missing_shard_is_named_with_a_tensor_that_it_holds(sharded: Path, suffix: str) -> None:
+    (sharded / f"two.{suffix}").unlink()
 
-    with pytest.raises(MissingFileError, match=r"two\.safetensors, which holds 'b', is missing"):
+    words = rf"two\.{suffix}, which holds 'b', is missing: download or copy that shard again"
+    with pytest.raises(MissingFileError, match=words):
         open_checkpoint(sharded)
 
 
-def test_a_truncated_shard_is_named(sharded: Path) -> None:
-    path = sharded / "two.safetensors"
+def test_a_truncated_shard_is_named(sharded: Path, suffix: str) -> None:
+    path = sharded / f"two.{suffix}"
     path.write_bytes(path.read_bytes()[:-3])
 
-    with pytest.raises(CorruptFileError, match=r"two\.safetensors.*cut off"):
+    with pytest.raises(CorruptFileError, match=rf"two\.{suffix}.*cut off"):
         open_checkpoint(sharded)
 
 
-def test_a_shard_of_another_checkpoint_is_found_out(sharded: Path) -> None:
+def test_a_shard_of_another_checkpoint_is_found_out(sharded: Path, suffix: str) -> None:
     """The index names a tensor that is not in the shard."""
-    save_file({"z": torch.ones(1)}, sharded / "one.safetensors")
+    _save({"z": torch.ones(1)}, sharded / f"one.{suffix}")
 
-    with pytest.raises(CheckpointError, match=r"'a' is in one\.safetensors, and it is not"):
+    with pytest.raises(CheckpointError, match=rf"'a' is in one\.{suffix}, and it is not"):
         open_checkpoint(sharded)
 
 
@@ -101,10 +120,10 @@ def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
         open_checkpoint(path)
 
 
-def test_an_index_may_be_the_map_alone_and_have_any_name(sharded: Path) -> None:
+def test_an_index_may_be_the_map_alone_and_have_any_name(sharded: Path, suffix: str) -> None:
     """As with accelerate."""
     path = sharded / "weights.json"
-    path.write_text(json.dumps({"a": "one.safetensors", "b": "two.safetensors"}))
+    path.write_text(json.dumps({"a": f"one.{suffix}", "b": f"two.{suffix}"}))
 
     assert {"a", "b"} == set(open_checkpoint(path))
     assert verify(path).is_whole
@@ -116,16 +135,6 @@ def test_a_configuration_alone_is_not_a_checkpoint(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"config\.json is not an index of shards.*name an index, a file"):
         open_checkpoint(path)
-
-
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_the_only_index_is_that_of_the_shards_whatever_its_name(suffix: str, tmp_path: Path) -> None:
-    for name in "ab":
-        save = save_file if suffix == "safetensors" else torch.save
-        save({name: torch.ones(2)}, tmp_path / f"{name}.{suffix}")
-    _index(tmp_path, {name: f"{name}.{suffix}" for name in "ab"}, "mine.index.json")
-
-    assert {"a", "b"} == open_checkpoint(tmp_path).keys()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
@@ -145,15 +154,13 @@ def test_an_index_of_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [["model-00001-of-00003"], ["x-00001-of-00002", "x-00002-of-00002"]])
-@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 def test_shards_without_an_index_are_not_taken_for_a_checkpoint(tmp_path: Path, names: list[str], suffix: str) -> None:
     for name in names:
-        path = tmp_path / f"{name}{suffix}"
-        save_file({name: torch.ones(1)}, path) if suffix != ".bin" else torch.save({name: torch.ones(1)}, path)
+        _save({name: torch.ones(1)}, tmp_path / f"{name}.{suffix}")
 
-    with pytest.raises(CheckpointError, match=rf"{names[0]}{suffix}, a part of a checkpoint, but no index"):
+    with pytest.raises(CheckpointError, match=rf"{names[0]}\.{suffix}, a part of a checkpoint, but no index"):
         open_checkpoint(tmp_path)
-    assert [names[0]] == list(open_checkpoint(tmp_path / f"{names[0]}{suffix}"))
+    assert [names[0]] == list(open_checkpoint(tmp_path / f"{names[0]}.{suffix}"))
 
 
 def test_the_only_shard_is_a_checkpoint(tmp_path: Path) -> None:
@@ -170,35 +177,6 @@ def test_two_files_of_an_offload_folder_may_not_hold_one_name(tmp_path: Path) ->
         open_checkpoint(tmp_path)
 
 
-# Files from torch.save
-
-
-@pytest.fixture
-def pickled(tmp_path: Path) -> Path:
-    """Two shards from torch.save with an index, and other files that training leaves beside them."""
-    torch.save({"a": torch.arange(3.0)}, tmp_path / "pytorch_model-00001-of-00002.bin")
-    torch.save({"b": torch.ones(2, 2), "c": torch.zeros(1)}, tmp_path / "pytorch_model-00002-of-00002.bin")
-    places = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
-    _index(tmp_path, {**places, "c": places["b"]}, "pytorch_model.bin.index.json")
-    torch.save(Path, tmp_path / "training_args.bin")
-    return tmp_path
-
-
-def test_shards_of_torch_save_are_opened_by_folder_and_by_index(pickled: Path) -> None:
-    for path in (pickled, pickled / "pytorch_model.bin.index.json"):
-        checkpoint = open_checkpoint(path)
-
-        assert ["a", "b", "c"] == list(checkpoint)
-        assert checkpoint.nbytes == 32
-
-
-@pytest.mark.parametrize("name", ["other.bin.index.json", "x.fp16.bin.index.json"])
-def test_an_index_of_any_name_is_found(pickled: Path, name: str) -> None:
-    (pickled / "pytorch_model.bin.index.json").rename(pickled / name)
-
-    assert ["a", "b", "c"] == list(open_checkpoint(pickled))
-
-
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "last.ckpt"])
 def test_a_folder_with_one_file_of_torch_save_is_that_file(tmp_path: Path, name: str) -> None:
     torch.save({"w": torch.ones(1)}, tmp_path / name)
@@ -209,39 +187,19 @@ def test_a_folder_with_one_file_of_torch_save_is_that_file(tmp_path: Path, name:
     assert ["w"] == list(open_checkpoint(tmp_path / name))
 
 
-def test_safetensors_wins_where_both_forms_are(pickled: Path) -> None:
-    torch.save({"w": torch.zeros(1)}, pickled / "pytorch_model.bin")
-    save_file({"w": torch.ones(1)}, pickled / "model.safetensors")
-
-    assert pickled / "model.safetensors" == open_checkpoint(pickled)["w"].file.path
-
-
-def test_an_index_of_safetensors_wins_over_a_file_of_torch_save(sharded: Path) -> None:
+def test_safetensors_wins_where_both_forms_are(sharded: Path) -> None:
+    """Whether a file or an index, over a file or an index from torch.save."""
     torch.save({"w": torch.zeros(1)}, sharded / "pytorch_model.bin")
+    if not (sharded / "model.safetensors.index.json").exists():
+        save_file({"a": torch.ones(1)}, sharded / "model.safetensors")
 
-    assert ["a", "b", "c"] == list(open_checkpoint(sharded))
-
-
-def test_a_missing_shard_of_torch_save_is_named(pickled: Path) -> None:
-    (pickled / "pytorch_model-00002-of-00002.bin").unlink()
-
-    with pytest.raises(
-        MissingFileError, match=r"00002-of-00002\.bin, which holds 'b', is missing: download or copy that shard again"
-    ):
-        open_checkpoint(pickled)
+    assert ".safetensors" == open_checkpoint(sharded)["a"].file.path.suffix
 
 
-def test_a_shard_of_torch_save_from_another_checkpoint_is_found_out(pickled: Path) -> None:
-    torch.save({"z": torch.ones(1)}, pickled / "pytorch_model-00001-of-00002.bin")
+def test_a_tensor_in_a_shard_that_the_index_places_elsewhere_is_taken_from_there(sharded: Path, suffix: str) -> None:
+    _save({"a": torch.arange(3.0), "b": torch.zeros(2, 2)}, sharded / f"one.{suffix}")
 
-    with pytest.raises(CheckpointError, match=r"'a' is in pytorch_model-00001-of-00002\.bin, and it is not"):
-        open_checkpoint(pickled)
-
-
-def test_a_tensor_in_a_shard_that_the_index_places_elsewhere_is_taken_from_there(sharded: Path) -> None:
-    save_file({"a": torch.arange(3.0), "b": torch.zeros(2, 2)}, sharded / "one.safetensors")
-
-    assert sharded / "two.safetensors" == open_checkpoint(sharded)["b"].file.path
+    assert sharded / f"two.{suffix}" == open_checkpoint(sharded)["b"].file.path
 
 
 def test_a_name_twice_in_an_index_is_refused(tmp_path: Path) -> None:
@@ -266,17 +224,18 @@ def test_an_index_of_files_without_tensors_is_refused(tmp_path: Path) -> None:
         open_checkpoint(_index(tmp_path, {"a": "one.json"}))
 
 
-def test_a_pickle_with_code_is_refused_and_not_run_wherever_it_stands(pickled: Path) -> None:
+@pytest.mark.parametrize("suffix", ["bin"], indirect=True)
+def test_a_pickle_with_code_is_refused_and_not_run_wherever_it_stands(sharded: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[object, tuple[str]]:
-            return os.mkdir, (str(pickled / "exploded"),)
+            return os.mkdir, (str(sharded / "exploded"),)
 
-    torch.save({"a": torch.ones(3), "bomb": Bomb()}, pickled / "pytorch_model-00001-of-00002.bin")
+    torch.save({"a": torch.ones(3), "bomb": Bomb()}, sharded / "one.bin")
 
-    for path in (pickled, pickled / "pytorch_model-00001-of-00002.bin"):
-        with pytest.raises(CheckpointError, match=r"00001-of-00002\.bin is a pickle with more than tensors"):
+    for path in (sharded, sharded / "one.bin"):
+        with pytest.raises(CheckpointError, match=r"one\.bin is a pickle with more than tensors"):
             open_checkpoint(path)
-    assert not (pickled / "exploded").exists()
+    assert not (sharded / "exploded").exists()
 
 
 def test_two_checkpoints_in_a_folder_need_a_path(tmp_path: Path) -> None:

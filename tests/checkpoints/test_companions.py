@@ -23,10 +23,6 @@ from tests.checkpoints.forms import FORMS, outcome
 from tests.distributed.ranks import run_ranks
 
 TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "chat_template.jinja": "{{ messages }}"}
-RELOADED = ["llama", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "hrm_text", "olmo_hybrid", "inkling2_text"]
-RELOADED += ["fp8-llama", "fp8-mixtral", "fp8-qwen3_moe", "fp8-deepseek_v3", "fp8-tensor-static", "mxfp4-gpt_oss"]
-RELOADED += ["ct-w4a16", "ct-w4a16-qwen3_moe", "bnb-nf4", "bnb-int8", "gptq", "awq"]
-RELOADED += ["torchao-int8", "bitnet-autobitlinear-offline", "gguf-q8_0"]
 
 
 @pytest.fixture
@@ -77,25 +73,6 @@ def test_a_model_is_loaded_again_with_its_tokenizer_and_settings(
         assert torch.equal(expected, again(tokens).logits)
         assert (7, True) == (again.generation_config.top_k, again.generation_config.do_sample)
         assert torch.bfloat16 == again.dtype
-
-
-@pytest.mark.parametrize("form", RELOADED)
-def test_a_model_of_any_form_is_loaded_again(form: str, tmp_path: Path) -> None:
-    model = written(tmp_path / "source", form)
-    expected = outcome(model).logits
-
-    save_checkpoint(model, tmp_path / "saved")
-
-    assert torch.equal(expected, outcome(offload.from_pretrained(tmp_path / "saved")).logits)
-
-
-@pytest.mark.parametrize("form", ["fp8-llama", "ct-w4a16", "bnb-nf4", "gptq"])
-def test_a_model_saved_packed_has_its_quantization_config(form: str, tmp_path: Path) -> None:
-    model = written(tmp_path / "source", form)
-
-    save_checkpoint(model, tmp_path / "saved")
-
-    assert said_in(tmp_path / "source")["quantization_config"] == said_in(tmp_path / "saved")["quantization_config"]
 
 
 @pytest.mark.parametrize("form", ["fp8-llama", "ct-w4a16", "torchao-int8"])

@@ -282,16 +282,8 @@ def test_code_in_the_metadata_is_refused_and_not_run(folder: Path, tmp_path: Pat
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["../__0_0.distcp", "/etc/passwd", "a/b.distcp", ""])
-def test_a_file_outside_the_folder_is_refused(name: str, folder: Path) -> None:
-    def change(found: Any) -> None:
-        for place in found.storage_data.values():
-            place.relative_path = name
-
-    metadata(folder, change)
-
-    with pytest.raises(CheckpointError, match="outside its folder"):
-        open_checkpoint(folder)
+def _outside(name: str) -> Callable[[Any], None]:
+    return lambda found: [setattr(place, "relative_path", name) for place in found.storage_data.values()] and None
 
 
 def _drop(found: Any) -> None:
@@ -309,14 +301,34 @@ def _beyond(found: Any) -> None:
     found.state_dict_metadata["model.rows"].chunks[-1].sizes = torch.Size([100, 7])
 
 
-@pytest.mark.parametrize("change", [_drop, _twice, _beyond])
-def test_shards_that_do_not_cover_their_value_are_refused(
-    change: Callable[[Any], None], sharded: Path, tmp_path: Path
+def _nowhere(found: Any) -> None:
+    for one in [one for one in found.storage_data if one.fqn == "model.same"]:
+        del found.storage_data[one]
+
+
+def _other(found: Any) -> None:
+    found.state_dict_metadata["model.same"].properties.dtype = torch.int32
+
+
+UNCOVERED = r"'rows' of shape \[10, 7\].* do not cover it"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        *((_outside(name), "outside its folder") for name in ("../__0_0.distcp", "/etc/passwd", "a/b.distcp", "")),
+        *((change, UNCOVERED) for change in (_drop, _twice, _beyond)),
+        (_nowhere, "does not say where the shard of 'same'"),
+        (_other, r"float32 \[6\] for 'same', and \.metadata says torch\.int32"),
+    ],
+)
+def test_metadata_that_contradicts_itself_or_the_files_is_refused(
+    change: Callable[[Any], None], words: str, sharded: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(sharded / "saved", tmp_path / "saved")
     metadata(tmp_path / "saved", change)
 
-    with pytest.raises(CheckpointError, match=r"'rows' of shape \[10, 7\].* do not cover it"):
+    with pytest.raises(CheckpointError, match=words):
         open_checkpoint(tmp_path / "saved")
     assert not verify(tmp_path / "saved").is_whole
 
@@ -364,26 +376,6 @@ def test_the_work_for_shards_grows_with_their_number_alone() -> None:
 
     assert _is_cut_into((1, 500), shards)
     assert 10 * len(shards) > Counted.reads > 0
-
-
-def test_a_shard_that_is_nowhere_is_refused(folder: Path) -> None:
-    def change(found: Any) -> None:
-        del found.storage_data[next(one for one in found.storage_data if one.fqn == "weight")]
-
-    metadata(folder, change)
-
-    with pytest.raises(CheckpointError, match="does not say where the shard of 'weight'"):
-        open_checkpoint(folder)
-
-
-def test_another_value_than_the_metadata_says_is_refused(folder: Path) -> None:
-    def change(found: Any) -> None:
-        found.state_dict_metadata["weight"].properties.dtype = torch.int32
-
-    metadata(folder, change)
-
-    with pytest.raises(CheckpointError, match=r"float32 \[5, 7\] for 'weight', and \.metadata says torch\.int32"):
-        open_checkpoint(folder)
 
 
 def test_several_models_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,9 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoints.forms.bitsandbytes import unpack
-from offload.errors import CheckpointError
-from tests.checkpoints.forms import FORMS, PROMPT
+from offload.checkpoints.forms.formats import unpacked
 from tests.checkpoints.pieces import (
     bits_of,
-    losses_of_an_adapter,
     random_bytes,
     random_scales,
     stored,
@@ -51,7 +48,7 @@ def pieces_of(
 
 
 def dense_of(folder: Path, pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any] = FOUR_BITS) -> Any:
-    return unpack(stored(folder, pieces), config)["layer.weight"]
+    return unpacked(stored(folder, pieces), config)["layer.weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -135,112 +132,9 @@ def test_dense_values_beside_packed_ones_are_not_changed(tmp_path: Path) -> None
     pieces, _ = pieces_of(8, 64)
     others = {"norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4), "layer.bias": torch.ones(8)}
 
-    found = unpack(stored(tmp_path, {**pieces, **others}), FOUR_BITS)
+    found = unpacked(stored(tmp_path, {**pieces, **others}), FOUR_BITS)
 
     assert {"layer.weight", *others} == set(found)
-
-
-# --- Errors ---
-
-STATE = "layer.weight.quant_state.bitsandbytes__nf4"
-
-
-def without(name: str) -> Callable[[Pieces], None]:
-    return lambda pieces: pieces.__delitem__(name)
-
-
-def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Pieces], None]:
-    return lambda pieces: pieces.update({name: change(pieces[name])})
-
-
-def told(**more: Any) -> Callable[[Pieces], None]:
-    def change(state: torch.Tensor) -> torch.Tensor:
-        written = {**json.loads(bytes(state.tolist())), **more}
-        return torch.tensor(list(json.dumps(written).encode()), dtype=torch.uint8)
-
-    return changed(STATE, change)
-
-
-BAD: dict[str, tuple[Callable[[Pieces], None], str]] = {
-    "no-state": (without(STATE), STATE),
-    "no-scales": (without("layer.weight.absmax"), "layer.weight.absmax"),
-    "no-scales-of-scales": (without("layer.weight.nested_absmax"), "layer.weight.nested_absmax"),
-    "no-numbers-of-scales": (without("layer.weight.nested_quant_map"), "layer.weight.nested_quant_map"),
-    "few-bytes": (changed("layer.weight", lambda weight: weight[:-1]), "layer.weight"),
-    "few-scales": (changed("layer.weight.absmax", lambda scales: scales[1:]), "layer.weight.absmax"),
-    "few-scales-of-scales": (changed("layer.weight.nested_absmax", lambda s: s[1:]), "layer.weight.nested_absmax"),
-    "few-numbers": (changed("layer.weight.nested_quant_map", lambda s: s[1:]), "layer.weight.nested_quant_map"),
-    "float-scales": (changed("layer.weight.absmax", lambda scales: scales.float()), "layer.weight.absmax"),
-    "cut-state": (changed(STATE, lambda state: state[:-9]), STATE),
-    "other-bytes": (changed(STATE, lambda state: state + 128), STATE),
-    "other-shape": (told(shape=[96, 128]), "layer.weight"),
-    "three-dimensions": (told(shape=[3, 32, 256]), "layer.weight"),
-    "no-shape": (told(shape=None), STATE),
-    "other-dtype": (told(dtype="complex32"), STATE),
-    "other-block": (told(blocksize=32), "layer.weight.absmax"),
-    "no-block": (told(blocksize=0), STATE),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_damaged_checkpoints_are_refused_at_load(name: str, tmp_path: Path) -> None:
-    """The error names the tensor and the file."""
-    pieces, _ = pieces_of(96, 256, compress_statistics=True)
-    spoil, named = BAD[name]
-    spoil(pieces)
-
-    with pytest.raises(CheckpointError) as caught:
-        dense_of(tmp_path, pieces)
-
-    assert named in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "named"),
-    [
-        (without("layer.SCB"), "layer.SCB"),
-        (changed("layer.SCB", lambda scales: scales[1:]), "layer.SCB"),
-        (changed("layer.weight_format", lambda order: order + 2), "tiles"),
-    ],
-)
-def test_integers_that_do_not_fit_are_refused_at_load(
-    spoil: Callable[[Pieces], None], named: str, tmp_path: Path
-) -> None:
-    pieces = of_8_bits()
-    spoil(pieces)
-
-    with pytest.raises(CheckpointError, match=named):
-        dense_of(tmp_path, pieces, EIGHT_BITS)
-
-
-def test_a_configuration_of_other_bits_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "four").mkdir()
-    (tmp_path / "eight").mkdir()
-    pieces, _ = pieces_of(8, 64)
-
-    with pytest.raises(CheckpointError, match="load_in_8bit"):
-        dense_of(tmp_path / "four", pieces, EIGHT_BITS)
-    with pytest.raises(CheckpointError, match="load_in_4bit"):
-        dense_of(tmp_path / "eight", of_8_bits(), FOUR_BITS)
-
-
-# --- Whole models ---
-
-
-@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-nf4-double", "bnb-int8"])
-def test_an_adapter_is_trained_over_packed_weights_as_over_dense_ones(
-    name: str, tmp_path: Path, private_place: Path
-) -> None:
-    """Losses are bit-identical, weights stay on disk, and nothing is written."""
-    FORMS[name].write(tmp_path)
-    model = offload.from_pretrained(tmp_path)
-    dense = FORMS[name].plain(tmp_path)
-    dense.is_loaded_in_4bit = dense.is_loaded_in_8bit = False  # left over in transformers 5.23; its layers are plain
-
-    assert losses_of_an_adapter(dense, PROMPT) == losses_of_an_adapter(model, PROMPT)
-    assert all(offload.is_offloaded(v) for n, v in model.named_parameters() if "lora" not in n and v.nbytes > 1024)
-    assert [] == [path for path in private_place.rglob("*") if path.is_file()]
 
 
 def test_a_class_of_the_packages_own_is_made_of_a_layer_in_memory() -> None:

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoints.forms.compressed_tensors import unpack
+from offload.checkpoints.forms.formats import unpacked
 from offload.errors import CheckpointError
-from tests.checkpoints.forms import FORMS, PROMPT
 from tests.checkpoints.pieces import (
     bits_of,
-    losses_of_an_adapter,
     random_bytes,
     random_scales,
     stored,
@@ -41,7 +39,7 @@ def by_package(pieces: Pieces, config: Mapping[str, Any]) -> torch.Tensor:
 
 
 def dense_of(folder: Path, pieces: Pieces, config: Mapping[str, Any], layer: str = "layer") -> Any:
-    found = unpack(stored(folder, {f"{layer}.{name}": piece for name, piece in pieces.items()}), config)
+    found = unpacked(stored(folder, {f"{layer}.{name}": piece for name, piece in pieces.items()}), config)
     return found[f"{layer}.weight"]
 
 
@@ -216,7 +214,7 @@ def test_dense_values_beside_packed_ones_are_not_changed(tmp_path: Path) -> None
     noted = {"layer.input_scale": torch.ones(1), "layer.input_global_scale": torch.ones(1)}
     layer = {f"layer.{name}": piece for name, piece in pieces.items()}
 
-    found = unpack(stored(tmp_path, {**layer, **others, **noted}), config)
+    found = unpacked(stored(tmp_path, {**layer, **others, **noted}), config)
 
     assert {"layer.weight", *others} == set(found)
 
@@ -232,84 +230,6 @@ def test_a_scale_for_each_row_of_experts_is_multiplied_in_float32(tmp_path: Path
     assert torch.equal(bits_of(expected), bits_of(offload.materialize(found)))
 
 
-# --- Errors ---
-
-
-def without(*names: str) -> Callable[[Pieces, dict[str, Any]], None]:
-    return lambda pieces, config: [pieces.pop(name) for name in names] and None
-
-
-def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Pieces, dict[str, Any]], None]:
-    return lambda pieces, config: pieces.update({name: change(pieces[name])})
-
-
-def said(**weights: Any) -> Callable[[Pieces, dict[str, Any]], None]:
-    return lambda pieces, config: config["config_groups"]["group_0"]["weights"].update(weights)
-
-
-def told(**more: Any) -> Callable[[Pieces, dict[str, Any]], None]:
-    return lambda pieces, config: config.update(more)
-
-
-BAD: dict[str, tuple[Callable[[Pieces, dict[str, Any]], None], str]] = {
-    "no-scale": (without("weight_scale"), "layer.weight_scale"),
-    "no-weight": (without("weight_packed"), "layer.weight_packed"),
-    "no-zeros": (without("weight_zero_point"), "layer.weight_zero_point"),
-    "few-scales": (changed("weight_scale", lambda scale: scale[:-1]), "layer.weight_scale"),
-    "scales-of-wider-groups": (changed("weight_scale", lambda scale: scale[:, ::2]), "layer.weight_packed"),
-    "integer-scales": (changed("weight_scale", lambda scale: scale.int()), "layer.weight_scale"),
-    "few-zeros": (changed("weight_zero_point", lambda zeros: zeros[:-1]), "layer.weight_zero_point"),
-    "byte-zeros": (changed("weight_zero_point", lambda zeros: zeros.view(torch.int8)), "layer.weight_zero_point"),
-    "few-columns": (changed("weight_packed", lambda packed: packed[:, 1:]), "layer.weight_packed"),
-    "few-rows": (changed("weight_packed", lambda packed: packed[1:]), "layer.weight_scale"),
-    "three-dimensions": (changed("weight_packed", lambda packed: packed[None]), "layer.weight_packed"),
-    "other-bits": (said(num_bits=8), "8 bits"),
-    "no-bits": (said(num_bits=11), "1 to 8 bits"),
-    "other-size": (said(group_size=64), "layer.weight_packed"),
-    "no-size": (said(group_size=None), "can't be understood"),
-    "no-strategy": (said(strategy="token"), "'token'"),
-    "other-strategy": (said(strategy="block", block_structure=[4, 4]), "layer.weight_scale"),
-    "other-form": (told(format="nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
-    "other-bytes": (told(format="int-quantized"), "int-quantized"),
-    "unknown-form": (told(format="marlin-24"), "marlin-24"),
-    "sparse": (told(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
-    "no-groups": (told(config_groups={}), "no group"),
-    "groups-that-are-none": (told(config_groups=[1, 2]), "can't be understood"),
-    "order-of-columns": (lambda pieces, config: pieces.update(weight_g_idx=torch.arange(COLUMNS)), "actorder"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_damaged_checkpoints_are_refused_at_load(name: str, tmp_path: Path) -> None:
-    """The error names the file, and what is wrong."""
-    pieces, config = words(4, "group", torch.bfloat16, symmetric=False)
-    spoil, named = BAD[name]
-    spoil(pieces, config)
-
-    with pytest.raises(CheckpointError) as caught:
-        dense_of(tmp_path, pieces, config)
-
-    assert named in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
-
-
-@pytest.mark.parametrize("shape", [(3,), (0,)])
-def test_an_invalid_shape_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
-    pieces, config = words(4, "channel", torch.bfloat16, symmetric=True)
-    pieces["weight_shape"] = torch.ones(shape, dtype=torch.int64)
-
-    with pytest.raises(CheckpointError, match=r"layer\.weight_shape"):
-        dense_of(tmp_path, pieces, config)
-
-
-def test_a_scale_of_all_that_is_missing_is_named(tmp_path: Path) -> None:
-    pieces = {"weight_packed": random_bytes(4, 16), "weight_scale": random_bytes(4, 2).view(E4M3)}
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-
-    with pytest.raises(CheckpointError, match="weight_global_scale"):
-        dense_of(tmp_path, pieces, config_of("nvfp4-pack-quantized", weights))
-
-
 def test_bytes_beside_a_global_scale_are_refused(tmp_path: Path) -> None:
     """Bytes are exponents in mxfp4-pack-quantized only."""
     pieces = {"weight_packed": random_bytes(4, 16), "weight_scale": random_bytes(4, 2)}
@@ -320,28 +240,8 @@ def test_bytes_beside_a_global_scale_are_refused(tmp_path: Path) -> None:
         dense_of(tmp_path, pieces, config_of("nvfp4-pack-quantized", weights))
 
 
-def test_a_model_with_a_missing_scale_is_refused_at_load(tmp_path: Path) -> None:
-    """Not only at the first forward."""
-    from safetensors.torch import load_file, save_file
+def test_columns_in_another_order_are_refused(tmp_path: Path) -> None:
+    pieces, config = words(4, "group", torch.bfloat16, symmetric=False)
 
-    FORMS["ct-w4a16"].write(tmp_path)
-    entries = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in entries if name.endswith("down_proj.weight_scale"))
-    entries.pop(name)
-    save_file(entries, tmp_path / "model.safetensors")
-
-    with pytest.raises(CheckpointError, match=name):
-        offload.from_pretrained(tmp_path)
-
-
-# --- Whole models ---
-
-
-def test_an_adapter_is_trained_over_packed_weights_as_over_dense_ones(tmp_path: Path, private_place: Path) -> None:
-    """Losses are bit-identical, weights stay on disk, and nothing is written."""
-    FORMS["ct-w4a16"].write(tmp_path)
-    model = offload.from_pretrained(tmp_path)
-
-    assert losses_of_an_adapter(FORMS["ct-w4a16"].plain(tmp_path), PROMPT) == losses_of_an_adapter(model, PROMPT)
-    assert all(offload.is_offloaded(v) for n, v in model.named_parameters() if "lora" not in n and v.nbytes > 1024)
-    assert [] == [path for path in private_place.rglob("*") if path.is_file()]
+    with pytest.raises(CheckpointError, match=r"layer\.weight_g_idx.*actorder"):
+        dense_of(tmp_path, {**pieces, "weight_g_idx": torch.arange(COLUMNS)}, config)

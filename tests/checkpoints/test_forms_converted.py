@@ -16,44 +16,9 @@ from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from tests.checkpoints.forms import FORMS, loaded, outcome, written
 from tests.checkpoints.gguf_files import write_gguf
-from tests.conftest import contents
 from tests.processes import run_script
 
-NAMES = [
-    "fp8-llama",
-    "fp8-qwen3_moe",
-    "mxfp4-gpt_oss",
-    "ct-w4a16",
-    "ct-fp8-channel-qwen3_moe",
-    "bnb-nf4",
-    "bnb-int8",
-    "gptq",
-    "awq",
-    "gguf-q4_k_m",
-    "gguf-q4_k_m-bfloat16",
-    "gguf-qwen3_moe",
-    "gguf-lfm2-q4_k",
-    "gguf-qwen3_5",
-]
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_plain_transformers_loads_what_was_dequantized(name: str, tmp_path: Path, private_place: Path) -> None:
-    """Logits and tokens are bit-identical to the dequantized model's; the source is unchanged."""
-    form, source, target = FORMS[name], tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    form.write(source)
-    before, gguf_file = contents(source), form.options.get("gguf_file", "")
-
-    convert_checkpoint(source / gguf_file, target, dtype=form.options.get("dtype"), dequantize=True)
-
-    expected, found = outcome(form.plain(source)), outcome(loaded()(target))
-    assert torch.equal(expected.logits, found.logits)
-    assert torch.equal(expected.tokens, found.tokens)
-    assert "quantization_config" not in json.loads((target / "config.json").read_text())
-    assert before == contents(source)
-    assert {} == contents(private_place)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

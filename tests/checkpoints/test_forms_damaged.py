@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import struct
@@ -17,58 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import offload
 from offload.checkpoints.conversion import convert_checkpoint
-from offload.checkpoints.forms.decoding import unpacked
 from offload.errors import CheckpointError, CorruptFileError
 from tests.checkpoints.forms import FORMS
 
 Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
-LAYER = "model.layers.1.self_attn.q_proj.weight"
-EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
-PACKED = (
-    *("fp8-llama", "fp8-fp4-experts", "fp8-tensor-static", "mxfp4-gpt_oss", "bnb-nf4", "bnb-int8", "gptq", "awq"),
-    *("ct-w4a16", "ct-w8a8", "ct-fp8-channel", "ct-fp8-block", "ct-nvfp4a16"),
-)
-
-
-def cut(change: Callable[[torch.Tensor], torch.Tensor], name: str = "_scale_inv") -> Callable[[str], Change]:
-    return lambda layer: lambda values, _: values.update({f"{layer}{name}": change(values[f"{layer}{name}"])})
-
-
-BAD: dict[str, tuple[Callable[[str], Change], str]] = {
-    "no scales": (lambda layer: lambda values, _: values.pop(f"{layer}_scale_inv"), "is missing"),
-    "more rows of scales": (cut(lambda scale: torch.cat([scale, scale])), "do not cover it"),
-    "more columns of scales": (cut(lambda scale: torch.cat([scale, scale], 1)), "do not cover it"),
-    "a stack of scales": (cut(lambda scale: scale.expand(2, -1, -1).clone()), "do not cover it"),
-}
-
-
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize(("form", "layer"), [("fp8-llama", LAYER), ("fp8-qwen3_moe", EXPERT)])
-def test_fp8_that_does_not_fit_is_refused(bad: str, form: str, layer: str, tmp_path: Path) -> None:
-    FORMS[form].write(tmp_path)
-    file, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
-    values, config = load_file(file), json.loads(settings.read_text())
-    spoil, words = BAD[bad]
-    spoil(layer)(values, config["quantization_config"])
-    save_file(values, file, {"format": "pt"})
-    settings.write_text(json.dumps(config))
-
-    with pytest.raises(CheckpointError, match=words) as raised:
-        offload.from_pretrained(tmp_path)
-
-    assert str(file) in str(raised.value)
-    assert layer in str(raised.value)
-
-
-def test_a_configuration_that_says_other_blocks_is_refused(tmp_path: Path) -> None:
-    FORMS["fp8-llama"].write(tmp_path)
-    settings = tmp_path / "config.json"
-    config = json.loads(settings.read_text())
-    config["quantization_config"]["weight_block_size"] = [64, 64]
-    settings.write_text(json.dumps(config))
-
-    with pytest.raises(CheckpointError, match=r"_proj.weight' in .*model\.safetensors .* do not cover it"):
-        offload.from_pretrained(tmp_path)
 
 
 def written_with(folder: Path, size: Any, change: Change = lambda values, _: None, form: str = "fp8-llama") -> Path:
@@ -96,7 +47,7 @@ def test_a_single_scale_for_more_than_a_block_is_refused(size: Any, shape: tuple
     """Each weight has 128 columns at least, and 128 rows, or 64 for keys and values."""
     file = written_with(tmp_path, size, one_scale(*shape))
 
-    with pytest.raises(CheckpointError, match=r"_proj\.weight' in .*do not cover it") as raised:
+    with pytest.raises(CheckpointError, match=r"_proj\.weight' can't be made .*do not cover it") as raised:
         offload.from_pretrained(tmp_path)
 
     assert str(file) in str(raised.value)
@@ -128,70 +79,6 @@ def test_blocks_of_no_stated_size_that_are_not_equal_are_refused(tmp_path: Path)
         offload.from_pretrained(tmp_path)
 
     assert str(file) in str(raised.value)
-
-
-def test_a_packed_number_is_refused(tmp_path: Path) -> None:
-    def change(values: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
-        values[LAYER], values[f"{LAYER}_scale_inv"] = values[LAYER][0, 0].clone(), torch.tensor(1.0)
-
-    file = written_with(tmp_path, None, change)
-
-    with pytest.raises(CheckpointError, match="do not cover it") as raised:
-        offload.from_pretrained(tmp_path)
-
-    assert str(file) in str(raised.value)
-
-
-SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "a scalar": lambda piece: piece.flatten()[0],
-    "a vector": lambda piece: piece.flatten(),
-    "no numbers": lambda piece: piece.flatten()[:0],
-    "no rows": lambda piece: piece[:0] if piece.dim() else piece,
-    "a stack": lambda piece: piece.expand(2, *piece.shape),
-    "a column": lambda piece: piece[..., :1] if piece.dim() else piece,
-}
-
-
-@pytest.mark.parametrize("form", PACKED)
-def test_pieces_of_any_shape_and_dtype_give_a_weight_or_an_error_that_names_it(form: str, tmp_path: Path) -> None:
-    """Each piece of a layer alone, and all of them together."""
-    FORMS[form].write(tmp_path)
-    file = tmp_path / "model.safetensors"
-    values, config = load_file(file), json.loads((tmp_path / "config.json").read_text())
-    layer = {"fp8-fp4-experts": EXPERT, "mxfp4-gpt_oss": "model.layers.1.mlp.experts.down_proj_"}.get(form, LAYER)
-    layer = layer.removesuffix("weight")
-    pieces = {name: value for name, value in values.items() if name.startswith(layer)}
-    refused: list[str] = []
-    for change, dtype in itertools.product(SHAPES.values(), (None, torch.int8, torch.uint8, torch.int32, torch.float)):
-        for names in [*([name] for name in pieces), list(pieces)]:
-            new = {name: change(pieces[name]).clone() for name in names}
-            new = {
-                name: value if dtype is None else torch.zeros_like(value, dtype=dtype) for name, value in new.items()
-            }
-            save_file({**pieces, **new}, file, {"format": "pt"})
-            try:
-                unpacked(offload.load_file(file), config["quantization_config"])
-            except CheckpointError as error:
-                refused.append(str(error))
-
-    assert len(refused) > len(pieces)
-    assert [] == [error for error in refused if layer not in error]
-
-
-def test_experts_of_4_bits_with_other_blocks_are_refused(tmp_path: Path) -> None:
-    """A scale per row."""
-    name = f"{EXPERT}_scale_inv"
-
-    def change(values: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
-        values[name] = values[name].view(torch.uint8)[:, :1].clone().view(values[name].dtype)
-
-    file = written_with(tmp_path, [128, 128], change, "fp8-fp4-experts")
-
-    with pytest.raises(CheckpointError, match=r"in blocks of \[1, 32\], they do not cover it") as raised:
-        offload.from_pretrained(tmp_path)
-
-    assert str(file) in str(raised.value)
-    assert EXPERT in str(raised.value)
 
 
 def _with_kind(stored: bytes, name: bytes, kind: int) -> bytes:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import offload
-from offload.checkpoints.forms.decoding import unpacked
+from offload.checkpoints.forms.formats import unpacked
 from tests.checkpoints.pieces import bits_of, random_bytes, random_scales, stored
 
 Made = tuple[dict[str, torch.Tensor], dict[str, Any]]  # pieces, and the configuration

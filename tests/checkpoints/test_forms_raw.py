@@ -105,6 +105,10 @@ def and_dense(values: dict[str, torch.Tensor]) -> None:
     values[LAYER] = torch.ones(128, 256)
 
 
+def and_dense_experts(values: dict[str, torch.Tensor]) -> None:
+    values["model.layers.0.mlp.experts.down_proj"] = torch.ones(4, 256, 128)
+
+
 REFUSED = {
     "fp8, bytes": ("fp8-llama", as_dtype(torch.uint8), None, "not 8-bit floats"),
     "fp8, integers": ("fp8-llama", as_dtype(torch.int32), None, "not 8-bit floats"),
@@ -114,6 +118,7 @@ REFUSED = {
     "bitsandbytes, bfloat16": ("bnb-int8", as_dtype(torch.bfloat16), None, "the weight is not int8"),
     "GPTQ, dense too": ("gptq", and_dense, None, "packed and dense"),
     "AWQ, dense too": ("awq", and_dense, None, "packed and dense"),
+    "MXFP4, dense too": ("mxfp4-gpt_oss", and_dense_experts, None, "packed and dense"),
     "FP8 that is said to be GPTQ": ("fp8-llama", lambda _: None, SAID["gptq"], "says 'gptq', which they are not"),
     "FP8 of which nothing is said": ("fp8-llama", lambda _: None, {}, "does not say how they are packed"),
 }

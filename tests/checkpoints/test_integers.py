@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import offload
 from offload import OffloadedTensor
-from offload.checkpoints.forms.decoding import unpacked
+from offload.checkpoints.forms.formats import unpacked
 from offload.errors import CheckpointError
 from tests.checkpoints.forms import _AWQ_ORDER, FORMS, _packed
 
@@ -93,65 +93,6 @@ def test_awq_whose_groups_do_not_divide_the_inputs_is_refused(size: int, tmp_pat
     """Whether the last group is the shorter one, nothing says, and no package packs such weights."""
     with pytest.raises(CheckpointError, match=rf"'w.weight' .*{INPUTS} inputs .*groups of {size}"):
         _awq(tmp_path, size)
-
-
-@pytest.mark.parametrize("form", [_gptq, _awq])
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda value: value[3],
-        lambda value: value[5:21],
-        lambda value: value[:, 40:50],
-        lambda value: value[7, 3:9],
-        lambda value: value.t()[11],
-        lambda value: value.view(-1)[100:3000],
-        lambda value: value[torch.tensor([40, 2, 2])],
-    ],
-)
-def test_a_part_is_that_of_the_whole(form: Any, cut: Any, tmp_path: Path) -> None:
-    expected, found = form(tmp_path)
-
-    assert torch.equal(cut(expected), offload.materialize(cut(found)))
-
-
-@pytest.mark.parametrize(
-    ("form", "change", "config", "said"),
-    [
-        ("gptq", {"qzeros": None}, {}, "qzeros' is missing"),
-        ("gptq", {"qweight": None}, {}, "qweight' is missing"),
-        ("gptq", {"g_idx": torch.zeros(5, dtype=torch.int32)}, {}, "g_idx should name the group"),
-        ("gptq", {"scales": torch.ones(3, 128)}, {}, "do not make 3"),
-        ("gptq", {"qzeros": torch.zeros(4, 8, dtype=torch.int32)}, {}, "do not make"),
-        ("gptq", {"qweight": torch.zeros(16, 128, dtype=torch.int64)}, {}, "matrices of int32"),
-        ("gptq", {}, {"bits": 8}, "do not make 8"),
-        ("gptq", {}, {"group_size": 64}, "in groups of 64"),
-        ("gptq", {}, {"bits": 3}, "'bits': 3"),
-        ("gptq", {}, {"checkpoint_format": "marlin"}, "'marlin'"),
-        ("awq", {"scales": None}, {}, "scales' is missing"),
-        ("awq", {"qweight": torch.zeros(128, 5, dtype=torch.int32)}, {}, "do not make"),
-        ("awq", {}, {"version": "gemv"}, "'gemv'"),
-    ],
-)
-def test_pieces_that_do_not_fit_are_refused_at_load(
-    form: str, change: dict[str, torch.Tensor | None], config: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    """A piece is missing, or its shape contradicts the others or the configuration."""
-    import json
-
-    FORMS[form].write(tmp_path)
-    file, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
-    changed = {f"model.layers.1.self_attn.q_proj.{piece}": value for piece, value in change.items()}
-    entries = {**load_file(file), **changed}
-    save_file({name: value for name, value in entries.items() if value is not None}, file, metadata={"format": "pt"})
-    old = json.loads(settings.read_text())
-    settings.write_text(json.dumps({**old, "quantization_config": {**old["quantization_config"], **config}}))
-
-    with pytest.raises(CheckpointError, match=said) as raised:
-        offload.from_pretrained(tmp_path)
-
-    if change:
-        assert "layers.1.self_attn.q_proj" in str(raised.value)
-        assert str(file) in str(raised.value)
 
 
 @pytest.mark.parametrize("method", ["aqlm", "auto-round", "eetq", "hqq", "quanto", "quark", "spqr", "vptq", "modelopt"])

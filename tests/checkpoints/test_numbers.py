@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import offload
-from offload.checkpoints.forms.decoding import unpacked
+from offload.checkpoints.forms.formats import unpacked
 from offload.checkpoints.forms.mxfp4 import _decode as _decode_mxfp4
 from offload.checkpoints.forms.numbers import E2M1, numbers_of, of_halves, product
 from offload.storage.layout import contiguous

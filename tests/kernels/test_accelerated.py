@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 import offload
 from bench import gpu
-from offload.checkpoints.forms import mxfp4
+from offload.checkpoints.forms import formats, mxfp4
 from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _ONE_OF_127, _decode_4_bits, _decode_8_bits
-from offload.checkpoints.forms.fp8 import _decode
+from offload.checkpoints.forms.fp8 import decode
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
 from offload.kernels import accelerated
 from offload.kernels.accelerated import Rows
@@ -59,13 +59,13 @@ def halves(numbers: torch.Tensor, scales: torch.Tensor, *, table: tuple[float, .
 FORMS: dict[str, tuple[NumberRows, Callable[..., torch.Tensor], tuple[int, int], tuple[int, int]]] = {
     "FP8 in blocks": (
         NumberRows("e4m3", group=64, rows_per_scale=32),
-        partial(_decode, rows=32, columns=64, is_fp4=False),
+        partial(decode, rows=32, columns=64, is_fp4=False),
         (ROWS, COLUMNS),
         (3, 3),
     ),
     "FP8 in rows": (
         NumberRows("e4m3", group=0),
-        partial(_decode, rows=1, columns=COLUMNS, is_fp4=False),
+        partial(decode, rows=1, columns=COLUMNS, is_fp4=False),
         (ROWS, COLUMNS),
         (ROWS, 1),
     ),
@@ -273,7 +273,7 @@ def experts_on_a_device_are_multiplied_by_their_packed_bytes(device: torch.devic
     """Those that have tokens; a stack that is stored turned."""
     pieces = {"e_blocks": bits(96, 32).view(4, 24, 2, 16), "e_scales": torch.full((4, 24, 2), 126, dtype=torch.uint8)}
     with TemporaryDirectory() as folder:
-        stack = mxfp4.unpack(gpu._stored(Path(folder), pieces), {})["e"]
+        stack = formats.unpacked(gpu._stored(Path(folder), pieces), {"quant_method": "mxfp4"})["e"]
         dense = stack.materialize().bfloat16()
         experts = gpu._as_bfloat16(handle_of(stack), device)
         x, ends = torch.randn(5, 64).bfloat16(), torch.tensor([2, 2, 5, 5], dtype=torch.int32)

@@ -55,7 +55,7 @@ def test_only_experts_with_tokens_are_decoded(way: str, tmp_path: Path, monkeypa
     """A token uses two of four experts: gate, up and down of each are decoded."""
     FORMS["fp8-qwen3_moe"].write(tmp_path)
     decoded: Counter[int] = Counter()
-    decode = fp8._decode
+    decode = fp8.decode
 
     def counted(weight: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         decoded[weight.data_ptr()] += 1
@@ -67,7 +67,7 @@ def test_only_experts_with_tokens_are_decoded(way: str, tmp_path: Path, monkeypa
         decoded[matrix.rows] += 1
         decode_rows(matrix, *rest)
 
-    monkeypatch.setattr(fp8, "_decode", counted)
+    monkeypatch.setattr(fp8, "decode", counted)
     monkeypatch.setattr(native, "decode", counted_rows)
     model = offload.from_pretrained(tmp_path)
     model.set_experts_implementation(way)

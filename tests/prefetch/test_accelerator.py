@@ -13,7 +13,7 @@ import torch
 import offload
 from bench import gpu
 from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _decode_4_bits
-from offload.checkpoints.forms.fp8 import _decode as fp8
+from offload.checkpoints.forms.fp8 import decode as fp8
 from offload.checkpoints.forms.integers import _decode_awq, _decode_gptq
 from offload.checkpoints.forms.mxfp4 import _decode as mxfp4
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import offload
 from offload import OffloadedTensor
 from offload.checkpoints.checkpoint import open_checkpoint
-from offload.checkpoints.forms.decoding import unpacked
+from offload.checkpoints.forms.formats import unpacked
 from offload.cli.models import add_model_options, loaded_model
 from offload.errors import ChangedFileError
 from offload.prefetch import copies

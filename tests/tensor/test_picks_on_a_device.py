@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import offload
 from offload import OffloadedTensor
-from offload.checkpoints.forms.decoding import unpacked
+from offload.checkpoints.forms.formats import unpacked
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor.blocks import decode

@@ -3,7 +3,8 @@
 | module | contents |
 | --- | --- |
 | `values` | a checkpoint's values in the model's form, whatever the form that they are stored in |
-| `decoding` | a dense weight as a recipe over packed pieces; choosing the module for a configuration |
+| `formats` | the table of packed formats, and the dense weights of a checkpoint in one of them |
+| `decoding` | a dense weight as a recipe over packed pieces; what a format says of its pieces |
 | `numbers` | packed numbers as floats, and factors shared by blocks |
 | `bitnet` | ternary weights, for transformers' own modules |
 | `bitsandbytes` | NF4, FP4 and 8-bit integers |
@@ -12,7 +13,6 @@
 | `fp8` | 8-bit floats with a scale per block (DeepSeek, Qwen, Mistral), and 4-bit experts beside them |
 | `integers` | GPTQ and AWQ: integers with a scale and a zero point per group |
 | `mxfp4` | the experts of gpt-oss: 4-bit floats with an exponent per block |
-| `settings` | which keys of a `quantization_config` are followed, which change no weight, and which are refused |
 | `packing` | the packed pieces of a model's values, for saving |
 | `torchao` | torchao's classes over their inner tensors |
 

@@ -19,11 +19,8 @@ from functools import partial
 
 import torch
 
-from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows, read_now, unfit
+from offload.checkpoints.forms.decoding import Format, Pieces, decoded, number_rows, of_layer, read_now, unfit
 from offload.checkpoints.forms.numbers import of_halves, scaled
-from offload.errors import CheckpointError
-from offload.kernels.packed import NumberRows
 from offload.storage.reasons import short
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
@@ -38,52 +35,30 @@ _NUMBERS = {
     ),
     "fp4": (0.0, *_FP4, 0.0, *(-number for number in _FP4)),
 }
-_STATE = ".quant_state.bitsandbytes__"
-_STATES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *(_STATE + kind for kind in _NUMBERS))
+_ROLES = ("numbers", "scales", "nested_scales", "nested_numbers")  # of the pieces, for the kernels
 _ONE_OF_127 = 7.874015718698502e-3  # as in the package
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
-    """See `decoding.unpacked`."""
-    dense: dict[str, OffloadedTensor] = {}
-    for name, tensor in tensors.items():
-        layer = name.removesuffix("weight")
-        if name.rpartition(".")[2] in ("SCB", "weight_format") or any(part in name for part in _STATES):
-            continue
-        states = {kind: tensors.get(name + _STATE + kind) for kind in _NUMBERS}
-        found = next(((kind, state) for kind, state in states.items() if state is not None), None)
-        if found is not None:
-            _refuse_other(quantization, "load_in_8bit", tensor)
-            dense[name] = _of_4_bits(name, tensors, *found)
-        elif tensor.dtype == torch.uint8 or f"{name}.absmax" in tensors:
-            raise missing(tensors[name], name + _STATE + str(quantization.get("bnb_4bit_quant_type", "nf4")))
-        elif tensor.dtype != torch.int8:
-            if name.endswith("weight") and f"{layer}SCB" in tensors:
-                raise unfit(name, [tensor, tensors[f"{layer}SCB"]], "there are scales, and the weight is not int8")
-            dense[name] = tensor
-        elif f"{layer}SCB" not in tensors:
-            raise missing(tensors[name], f"{layer}SCB")
-        else:
-            _refuse_other(quantization, "load_in_4bit", tensor)
-            dense[name] = _of_8_bits(name, tensor, tensors[f"{layer}SCB"], tensors.get(f"{layer}weight_format"))
-    return dense
+def _weight(pieces: Pieces) -> OffloadedTensor | None:
+    """The dense weight, of 4 bits if there is a state, which says how, or of 8."""
+    weight = pieces.get("")
+    kind = next((kind for kind in _NUMBERS if kind in pieces), None)
+    if weight is not None and kind is not None:
+        _refuse_other(pieces, "load_in_8bit")
+        return _of_4_bits(pieces, weight, kind)
+    if weight is None or (weight.dtype not in (torch.uint8, torch.int8) and "absmax" not in pieces):
+        pieces.check(weight is None or "SCB" not in pieces, "there are scales, and the weight is not int8")
+        return None
+    if weight.dtype == torch.uint8 or "absmax" in pieces:
+        return pieces["fp4" if pieces.settings.get("bnb_4bit_quant_type") == "fp4" else "nf4"]  # is missing
+    _refuse_other(pieces, "load_in_4bit")
+    return _of_8_bits(pieces, weight, pieces["SCB"])
 
 
-def _refuse_other(quantization: Settings, key: str, weight: OffloadedTensor) -> None:
-    if quantization.get(key) or quantization.get(f"_{key}"):
-        raise CheckpointError(
-            f"{_described(weight)}: the quantization_config says {key}, which it is not. Download the checkpoint "
-            "again, its config.json too."
-        )
-
-
-def _described(piece: OffloadedTensor) -> str:
-    handle = handle_of(piece)
-    return f"{handle.name!r} in {handle.path} is {piece.dtype} {list(piece.shape)}"
-
-
-# 4 bits
+def _refuse_other(pieces: Pieces, key: str) -> None:
+    said = bool(pieces.settings.get(key) or pieces.settings.get(f"_{key}"))
+    pieces.check(not said, f"the quantization_config says {key}, which it is not")
 
 
 @dataclass(frozen=True)
@@ -103,12 +78,12 @@ class _State:
     offset: float
 
     @classmethod
-    def of(cls, piece: OffloadedTensor) -> _State:
+    def of(cls, pieces: Pieces, kind: str) -> _State:
         """
         Raises:
             CheckpointError: it can't be parsed.
         """
-        written = read_now(piece)
+        written = read_now(pieces[kind])
         try:
             if written.dtype != torch.uint8:
                 raise ValueError("it should be text")
@@ -125,34 +100,24 @@ class _State:
                 raise ValueError(f"no sizes: {fields}")
             return found
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise CheckpointError(
-                f"{_described(piece)} and can't be understood ({type(error).__name__}: {short(error)}). Download the "
-                "checkpoint again."
-            ) from error
+            why = f"{handle_of(pieces[kind]).name!r} can't be understood ({type(error).__name__}: {short(error)})"
+            raise unfit(pieces.name, list(pieces), why) from error
 
 
-def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -> OffloadedTensor:
-    state, weight = _State.of(piece), tensors[name]
+def _of_4_bits(pieces: Pieces, weight: OffloadedTensor, kind: str) -> OffloadedTensor:
+    state = _State.of(pieces, kind)
     nested = state.scales_block is not None
-    suffixes = [".absmax", *([".nested_absmax", ".nested_quant_map"] if nested else [])]
-    for suffix in suffixes:
-        if f"{name}{suffix}" not in tensors:
-            raise missing(tensors[name], f"{name}{suffix}")
-    pieces = [weight, *(tensors[f"{name}{suffix}"] for suffix in suffixes)]
+    roles = ["absmax", "nested_absmax", "nested_quant_map"] if nested else ["absmax"]
+    stored = [weight, *(pieces[role] for role in roles)]
     count, held = math.prod(state.shape), 2 * weight.dtype.itemsize  # in all, and per packed element
     counts = [held, state.block, *([state.block * state.scales_block, None] if state.scales_block else [])]
     needed = [256 if each is None else -(-count // each) for each in counts]
     dtypes = [weight.dtype, *([torch.uint8, torch.float32, torch.float32] if nested else [torch.float32])]
-    fits = [
+    fits = all(
         one.numel() == wanted and one.shape[:1] == (wanted,) and one.dtype == dtype
-        for one, wanted, dtype in zip(pieces, needed, dtypes, strict=True)
-    ]
-    if not all(fits) or len(state.shape) != 2:
-        wrong = pieces[fits.index(False)] if not all(fits) else weight
-        raise CheckpointError(
-            f"{_described(wrong)}: that does not make a weight of {list(state.shape)} in blocks of {state.block}, as "
-            f"{handle_of(piece).name!r} says. Download the checkpoint again."
-        )
+        for one, wanted, dtype in zip(stored, needed, dtypes, strict=True)
+    )
+    pieces.check(fits and len(state.shape) == 2, f"that is no weight of {list(state.shape)} in blocks of {state.block}")
     unit = math.lcm(*(each for each in counts if each is not None))
     granule = min(unit // math.gcd(unit, state.shape[1]), state.shape[0])
     is_whole = granule == state.shape[0]
@@ -165,15 +130,20 @@ def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -
         scales_block=state.scales_block,
         offset=state.offset,
     )
-    packed = _packed(kind, state, pieces) if state.shape[1] % state.block == 0 else None
-    return decoded(name, decode, pieces, shape=state.shape, granule=granule, per=per, dtype=state.dtype, packed=packed)
-
-
-def _packed(kind: str, state: _State, pieces: list[OffloadedTensor]) -> NumberRows | None:
-    """How the kernels take weights whose rows are whole blocks."""
-    roles = ("numbers", "scales", "nested_scales", "nested_numbers")[: len(pieces)]
-    nested = {} if state.scales_block is None else {"nested_block": state.scales_block, "nested_offset": state.offset}
-    return number_rows("halves_high", pieces, roles, group=state.block, table=_NUMBERS[kind], **nested)
+    options = {"nested_block": state.scales_block, "nested_offset": state.offset} if nested else {}
+    packed = number_rows(
+        "halves_high", stored, _ROLES[: len(stored)], group=state.block, table=_NUMBERS[kind], **options
+    )
+    return decoded(
+        pieces.name,
+        decode,
+        stored,
+        shape=state.shape,
+        granule=granule,
+        per=per,
+        dtype=state.dtype,
+        packed=packed if state.shape[1] % state.block == 0 else None,  # of rows that are whole blocks
+    )
 
 
 def _decode_4_bits(
@@ -199,25 +169,30 @@ def _decode_4_bits(
     return found[0, : rows * columns].view(rows, columns)
 
 
-# 8 bits
-
-
-def _of_8_bits(
-    name: str, weight: OffloadedTensor, scales: OffloadedTensor, order: OffloadedTensor | None
-) -> OffloadedTensor:
-    if weight.dim() != 2 or scales.dtype != torch.float32 or tuple(scales.shape) != (len(weight),):
-        raise CheckpointError(
-            f"{_described(weight)}, and {_described(scales)}: they do not fit. Download the checkpoint again."
-        )
-    if order is not None and read_now(order).tolist() not in (0, [0]):
-        raise CheckpointError(
-            f"{_described(order)}, and says that the weight is laid out in tiles, which is not decoded. Load the model "
-            "with transformers and save it again: versions of bitsandbytes since 0.45 write rows."
-        )
+def _of_8_bits(pieces: Pieces, weight: OffloadedTensor, scales: OffloadedTensor) -> OffloadedTensor:
+    fits = weight.dim() == 2 and scales.dtype == torch.float32 and tuple(scales.shape) == (len(weight),)
+    pieces.check(fits, "they do not fit")
+    order = pieces.get("weight_format")
+    pieces.check(
+        order is None or read_now(order).tolist() in (0, [0]),
+        "the weight is laid out in tiles, which is not decoded. Load the model with transformers and save it again: "
+        "versions of bitsandbytes since 0.45 write rows",
+    )
     packed = number_rows("signed_bytes", [weight, scales], last=_ONE_OF_127)
-    return decoded(name, _decode_8_bits, [weight, scales], shape=tuple(weight.shape), per=(1, 1), packed=packed)
+    return decoded(pieces.name, _decode_8_bits, [weight, scales], shape=tuple(weight.shape), per=(1, 1), packed=packed)
 
 
 def _decode_8_bits(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Rows of a weight, in float32."""
     return scaled(weight.to(torch.float32), scales.view(-1, 1), 1, weight.shape[1]).mul_(_ONE_OF_127)
+
+
+FORMAT = Format(
+    {
+        **{f".{role}": ("", role) for role in ("absmax", "nested_absmax", "nested_quant_map")},
+        **{f".quant_state.bitsandbytes__{kind}": ("", kind) for kind in _NUMBERS},
+        **of_layer("SCB", "weight_format"),
+        ".quant_map": ("", None),  # the numbers of the kind
+    },
+    _weight,
+)

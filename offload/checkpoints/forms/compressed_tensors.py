@@ -22,55 +22,30 @@ from typing import Any
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import SCALES, Tensors, decoded, missing, number_rows, read_now
-from offload.checkpoints.forms.numbers import (
-    E2M1,
-    lessened,
-    numbers_of,
-    of_exponents,
-    of_halves,
-    of_words,
-    product,
-    scaled,
+from offload.checkpoints.forms.decoding import (
+    SCALES,
+    Format,
+    Pieces,
+    decoded,
+    is_followed,
+    number_rows,
+    of_layer,
+    read_now,
 )
-from offload.errors import CheckpointError
+from offload.checkpoints.forms.fp8 import decode
+from offload.checkpoints.forms.numbers import E2M1, lessened, numbers_of, of_halves, of_words, scaled
 from offload.kernels.packed import NumberRows
-from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
 
-_PIECES = re.compile(
-    r"(?P<layer>.*?)(?P<piece>weight(_packed|_scale|_zero_point|_global_scale|_shape|_g_idx)?"
-    r"|(input|output)_(scale|zero_point|global_scale))"
-)
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _ZEROS = (*_SMALL, torch.uint8, *SCALES)
-_SMALLEST = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_WORDS = "pack-quantized"
+_NVFP4 = "nvfp4-pack-quantized"
+_HALVES = (_NVFP4, "mxfp4-pack-quantized")
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
 _CENTRED = (-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
 _UNNAMED = (None, "mixed-precision", "dense")  # determined by the pieces
-
-
-def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
-    """See `decoding.unpacked`."""
-    layers: dict[str, dict[str, OffloadedTensor]] = {}
-    dense: dict[str, OffloadedTensor] = {}
-    for name, tensor in tensors.items():
-        found = re.fullmatch(_PIECES, name)
-        if found is None or not (found["layer"] == "" or found["layer"].endswith(".")):
-            dense[name] = tensor
-        else:
-            layers.setdefault(found["layer"], {})[found["piece"]] = tensor
-    groups = _Groups.of(quantization, next(iter(tensors.values()), None))
-    for layer, pieces in layers.items():
-        if "weight_packed" in pieces or ("weight" in pieces and pieces["weight"].dtype in _SMALL):
-            dense[f"{layer}weight"] = _Packed(f"{layer}weight", pieces, groups.of_layer(layer)).weight()
-        elif "weight" not in pieces and "weight_scale" in pieces:
-            raise missing(pieces["weight_scale"], f"{layer}weight_packed")
-        elif "weight" in pieces:
-            if "weight_scale" in pieces:
-                groups.refuse_packed(layer, pieces["weight"])
-            dense[f"{layer}weight"] = pieces["weight"]
-    return dense
+_FOLLOWED = {"actorder": ("weight", "static"), "dynamic": (), "type": ("int", "float")}  # settings of weights
 
 
 @dataclass(frozen=True)
@@ -95,107 +70,68 @@ class _Scheme:
 
     @classmethod
     def of(cls, group: Mapping[str, Any], form: object) -> _Scheme:
+        """Raises `ValueError` and others for settings that are malformed or not carried out."""
         weights = group["weights"]
         size = weights.get("group_size")
         usual = "tensor" if size is None else "group" if size > 0 else "channel"
         strategy = str(weights.get("strategy") or usual)
-        if strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
-            raise ValueError(f"weights can't have the strategy {strategy!r}")
+        sizes: tuple[int, ...] = ()
         if strategy == "block":
             rows, columns = weights["block_structure"]
-            size = int(rows), int(columns)
+            sizes = size = int(rows), int(columns)
         elif strategy in ("group", "tensor_group"):
-            size = int(size)
-        if (
-            size is not None
-            and strategy not in ("tensor", "channel")
-            and min(size if strategy == "block" else [size]) < 1
-        ):
-            raise ValueError(f"{size} numbers can't share a scale")
-        bits = int(weights.get("num_bits", 8))
-        if not 1 <= bits <= 8:
-            raise ValueError(f"weights have 1 to 8 bits, not {bits}")
+            sizes = (size := int(size),)
         found = group.get("format") or form
-        return cls(
-            tuple(map(str, group["targets"])),
-            None if found in _UNNAMED else str(found),
-            bits,
-            strategy,
-            size,
-            bool(weights.get("symmetric", True)),
-        )
+        found, bits = None if found in _UNNAMED else str(found), int(weights.get("num_bits", 8))
+        wrong = {
+            f"the strategy {strategy!r}": strategy in ("tensor", "channel", "group", "tensor_group", "block"),
+            f"a scale for {size}": min(sizes, default=1) >= 1,
+            f"{bits} bits": 1 <= bits <= 8,
+            f"the format {found!r}": found in (_WORDS, *_HALVES, *_BYTES, None),
+            **{
+                f"{key} {weights[key]!r}": weights[key] in (None, False) or is_followed(weights[key], followed)
+                for key, followed in _FOLLOWED.items()
+                if key in weights
+            },
+        }
+        if not all(wrong.values()):
+            raise ValueError(f"{next(key for key, fits in wrong.items() if not fits)} is not decoded here")
+        return cls(tuple(map(str, group["targets"])), found, bits, strategy, size, bool(weights.get("symmetric", True)))
+
+    def __str__(self) -> str:
+        size = "" if self.size is None else f" of {self.size}"
+        zeros = "" if self.symmetric else ", with zero points"
+        return f"{self.form or 'no format'}, {self.bits} bits, {self.strategy}{size}{zeros}"
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """The configuration's groups of weights."""
+def _read(settings: Settings) -> tuple[_Scheme, ...]:
+    """The groups of weights."""
+    config = settings.get("quantization_config") or settings
+    sparse = (config.get("sparsity_config") or {}).get("format") or "dense"
+    if sparse != "dense":
+        raise ValueError(f"weights that are {sparse} are not decoded here")
+    groups = (config.get("config_groups") or {}).values()
+    return tuple(_Scheme.of(group, config.get("format")) for group in groups if group.get("weights"))
 
-    schemes: tuple[_Scheme, ...]
-    path: Any
 
-    @classmethod
-    def of(cls, quantization: Settings, any_tensor: OffloadedTensor | None) -> _Groups:
-        """
-        Raises:
-            CheckpointError: it can't be parsed, or the format is not supported.
-        """
-        path = None if any_tensor is None else handle_of(any_tensor).path
-        try:
-            config = quantization.get("quantization_config") or quantization
-            sparse = (config.get("sparsity_config") or {}).get("format") or "dense"
-            groups = (config.get("config_groups") or {}).values()
-            schemes = tuple(_Scheme.of(group, config.get("format")) for group in groups if group.get("weights"))
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(
-                f"The quantization_config of the checkpoint of {path} can't be understood ({type(error).__name__}: "
-                f"{error}). Download the checkpoint again, with its config.json."
-            ) from error
-        known = ("pack-quantized", *_SMALLEST, *_BYTES, None)
-        unknown = [form for form in (scheme.form for scheme in schemes) if form not in known]
-        if sparse != "dense" or unknown:
-            raise CheckpointError(
-                f"The weights of the checkpoint of {path} are {unknown[0] if unknown else sparse}, a form of "
-                "compressed-tensors that is not decoded here. Decompress it with the package, and save that."
-            )
-        return cls(schemes, path)
+def _scheme_of(pieces: Pieces) -> _Scheme:
+    """The scheme of a layer: that of the most specific matching group. Classes of layers are not known here.
 
-    def refuse_packed(self, layer: str, weight: OffloadedTensor) -> None:
-        """
-        Raises:
-            CheckpointError: a weight that is not packed, beside a scale, is in a group of packed ones.
-        """
-        form = self.of_layer(layer).form
-        if form is not None or not weight.dtype.is_floating_point:
-            handle = handle_of(weight)
-            raise CheckpointError(
-                f"{handle.name!r} in {handle.path} is {weight.dtype}, beside a scale, and the quantization_config says "
-                f"{form}: whether it is to be multiplied by the scale is not known. Get a checkpoint whose weights are "
-                "packed, or one of the dense weights."
-            )
-
-    def of_layer(self, layer: str) -> _Scheme:
-        """The scheme of a layer: that of the most specific matching group. Classes of layers are not known here.
-
-        Raises:
-            CheckpointError: groups that differ may be meant.
-        """
-        name = layer.removesuffix(".")
-        names = (name, f"model.{name}", name.removeprefix("model."))  # targets may be those of the model with a head
-        exact = [scheme for scheme in self.schemes if any(one in scheme.targets for one in names)]
-        by_expression = [
-            scheme for scheme in self.schemes if any(_matches(one, to) for one in names for to in scheme.targets)
-        ]
-        named = [*exact, *by_expression]
-        if named:
-            return named[0]
-        by_class = [scheme for scheme in self.schemes if any(map(str.isidentifier, scheme.targets))]
-        found = by_class or self.schemes
-        if len({replace(scheme, targets=()) for scheme in found}) != 1:
-            raise CheckpointError(
-                f"{name!r} in the checkpoint of {self.path} is packed, but no group of the quantization_config "
-                "describes it, or several do that differ. Download the checkpoint again, with its config.json."
-            )
-        return found[0]
+    Raises:
+        CheckpointError: groups that differ may be meant.
+    """
+    name = pieces.name.removesuffix("weight").removesuffix(".")
+    schemes: tuple[_Scheme, ...] = pieces.settings
+    names = (name, f"model.{name}", name.removeprefix("model."))  # targets may be those of the model with a head
+    exact = [scheme for scheme in schemes if any(one in scheme.targets for one in names)]
+    by_expression = [scheme for scheme in schemes if any(_matches(one, to) for one in names for to in scheme.targets)]
+    named = [*exact, *by_expression]
+    if named:
+        return named[0]
+    found = [scheme for scheme in schemes if any(map(str.isidentifier, scheme.targets))] or schemes
+    is_one = len({replace(scheme, targets=()) for scheme in found}) == 1
+    pieces.check(is_one, "no group of the quantization_config describes it, or several do that differ")
+    return found[0]
 
 
 def _matches(name: str, target: str) -> bool:
@@ -205,87 +141,82 @@ def _matches(name: str, target: str) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """The pieces of a layer, and how to decode them."""
+def _weight(pieces: Pieces) -> OffloadedTensor | None:
+    """The dense weight of a layer."""
+    packed, plain = pieces.get("weight_packed"), pieces.get("")
+    if packed is None and plain is not None and plain.dtype not in _SMALL:
+        if "weight_scale" in pieces:
+            form = _scheme_of(pieces).form
+            fits = form is None and plain.dtype.is_floating_point
+            pieces.check(fits, f"the quantization_config says {form}: whether the scale is to be used is not known")
+        return None
+    numbers = plain if packed is None and plain is not None else pieces["weight_packed"]
+    pieces.check("weight_g_idx" not in pieces, "its columns are in another order (actorder), which is not decoded")
+    pieces["weight_scale"]  # raises if it is missing
+    layer = _Layer(pieces, numbers, _scheme_of(pieces))
+    if packed is None:
+        return layer.of_bytes()
+    return layer.of_words() if numbers.dtype == torch.int32 else layer.of_halves()
 
-    name: str
-    pieces: Mapping[str, OffloadedTensor]
+
+@dataclass(frozen=True)
+class _Layer:
+    """The pieces of a packed layer, and how to decode them."""
+
+    pieces: Pieces
+    numbers: OffloadedTensor
     scheme: _Scheme
 
-    def weight(self) -> OffloadedTensor:
-        """The dense weight.
-
-        Raises:
-            CheckpointError: pieces are missing, or do not match each other or the configuration.
-        """
-        if "weight_g_idx" in self.pieces:
-            raise CheckpointError(
-                f"{self._of('weight_g_idx')} puts columns in another order (actorder), which compressed-tensors no "
-                "longer decodes. Get a checkpoint without it."
-            )
-        if "weight_scale" not in self.pieces:
-            marker = "weight_packed" if "weight_packed" in self.pieces else "weight"
-            raise missing(self.pieces[marker], f"{self.name}_scale")
-        if "weight_packed" not in self.pieces:
-            return self._of_bytes()
-        return self._of_words() if self.pieces["weight_packed"].dtype == torch.int32 else self._of_halves()
-
-    def _of_words(self) -> OffloadedTensor:
+    def of_words(self) -> OffloadedTensor:
         """pack-quantized"""
-        packed, bits = self.pieces["weight_packed"], self.scheme.bits
-        self._needs("weight_packed", packed.dim() == 2, "pack-quantized")
+        bits, scheme = self.scheme.bits, self.scheme
+        self._needs(self.numbers.dim() == 2, "weight_packed", _WORDS)
         rows, columns = self._shape_of_words()
-        self._needs("weight_packed", packed.shape[1] == -(-columns * bits // 32) and len(packed) == rows)
-        decode = partial(_words, bits=bits, columns=columns)
-        is_packed = not self.scheme.symmetric and self.scheme.strategy != "tensor"
+        fits = self.numbers.shape[1] == -(-columns * bits // 32) and len(self.numbers) == rows
+        self._needs(fits, "weight_packed")
         granule = 32 // bits if 32 % bits == 0 else 32
-        return self._made(decode, "weight_packed", (rows, columns), packed_zeros=granule if is_packed else None)
+        packed_zeros = granule if not scheme.symmetric and scheme.strategy != "tensor" else None
+        return self._made(partial(_words, bits=bits, columns=columns), (rows, columns), packed_zeros=packed_zeros)
 
     def _shape_of_words(self) -> tuple[int, int]:
-        rows, words = self.pieces["weight_packed"].shape
+        rows, words = self.numbers.shape
         scales, noted_shape = self.pieces["weight_scale"], self.pieces.get("weight_shape")
         if self.scheme.strategy in ("group", "tensor_group") and scales.dim() == 2:
             return rows, scales.shape[1] * self.scheme.size
         if noted_shape is None:
             return rows, words * 32 // self.scheme.bits
-        self._needs("weight_shape", noted_shape.shape == (2,) and not noted_shape.dtype.is_floating_point)
+        self._needs(noted_shape.shape == (2,) and not noted_shape.dtype.is_floating_point, "weight_shape")
         found = read_now(noted_shape).tolist()
-        self._needs("weight_shape", found[0] == rows, more=f" and says {found}")
+        self._needs(found[0] == rows, f"weight_shape, {found},")
         return found[0], found[1]
 
-    def _of_halves(self) -> OffloadedTensor:
+    def of_halves(self) -> OffloadedTensor:
         """nvfp4-pack-quantized, mxfp4-pack-quantized"""
-        packed, whole = self.pieces["weight_packed"], self.pieces.get("weight_global_scale")
-        is_known = packed.dtype == torch.uint8 and packed.dim() == 2 and self.scheme.bits == 4
-        self._needs("weight_packed", is_known, *_SMALLEST)
-        if whole is not None:
-            self._needs("weight_global_scale", whole.numel() == 1 and whole.dtype.is_floating_point)
-        elif self.scheme.form == _SMALLEST[0]:
-            raise missing(self.pieces["weight_packed"], f"{self.name}_global_scale")
-        return self._made(partial(_halves), "weight_packed", (packed.shape[0], 2 * packed.shape[1]), whole=whole)
+        whole = self.pieces.get("weight_global_scale")
+        is_known = self.numbers.dtype == torch.uint8 and self.numbers.dim() == 2 and self.scheme.bits == 4
+        self._needs(is_known, "weight_packed", *_HALVES)
+        if self.scheme.form == _NVFP4:
+            whole = self.pieces["weight_global_scale"]
+        self._needs(whole is None or (whole.numel() == 1 and whole.dtype.is_floating_point), "weight_global_scale")
+        return self._made(partial(_halves), (len(self.numbers), 2 * self.numbers.shape[1]), whole=whole)
 
-    def _smallest_scales(self) -> tuple[torch.dtype, ...]:
-        """FP8 beside a global scale, else bytes that are exponents."""
-        has_global = "weight_global_scale" in self.pieces or self.scheme.form == _SMALLEST[0]
-        return _SMALL[:1] if has_global else (torch.uint8,)
-
-    def _of_bytes(self) -> OffloadedTensor:
+    def of_bytes(self) -> OffloadedTensor:
         """int-quantized, float-quantized, mxfp8-quantized"""
-        weight = self.pieces["weight"]
-        self._needs("weight", weight.dim() == 2, *_BYTES)
+        self._needs(self.numbers.dim() == 2, "weight", *_BYTES)
         in_rows = self.scheme.strategy in ("tensor", "channel")
-        wide = weight.dtype.is_floating_point and in_rows and re.search(r"\.experts\.\d+\.", self.name) is not None
-        return self._made(partial(_bytes, is_wide=wide), "weight", tuple(weight.shape))
+        is_float, is_expert = self.numbers.dtype.is_floating_point, re.search(r"\.experts\.\d+\.", self.pieces.name)
+        return self._made(
+            partial(_bytes), tuple(self.numbers.shape), is_wide=is_float and in_rows and is_expert is not None
+        )
 
     def _made(
         self,
         decode: partial[torch.Tensor],
-        packed: str,
         shape: tuple[int, ...],
         *,
         whole: OffloadedTensor | None = None,
         packed_zeros: int | None = None,
+        is_wide: bool = False,
     ) -> OffloadedTensor:
         """The recipe: from the packed piece, the scales, and the zero points or the global scale if there are any.
 
@@ -293,48 +224,48 @@ class _Packed:
             whole: the global scale.
             packed_zeros: how many rows have their zero points in one word, or in the fewest whole words; None if zero
                 points are not packed.
+            is_wide: whether the dense weight is rounded to float32 only.
         """
         rows, columns, grid = self._blocks(*shape)
-        numbers, scales = self.pieces[packed], self.pieces["weight_scale"]
-        is_small = numbers.dtype == torch.uint8
-        zeros = None if is_small else self.pieces.get("weight_zero_point")
-        exponents = (torch.uint8,) if numbers.dtype.is_floating_point and not decode.keywords["is_wide"] else ()
-        self._needs("weight_scale", scales.dtype in (self._smallest_scales() if is_small else (*SCALES, *exponents)))
-        is_one = grid == (1, 1) or self.scheme.strategy == "tensor"
-        self._needs("weight_scale", scales.numel() == 1 if is_one else tuple(scales.shape) == grid)
-        granule = packed_zeros or (rows if self.scheme.strategy == "block" else 1)
-        each = None if is_one else 1 if self.scheme.strategy == "block" else granule
-        used, per = [numbers, scales], [granule, each]
+        numbers, scales, scheme = self.numbers, self.pieces["weight_scale"], self.scheme
+        is_small, in_blocks = numbers.dtype == torch.uint8, scheme.strategy == "block"
+        is_one = grid == (1, 1) or scheme.strategy == "tensor"
+        dtypes = (*SCALES, *((torch.uint8,) if numbers.dtype.is_floating_point and not is_wide else ()))
+        if is_small:  # FP8 beside a global scale, else bytes that are exponents
+            dtypes = _SMALL[:1] if whole is not None else (torch.uint8,)
+        fits = scales.numel() == 1 if is_one else tuple(scales.shape) == grid
+        self._needs(scales.dtype in dtypes and fits, "weight_scale")
+        granule = packed_zeros or (rows if in_blocks else 1)
+        each = None if is_one else 1 if in_blocks else granule
+        used, per = {"numbers": numbers, "scales": scales}, [granule, each]
         if whole is not None:
-            used, per = [*used, whole], [*per, None]
-        if packed_zeros is not None:
-            if zeros is None:
-                raise missing(self.pieces[packed], f"{self.name}_zero_point")
-            words = packed_zeros * self.scheme.bits // 32
-            right = (-(-shape[0] * self.scheme.bits // 32), grid[1])
-            self._needs("weight_zero_point", zeros.dtype == torch.int32 and tuple(zeros.shape) == right)
-            used, per = [*used, zeros], [*per, words]
+            used["divisor"] = whole
+            per.append(None)
+        zeros = None if is_small else self.pieces.get("weight_zero_point")
+        if packed_zeros is not None or (zeros is None and not scheme.symmetric and not is_small):
+            zeros = self.pieces["weight_zero_point"]
+        if zeros is not None and packed_zeros is not None:
+            right = (-(-shape[0] * scheme.bits // 32), grid[1])
+            self._needs(zeros.dtype == torch.int32 and tuple(zeros.shape) == right, "weight_zero_point")
+            each = packed_zeros * scheme.bits // 32
         elif zeros is not None:
             fits = zeros.numel() == 1 if is_one else tuple(zeros.shape) == grid
-            self._needs("weight_zero_point", zeros.dtype in _ZEROS and fits)
-            used, per = [*used, zeros], [*per, each]
-        elif not self.scheme.symmetric and not is_small:
-            raise missing(self.pieces[packed], f"{self.name}_zero_point")
+            self._needs(zeros.dtype in _ZEROS and fits, "weight_zero_point")
+        if zeros is not None:
+            used["zeros"] = zeros
+            per.append(each)
         dtype = scales.dtype if scales.dtype in SCALES else torch.bfloat16
-        dtype = torch.float32 if decode.keywords.get("is_wide") else dtype
         keywords = {**decode.keywords, "rows": rows, "block": columns}
-        roles = {"numbers": numbers, "scales": scales, "divisor": whole, "zeros": zeros}
-        by_kernel = self._by_kernel({role: one for role, one in roles.items() if one is not None}, shape[1], is_one)
         return decoded(
-            self.name,
+            self.pieces.name,
             partial(decode.func, **dict(sorted(keywords.items()))),
-            used,
+            list(used.values()),
             shape=shape,
             granule=granule,
             per=per,
             is_divisible=packed_zeros is None,
-            dtype=dtype,
-            packed=by_kernel,
+            dtype=torch.float32 if is_wide else dtype,
+            packed=self._by_kernel(used, shape[1], is_one),
         )
 
     def _by_kernel(self, named: dict[str, OffloadedTensor], width: int, is_one: bool) -> NumberRows | None:
@@ -342,17 +273,16 @@ class _Packed:
         numbers, zeros, whole, bits = named["numbers"], named.get("zeros"), named.get("divisor"), self.scheme.bits
         rows, columns, _ = self._blocks(len(numbers), width)
         sizes = {"group": columns if columns < width else 0, "rows_per_scale": 0 if is_one else rows}
+        kind, table = None, E2M1
         if numbers.dtype == torch.int32:  # words, each with whole numbers of one row
             kind, table = {4: "halves_low", 8: "centred_bytes"}.get(bits), _CENTRED
             fits = kind is not None and width % (32 // bits) == 0 and (bits == 4 or zeros is None)
         elif numbers.dtype == torch.uint8:
-            kind, table = "halves_low", E2M1
-            is_float = whole is None or (whole.dtype == torch.float32 and whole.dim() > 0)  # torch divides in float32
-            fits = is_float and zeros is None
+            kind = "halves_low"
+            fits = whole is None or (whole.dtype == torch.float32 and whole.dim() > 0)  # torch divides in float32
         else:
-            kind = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "signed_bytes"}[numbers.dtype]
-            fits, table = zeros is None or {zeros.dtype, numbers.dtype} == {torch.int8}, E2M1
-        return number_rows(str(kind), list(named.values()), tuple(named), table=table, **sizes) if fits else None
+            fits = zeros is None or {zeros.dtype, numbers.dtype} == {torch.int8}
+        return number_rows(kind, list(named.values()), tuple(named), table=table, **sizes) if fits else None
 
     def _blocks(self, height: int, width: int) -> tuple[int, int, tuple[int, int]]:
         """The rows and columns that share a scale, and the numbers of such blocks in both directions."""
@@ -364,23 +294,10 @@ class _Packed:
         columns = width if strategy == "channel" else size
         return 1, columns, (height, -(-width // columns))
 
-    def _needs(self, piece: str, is_so: bool, *forms: str, more: str = "") -> None:
+    def _needs(self, fits: bool, piece: str, *forms: str) -> None:
         """Refuse a piece that does not match the scheme, or belongs to none of its formats."""
-        if is_so and (not forms or self.scheme.form is None or self.scheme.form in forms):
-            return
-        scheme = self.scheme
-        size = "" if scheme.size is None else f" of {scheme.size}"
-        raise CheckpointError(
-            f"{self._of(piece)} is {self.pieces[piece].dtype} {list(self.pieces[piece].shape)}{more}, beside "
-            f"{', '.join(f'{key} {list(one.shape)}' for key, one in self.pieces.items() if key != piece)}: that does "
-            f"not fit the quantization_config ({scheme.form or 'no format'}, {scheme.bits} bits, {scheme.strategy}"
-            f"{size}{'' if scheme.symmetric else ', with zero points'}). Download the checkpoint again, "
-            "with its config.json."
-        )
-
-    def _of(self, piece: str) -> str:
-        handle = handle_of(self.pieces[piece])
-        return f"{handle.name!r} in {handle.path}"
+        is_so = fits and (not forms or self.scheme.form is None or self.scheme.form in forms)
+        self.pieces.check(is_so, f"{piece} does not fit the quantization_config ({self.scheme})")
 
 
 def _words(
@@ -402,28 +319,20 @@ def _words(
 
 def _halves(packed: torch.Tensor, scales: torch.Tensor, *others: torch.Tensor, rows: int, block: int) -> torch.Tensor:
     """Rows of a weight of 4-bit floats; the scales are divided by the global scale."""
-    factors = (of_exponents(scales) if scales.dtype == torch.uint8 else numbers_of(scales)).to(torch.bfloat16)
+    if scales.dtype == torch.uint8 and not others:
+        return decode(packed, scales, rows=rows, columns=block, is_fp4=True)
+    factors = numbers_of(scales).to(torch.bfloat16)
     for whole in others:
         factors = factors / whole
     return scaled(of_halves(packed, E2M1), factors.to(torch.float32), rows, block)
 
 
 def _bytes(
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
-    *,
-    is_wide: bool,
-    rows: int,
-    block: int,
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None, *, rows: int, block: int
 ) -> torch.Tensor:
     """Rows of a weight with one byte per number."""
-    if is_wide:
-        return product(weight, scales.to(torch.float32), rows, block)
-    if scales.dtype == torch.uint8:
-        scales = of_exponents(scales).to(torch.bfloat16)
     if zeros is None:
-        return product(weight, scales.to(torch.float32), rows, block)
+        return decode(weight, scales, rows=rows, columns=block, is_fp4=False)
     return _dense(numbers_of(weight), scales, zeros, rows, block)
 
 
@@ -434,3 +343,18 @@ def _dense(
         differences = lessened(numbers, zeros.to(torch.float32), rows, block)
         numbers = differences.to(scales.dtype).to(torch.float32)
     return scaled(numbers, scales.to(torch.float32), rows, block)
+
+
+FORMAT = Format(
+    {
+        **of_layer("weight_packed", "weight_scale", "weight_zero_point"),
+        **of_layer("weight_global_scale", "weight_shape", "weight_g_idx"),
+        **{
+            f".{side}_{piece}": (".weight", None)  # of activations
+            for side in ("input", "output")
+            for piece in ("scale", "zero_point", "global_scale")
+        },
+    },
+    _weight,
+    read=_read,
+)

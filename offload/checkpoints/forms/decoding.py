@@ -1,4 +1,4 @@
-"""A dense weight as a recipe over packed pieces; choosing the module for a configuration.
+"""A dense weight as a recipe over packed pieces, and what a format says of its pieces.
 
 Always true:
 - a decoder is pure and picklable, and computes rows of the weight from rows of the pieces
@@ -7,16 +7,14 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.settings import refuse_other_settings
 from offload.errors import CheckpointError
 from offload.kernels.packed import NumberRows, Packed, takes
 from offload.storage.handle import Handle
@@ -26,58 +24,97 @@ from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decode, Decoded, Piece
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
-from offload.torch_api import DisableTorchFunctionSubclass
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of factors that are plain numbers
+_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "signed_bytes"}  # of one number per byte
 Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
-Unpack: TypeAlias = "Callable[[Tensors, Settings], dict[str, OffloadedTensor]]"
-
-_MODULES = {  # by the method's name in a configuration
-    "awq": "integers",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed_tensors",
-    "fbgemm_fp8": "fp8",
-    "fp8": "fp8",
-    "gptq": "integers",
-    "mxfp4": "mxfp4",
-    "mxfp8": "fp8",
-}
-_LEFT_TO_TRANSFORMERS = ("bitnet", "metal", "torchao")
 
 
-def unpacked(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor] | None:
-    """The tensors of a quantized checkpoint as those of the dense one, by the names they would have there.
+@dataclass(frozen=True)
+class Format:
+    """A packed format: a row of the table in `formats`.
 
-    Args:
-        tensors: of the checkpoint, referenced.
-        quantization: the `quantization_config` of the model.
-
-    Returns:
-        None if the weights should stay packed because transformers computes with them as they are.
-
-    Raises:
-        CheckpointError: pieces are missing, or do not match each other; the message names the tensor and its file. Or
-            the format is not supported.
+    Attributes:
+        ends: the ends of the names of pieces, each with what the dense weight's name has there, and the piece's role;
+            without a role it is left out. A name with no such end is that of a weight, whose role is "".
+        weight: the dense weight over its pieces; None if what is stored under its name is dense.
+        followed: the values of a setting that are carried out, text in lowercase, by its key.
+        read: what `weight` needs to know of the settings; raises `ValueError`, `TypeError`, `KeyError`,
+            `AttributeError` or `OverflowError` for malformed ones.
     """
-    method = method_of(quantization)
-    module = _MODULES.get(str(method))
-    if module is None and method in _LEFT_TO_TRANSFORMERS:
-        return None
-    if module is None:
+
+    ends: Mapping[str, tuple[str, str | None]]
+    weight: Callable[[Pieces], OffloadedTensor | None]
+    followed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    read: Callable[[Settings], Any] = dict
+
+    def place_of(self, name: str) -> tuple[str, str | None]:
+        """The name of the dense weight that a stored tensor belongs to, and its role there."""
+        end = next(filter(f".{name}".endswith, self.ends), None)
+        if end is None:
+            return name, ""
+        instead, role = self.ends[end]
+        return _with_end(name, end, instead), role
+
+
+def _with_end(name: str, end: str, instead: str) -> str:
+    """A name with another end; a layer without a name is that of a dot."""
+    return (f".{name}".removesuffix(end) + instead).removeprefix(".")
+
+
+def is_followed(value: object, followed: tuple[object, ...]) -> bool:
+    """Whether a setting has one of the values that are carried out."""
+    plain = getattr(value, "value", value)
+    return (plain.lower() if isinstance(plain, str) else plain) in followed
+
+
+def of_layer(*pieces: str) -> dict[str, tuple[str, str | None]]:
+    """The `ends` of pieces that lie beside each other in a layer; each has its name as its role."""
+    return {f".{piece}": (".weight", piece) for piece in pieces}
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a checkpoint stores of one weight.
+
+    Attributes:
+        name: of the dense weight.
+        by_role: the pieces.
+        ends: see `Format`.
+        settings: what the format has read of them.
+    """
+
+    name: str
+    by_role: Tensors
+    ends: Mapping[str, tuple[str, str | None]]
+    settings: Any
+
+    def __getitem__(self, role: str) -> OffloadedTensor:
+        """Raises `CheckpointError` if the piece is missing."""
+        if role in self.by_role:
+            return self.by_role[role]
+        handle = handle_of(next(iter(self.by_role.values())))
+        ends = ((end, instead) for end, (instead, other) in self.ends.items() if other == role)
+        end, instead = next(ends, ("", ""))
         raise CheckpointError(
-            f"{weights_in(tensors)} are packed by {method!r}, which is not decoded here: dequantize the model with the "
-            f"package that packed it and save that, or get a checkpoint in one of the forms "
-            f"{', '.join(sorted([*_MODULES, *_LEFT_TO_TRANSFORMERS]))}"
+            f"{handle.name!r} in {handle.path} is packed, and {_with_end(self.name, instead, end)!r} is missing, "
+            "which is needed to decode it: download the checkpoint again"
         )
-    unpack: Unpack = import_module(f"offload.checkpoints.forms.{module}").unpack
-    refuse_other_settings(quantization, str(method), _path_of(tensors))
-    with DisableTorchFunctionSubclass():  # answered by the wrappers' metadata: no rule is needed
-        return unpack(tensors, quantization)
 
+    def __contains__(self, role: str) -> bool:
+        return role in self.by_role
 
-def _path_of(tensors: Tensors) -> Path | None:
-    """The file of the first one, if there is one."""
-    return next((handle_of(tensor).path for tensor in tensors.values()), None)
+    def __iter__(self) -> Iterator[OffloadedTensor]:
+        return iter(self.by_role.values())
+
+    def get(self, role: str) -> OffloadedTensor | None:
+        """The piece, if it is there."""
+        return self.by_role.get(role)
+
+    def check(self, fits: bool, why: str) -> None:
+        """Raises `CheckpointError` unless the pieces fit."""
+        if not fits:
+            raise unfit(self.name, list(self), why)
 
 
 def method_of(quantization: Settings) -> str | None:
@@ -157,15 +194,20 @@ def _tried(
 
 
 def number_rows(
-    kind: str,
+    kind: str | None,
     pieces: Sequence[OffloadedTensor],
     roles: tuple[str, ...] = ("numbers", "scales"),
     *,
     group: int = 0,
     **options: Any,
 ) -> NumberRows | None:
-    """How the kernels take numbers whose factors are stored elsewhere: see `NumberRows`. None if they do not."""
-    if not all(takes(role, piece.dtype) for piece, role in zip(pieces, roles, strict=True)):
+    """How the kernels take numbers whose factors are stored elsewhere: see `NumberRows`. None if they do not.
+
+    Args:
+        kind: None for that of the dtype of the numbers, which are bytes.
+    """
+    kind = kind or _KINDS.get(pieces[0].dtype)
+    if kind is None or not all(takes(role, piece.dtype) for piece, role in zip(pieces, roles, strict=True)):
         return None
     return NumberRows(kind, roles, group=group, **options) if group % 32 == 0 or group == 16 else None
 
@@ -179,24 +221,10 @@ def read_now(piece: OffloadedTensor) -> torch.Tensor:
         return Piece(handle_of(piece), view_spec_of(piece)).value()
 
 
-def weights_in(tensors: Tensors) -> str:
-    """The weights of a checkpoint in words, with a file of it."""
-    path = _path_of(tensors)
-    return "the weights" if path is None else f"the weights in {path}"
-
-
 def unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointError:
     """The error for pieces that don't match each other."""
     kinds = ", ".join(f"{handle_of(piece).name} {piece.dtype} {list(piece.shape)}" for piece in pieces)
     return CheckpointError(
-        f"{name!r} can't be made from its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Download it again."
-    )
-
-
-def missing(weight: OffloadedTensor, piece: str) -> CheckpointError:
-    """The error for a packed weight with a missing piece."""
-    handle = handle_of(weight)
-    return CheckpointError(
-        f"{handle.name!r} in {handle.path} is packed, and {piece!r} is missing, which is needed to decode it: download "
-        "the checkpoint again"
+        f"{name!r} can't be made from its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Download the "
+        "checkpoint again, with its config.json."
     )

@@ -12,78 +12,54 @@ Source: transformers, `integrations/finegrained_fp8.py`; `fbgemm_fp8` has a scal
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from functools import partial
 
 import torch
 
-from offload.annotations import Json, Settings
-from offload.checkpoints.forms.decoding import Tensors, decoded, method_of, missing, number_rows, unfit
+from offload.annotations import Json
+from offload.checkpoints.forms.decoding import Format, Pieces, decoded, number_rows
 from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, product, scaled
-from offload.errors import CheckpointError
-from offload.kernels.packed import NumberRows
-from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
 
-_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "halves_low"}  # that the kernels take
-_PACKED = (*_KINDS, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_PACKED = (*(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.int8)
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _FP4_BLOCK = [1, 32]  # whatever the configuration says of other weights: transformers' `FP8Experts`
 
 
-def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
-    """See `decoding.unpacked`."""
-    renamed = {_usual(name, tensors): tensor for name, tensor in tensors.items()}
-    is_of_rows = method_of(quantization) == "fbgemm_fp8"
-    dense: dict[str, OffloadedTensor] = {}
-    for name, tensor in renamed.items():
-        scales = renamed.get(f"{name}_scale_inv")
-        if name.endswith(("_scale_inv", "activation_scale")):
-            continue
-        if scales is None and tensor.dtype not in _PACKED:
-            dense[name] = tensor
-        elif scales is None:
-            raise missing(tensor, f"{name}_scale_inv")
-        elif tensor.dtype not in (_PACKED if is_of_rows else (*_PACKED, *_WIDE)):
-            raise unfit(name, [tensor, scales], "there are scales, and the numbers are not 8-bit floats")
-        else:
-            dense[name] = _weight(name, tensor, scales, quantization.get("weight_block_size"))
-    return dense
-
-
-def _usual(name: str, names: Collection[str]) -> str:
-    """The name of the scales of a weight as most checkpoints spell it; others, such as the scale of a norm, stay."""
-    layer, _, piece = name.rpartition(".")
-    is_scale = piece in ("scale", "weight_scale", "qscale_weight") and f"{layer}.weight" in names
-    return f"{layer}.weight_scale_inv" if is_scale else name
-
-
-def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, block_size: Json) -> OffloadedTensor:
-    is_fp4 = weight.dtype == torch.int8
+def _weight(pieces: Pieces, *, wide: tuple[torch.dtype, ...] = _WIDE) -> OffloadedTensor | None:
+    """The dense weight; numbers of the dtypes in `wide` are multiplied by scales, too, if there are any."""
+    weight = pieces.get("")
+    if weight is None or ("scales" not in pieces and weight.dtype not in _PACKED):
+        return None  # a scale alone, such as that of a norm, is a value of the model
+    scales, is_fp4 = pieces["scales"], weight.dtype == torch.int8
+    pieces.check(weight.dtype in (*_PACKED, *wide), "there are scales, and the numbers are not 8-bit floats")
     shape = [*weight.shape[:-1], *(side * (2 if is_fp4 else 1) for side in weight.shape[-1:])]
-    rows, columns = _block(weight, scales, shape, _FP4_BLOCK if is_fp4 else block_size)
-    if scales.dim() < 2 or scales.numel() == 1:
-        decode = partial(_decode, columns=shape[-1], rows=1, is_fp4=is_fp4)
-        packed = _packed(weight, scales, 0, 0)
-        return decoded(name, decode, [weight, scales], shape=shape, per=(1, None), packed=packed)
-    decode = partial(_decode, columns=columns, rows=rows, is_fp4=is_fp4)
-    packed = _packed(weight, scales, rows, columns if columns < shape[-1] else 0)
-    if weight.dim() == 3:
-        packed = packed if shape[1] % rows == 0 else None  # no block reaches into the next expert
-        return decoded(name, decode, [weight, scales], shape=shape, per=(1, 1), packed=packed)
-    pieces, per = [weight, scales], (rows, 1)
-    return decoded(name, decode, pieces, shape=shape, granule=rows, per=per, is_divisible=True, packed=packed)
+    rows, columns = _block(pieces, weight, scales, shape, _FP4_BLOCK if is_fp4 else pieces.settings)
+    granule = rows
+    per: list[int | None] = [rows, 1]
+    is_one, is_stack = scales.dim() < 2 or scales.numel() == 1, weight.dim() == 3
+    if is_one:
+        rows, columns, granule, per = 0, shape[-1], 1, [1, None]
+    elif is_stack:
+        granule, per = 1, [1, 1]
+    kind = "halves_low" if is_fp4 else None
+    group = columns if columns < shape[-1] else 0
+    packed = number_rows(kind, [weight, scales], group=group, rows_per_scale=rows, table=E2M1)
+    return decoded(
+        pieces.name,
+        partial(decode, columns=columns, rows=max(rows, 1), is_fp4=is_fp4),
+        [weight, scales],
+        shape=shape,
+        granule=granule,
+        per=per,
+        is_divisible=not (is_one or is_stack),
+        packed=packed if is_one or not is_stack or shape[1] % rows == 0 else None,  # no block is in two experts
+    )
 
 
-def _packed(weight: OffloadedTensor, scales: OffloadedTensor, rows: int, columns: int) -> NumberRows | None:
-    """How the kernels take it; for rows and columns of a block, 0 stands for all."""
-    kind = _KINDS.get(weight.dtype)
-    if kind is None:
-        return None
-    return number_rows(kind, [weight, scales], group=columns, rows_per_scale=rows, table=E2M1)
-
-
-def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], block_size: Json) -> tuple[int, int]:
+def _block(
+    pieces: Pieces, weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], block_size: Json
+) -> tuple[int, int]:
     """Rows and columns that share a scale.
 
     Args:
@@ -108,17 +84,27 @@ def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], b
         )
         fits = fits and (scales.numel() == math.prod(shape[:-2]) or not is_single)  # each expert has its own
         why = f"in blocks of {block_size}, they do not cover it"
-    if not fits or not sides or not (is_single or scales.dim() == weight.dim() >= 2):
-        raise CheckpointError(
-            f"{handle_of(weight).name!r} in {handle_of(weight).path} is {list(weight.shape)}, and its scales are "
-            f"{list(scales.shape)}: {why}. Download the checkpoint again, with its config.json."
-        )
+    is_grid = is_single or scales.dim() == weight.dim() >= 2
+    pieces.check(bool(fits and sides and is_grid), why)
     return found[0], found[-1]
 
 
-def _decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:
+def decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:
     """Rows of a weight, in float32; blocks of `rows` and `columns` share a scale."""
     factors = of_exponents(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
     if is_fp4:
         return scaled(of_halves(weight, E2M1), factors, rows, columns)
     return product(weight, factors, rows, columns)
+
+
+FORMAT = Format(
+    {
+        "_scale_inv": ("", "scales"),
+        **dict.fromkeys((".scale", ".weight_scale", ".qscale_weight"), (".weight", "scales")),  # as others spell it
+        "activation_scale": ("", None),
+    },
+    _weight,
+    followed={"expert_dtype": ("fp8", "fp4"), "scale_fmt": ("float", "ue8m0")},
+    read=lambda settings: settings.get("weight_block_size"),
+)
+FBGEMM = Format(FORMAT.ends, partial(_weight, wide=()), read=FORMAT.read)

@@ -11,93 +11,70 @@ Lin et al. 2023, https://arxiv.org/abs/2306.00978, as AutoAWQ stores it.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import SCALES, Tensors, decoded, method_of, missing, read_now, unfit, weights_in
+from offload.checkpoints.forms.decoding import SCALES, Format, Pieces, decoded, of_layer, read_now
 from offload.checkpoints.forms.numbers import of_words
-from offload.errors import CheckpointError
 from offload.kernels.packed import WordColumns
-from offload.tensor.recipes import Decode
 from offload.tensor.wrapper import OffloadedTensor
 
 _WORD = 32  # bits of a packed word
 _AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs is at each position of a word, from the lowest bits
-_PIECES = ("qweight", "qzeros", "scales", "g_idx")
 
 
-def unpack(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor]:
-    """See `decoding.unpacked`."""
-    is_awq, bits = method_of(quantization) == "awq", int(quantization.get("bits") or 4)
-    size = _group_size(tensors, quantization)
-    dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in _PIECES}
-    done: set[str] = set()
-    for name in tensors:
-        layer, _, piece = name.rpartition(".")
-        if piece not in _PIECES or layer in done:
-            continue
-        done.add(layer)
-        wanted = _PIECES[:3] if is_awq else _PIECES
-        lacking = next((f"{layer}.{one}" for one in wanted if f"{layer}.{one}" not in tensors), None)
-        if lacking is not None:
-            raise missing(tensors[name], lacking)
-        pieces = [tensors[f"{layer}.{one}"] for one in wanted]
-        if f"{layer}.weight" in tensors:
-            raise unfit(f"{layer}.weight", [tensors[f"{layer}.weight"], *pieces], "it is there packed and dense")
-        dense[f"{layer}.weight"] = _weight(f"{layer}.weight", pieces, quantization, bits, size)
-    return dense
+def _weight(pieces: Pieces, *, is_awq: bool) -> OffloadedTensor | None:
+    """The dense weight of a layer; AWQ packs outputs, and names no groups."""
+    if "" in pieces and len(pieces.by_role) == 1:
+        return None
+    stored = [pieces[role] for role in ("qweight", "qzeros", "scales", *(() if is_awq else ("g_idx",)))]
+    pieces.check("" not in pieces, "it is there packed and dense")
+    integers, zeros, scales, *order = stored
+    bits, size, less = pieces.settings
+    are_matrices = all(piece.dim() == 2 for piece in stored[:3]) and {integers.dtype, zeros.dtype} == {torch.int32}
+    pieces.check(are_matrices, "qweight and qzeros should be matrices of int32, and scales a matrix")
+    each, (groups, outputs) = _WORD // bits, scales.shape
+    inputs = integers.shape[0] * (1 if is_awq else each)
+    pieces.check(scales.dtype in SCALES, "scales should be of float16, bfloat16 or float32")
+    divides = not is_awq or size < 0 or inputs % size == 0
+    pieces.check(divides, f"{inputs} inputs do not divide into groups of {size}")
+    fits = groups == (1 if size < 0 else -(-inputs // size)) and outputs % each == 0
+    pieces.check(fits, f"{inputs} inputs in groups of {size} do not make {groups}")
+    wide = outputs // each if is_awq else outputs
+    fits = integers.shape[1] == wide and tuple(zeros.shape) == (groups, outputs // each)
+    pieces.check(fits, f"qweight and qzeros do not make {groups} groups of {outputs} outputs")
+    for one in order:
+        _check_order(pieces, one, inputs, groups)
+    return decoded(
+        pieces.name,
+        _decode_awq if is_awq else partial(_decode_gptq, bits=bits, less=less),
+        [*(piece.t() for piece in stored[:3]), *order],  # type: ignore[list-item]  # outputs outermost
+        shape=(outputs, inputs),
+        granule=each,
+        per=(1, 1, each) if is_awq else (each, 1, each, None),
+        dtype=scales.dtype,
+        packed=WordColumns(is_awq=True) if is_awq else WordColumns(bits, less),
+    )
 
 
-def _group_size(tensors: Tensors, quantization: Settings) -> int:
-    """Inputs of a group; -1 for all."""
-    size = quantization.get("group_size")
+def _check_order(pieces: Pieces, order: OffloadedTensor, inputs: int, groups: int) -> None:
+    """Raises `CheckpointError` unless `g_idx` names a group of each input."""
+    fits = tuple(order.shape) == (inputs,) and order.dtype in (torch.int32, torch.int64)
+    pieces.check(fits, f"g_idx should name the group of each of {inputs} inputs")
+    least, most = read_now(order).aminmax() if inputs else (0, 0)
+    fits = bool(not inputs or 0 <= least <= most < groups)
+    pieces.check(fits, f"g_idx names groups from {int(least)} to {int(most)} of {groups}")
+
+
+def _read(settings: Settings) -> tuple[int, int, int]:
+    """The bits of a number, the inputs of a group (-1 for all), and what zero points are stored too small by."""
+    size = settings.get("group_size")
     size = -1 if size is None else size
     if type(size) is not int or (size < 1 and size != -1):
-        raise CheckpointError(
-            f"{weights_in(tensors)} should be in groups of {size!r} inputs, as the quantization_config says, which is "
-            "neither a count nor -1. Download the checkpoint again, with its config.json."
-        )
-    return size
-
-
-def _weight(name: str, pieces: list[OffloadedTensor], quantization: Settings, bits: int, size: int) -> OffloadedTensor:
-    integers, zeros, scales, *order = pieces
-    if any(piece.dim() != 2 for piece in pieces[:3]) or {integers.dtype, zeros.dtype} != {torch.int32}:
-        raise unfit(name, pieces, "qweight and qzeros should be matrices of int32, and scales a matrix")
-    each, (groups, outputs) = _WORD // bits, scales.shape
-    shape = (outputs, integers.shape[0] * (each if order else 1))
-    if scales.dtype not in SCALES:
-        raise unfit(name, pieces, "scales should be of float16, bfloat16 or float32")
-    if not order and size > 0 and shape[1] % size:
-        raise unfit(name, pieces, f"{shape[1]} inputs do not divide into groups of {size}")
-    if groups != (1 if size < 0 else -(-shape[1] // size)) or outputs % each:
-        raise unfit(name, pieces, f"{shape[1]} inputs in groups of {size} do not make {groups}")
-    wide = outputs if order else outputs // each
-    if integers.shape[1] != wide or tuple(zeros.shape) != (groups, outputs // each):
-        raise unfit(name, pieces, f"qweight and qzeros do not make {groups} groups of {outputs} outputs")
-    turned: list[Any] = [piece.t() for piece in pieces[:3]]  # outputs outermost
-    decode: Decode = _decode_awq
-    per: tuple[int | None, ...] = (1, 1, each)
-    packed = WordColumns(is_awq=True)
-    if order:
-        _check_order(name, pieces, shape[1], groups)
-        form = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
-        less = int(str(form).lower() != "gptq_v2")
-        turned, per = [*turned, *order], (each, 1, each, None)
-        decode, packed = partial(_decode_gptq, bits=bits, less=less), WordColumns(bits, less)
-    return decoded(name, decode, turned, shape=shape, granule=each, per=per, dtype=scales.dtype, packed=packed)
-
-
-def _check_order(name: str, pieces: list[OffloadedTensor], inputs: int, groups: int) -> None:
-    """Raises `CheckpointError` unless `g_idx` names a group of each input."""
-    order = pieces[3]
-    if tuple(order.shape) != (inputs,) or order.dtype not in (torch.int32, torch.int64):
-        raise unfit(name, pieces, f"g_idx should name the group of each of {inputs} inputs")
-    found = read_now(order)
-    if inputs and not 0 <= int(found.min()) <= int(found.max()) < groups:
-        raise unfit(name, pieces, f"g_idx names groups from {int(found.min())} to {int(found.max())} of {groups}")
+        raise ValueError(f"groups of {size!r} inputs, which is neither a count nor -1")
+    version = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    return int(settings.get("bits") or 4), size, int(str(version).lower() != "gptq_v2")
 
 
 def _decode_gptq(
@@ -149,3 +126,28 @@ def _scaled(numbers: torch.Tensor, points: torch.Tensor, factors: torch.Tensor) 
     groups = numbers.view(*points.shape, -1)
     groups.sub_(points.unsqueeze(-1)).mul_(factors.unsqueeze(-1))
     return numbers
+
+
+_FOLLOWED: dict[str, tuple[object, ...]] = {"data_type": ("int",), "pack_dtype": ("int32", "torch.int32")}
+GPTQ = Format(
+    of_layer("qweight", "qzeros", "scales", "g_idx"),
+    partial(_weight, is_awq=False),
+    {
+        **_FOLLOWED,
+        **dict.fromkeys(("checkpoint_format", "format"), ("gptq", "gptq_v2")),
+        "bits": (2, 4, 8),
+        "packing_format": ("auto_round:auto_gptq",),
+    },
+    _read,
+)
+AWQ = Format(
+    of_layer("qweight", "qzeros", "scales", "g_idx"),
+    partial(_weight, is_awq=True),
+    {
+        **_FOLLOWED,
+        **dict.fromkeys(("checkpoint_format", "format", "version"), ("gemm",)),
+        "bits": (4,),
+        "packing_format": ("auto_round:auto_awq",),
+    },
+    _read,
+)

@@ -10,11 +10,9 @@ Source: transformers, `integrations/mxfp4.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from offload.checkpoints.forms.decoding import Tensors, decoded, missing, number_rows, unfit
+from offload.checkpoints.forms.decoding import Format, Pieces, decoded, number_rows
 from offload.checkpoints.forms.numbers import E2M1, of_exponents
 from offload.tensor.wrapper import OffloadedTensor
 
@@ -25,36 +23,25 @@ _LARGE = 2.0**113  # limit above which multiplying by that factor would overflow
 _TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, a cache line
 
 
-def unpack(tensors: Tensors, _: Mapping[str, object]) -> dict[str, OffloadedTensor]:
-    """See `decoding.unpacked`."""
-    dense: dict[str, OffloadedTensor] = {}
-    for name, tensor in tensors.items():
-        of, piece = name.rpartition("_")[::2]
-        other = {"blocks": "scales", "scales": "blocks"}.get(piece)
-        if other is None:
-            dense[name] = tensor
-        elif f"{of}_{other}" not in tensors:
-            raise missing(tensors[name], f"{of}_{other}")
-        elif piece == "blocks":
-            dense[of] = _weight(of, tensor, tensors[f"{of}_scales"])
-    return dense
-
-
-def _weight(name: str, blocks: OffloadedTensor, scales: OffloadedTensor) -> OffloadedTensor:
-    pieces = [blocks, scales]
-    are_bytes = {piece.dtype for piece in pieces} == {torch.uint8}
-    if not are_bytes or blocks.dim() != 4 or tuple(blocks.shape) != (*scales.shape, _BLOCK // 2):
-        raise unfit(name, pieces, "blocks should be bytes, (experts, outputs, blocks, 16), with a scale for each")
+def _weight(pieces: Pieces) -> OffloadedTensor | None:
+    """The dense weight of a layer's experts."""
+    if "" in pieces and len(pieces.by_role) == 1:
+        return None
+    blocks, scales = stored = [pieces["blocks"], pieces["scales"]]
+    pieces.check("" not in pieces, "it is there packed and dense")
+    are_bytes = {piece.dtype for piece in stored} == {torch.uint8}
+    fits = are_bytes and blocks.dim() == 4 and tuple(blocks.shape) == (*scales.shape, _BLOCK // 2)
+    pieces.check(fits, "blocks should be bytes, (experts, outputs, blocks, 16), with a scale for each")
     experts, outputs, count, _ = blocks.shape
     return decoded(
-        name,
+        pieces.name,
         _decode,
         [blocks.transpose(1, 2), scales.transpose(1, 2)],  # type: ignore[list-item]
         shape=(experts, count * _BLOCK, outputs),
         granule=_BLOCK * _TOGETHER,
         per=(_TOGETHER, _TOGETHER),
         stacked=True,
-        packed=number_rows("halves_low", pieces, group=_BLOCK, table=E2M1, is_turned=True),
+        packed=number_rows("halves_low", stored, group=_BLOCK, table=E2M1, is_turned=True),
     )
 
 
@@ -77,3 +64,6 @@ def _decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     else:
         numbers.mul_(_LESS)
     return numbers.mul_(factors).flatten(0, 1)
+
+
+FORMAT = Format({"_blocks": ("", "blocks"), "_scales": ("", "scales")}, _weight)

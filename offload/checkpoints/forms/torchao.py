@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.checkpoints.forms.decoding import Tensors, missing, unfit
+from offload.checkpoints.forms.decoding import Tensors, unfit
 from offload.errors import ArgumentError, CheckpointError, OffloadError, UnknownSubclassError
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
@@ -46,8 +46,8 @@ def rebuilt(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, Offloade
         parts = {inner: found.pop(key) for inner, key in keys.items() if key in found}
         if parts:
             if len(parts) < len(keys):
-                first = next(iter(parts.values()))
-                raise missing(first, next(key for key in keys.values() if key not in tensors))
+                lacking = next(key for key in keys.values() if key not in tensors)
+                raise unfit(name, list(parts.values()), f"{lacking!r} is missing, which is needed to decode it")
             found[name] = _weight(name, note, parts)
     return found
 
