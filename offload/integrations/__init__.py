@@ -9,8 +9,7 @@
 | `adapters` `peft` | adapters over values on disk, as they are loaded with a model; `merge_lora` |
 | `compressed_tensors` | quantizing a checkpoint to 8 or 4 bits, from file to file |
 | `torchao` | `quantize_` |
-| `rows` | `cache_from`: rows from other sources into a cache |
-| `numpy` `hdf5` `arrow` | sources of rows |
+| `rows` | `cache_from`: rows of arrays, tables, datasets and files into a cache |
 | `tensordict` | reading and writing folders of `TensorDict.memmap` |
 | `log` | the logger of this package |
 """
