@@ -98,10 +98,9 @@ if TYPE_CHECKING or _importing.is_wanted():
     from offload.budget import memory_summary, set_max_memory
     from offload.cache.table import TensorCache
     from offload.errors import OffloadError
-    from offload.integrations.accelerate import init_empty_weights
     from offload.integrations.peft import merge_lora
     from offload.integrations.torchao import quantize_
-    from offload.integrations.transformers import from_pretrained
+    from offload.integrations.transformers import from_pretrained, init_empty_weights
     from offload.models.device_map import ON_DISK
     from offload.models.loader import (
         LoadReport,

@@ -85,12 +85,6 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write weights that have to be decoded or joined to --offload-dir once, for later runs (default: never)",
     )
-    command.add_argument(
-        "--expert-counts",
-        type=arguments.path,
-        metavar="FILE",
-        help="keep uses of experts for later runs (default: none)",
-    )
     add_revision(command)
     add_trust(command)
 
@@ -297,7 +291,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
         disable_progress_bar()  # for loading weights: it would overwrite the line above, and no weight is loaded
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
-        names = ("dtype", "offload_dir", "store", "expert_counts", "trust_remote_code")
+        names = ("dtype", "offload_dir", "store", "trust_remote_code")
         chosen = {name: getattr(options, name) for name in names}
         model = from_pretrained(folder, device_map=device_map, max_memory=_budgets(options), **chosen)
         if not writes_text(model):

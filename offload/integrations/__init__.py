@@ -2,8 +2,7 @@
 
 | module | what |
 | --- | --- |
-| `accelerate` | accelerate's empty weights |
-| `transformers` `hub` | `from_pretrained`, and finding a model's files |
+| `transformers` `hub` | `from_pretrained` and accelerate's empty weights, and finding a model's files |
 | `experts` | an implementation of transformers' experts: all of a layer in one act |
 | `keys_values` | `kv_cache`: keys and values of a transformers model, on disk |
 | `adapters` `peft` | adapters over values on disk, as they are loaded with a model; `merge_lora` |
@@ -11,7 +10,6 @@
 | `torchao` | `quantize_` |
 | `rows` | `cache_from`: rows of arrays, tables, datasets and files into a cache |
 | `tensordict` | reading and writing folders of `TensorDict.memmap` |
-| `log` | the logger of this package |
 """
 
 from offload.integrations import tensordict
