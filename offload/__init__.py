@@ -37,7 +37,6 @@ In modules, which `import offload` brings along:
 | | save training as a whole, and resume after a crash | `save_training` `load_training` |
 | `offload.distributed` | save a snapshot through files while training goes on | `FileStager` |
 | `offload.prompts` | keep the keys and values of prompts for later runs | `PromptCache` |
-| `offload.report` | write a page about memory and disk usage | `memory_report` |
 | `offload.drafts` | see what drafts bring: `generate(assistant_model=)` | `draft_summary` |
 | `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` |
 | | read files and tables of others into a cache | `cache_from` |
@@ -94,15 +93,14 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING or _importing.is_wanted():
-    from offload import budget, distributed, drafts, errors, integrations, prompts, report, training  # noqa: F401
+    from offload import budget, distributed, drafts, errors, integrations, prompts, training  # noqa: F401
     from offload.batches.mapping import map_batches
     from offload.budget import memory_summary, set_max_memory
     from offload.cache.table import TensorCache
     from offload.errors import OffloadError
-    from offload.integrations.accelerate import init_empty_weights
     from offload.integrations.peft import merge_lora
     from offload.integrations.torchao import quantize_
-    from offload.integrations.transformers import from_pretrained
+    from offload.integrations.transformers import from_pretrained, init_empty_weights
     from offload.models.device_map import ON_DISK
     from offload.models.loader import (
         LoadReport,

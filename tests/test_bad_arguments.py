@@ -200,7 +200,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "set_max_memory(max_memory)": lambda bad: entered(offload.set_max_memory(bad)),
     "set_max_memory(an amount)": lambda bad: entered(offload.set_max_memory({"cpu": bad})),
     "set_read_ahead(window)": lambda bad: entered(offload.budget.set_read_ahead(bad)),
-    "memory_report(path)": lambda bad: entered(offload.report.memory_report(bad)),
     "save_tree(a leaf)": lambda bad: offload.save_tree({"x": [bad]}, "out"),
     "save_tree(a key)": lambda bad: offload.save_tree({bad: 1}, "out") if bad.__hash__ else None,
     "save_tree(folder)": lambda bad: offload.save_tree([1], bad),

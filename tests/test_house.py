@@ -37,7 +37,7 @@ FLOORS = {
     "checkpoints": 4,
     "distributed": 4,
     "prompts": 4,
-    "report": 4,
+    "recording": 4,
     "drafts": 5,
     "cache": 6,
     "models": 6,
@@ -131,7 +131,6 @@ IN_MODULES = {
     "drafts": ["draft_summary"],
     "integrations": ["cache_from", "kv_cache", "tensordict"],
     "prompts": ["PromptCache"],
-    "report": ["memory_report"],
     "training": ["load_training", "offload_activations", "offload_optimizer", "save_training"],
 }
 

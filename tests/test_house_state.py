@@ -29,7 +29,7 @@ OF_OTHERS = {
     ("offload.cli.main", "_SubParsersAction"): "argparse's",
     ("offload.cli.main", "_actions"): "argparse's",
     ("offload.integrations.tensordict.reading", "_on_cpu"): "an offloaded tensor's: its value past every mode",
-    ("offload.integrations.tensordict.writing", "_non_tensordict"): "a tensorclass's",
+    ("offload.integrations.tensordict.reading", "_tensordict"): "a tensorclass's",
     ("offload.storage.locks", "_at_fork_reinit"): "a lock's, for a child",
     ("offload.storage.locks", "_is_owned"): "a lock's, for an interrupt",
     ("offload.storage.pickled", "_Unpickler"): "pickle's in Python, which is given another find_class",

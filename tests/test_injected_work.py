@@ -89,16 +89,6 @@ def nothing_or_whole(folder):
         assert {"w": [1.0] * 5, "v": [2.0] * 5} == values_in(place)
 
 
-def page(folder):
-    with offload.report.memory_report(folder / "report.html"):
-        pass
-    return (folder / "report.html").read_text().endswith("</html>\n")
-
-
-def whole_page(folder):
-    assert not (folder / "report.html").exists() or "</html>" in (folder / "report.html").read_text()
-
-
 ACTS = {
     "offload_optimizer": Act(trained, put_on_disk, optimizer_is_whole),
     "offload_activations": Act(lambda folder: folder, backward, all_threads=True),
@@ -111,7 +101,6 @@ ACTS = {
     "convert_checkpoint to values": Act(
         checkpoint, lambda folder: converted(folder, to_offload_folder=True), nothing_or_whole
     ),
-    "memory_report": Act(lambda folder: folder, page, whole_page),
 }
 
 

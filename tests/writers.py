@@ -152,11 +152,6 @@ def _tensordict(given: Path, place: Path) -> None:
     memmap_like({"x": ONES}, place / "like")
 
 
-def _report(given: Path, place: Path) -> None:
-    with offload.report.memory_report(place / "report.html"):
-        pass
-
-
 WRITERS: dict[str, Callable[[Path, Path], None]] = {
     "a value": _value,
     "zeros": _zeros,
@@ -176,7 +171,6 @@ WRITERS: dict[str, Callable[[Path, Path], None]] = {
     "save_tree": _tree,
     "training": _training,
     "tensordict": _tensordict,
-    "memory_report": _report,
 }
 
 

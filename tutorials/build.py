@@ -9,6 +9,8 @@ Always true:
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +23,7 @@ from typing import Any
 from urllib.parse import quote
 
 import griffe
+from matplotlib.figure import Figure
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from rich.filesize import decimal
@@ -28,7 +31,6 @@ from rich.filesize import decimal
 import offload
 from bench.picture import NAMES
 from offload.cli.main import parser
-from offload.report import line_chart
 from tutorials.public import MODULES
 
 OURS = "offload"
@@ -224,12 +226,27 @@ def _forms(measured: dict[str, Any], _: str | None) -> str:
     return "\n".join(lines)
 
 
+_INK, _COLOURS = "#7d8590", ("#3b82f6", "#d97706", "#059669")  # visible on white and on black
 _OF_A_FORM = ("a token, warm", "a token, cold", "a token, capped", "bytes, cold", "decoding a gigabyte")
 
 
 def _memory(traces: dict[str, list[tuple[float, float]]], _: str | None) -> str:
     """Memory over time, one line per arm."""
-    return f'<img alt="Memory over time, by arm" src="{line_chart(traces, partial(in_unit, "B"))}">'
+    figure = Figure(figsize=(6.4, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    for colour, (label, points) in zip(_COLOURS, traces.items(), strict=False):
+        axes.plot(*zip(*points, strict=True), label=label, color=colour)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds", color=_INK)
+    axes.yaxis.set_major_formatter(lambda value, _: in_unit("B", value))
+    axes.grid(color=_INK, alpha=0.25)
+    axes.tick_params(colors=_INK, length=0)
+    axes.spines[:].set_visible(False)
+    figure.legend(loc="outside upper left", ncols=len(traces), frameon=False, labelcolor="linecolor")
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", transparent=True)
+    address = "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="Memory over time, by arm" src="{address}">'
 
 
 def _medians(figure: dict[str, Any]) -> dict[str, float]:

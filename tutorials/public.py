@@ -15,7 +15,6 @@ MODULES = (
     offload.errors,
     offload.integrations,
     offload.prompts,
-    offload.report,
     testing,
     offload.training,
 )

@@ -20,7 +20,7 @@ from offload.serving.chat import ONE_ANSWER, ONLY_TOKENS, Prompt, ends_of, in_ch
 from offload.storage.reasons import first_line
 
 if TYPE_CHECKING:
-    from offload.report import Recording
+    from offload.recording import Recording
 
 _MODES = ("greedy_search", "sample")  # that take drafts
 # What transformers raises for settings that it can't follow.
@@ -50,12 +50,6 @@ def add_to(commands: arguments.Commands) -> None:
     add_prompt_cache(command)
     command.add_argument("--sample", action="store_true", help="sample (default: take the most likely token)")
     add_drafts(command)
-    command.add_argument(
-        "--report",
-        type=arguments.path,
-        metavar="FILE",
-        help="an HTML page about memory, reads and time (default: none)",
-    )
     allow_json(command)
     command.set_defaults(run=generate)
 
@@ -90,12 +84,6 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--store",
         action="store_true",
         help="write weights that have to be decoded or joined to --offload-dir once, for later runs (default: never)",
-    )
-    command.add_argument(
-        "--expert-counts",
-        type=arguments.path,
-        metavar="FILE",
-        help="keep uses of experts for later runs (default: none)",
     )
     add_revision(command)
     add_trust(command)
@@ -186,6 +174,7 @@ def generate(options: argparse.Namespace) -> None:
 
         from offload.checkpoints.companions import tokenizer_in
         from offload.memory import anonymous_bytes
+        from offload.recording import Recording
         from offload.serving.answering import Job, Streamer
         from offload.serving.text import Text
 
@@ -200,11 +189,7 @@ def generate(options: argparse.Namespace) -> None:
     drafts = drafts_of(model, tokenizer, options)
     inputs = inputs.to(model.device)
     pieces: list[str] = []
-    with (
-        _watched(options, model) as recording,
-        doing("reading the prompt") as begun,
-        torch.inference_mode(),
-    ):
+    with Recording().running() as recording, doing("reading the prompt") as begun, torch.inference_mode():
 
         def tell(piece: Any) -> None:
             begun()
@@ -306,7 +291,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
         disable_progress_bar()  # for loading weights: it would overwrite the line above, and no weight is loaded
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
-        names = ("dtype", "offload_dir", "store", "expert_counts", "trust_remote_code")
+        names = ("dtype", "offload_dir", "store", "trust_remote_code")
         chosen = {name: getattr(options, name) for name in names}
         model = from_pretrained(folder, device_map=device_map, max_memory=_budgets(options), **chosen)
         if not writes_text(model):
@@ -368,15 +353,6 @@ def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[s
 
     others = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
     return {"assistant_model": assistant, "tokenizer": tokenizer, "assistant_tokenizer": others}
-
-
-def _watched(options: argparse.Namespace, model: Any) -> Any:
-    """A recording, written as a page if requested."""
-    from offload.report import Recording, memory_report
-
-    if not options.report:
-        return Recording().running()
-    return memory_report(options.report, model, title=f"offload {options.model}")
 
 
 def show(text: str) -> None:

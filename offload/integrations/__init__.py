@@ -2,17 +2,14 @@
 
 | module | what |
 | --- | --- |
-| `accelerate` | accelerate's empty weights |
-| `transformers` `hub` | `from_pretrained`, and finding a model's files |
+| `transformers` `hub` | `from_pretrained` and accelerate's empty weights, and finding a model's files |
 | `experts` | an implementation of transformers' experts: all of a layer in one act |
 | `keys_values` | `kv_cache`: keys and values of a transformers model, on disk |
 | `adapters` `peft` | adapters over values on disk, as they are loaded with a model; `merge_lora` |
 | `compressed_tensors` | quantizing a checkpoint to 8 or 4 bits, from file to file |
 | `torchao` | `quantize_` |
-| `rows` | `cache_from`: rows from other sources into a cache |
-| `numpy` `hdf5` `arrow` | sources of rows |
+| `rows` | `cache_from`: rows of arrays, tables, datasets and files into a cache |
 | `tensordict` | reading and writing folders of `TensorDict.memmap` |
-| `log` | the logger of this package |
 """
 
 from offload.integrations import tensordict

@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -22,7 +23,6 @@ from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import put_files
 from offload.checkpoints.conversion import identities_of, resumable_folder, source_of, target_outside
 from offload.errors import CheckpointError
-from offload.integrations.log import log
 from offload.integrations.transformers import model_on_meta
 from offload.memory import count_freed
 from offload.models.saving import save_checkpoint
@@ -32,6 +32,8 @@ from offload.storage.replacing import put_file, replacing_folder
 from offload.storage.state_file import read_json
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike
+
+log = logging.getLogger("offload.integrations")
 
 # A scheme of the package, of which only the weights' part is used; the format that it is stored in; and whether each
 # group of columns has its own scale.

@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,6 @@ from offload.errors import (
     ShapeMismatchError,
     UnsupportedOpError,
 )
-from offload.integrations.log import log
 from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.owning import replace_by_zeros
 from offload.storage.reasons import reading
@@ -32,6 +32,8 @@ from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.rules import is_followed
 from offload.tensor.views import handle_of, is_stale
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
+
+log = logging.getLogger("offload.integrations")
 
 _LEAST_CAPACITY = 256  # tokens
 _STEP = 64  # granularity of the capacity in tokens: heads then begin at whole cache lines, as in plain tensors

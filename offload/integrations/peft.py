@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,6 @@ from offload.checkpoints.companions import companions_of, put_files
 from offload.checkpoints.conversion import companions_beside, identities_of, resumable_folder, target_outside
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.adapters import layers_over
-from offload.integrations.log import log
 from offload.integrations.transformers import from_pretrained
 from offload.memory import return_freed
 from offload.models.journal import Journal
@@ -42,6 +42,8 @@ from offload.tensor.saved import subclass_value
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import PathLike, is_offloaded
 from offload.torch_api import parameters_of, version_of
+
+log = logging.getLogger("offload.integrations")
 
 _BLOCK = 1 << 20  # bytes per read
 

@@ -10,6 +10,7 @@ Always true:
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload.checkpoints.companions import is_of_transformers
 from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError, UnsupportedOpError
-from offload.integrations.log import log
 from offload.models.journal import Journal
 from offload.models.pretrained import note_quantizer
 from offload.models.values import Replacing, is_done, journal_for, values_of
@@ -32,6 +32,8 @@ from offload.storage.modes import no_grad
 from offload.tensor.locals import is_dtensor
 from offload.tensor.saved import subclass_value
 from offload.torch_api import parameters_of
+
+log = logging.getLogger("offload.integrations")
 
 Filter: TypeAlias = Callable[[nn.Module, str], bool]
 

@@ -8,9 +8,10 @@ Always true:
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,14 +26,11 @@ from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, OffloadError
-from offload.integrations.accelerate import init_empty_weights
 from offload.integrations.adapters import load_adapter
 from offload.integrations.experts import NAME, prefer_experts, register_experts
 from offload.integrations.hub import base_folder, folder_of
-from offload.integrations.log import log
 from offload.memory import return_freed
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
-from offload.models.expert_counts import keep_expert_counts
 from offload.models.filling import filled, waiting
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
 from offload.models.pretrained import note_form, without_quantization
@@ -46,6 +44,8 @@ from offload.tensor.locals import is_dtensor, local_of
 from offload.torch_api import buffers_of, unsaved_buffers_of
 from offload.transformers_api import check_attributes
 
+log = logging.getLogger("offload.integrations")
+
 _UNSUPPORTED = {
     "torch_dtype": "give dtype",
     "offload_folder": "give offload_dir",
@@ -56,6 +56,27 @@ _UNSUPPORTED = {
 _QUANTIZING = ("quantization_config", "load_in_8bit", "load_in_4bit")
 _OF_RANKS = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+
+
+def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
+    """accelerate's context: a model that is built inside has parameters on the meta device, which take no memory.
+
+    Args:
+        include_buffers: whether buffers are on the meta device, too.
+
+    Returns:
+        A context manager.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = torch.nn.Linear(10_000, 10_000)
+        >>> model.weight.device
+        device(type='meta')
+    """
+    from accelerate import init_empty_weights as context
+
+    entered: AbstractContextManager[Any] = context(include_buffers=include_buffers)
+    return entered
 
 
 def from_pretrained(
@@ -72,7 +93,6 @@ def from_pretrained(
     read_ahead: Amount | bool | None = None,
     output_loading_info: bool = False,
     store: bool = False,
-    expert_counts: str | os.PathLike[str] | None = None,
     exact: bool = False,
     adapter: bool = True,
     trust_remote_code: bool = False,
@@ -96,8 +116,6 @@ def from_pretrained(
         max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
         output_loading_info: also return transformers' report, which has `LoadReport.forms` too.
         store: see `offload.load_checkpoint_and_dispatch`.
-        expert_counts: a file in which the uses of experts are kept from one run to the next, so that those stay in
-            memory from the start which were used most; None to begin with none.
         exact: whether products with packed weights are those with the dense weights, bit for bit: see `offload.exact`.
         adapter: whether an adapter of peft in the folder is loaded with the model, unmerged and frozen, as transformers
             does. A folder with an adapter alone stands for the model that the adapter names, its base.
@@ -194,8 +212,6 @@ def from_pretrained(
         exact=exact,
     )
     note_form(model, values)
-    if expert_counts is not None:
-        keep_expert_counts(model, expert_counts)
     if not (exact or is_chosen):
         prefer_experts(model)
     if adapter and has_adapter(beside):

@@ -485,7 +485,6 @@ def _track(handle: Handle, key: tuple[int, int], page_state: PageState) -> Value
     value.is_picked = handle.access is Access.PICKED or (is_cut and len(source.layout.shape) == _OF_MATRICES)
     if value.is_picked:
         source.file.is_picked_from = True
-        value.uses = page_state.uses.get(key, 0.0)
     return value
 
 

@@ -180,10 +180,9 @@ class PageState:
         copies: those on accelerators, by device, start and length.
         checked_until: until when (`clock.now`) its rows are assumed to be in memory without checking.
         filling: reads in all of it, if rows are picked from it.
-        uses: of picked ranges in earlier runs, by start and length.
     """
 
-    __slots__ = ("checked_until", "copies", "filling", "pool", "ranges", "uses")
+    __slots__ = ("checked_until", "copies", "filling", "pool", "ranges")
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
@@ -191,7 +190,6 @@ class PageState:
         self.copies: dict[tuple[torch.device, int, int], Value] = {}
         self.checked_until = 0.0
         self.filling: Filling | None = None
-        self.uses: dict[tuple[int, int], float] = {}
 
     def begin_anew(self) -> None:
         """The value is in another file now."""

@@ -35,7 +35,6 @@ class RowSourceTests:
     @pytest.fixture(autouse=True)
     def _small_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("offload.cache.incoming._BATCH", 200)  # bytes
-        monkeypatch.setattr("offload.integrations.arrow._BATCH", 200)
 
     def test_all_rows_come_in_order_and_bit_for_bit(self, tmp_path: Path) -> None:
         cache = cache_from(self.source(tmp_path, columns()), tmp_path / "cache", metadata={"of": "rows"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.integrations.row_sources import RowFileTests, RowSourceTests
+
+h5py = pytest.importorskip("h5py")
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 Values = dict[str, np.ndarray[Any, Any]]
 
@@ -27,118 +32,86 @@ def tensors(values: Values) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(part) for name, part in values.items()}
 
 
-class TestArray(RowSourceTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        return structured(values)
-
-
-class TestNpyFile(RowFileTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        np.save(folder / "rows.npy", structured(values))
-        return folder / "rows.npy"
-
-
-class TestDictOfTensors(RowSourceTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        return tensors(values)
-
-
-class TestSafetensorsFile(RowFileTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        save_file(tensors(values), folder / "rows.safetensors")
-        return folder / "rows.safetensors"
-
-
-class TestFileOfTorchSave(RowFileTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        torch.save(tensors(values), folder / "rows.pt")
-        return folder / "rows.pt"
-
-
-class TestHdf5File(RowFileTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        h5py = pytest.importorskip("h5py")
-        with h5py.File(folder / "rows.h5", "w") as file:
-            file.update(values)
-        return folder / "rows.h5"
-
-
-class TestHdf5Group(RowSourceTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        h5py = pytest.importorskip("h5py")
-        file = h5py.File(folder / "rows.h5", "w")
-        file.update({f"group/{name}": part for name, part in values.items()})
-        return file["group"]
-
-
 def arrow_table(values: Values) -> Any:
-    pa = pytest.importorskip("pyarrow")
     pair = pa.FixedSizeListArray.from_arrays(pa.array(values["pair"].reshape(-1)), 2)
     return pa.table({"id": values["id"], "score": values["score"], "pair": pair})
 
 
-class TestArrowTable(RowSourceTests):
+def a_dataset(values: Values) -> Any:
+    return pytest.importorskip("datasets").Dataset(arrow_table(values))
+
+
+def a_tensordict(values: Values) -> Any:
+    return pytest.importorskip("tensordict").TensorDict(tensors(values), batch_size=[len(values["id"])])
+
+
+def hdf5_group(folder: Path, values: Values) -> Any:
+    file = h5py.File(folder / "rows.h5", "w")
+    file.update({f"group/{name}": part for name, part in values.items()})
+    return file["group"]
+
+
+def hdf5_file(path: Path, values: Values) -> None:
+    with h5py.File(path, "w") as file:
+        file.update(values)
+
+
+def arrow_file(path: Path, values: Values, form: Callable[..., Any]) -> None:
+    table = arrow_table(values)
+    with pa.OSFile(str(path), "wb") as sink, form(sink, table.schema) as file:
+        file.write_table(table)
+
+
+def parquet_folder(path: Path, values: Values) -> None:
+    path.mkdir()
+    pq.write_table(arrow_table(values).slice(0, 9), path / "0.parquet")
+    pq.write_table(arrow_table(values).slice(9), path / "1.parquet")
+
+
+def folder_of_a_dataset(path: Path, values: Values) -> None:
+    if not len(values["id"]):
+        pytest.skip("datasets 5 can't load a dataset without rows that it saved")
+    a_dataset(values).save_to_disk(path)
+
+
+IN_MEMORY: dict[str, Callable[[Path, Values], Any]] = {
+    "array": lambda _, values: structured(values),
+    "dict of tensors": lambda _, values: tensors(values),
+    "HDF5 group": hdf5_group,
+    "Arrow table": lambda _, values: arrow_table(values),
+    "dataset": lambda _, values: a_dataset(values),
+    "TensorDict": lambda _, values: a_tensordict(values),
+}
+FILES: dict[str, Callable[[Path, Values], Any]] = {
+    "rows.npy": lambda path, values: np.save(path, structured(values)),
+    "rows.safetensors": lambda path, values: save_file(tensors(values), path),
+    "rows.pt": lambda path, values: torch.save(tensors(values), path),
+    "rows.h5": hdf5_file,
+    "rows.arrow": lambda path, values: arrow_file(path, values, pa.ipc.new_file),
+    "rows.arrows": lambda path, values: arrow_file(path, values, pa.ipc.new_stream),
+    "rows.parquet": lambda path, values: pq.write_table(arrow_table(values), path, row_group_size=5),
+    "shards": parquet_folder,
+    "saved": folder_of_a_dataset,
+    "memmap": lambda path, values: a_tensordict(values).memmap(path),
+}
+
+
+@pytest.mark.parametrize("kind", IN_MEMORY)
+class TestSources(RowSourceTests):
+    @pytest.fixture(autouse=True)
+    def _kind(self, kind: str) -> None:
+        self.make = IN_MEMORY[kind]
+
     def source(self, folder: Path, values: Values) -> Any:
-        return arrow_table(values)
+        return self.make(folder, values)
 
 
-class TestArrowFile(RowFileTests):
+@pytest.mark.parametrize("name", FILES)
+class TestFiles(RowFileTests):
+    @pytest.fixture(autouse=True)
+    def _name(self, name: str) -> None:
+        self.name = name
+
     def source(self, folder: Path, values: Values) -> Any:
-        pa = pytest.importorskip("pyarrow")
-        table = arrow_table(values)
-        with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
-            file.write_table(table)
-        return folder / "rows.arrow"
-
-
-class TestArrowStream(RowFileTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        pa = pytest.importorskip("pyarrow")
-        table = arrow_table(values)
-        with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as file:
-            file.write_table(table)
-        return folder / "rows.arrow"
-
-
-class TestParquetFile(RowFileTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        table, pq = arrow_table(values), pytest.importorskip("pyarrow.parquet")
-        pq.write_table(table, folder / "rows.parquet", row_group_size=5)
-        return folder / "rows.parquet"
-
-
-class TestParquetFolder(RowFileTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        table, pq = arrow_table(values), pytest.importorskip("pyarrow.parquet")
-        (folder / "shards").mkdir()
-        pq.write_table(table.slice(0, 9), folder / "shards" / "0.parquet")
-        pq.write_table(table.slice(9), folder / "shards" / "1.parquet")
-        return folder / "shards"
-
-
-class TestDataset(RowSourceTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        datasets = pytest.importorskip("datasets")
-        return datasets.Dataset(arrow_table(values))
-
-
-class TestFolderOfADataset(RowFileTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        datasets = pytest.importorskip("datasets")
-        if not len(values["id"]):
-            pytest.skip("datasets 5 can't load a dataset without rows that it saved")
-        datasets.Dataset(arrow_table(values)).save_to_disk(folder / "saved")
-        return folder / "saved"
-
-
-class TestTensorDict(RowSourceTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        tensordict = pytest.importorskip("tensordict")
-        return tensordict.TensorDict(tensors(values), batch_size=[len(values["id"])])
-
-
-class TestFolderOfATensorDict(RowFileTests):
-    def source(self, folder: Path, values: Values) -> Any:
-        tensordict = pytest.importorskip("tensordict")
-        tensordict.TensorDict(tensors(values), batch_size=[len(values["id"])]).memmap(folder / "saved")
-        return folder / "saved"
+        FILES[self.name](folder / self.name, values)
+        return folder / self.name

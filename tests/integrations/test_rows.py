@@ -17,6 +17,10 @@ from offload.integrations import cache_from
 from offload.integrations.rows import rows_of
 from tests.processes import run_script
 
+h5py = pytest.importorskip("h5py")
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
 N = 17
 
 
@@ -24,7 +28,6 @@ N = 17
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several batches even for little data."""
     monkeypatch.setattr("offload.cache.incoming._BATCH", 200)
-    monkeypatch.setattr("offload.integrations.arrow._BATCH", 200)
 
 
 def structured() -> np.ndarray[Any, Any]:
@@ -73,7 +76,6 @@ def test_a_plain_array_is_a_column(tmp_path: Path, order: Any) -> None:
 
 
 def test_hdf5(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
     rows = structured()
     with h5py.File(tmp_path / "rows.h5", "w") as file:
         file["group/x"] = np.random.default_rng(0).random((N, 2, 3))
@@ -106,7 +108,6 @@ def test_hdf5(tmp_path: Path) -> None:
 
 
 def table() -> Any:
-    pa = pytest.importorskip("pyarrow")
     numbers = list(range(N))
     return pa.table(
         {
@@ -143,9 +144,6 @@ def matches(expected: Any, found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", ["table", "sliced", "parquet", "arrow", "stream", "folder"])
 def test_arrow_and_parquet(tmp_path: Path, form: str) -> None:
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     expected = table()
     source: Any = expected
     if form == "sliced":
@@ -228,7 +226,6 @@ def test_values_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
 
 
 def test_hdf5_data_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["a"], file["b"], file["c"] = np.zeros(3), np.zeros(2), 7
 
@@ -243,7 +240,6 @@ def test_hdf5_data_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def links(tmp_path: Path) -> Path:
     """An HDF5 file with every kind of link and of virtual dataset: `good` ones to 0, 1, 2, and `lost` ones."""
-    h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["deep/x"] = np.arange(3.0)
         file["deep/up"] = h5py.SoftLink("/deep")
@@ -268,7 +264,6 @@ def links(tmp_path: Path) -> Path:
 
 
 def _virtual(group: Any, name: str, source: str, path: str) -> None:
-    h5py = pytest.importorskip("h5py")
     layout = h5py.VirtualLayout(shape=(3,), dtype="f8")
     layout[:] = h5py.VirtualSource(source, path, shape=(3,))
     group.create_virtual_dataset(name, layout)
@@ -276,7 +271,6 @@ def _virtual(group: Any, name: str, source: str, path: str) -> None:
 
 def _virtual_of_many(group: Any, name: str, sources: str, path: str) -> None:
     """A dataset over as many files as there are, whose name has a number."""
-    h5py = pytest.importorskip("h5py")
     all_rows, rows = h5py.h5s.create_simple((3,), (h5py.h5s.UNLIMITED,)), h5py.h5s.create_simple((3,))
     mapped = all_rows.copy()
     mapped.select_hyperslab((0,), (h5py.h5s.UNLIMITED,), (3,), (3,))
@@ -289,7 +283,6 @@ GOOD = ["x", "again", "soft", "outside", "group/x", "v", "v own", "v many"]
 
 
 def test_hdf5_links_of_every_kind_are_followed(links: Path) -> None:
-    h5py = pytest.importorskip("h5py")
     with h5py.File(links) as file:
         group = cache_from(file["good"])
 
@@ -324,7 +317,6 @@ def test_an_hdf5_link_to_nothing_is_an_error(links: Path, name: str, where: str)
 @pytest.mark.parametrize("columns", [None, ["l"], ["s"]])
 def test_places_outside_of_an_arrow_file_are_an_error(tmp_path: Path, form: str, columns: list[str] | None) -> None:
     """pyarrow itself follows them, which kills the process."""
-    pa = pytest.importorskip("pyarrow")
     table = pa.table({"l": [list(range(7777)), []], "s": ["x" * 7777, ""]})
     writer = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
     with pa.OSFile(str(tmp_path / "x"), "wb") as sink, writer(sink, table.schema) as file:
@@ -358,16 +350,12 @@ def _written_npy(path: Path) -> None:
 
 
 def _written_hdf5(path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
     with h5py.File(path, "w") as file:
         file["inner/x"] = np.zeros(3)
     path.write_bytes(path.read_bytes().replace(b"TREE", b"EERT"))
 
 
 def _written_parquet(path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     pq.write_table(pa.table({"x": list(range(1000))}), path, use_dictionary=False)
     data = bytearray(path.read_bytes())
     data[4:400] = b"\xff" * 396
@@ -375,7 +363,6 @@ def _written_parquet(path: Path) -> None:
 
 
 def _written_arrow(path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, pa.schema({"x": pa.int64()})) as file:
         file.write_table(pa.table({"x": list(range(1000))}))
     data = bytearray(path.read_bytes())
@@ -384,9 +371,6 @@ def _written_arrow(path: Path) -> None:
 
 
 def test_a_shard_of_parquet_may_have_no_row_groups(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     table = pa.table({"x": [1, 2]})
     pq.ParquetWriter(tmp_path / "0.parquet", table.schema).close()
     pq.write_table(table, tmp_path / "1.parquet")
@@ -395,10 +379,7 @@ def test_a_shard_of_parquet_may_have_no_row_groups(tmp_path: Path) -> None:
 
 
 def test_arrow_data_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
     import datetime
-
-    import pyarrow.parquet as pq
 
     with pytest.raises(CacheError, match="'t' in the table is of type timestamp"):
         cache_from(pa.table({"t": [datetime.datetime(2020, 1, 1)]}))
@@ -421,13 +402,9 @@ def test_a_file_is_streamed_in_little_memory(tmp_path: Path, form: str) -> None:
     if form == "npy":
         np.save(path, values)
     elif form == "h5":
-        h5py = pytest.importorskip("h5py")
         with h5py.File(path, "w") as file:
             file["values"] = values
     else:
-        pa = pytest.importorskip("pyarrow")
-        import pyarrow.parquet as pq
-
         flat = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 1 << 20)
         pq.write_table(pa.table({"values": flat}), path, row_group_size=4, use_dictionary=False, compression="none")
     script = """
@@ -455,11 +432,7 @@ def _first_rows(path: Path, small: Path, form: str) -> None:
     if form == "npy":
         np.save(small, np.load(path, "r")[:2])
     elif form == "h5":
-        import h5py
-
         with h5py.File(path) as file, h5py.File(small, "w") as to:
             to["values"] = file["values"][:2]
     else:
-        import pyarrow.parquet as pq
-
         pq.write_table(pq.ParquetFile(path).read_row_group(0).slice(0, 2), small)

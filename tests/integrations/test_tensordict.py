@@ -159,7 +159,7 @@ def test_a_folder_of_tensordicts_opens_as_what_tensordict_gives(tmp_path):
     rich().memmap(tmp_path)
     before = contents(tmp_path)
 
-    found = load_memmap(tmp_path, types=[Sample])
+    found = load_memmap(tmp_path)
 
     assert_same(TensorDict.load_memmap(tmp_path), found)
     assert all(isinstance(leaf, OffloadedTensor) for leaf in leaves(found) if leaf.numel())
@@ -174,14 +174,6 @@ def test_every_leaf_is_over_its_file(tmp_path):
     assert tmp_path / "x.memmap" == found["x"].offload_path
     assert tmp_path / "deep" / "y.memmap" == found["deep", "y"].offload_path
     assert "deep.y" == found["deep", "y"].name
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_float8_opens_here_which_tensordict_itself_can_not_load(tmp_path, dtype):
-    value = bits(5, dtype=dtype)
-    TensorDict({"x": value}).memmap(tmp_path)
-
-    assert_equal(value, load_memmap(tmp_path)["x"])
 
 
 def test_a_nested_tensor_of_the_strided_layout_opens_as_one(tmp_path):
@@ -201,7 +193,7 @@ def test_a_root_of_another_class_opens_too(tmp_path):
     stack = LazyStackedTensorDict(TensorDict({"a": bits(2)}, [2]), TensorDict({"a": bits(2)}, [2]), stack_dim=1)
     stack.memmap(tmp_path / "stack")
 
-    assert_same(TensorDict.load_memmap(tmp_path / "sample"), load_memmap(tmp_path / "sample", types=[Sample]))
+    assert_same(TensorDict.load_memmap(tmp_path / "sample"), load_memmap(tmp_path / "sample"))
     assert_same(TensorDict.load_memmap(tmp_path / "stack"), load_memmap(tmp_path / "stack"))
 
 
@@ -260,20 +252,13 @@ def test_to_meta_and_under_a_fake_mode_no_file_is_looked_at(tmp_path):
 # What is wrong with a folder
 
 
-def test_an_unknown_tensorclass_is_an_error_with_the_way_out(tmp_path):
-    Sample(hidden=bits(2), batch_size=[2]).memmap(tmp_path)
-
-    with pytest.raises(UnknownTypeError, match=r"holds a Sample \(of .*test_tensordict\).*pass types=\[Sample\]"):
-        load_memmap(tmp_path, types=[Other])
-
-
 def test_a_class_that_a_folder_names_is_not_imported(tmp_path):
     TensorDict({"x": bits(2)}).memmap(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
     meta |= {"_type": "<class 'this.Antigravity'>", "_class": "this:Antigravity"}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
 
-    with pytest.raises(UnknownTypeError, match=r"holds a Antigravity \(of this\)"):
+    with pytest.raises(UnknownTypeError, match=r"Could not find the class this\.Antigravity.*Import the module"):
         load_memmap(tmp_path)
 
     assert "this" not in sys.modules
@@ -290,27 +275,17 @@ class Boom:
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_pickled_data_is_not_opened_and_can_be_left_out(tmp_path, stacked):
+def test_pickled_data_is_not_opened(tmp_path, stacked):
     trace = tmp_path / "trace"
     value = NonTensorStack(Boom(trace), "b") if stacked else NonTensorData(Boom(trace), batch_size=[2])
     deep = TensorDict({"y": bits(2)}, [2])
     deep.set("bad", value)
     TensorDict({"x": bits(2), "deep": deep}, [2]).memmap(tmp_path / "a")
 
-    with pytest.raises(CheckpointError, match=r"is a pickle, and is not opened.*without=\[\('deep', 'bad'\)\]"):
+    with pytest.raises(CheckpointError, match=r"'deep/bad' is pickled, and is not opened.*td\.exclude"):
         load_memmap(tmp_path / "a")
-    found = load_memmap(tmp_path / "a", without=[("deep", "bad")])
 
-    assert ["y"] == list(found["deep"].keys())
-    assert_equal(bits(2), found["deep", "y"])
     assert not trace.exists()
-
-
-def test_leaving_out_what_is_not_there_is_an_error(tmp_path):
-    TensorDict({"x": bits(2)}).memmap(tmp_path)
-
-    with pytest.raises(KeyError, match=r"has no entry \('z',\) to leave out"):
-        load_memmap(tmp_path, without=["z"])
 
 
 def test_a_short_file_is_an_error_that_names_it(tmp_path):
@@ -334,25 +309,29 @@ def test_a_missing_file_or_folder_is_an_error_that_names_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        ("not json", "can't be read as what a folder of TensorDict.memmap says"),
-        ("[]", "does not say what the folder holds"),
-        ({"x": {"shape": [-1], "dtype": "torch.float32"}}, r"gives 'x' the shape \[-1\]"),
-        ({"x": {"shape": [4], "dtype": "torch.float33"}}, r"'x' is of torch.float33, which can't be read"),
-        ({"shape": [9]}, "contradicts the files that it names"),
-        ({"device": "tpu:3"}, r"were on 'tpu:3', which is not available here .*: pass device='cpu'"),
-        ({"device": 1 << 70}, "which is not available here"),
-        ({"\ud800": {"shape": [4], "dtype": "torch.float32"}}, r"names an entry '\\ud800', and no file can be"),
-        ({"_type": "<class 'tensordict._lazy.LazyStackedTensorDict'>"}, "is an empty stack of TensorDicts"),
+        "not json",
+        "[]",
+        {"x": {"shape": [-1], "dtype": "torch.float32"}},
+        {"x": {"shape": [4], "dtype": "torch.float33"}},
+        {"shape": [9]},
+        {"device": "tpu:3"},
+        {"device": 1 << 70},
+        {"\ud800": {"shape": [4], "dtype": "torch.float32"}},
+        {"_type": "<class 'tensordict._lazy.LazyStackedTensorDict'>", "_class": None},
+        {"_format_version": 99},
+        {"z": {"type": "TensorDict"}},
+        {"z": {"shape": [4], "dtype": "torch.float32"}},
     ],
+    ids=str,
 )
-def test_a_damaged_meta_json_is_an_error_of_its_folder(tmp_path, change, words):
+def test_a_damaged_meta_json_is_an_error_of_its_folder(tmp_path, change):
     TensorDict({"x": bits(4)}, [4]).memmap(tmp_path)
     path = tmp_path / "meta.json"
     path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
 
-    with pytest.raises(CorruptFileError, match=words):
+    with pytest.raises((CorruptFileError, MissingFileError), match=str(tmp_path)):
         load_memmap(tmp_path)
 
 
@@ -360,7 +339,7 @@ def test_a_lazy_view_and_an_archive_say_what_to_do(tmp_path):
     TensorDict({"x": bits(4)}, [4])._get_sub_tensordict(slice(0, 2)).memmap(tmp_path / "view")
     TensorDict({"x": bits(4)}, [4]).memmap(tmp_path / "a.tdz")
 
-    with pytest.raises(UnknownTypeError, match=r"holds a _SubTensorDict.*save it as a TensorDict"):
+    with pytest.raises(UnknownTypeError, match=r"holds a _SubTensorDict: save it as a TensorDict"):
         load_memmap(tmp_path / "view")
     with pytest.raises(CorruptFileError, match="unpack an archive first"):
         load_memmap(tmp_path / "a.tdz")
@@ -414,7 +393,7 @@ def test_values_of_a_folder_go_into_tensors_that_are_there(tmp_path):
 def test_a_folder_written_here_opens_in_tensordict(tmp_path, where, threads):
     td = rich()
     td.memmap(tmp_path / "theirs")
-    source = td if where == "plain" else load_memmap(tmp_path / "theirs", types=[Sample])
+    source = td if where == "plain" else load_memmap(tmp_path / "theirs")
 
     result = save_memmap(source, tmp_path / "parents" / "ours", num_threads=threads)
 
@@ -606,9 +585,19 @@ def test_foreign_files_at_the_target_are_left_alone(tmp_path):
     [
         (lambda: {"a": {"x": torch.empty(2, device="meta")}}, UnsupportedOpError, r"\('a', 'x'\).*on the meta device"),
         (lambda: {"x": torch.eye(2).to_sparse()}, UnsupportedOpError, "'x'.*is not a dense tensor"),
+        (lambda: {"shape": {"a": torch.ones(2)}}, UnsupportedOpError, "'shape': tensordict's format reserves this key"),
         (lambda: {"shape": torch.ones(2)}, UnsupportedOpError, "'shape': tensordict's format reserves this key"),
-        (lambda: TensorDict({"a": NonTensorData(object())}), UnknownTypeError, r"\('a',\) holds a object that JSON"),
-        (lambda: TensorDict({"a": NonTensorData({1: 2})}), UnknownTypeError, "that JSON can't represent"),
+        (
+            lambda: {"x": torch.ones(2).to(torch.float8_e5m2)},
+            UnsupportedOpError,
+            "can't write this so that it opens it",
+        ),
+        (
+            lambda: TensorDict({"a": NonTensorData(object())}),
+            UnknownTypeError,
+            "'a' holds data that JSON can't represent",
+        ),
+        (lambda: TensorDict({"a": NonTensorData({1: 2})}), UnknownTypeError, "'a' holds data that JSON"),
         (lambda: [torch.ones(2)], TypeError, "a TensorDict, a tensorclass or a dict can be saved, not a list"),
     ],
 )

@@ -242,7 +242,7 @@ def test_the_contents_of_a_folder_come_back_unchanged(tmp_path: Path) -> None:
     save_memmap(td, tmp_path / "ours")
 
     for found in (
-        load_memmap(tmp_path / "ours", types=[Sample]),
+        load_memmap(tmp_path / "ours"),
         TensorDict.load_memmap(tmp_path / "ours"),
     ):
         assert torch.Size([4]) == found.batch_size

@@ -4,7 +4,6 @@
 | --- | --- |
 | `reading` | `load_memmap`, `load_memmap_`: offloaded tensors over the files of a folder |
 | `writing` | `save_memmap`, `memmap_like`: a folder that tensordict opens |
-| `rows` | rows from TensorDicts |
 """
 
 from offload.integrations.tensordict.reading import load_memmap, load_memmap_

@@ -1,9 +1,9 @@
 """Folders written by `TensorDict.memmap`, as offloaded tensors.
 
 Always true:
+- tensordict reads the structure, past every value: classes, batch sizes, names, other data. A leaf is over its file
 - files are referenced in place; a modified one is an error. They are written to only with mode="r+"
 - no class is imported by a name in a file, and nothing is unpickled
-- no value is read
 - the result is of one folder, even if `save_memmap` puts another one in its place meanwhile
 - a key names a file or folder directly inside that of its TensorDict, whatever characters it has
 
@@ -14,11 +14,11 @@ nested tensor's sizes are in `<key>.shape.memmap`. A leaf without elements has n
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,7 +30,6 @@ from offload.errors import (
     CheckpointError,
     CorruptFileError,
     MissingFileError,
-    MissingKeyError,
     OffloadError,
     UnknownTypeError,
 )
@@ -40,12 +39,11 @@ from offload.storage.header import is_unicode
 from offload.storage.layout import Entry, contiguous, contiguous_stride, dtype_named
 from offload.storage.owning import open_value
 from offload.storage.reasons import reading as as_read
-from offload.storage.regular import absolute, is_folder, is_there, open_regular
+from offload.storage.regular import absolute, is_file, is_there, open_regular
 from offload.storage.state_file import read_json
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
-from offload.torch_api import active_fake_mode, nested_view_from_buffer
-from offload.tree.structure import class_among
+from offload.torch_api import FakeTensorMode, active_fake_mode, nested_view_from_buffer
 
 Way: TypeAlias = tuple[str, ...]  # the keys from the root to an entry
 
@@ -53,7 +51,6 @@ META = "meta.json"
 INNER = "_tensordict"  # the folder of a tensorclass's values
 _PICKLES = ("other.pickle", "pickle.pkl")
 _UNSAFE = frozenset('/<>:"|?*\\ %\x7f') | {chr(code) for code in range(32)}
-_OF_CLASS = ("_type", "_class", "_format_version")  # other metadata in the folder of a tensorclass
 
 
 def load_memmap(
@@ -61,8 +58,6 @@ def load_memmap(
     device: torch.device | str | int | None = None,
     *,
     mode: str = "r",
-    types: Iterable[type] = (),
-    without: Iterable[str | Way] = (),
     offload_dir: PathLike | None = None,
 ) -> Any:
     """The same as `TensorDict.load_memmap` for a folder, but with offloaded tensors as leaves, over its files.
@@ -79,8 +74,6 @@ def load_memmap(
         mode: "r" protects the files of the folder, "r+" writes through to them.
         device: where ops on the leaves run; None for the device that was saved. "meta" gives meta tensors. Under a
             `FakeTensorMode` the leaves are fake.
-        types: the tensorclasses that may be made.
-        without: entries to leave out: keys, or tuples of keys for nested ones. Pickled data has to be.
         offload_dir: where copies go; None for a private folder.
 
     Returns:
@@ -88,9 +81,8 @@ def load_memmap(
 
     Raises:
         MissingFileError, CorruptFileError: there is no such folder, or it is incomplete.
-        UnknownTypeError: it holds a class that is not among `types`.
+        UnknownTypeError: it holds a class that has not been imported.
         CheckpointError: it holds pickled data.
-        KeyError: an entry in `without` does not exist.
 
     Example:
         >>> from tensordict import TensorDict
@@ -100,23 +92,19 @@ def load_memmap(
     """
     if mode not in ("r", "r+"):
         raise ArgumentError(f"unknown mode {mode!r}: 'r' protects the files of the folder, 'r+' writes to them")
-    place, types = absolute(folder), tuple(types)
-    target = None if device is None else checked_device(device)
-    left_out = frozenset((name,) if isinstance(name, str) else tuple(name) for name in without)
+    place = absolute(folder)
+    leaves = _Leaves(None if device is None else checked_device(device), offload_dir, writes=mode == "r+")
     with as_read(place):
         while True:
-            before, reading = _which(place), _Reading(target, types, set(left_out), offload_dir, writes=mode == "r+")
+            before = _which(place)
             try:
-                found = reading.folder(place, ())
-            except (MissingFileError, CorruptFileError):
+                td = _opened(place, leaves)
+            except OffloadError:
                 if _which(place) == before:
                     raise
             else:
                 if _which(place) == before:
-                    break
-    if reading.left_out:
-        raise MissingKeyError(f"{place} has no entry {min(reading.left_out)!r} to leave out")
-    return found
+                    return td
 
 
 def _which(folder: Path) -> tuple[int, int] | None:
@@ -125,6 +113,38 @@ def _which(folder: Path) -> tuple[int, int] | None:
         status = os.stat(folder)
         return status.st_ino, status.st_ctime_ns
     return None
+
+
+def _opened(folder: Path, leaves: _Leaves) -> Any:
+    """A folder as a TensorDict with its leaves in place; what is wrong with it is blamed on the folder."""
+    if is_file(folder):
+        raise CorruptFileError(f"{folder} is a file: unpack an archive first (tensordict.unpack_memmap)")
+    if not is_there(folder / META):
+        raise _gone(folder / META, "this is not a folder that TensorDict.memmap wrote, or a part of one is gone")
+    try:
+        td = structure_of(folder, leaves.device)
+        leaves.put(td, folder, ())
+    except (OffloadError, OSError):
+        raise
+    except Exception as error:  # tensordict can raise anything for a folder that it did not write
+        raise _refused(folder, error) from error
+    return td
+
+
+def _gone(path: Path, reason: str) -> MissingFileError:
+    return MissingFileError(errno.ENOENT, reason, str(path))
+
+
+def structure_of(folder: Path, device: torch.device | None = None) -> Any:
+    """What tensordict makes of a folder, with fake leaves: mapping a file of values could extend it.
+
+    Raises:
+        Exception: whatever tensordict raises.
+    """
+    from tensordict import TensorDict
+
+    with nullcontext() if active_fake_mode() else FakeTensorMode():
+        return TensorDict.load_memmap(folder, device, allow_pickle=False)
 
 
 def load_memmap_(td: Any, folder: PathLike, **options: Any) -> Any:
@@ -168,68 +188,70 @@ def _take_over(td: Any, found: Any) -> None:
             td.set(key, new)
 
 
-@dataclass
-class _Reading:
-    """Turns a folder into a TensorDict.
+def _refused(folder: Path, error: Exception) -> OffloadError:
+    """An error of tensordict's, blamed on the folder."""
+    if isinstance(error, RuntimeError) and "allow_pickle" in str(error):
+        return CheckpointError(
+            f"{folder}: {pickled_in(folder)!r} is pickled, and is not opened, as it could run code: save the folder "
+            "without it (td.exclude), or make it text, numbers, lists and dicts"
+        )
+    if isinstance(error, RuntimeError) and "Could not find the class" in str(error):
+        return UnknownTypeError(f"{error} Or save it as a TensorDict, with to_tensordict().")
+    return CorruptFileError(
+        f"{folder} can't be read as a folder of TensorDict.memmap ({type(error).__name__}: {error}): is it whole? "
+        "Copy it again."
+    )
 
-    Attributes:
-        left_out: the entries to leave out that have not been found yet.
-    """
+
+def pickled_in(folder: Path) -> str | None:
+    """The first entry of a folder that tensordict pickled."""
+    files = (path for path in folder.rglob("*") if path.name in _PICKLES and path.is_file())
+    return min((str(path.parent.relative_to(folder)) for path in files), default=None)
+
+
+@dataclass(frozen=True)
+class _Leaves:
+    """Puts tensors over the files of a folder in place of the fake leaves of its structure."""
 
     device: torch.device | None
-    types: tuple[type, ...]
-    left_out: set[Way]
     offload_dir: PathLike | None
     writes: bool
 
-    def folder(self, folder: Path, way: Way) -> Any:
-        """The content of a folder, at path `way` from the root."""
-        import tensordict
+    def put(self, td: Any, folder: Path, way: Way) -> None:
+        """For a collection in a folder, at path `way` from the root."""
+        from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, is_tensorclass
 
-        meta = _meta_of(folder)
-        match _class_name(meta):
-            case "tensordict:TensorDict":
-                return self._tensordict(folder, meta, way)
-            case "tensordict:LazyStackedTensorDict":
-                return self._lazy_stack(folder, meta, way)
-            case "tensordict:NonTensorData":
-                _refuse_pickles(folder, way)
-                return tensordict.NonTensorData(data=meta.get("data"))
-            case "tensordict:NonTensorStack":
-                _refuse_pickles(folder, way)
-                if not isinstance(meta.get("data"), list):
-                    return self._lazy_stack(folder, meta, way)
-                with _as_written(folder):
-                    return tensordict.NonTensorStack.from_list(meta["data"])
-            case name:
-                cls: Any = self._class_called(name, folder)
-                _refuse_pickles(folder, way)
-                values = self.folder(folder / INNER, way)
-                with _as_written(folder):
-                    others = {key: value for key, value in meta.items() if key not in _OF_CLASS}
-                    return cls.from_tensordict(values, others)
+        if isinstance(td, NonTensorData | NonTensorStack):
+            return
+        if is_tensorclass(td):
+            self.put(td._tensordict, folder / INNER, way)
+        elif isinstance(td, LazyStackedTensorDict):
+            for index, layer in enumerate(td.tensordicts):
+                self.put(layer, folder / str(index), (*way, str(index)))
+        elif type(td) is TensorDict:
+            self._put_entries(td, folder, way)
+        else:
+            name = type(td).__name__
+            raise UnknownTypeError(f"{folder} holds a {name}: save it as a TensorDict, with to_tensordict()")
 
-    def _tensordict(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
-        from tensordict import TensorDict
-
-        device = self.device or _saved_device(folder, meta)
-        entries = {}
-        for key, spec in meta.items():
+    def _put_entries(self, td: Any, folder: Path, way: Way) -> None:
+        for key, spec in read_json(folder / META, "what a folder of TensorDict.memmap says of itself").items():
             if not isinstance(spec, dict):
                 continue
-            if (*way, key) in self.left_out:
-                self.left_out.discard((*way, key))
-            elif "type" in spec:
-                entries[key] = self.folder(_place(folder, key, ""), (*way, key))
-            elif "dtype" in spec:
-                entries[key] = self._leaf(folder, key, spec, way, device or torch.device("cpu"))
-        names = meta.get("_names")
-        with _as_written(folder):
-            names = names if isinstance(names, list) else None
-            return TensorDict(entries, batch_size=torch.Size(meta.get("shape", ())), device=device, names=names)
+            if not is_unicode(key):
+                raise CorruptFileError(f"{folder / META} names an entry {key!r}, and no file can be called that")
+            if "type" in spec:
+                if key not in td.keys():  # noqa: SIM118  as it left out what is not there
+                    raise _gone(
+                        _place(folder, key, "") / META, "a part of a TensorDict is missing: copy the folder again"
+                    )
+                self.put(td.get(key), _place(folder, key, ""), (*way, key))
+            elif "dtype" in spec and "shape" in spec:
+                td.set(key, self._leaf(folder, key, spec, way, td.device or torch.device("cpu")))
 
     def _leaf(self, folder: Path, key: str, spec: dict[str, Any], way: Way, device: torch.device) -> torch.Tensor:
-        shape, dtype = _layout_of(folder, key, spec)
+        shape, dtype = tuple(spec["shape"]), dtype_named(spec["dtype"].removeprefix("torch."))
+        assert dtype is not None  # else tensordict does not know it
         name, path = ".".join((*way, key)), _place(folder, key, ".memmap")
         has_file = spec.get("is_nested") or 0 not in shape
         if device.type == "meta" or active_fake_mode() is not None or not has_file:
@@ -258,107 +280,14 @@ class _Reading:
         args = (flat, torch.tensor(sizes).reshape(shape), strides, torch.tensor(starts))
         return nested_view_from_buffer(*args).to(device)
 
-    def _lazy_stack(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
-        from tensordict import LazyStackedTensorDict
-
-        layers: list[Any] = []
-        while is_folder(folder / str(len(layers))):
-            layers.append(self.folder(folder / str(len(layers)), (*way, str(len(layers)))))
-        if not layers:
-            raise CorruptFileError(f"{folder} is an empty stack of TensorDicts. Copy the folder again.")
-        with _as_written(folder):
-            dim, name = meta["stack_dim"], meta.get("stack_dim_name")
-            return LazyStackedTensorDict(*layers, stack_dim=dim, stack_dim_name=name)
-
-    def _class_called(self, name: str, folder: Path) -> type:
-        found = class_among(self.types, name)
-        if found is not None:
-            return found
-        module, _, short = name.replace(":", ".").rpartition(".")
-        way_out = "save it as a TensorDict, with to_tensordict()" if ":" in name else f"pass types=[{short}]"
-        raise UnknownTypeError(f"{folder} holds a {short} (of {module}), and no such class was given: {way_out}")
-
-
-@contextmanager
-def _as_written(folder: Path) -> Iterator[None]:
-    """tensordict can raise anything for a folder that it did not write: blame the folder."""
-    try:
-        yield
-    except OffloadError:
-        raise
-    except Exception as error:
-        raise CorruptFileError(f"{folder / META} contradicts the files that it names: {error}") from error
-
-
-def _meta_of(folder: Path) -> dict[str, Any]:
-    path = folder / META
-    try:
-        meta = read_json(path, "what a folder of TensorDict.memmap says of itself")
-    except MissingFileError as error:
-        if folder.is_file():
-            raise CorruptFileError(f"{folder} is a file: unpack an archive first (tensordict.unpack_memmap)") from error
-        reason = "this is not a folder that TensorDict.memmap wrote, or a part of one is gone"
-        raise MissingFileError(error.errno, reason, str(path)) from error
-    if not isinstance(meta, dict) or not isinstance(meta.get("_type"), str):
-        raise CorruptFileError(f"{path} does not say what the folder holds. Copy the folder again.")
-    return meta
-
-
-def _saved_device(folder: Path, meta: Mapping[str, Any]) -> torch.device | None:
-    saved = meta.get("device", "None")
-    try:
-        return None if saved == "None" else checked_device(saved)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # torch can raise anything
-        raise CorruptFileError(
-            f"{folder / META} says that the values were on {str(saved)[:100]!r}, which is not "
-            f"available here ({error}): pass device='cpu'"
-        ) from error
-
-
-def _class_name(meta: Mapping[str, object]) -> str:
-    """`tensordict:TensorDict` for tensordict's own classes, wherever they are defined; else the full name."""
-    name = str(meta["_type"]).removeprefix("<class '").removesuffix("'>")
-    return f"tensordict:{name.rpartition('.')[2]}" if name.startswith("tensordict.") else name
-
-
-def _layout_of(folder: Path, key: str, spec: Mapping[str, object]) -> tuple[tuple[int, ...], torch.dtype]:
-    shape, name = spec.get("shape"), spec["dtype"]
-    dtype = dtype_named(str(name).removeprefix("torch."))
-    if dtype is None:
-        raise CorruptFileError(f"{folder / META} says that {key!r} is of {name}, which can't be read")
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise CorruptFileError(f"{folder / META} gives {key!r} the shape {str(shape)[:100]}")
-    return tuple(shape), dtype
-
-
-def escaped(key: str) -> str:
-    """A key as a file or folder name."""
-    if key in ("", ".", ".."):
-        return "%2E" * len(key) or "%"
-    return "".join(f"%{ord(char):02X}" if char in _UNSAFE else char for char in key)
-
 
 def _place(folder: Path, key: str, suffix: str) -> Path:
-    """The file or folder of a key; under its unescaped name if an older tensordict wrote it.
-
-    Raises:
-        CorruptFileError: it is not valid as a file name.
-    """
-    if not is_unicode(key):
-        raise CorruptFileError(
-            f"{folder / META} names an entry {key!r}, and no file can be called that: download or copy it again"
-        )
-    path = folder / f"{escaped(key)}{suffix}"
-    plain = folder / f"{key}{suffix}"
+    """The file or folder of a key; under its unescaped name if an older tensordict wrote it."""
+    if key in ("", ".", ".."):
+        escaped = "%2E" * len(key) or "%"
+    else:
+        escaped = "".join(f"%{ord(char):02X}" if char in _UNSAFE else char for char in key)
+    path, plain = folder / f"{escaped}{suffix}", folder / f"{key}{suffix}"
     if plain != path and plain.parent == folder and key not in (".", "..") and not is_there(path) and is_there(plain):
         return plain
     return path
-
-
-def _refuse_pickles(folder: Path, way: Way) -> None:
-    for name in _PICKLES:
-        if is_there(folder / name):
-            raise CheckpointError(
-                f"{folder / name} is a pickle, and is not opened, as it could run code: leave the entry out "
-                f"(without=[{way!r}]), or save it as text, numbers, lists and dicts"
-            )

@@ -2,17 +2,17 @@
 
 Always true:
 - it appears complete, in one step; it replaces another one only if that was written here, and no file was added to it
+- tensordict lays it out, with files of zeros, and is seen to open it before it is put in place; values are written here
 - no value is in memory as a whole: what is on disk is copied from file to file
-- nothing is pickled
+- nothing that had to be pickled is kept
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,23 @@ from offload.errors import (
     ArgumentError,
     ArgumentTypeError,
     ForeignFileError,
+    OffloadError,
     UnknownTypeError,
     UnsupportedOpError,
 )
-from offload.integrations.tensordict.reading import INNER, META, Way, escaped, load_memmap
+from offload.integrations.tensordict.reading import Way, load_memmap, pickled_in, structure_of
 from offload.progress import progress_in_bytes
 from offload.storage.header import MARK, is_unicode
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute
-from offload.storage.replacing import is_filled, new_file, replacing_folder, sync_folder, write_all
+from offload.storage.replacing import is_filled, new_file, replacing_folder, sync_whole, write_all
 from offload.storage.state_file import Kind, state_if_ours
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
 from offload.tensor.wrapper import PathLike
 
-_FORMAT = 1
-_TAKEN = ("shape", "device", "_type")  # keys of meta.json that an entry would collide with
 _MARKER = "offload.json"
-_KIND = Kind(what="the list of files of a folder of offload", stamp={MARK: {"memmap": _FORMAT}})
+_KIND = Kind(what="the list of files of a folder of offload", stamp={MARK: {"memmap": 1}})
 
 
 def save_memmap(
@@ -76,12 +75,12 @@ def save_memmap(
         >>> TensorDict.load_memmap("written")["deep", "y"]
         MemoryMappedTensor([0., 0.])
     """
-    folder, plan = absolute(folder), _planned(td)
+    td, folder = _collection(td), absolute(folder)
     _refuse_replacing(folder, existsok)
 
     def save() -> Any:
-        _publish(folder, plan, num_threads, existsok)
-        return load_memmap(folder, types=plan.types)
+        _publish(td, folder, existsok, threads=num_threads)
+        return load_memmap(folder)
 
     if not return_early:
         return save()
@@ -112,35 +111,13 @@ def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
     """
     from tensordict import TensorDict
 
-    folder, plan = absolute(folder), _planned(td, of_zeros=True)
-    if not is_unicode(str(folder)):
-        raise ArgumentError(f"{str(folder)!r} is not a path that tensordict can map files under: it is not UTF-8")
-    _publish(folder, plan, 0, existsok)
+    folder = absolute(folder)
+    _publish(_collection(td), folder, existsok, of_zeros=True)
     return TensorDict.load_memmap(folder)
 
 
-@dataclass
-class _Plan:
-    """The contents of a folder.
-
-    Attributes:
-        files: the tensors, by relative path.
-        texts: the contents of `meta.json` files, by path.
-        types: the tensorclasses used.
-        of_zeros: whether all values are zero.
-    """
-
-    of_zeros: bool
-    files: dict[str, torch.Tensor] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-    types: set[type] = field(default_factory=set)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.files.values())
-
-
-def _planned(td: Any, *, of_zeros: bool = False) -> _Plan:
+def _collection(td: Any) -> Any:
+    """A TensorDict or the like, with a dict made one."""
     from tensordict import TensorDict, is_tensor_collection
 
     if isinstance(td, dict):
@@ -152,150 +129,104 @@ def _planned(td: Any, *, of_zeros: bool = False) -> _Plan:
             ) from error
     if not is_tensor_collection(td):
         raise ArgumentTypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
-    plan = _Plan(of_zeros)
-    _plan(td, "", (), plan)
-    return plan
+    return td
 
 
-def _plan(td: Any, at: str, way: Way, plan: _Plan) -> None:
-    """Add a collection to a plan, in folder `at`."""
-    from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, is_tensorclass
-
-    meta: dict[str, Any]
-    kind = type(td)
-    if isinstance(td, NonTensorStack):
-        meta = {**_format("NonTensorStack"), "stack_dim": 0, "device": None, "data": _json_able(td.tolist(), way)}
-    elif isinstance(td, NonTensorData):
-        meta = {"data": _json_able(td.data, way), "_metadata": None, "_is_non_tensor": True}
-    elif is_tensorclass(td):
-        plan.types.add(kind)
-        meta = _json_able(dict(td._non_tensordict), way)
-        _plan(td._tensordict, f"{at}{INNER}/", way, plan)
-    elif isinstance(td, LazyStackedTensorDict):
-        kind, dim, names = LazyStackedTensorDict, td.stack_dim, td.names
-        name = names[dim] if names else None
-        meta = {**_format("LazyStackedTensorDict"), "stack_dim": dim, "stack_dim_name": name}
-        for index, layer in enumerate(td.tensordicts):
-            _plan(layer, f"{at}{index}/", (*way, str(index)), plan)
-    else:
-        kind, names = TensorDict, {"_names": list(td.names)} if any(td.names) else {}
-        entries = _plan_entries(td, at, way, plan)
-        meta = {**_format("TensorDict"), **names, **entries, "shape": list(td.batch_size), "device": "cpu"}
-    plan.texts[f"{at}{META}"] = json.dumps({**meta, "_type": str(kind)})
+def _publish(td: Any, folder: Path, existsok: bool, *, threads: int = 0, of_zeros: bool = False) -> None:
+    """Write a folder beside its place, and put it there in one step."""
+    if not is_unicode(str(folder)):
+        raise ArgumentError(f"{str(folder)!r} is not a path that tensordict can map files under: it is not UTF-8")
+    leaves: list[tuple[str | Way, torch.Tensor]] = []
+    td.named_apply(lambda *leaf: leaves.append(leaf), nested_keys=True, filter_empty=True)
+    for way, tensor in leaves:
+        _refuse_leaf(way, tensor, of_zeros=of_zeros)
+    size = 0 if of_zeros else sum(tensor.nbytes for _, tensor in leaves)
+    with replacing_folder(folder, size, refuse=lambda target: _refuse_replacing(target, existsok)) as temporary:
+        files = _laid_out(td, temporary)
+        if not of_zeros:
+            _fill(files, threads)
+        marker = {**_KIND.stamp, "files": sorted(_files_in(temporary))}
+        with new_file(temporary / _MARKER, 0) as fd:
+            write_all(fd, memoryview((json.dumps(marker) + "\n").encode()), 0)
+        sync_whole(temporary)
 
 
-def _plan_entries(td: Any, at: str, way: Way, plan: _Plan) -> dict[str, Any]:
-    """Add the entries of a TensorDict to a plan; returns their entries in `meta.json`."""
-    from tensordict import is_tensor_collection
-
-    meta: dict[str, Any] = {}
-    for key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
-        label = repr((*way, key)) if way else repr(key)
-        if key in _TAKEN:
-            raise UnsupportedOpError(f"{label}: tensordict's format reserves this key: rename it")
-        if not is_unicode(key):
-            raise UnsupportedOpError(f"{label!r}: a lone surrogate can't be in the name of a file, rename this key")
-        value = td.get(key)
-        if is_tensor_collection(value):
-            meta[key] = {"type": type(value).__name__}
-            _plan(value, f"{at}{escaped(key)}/", (*way, key), plan)
-        else:
-            meta[key] = _plan_leaf(value, f"{at}{escaped(key)}", label, plan)
-    return meta
-
-
-def _plan_leaf(tensor: Any, path: str, name: str, plan: _Plan) -> dict[str, Any]:
-    """Add a leaf to a plan; returns its entry in `meta.json`."""
-    if tensor.is_nested and tensor.layout == torch.strided:
-        sizes = torch.tensor([list(part.shape) for part in tensor.unbind()], dtype=torch.int64)
-        plan.files[f"{path}.shape.memmap"] = sizes
-        whole, flat = tensor.detach().contiguous(), torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        plan.files[f"{path}.memmap"] = flat.set_(whole.untyped_storage(), 0, (int(sizes.prod(-1).sum()),), (1,))
-        return _spec(sizes.shape, tensor.dtype, is_nested=True)
+def _refuse_leaf(way: str | Way, tensor: torch.Tensor, *, of_zeros: bool) -> None:
     if tensor.is_nested:
-        raise UnsupportedOpError(
-            f"{name} is a nested tensor of the jagged layout, which tensordict's format can't hold: "
-            "store its values() and offsets(), or torch.nested.nested_tensor(list(it.unbind()), layout=torch.strided)"
-        )
-    if not plan.of_zeros:
-        refuse_unstorable(tensor, name)
+        if tensor.layout != torch.strided:
+            raise UnsupportedOpError(
+                f"{way!r} is a nested tensor of the jagged layout, which tensordict's format can't hold: store its "
+                "values() and offsets(), or torch.nested.nested_tensor(list(it.unbind()), layout=torch.strided)"
+            )
+    elif not of_zeros:
+        refuse_unstorable(tensor, repr(way))
         if subclass_value(tensor) is not None:
             raise UnsupportedOpError(
-                f"{name} is a tensor subclass: dequantize() it, or use save_tree, which keeps such"
+                f"{way!r} is a tensor subclass: dequantize() it, or use save_tree, which keeps such"
             )
-    if tensor.numel():  # an empty leaf has no file
-        plan.files[f"{path}.memmap"] = tensor.detach()
-    return _spec(tensor.shape, tensor.dtype, is_nested=False)
 
 
-def _spec(shape: Iterable[int], dtype: torch.dtype, *, is_nested: bool) -> dict[str, Any]:
-    return {"device": "cpu", "shape": list(shape), "dtype": str(dtype), "is_nested": is_nested}
+def _laid_out(td: Any, folder: Path) -> list[tuple[torch.Tensor, str]]:
+    """Let tensordict write a folder with values of zeros; returns each leaf with its file.
+
+    Raises:
+        UnknownTypeError: it pickled something.
+        UnsupportedOpError: it would not open the folder, or not with all that is in `td`.
+    """
+    files: list[tuple[torch.Tensor, str]] = []
+    try:
+        zeros = td.memmap_like(folder)
+        if pickled := pickled_in(folder):
+            raise UnknownTypeError(
+                f"{pickled!r} holds data that JSON can't represent (tensordict would pickle it): make it text, "
+                "numbers, lists and dicts, or leave it out with td.exclude"
+            )
+        td.named_apply(lambda _, tensor, file: files.append((tensor, file.filename)), zeros, filter_empty=True)
+        lost = set(td.keys(include_nested=True)) - set(structure_of(folder).keys(include_nested=True))
+    except (OffloadError, OSError):
+        raise
+    except Exception as error:  # tensordict can raise anything for what it can't write, or can't read again
+        raise UnsupportedOpError(
+            f"tensordict can't write this so that it opens it again ({type(error).__name__}: {error}): change the type "
+            "of the entry, or use save_tree"
+        ) from error
+    if lost:
+        raise UnsupportedOpError(f"{min(lost, key=repr)!r}: tensordict's format reserves this key: rename it")
+    return files
 
 
-def _format(name: str) -> dict[str, Any]:
-    return {"_format_version": _FORMAT, "_class": f"tensordict:{name}"}
+def _fill(files: Sequence[tuple[torch.Tensor, str]], threads: int) -> None:
+    """Put the values in files that are laid out."""
+    with progress_in_bytes(sum(tensor.nbytes for tensor, _ in files), "saving") as advance:
+        if threads <= 1:
+            for tensor, path in files:
+                advance(_write(tensor, path))
+            return
+        with ThreadPoolExecutor(threads, "offload-save") as pool:
+            try:
+                for nbytes in pool.map(_write, *zip(*files, strict=True)):
+                    advance(nbytes)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
 
-def _json_able(value: object, way: Way) -> Any:
-    if _is_json_able(value):
-        return value
-    raise UnknownTypeError(
-        f"{way!r} holds a {type(value).__name__} that JSON can't represent (tensordict would pickle it): "
-        "make it text, numbers, lists and dicts, or leave it out with td.exclude"
-    )
+def _write(tensor: torch.Tensor, path: str) -> int:
+    """Put a value in a file anew, with its disk space reserved: a full disk is an error. Returns its size in bytes."""
+    flat = _elements(tensor.detach())
+    if flat.numel():  # an empty leaf has no file
+        os.unlink(path)
+        with new_file(Path(path), flat.nbytes, durable=False) as fd:
+            write_value(fd, 0, flat, flat.dtype)
+    return flat.nbytes
 
 
-def _is_json_able(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) for key in value) and all(map(_is_json_able, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_json_able, value))
-    return value is None or isinstance(value, str | int | float | bool)
-
-
-# Files
-
-
-def _publish(folder: Path, plan: _Plan, threads: int, existsok: bool) -> None:
-    """Write a folder beside its place, and put it there in one step."""
-    size = 0 if plan.of_zeros else plan.nbytes
-    paths = [*plan.files, *plan.texts]
-    marker = {**_KIND.stamp, "files": sorted(paths)}
-    with replacing_folder(folder, size, refuse=lambda target: _refuse_replacing(target, existsok)) as temporary:
-        places = {temporary / path for path in map(os.path.dirname, paths)} - {temporary}
-        for place in places:
-            place.mkdir(parents=True, exist_ok=True)
-        with progress_in_bytes(plan.nbytes, "saving") as advance:
-            for nbytes in _written(temporary, plan, threads):
-                advance(nbytes)
-        for path, text in {**plan.texts, _MARKER: json.dumps(marker) + "\n"}.items():
-            with new_file(temporary / path, len(text)) as fd:
-                write_all(fd, memoryview(text.encode()), 0)
-        for place in places:
-            sync_folder(place)
-
-
-def _written(folder: Path, plan: _Plan, threads: int) -> Iterator[int]:
-    """The size in bytes of each tensor file, as it is written."""
-
-    def write(path: str) -> int:
-        tensor = plan.files[path]
-        with new_file(folder / path, 0 if plan.of_zeros else tensor.nbytes) as fd:
-            if plan.of_zeros:
-                os.ftruncate(fd, tensor.nbytes)
-            else:
-                write_value(fd, 0, tensor, tensor.dtype)
-        return tensor.nbytes
-
-    if threads <= 1:
-        yield from map(write, plan.files)
-        return
-    with ThreadPoolExecutor(threads, "offload-save") as pool:
-        try:
-            yield from pool.map(write, plan.files)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor; those of a nested one in one row."""
+    if not tensor.is_nested:
+        return tensor
+    whole, count = tensor.contiguous(), sum(part.numel() for part in tensor.unbind())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(whole.untyped_storage(), 0, (count,), (1,))
 
 
 def _refuse_replacing(folder: Path, existsok: bool) -> None:
@@ -306,11 +237,15 @@ def _refuse_replacing(folder: Path, existsok: bool) -> None:
         raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
     with reading(folder):
         known = _files_of(folder)
-        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+        found = _files_in(folder)
     if not known:
         raise ForeignFileError(f"{folder} was not written by offload: it is left as it is. Take another folder.")
     if found - known:
         raise ForeignFileError(f"{folder / min(found - known)} was not written by offload: move it away first")
+
+
+def _files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
 
 
 def _files_of(folder: Path) -> set[str]:
