@@ -1,7 +1,7 @@
-"""The columns of a folder: rows of fixed size, and rows of varying size (tokens, text, JSON, bytes).
+"""The columns of a folder: rows of fixed size, and rows of varying size (tokens, bytes, text, JSON).
 
 Fixed-size rows are in a safetensors file, (capacity, *row_shape). Other values are in `NAME.values` (rows of tensors,
-as bytes), `NAME.jsonl` (one line per row) or `NAME.bytes`, with their places in `NAME%2findex.safetensors`, int64
+as bytes) or `NAME.jsonl` (one line per row), with their places in `NAME%2findex.safetensors`, int64
 (capacity, 2): first byte, and length (elements of the first dimension, or bytes).
 
 Always true:
@@ -35,7 +35,7 @@ import torch
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.parts import opened, read_parts, size_of
 from offload.cache.rowfile import RowFile, look_at
-from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
+from offload.cache.schema import JSON, RAGGED, TENSOR, Column
 from offload.cache.states import States
 from offload.errors import (
     CacheError,
@@ -64,7 +64,7 @@ Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
 _SHAPE = b'"shape": ['  # of a column; inside a name the quotes would be escaped
 _ROW_SHAPE = re.compile(rb'\d+((?:, \d+)*)\], "data_offsets"')
 _MOST = 2**63 - 1  # most bytes that torch can count
-_SUFFIXES = {RAGGED: ".values", JSON: ".jsonl", BYTES: ".bytes"}
+_SUFFIXES = {RAGGED: ".values", JSON: ".jsonl"}
 _ALIGNED = 64  # alignment of a batch of values in bytes
 _LOOKS = 16  # values to check for being in memory
 
@@ -274,6 +274,8 @@ def as_tensor(value: object, column: Column, path: Path) -> torch.Tensor:
                     refuse_unstorable(part, column.name)
             value = torch.stack([torch.as_tensor(part) for part in value])
         is_typed = isinstance(value, torch.Tensor) or hasattr(value, "dtype")
+        if isinstance(value, bytes | bytearray | memoryview) and column.dtype == torch.uint8:
+            value = np.frombuffer(bytearray(value), dtype=np.uint8)
         tensor = torch.as_tensor(value, dtype=None if is_typed else column.dtype).detach()
         checked_dense(tensor, column.name)
     except OffloadError:
@@ -532,18 +534,12 @@ class HeapColumn:
 
     def _encoded(self, row: object) -> bytes:
         what = f"column {self.column.name!r} ({self.path})"
-        if self.column.kind == BYTES:
-            if not isinstance(row, bytes | bytearray | memoryview):
-                raise DtypeMismatchError(f"{what} holds bytes, the value is of {type(row).__name__}")
-            return bytes(row)
         try:
             return json.dumps(_checked(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise DtypeMismatchError(f"{what} holds JSON, and a value can't be written as JSON: {error}") from error
 
     def _decoded(self, part: bytes) -> Any:
-        if self.column.kind == BYTES:
-            return part
         try:
             return json.loads(part) if part else None
         except (ValueError, RecursionError) as error:

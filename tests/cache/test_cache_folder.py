@@ -279,7 +279,7 @@ def test_a_cache_that_is_there_and_agrees_is_opened_to_be_written(folder, num_ro
             {},
             r"column 'x' is tensor .*, expected tensor \(2,\) torch.float64",
         ),
-        (COLUMNS | {"note": "bytes"}, 8, {}, "column 'note' is json, expected bytes"),
+        (COLUMNS | {"t": "json"}, 8, {}, r"column 't' is ragged \(None,\) torch.int32, expected json"),
         (COLUMNS | {"y": "json"}, 8, {}, "it has no column 'y'"),
         ({"x": COLUMNS["x"]}, 8, {}, "it has a column '.*' as well"),
         (COLUMNS, 8, {"model": "large"}, "'model' is 'tiny', expected 'large'"),
