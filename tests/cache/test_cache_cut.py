@@ -187,10 +187,10 @@ def test_a_file_that_is_cut_while_the_cache_is_closed_is_not_written_to(folder, 
 
 def lengths_of(folder, *new):
     with open(folder / FILE, "r+b") as file:
-        file.seek(56)
+        file.seek(48)
         found = struct.unpack("<3Q", file.read(24))
         if new:
-            file.seek(56)
+            file.seek(48)
             file.write(struct.pack("<3Q", *new))
     return list(found)
 
