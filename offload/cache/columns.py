@@ -1,12 +1,12 @@
-"""The columns of a folder: rows of fixed size, and rows of varying size (tokens, text, JSON, bytes).
+"""The columns of a folder: rows of fixed size, and rows of varying size (tokens, bytes, text, JSON).
 
-Fixed-size rows are in a safetensors file, (capacity, *row_shape). Other values are in `NAME.values` (rows of tensors,
-as bytes), `NAME.jsonl` (one line per row) or `NAME.bytes`, with their places in `NAME%2findex.safetensors`, int64
-(capacity, 2): first byte, and length (elements of the first dimension, or bytes).
+Fixed-size rows are in a safetensors file, (rows, *row_shape). Other values are in `NAME.values` (rows of tensors,
+as bytes) or `NAME.jsonl` (one line per row), with their places in `NAME%2findex.safetensors`, int64
+(rows, 2): first byte, and length (elements of the first dimension, or bytes).
 
 Always true:
-- a header follows from the column and its capacity: one torn by a crash is written again
-- the rows begin at the same byte for any capacity
+- a header follows from the column and the number of rows: one torn by a crash is written again
+- the rows begin at the same byte for any number of rows
 - a write touches a row and the pages it is on; it never goes through a mapping
 - varying-size values are appended to a file that only grows; a rewritten row gets a new place, so that readers of the
   old one are not disturbed
@@ -35,7 +35,7 @@ import torch
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.parts import opened, read_parts, size_of
 from offload.cache.rowfile import RowFile, look_at
-from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
+from offload.cache.schema import JSON, RAGGED, TENSOR, Column
 from offload.cache.states import States
 from offload.errors import (
     CacheError,
@@ -62,9 +62,10 @@ from offload.tensor.wrapper import is_offloaded
 
 Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
 _SHAPE = b'"shape": ['  # of a column; inside a name the quotes would be escaped
+_OFFSETS = b'"data_offsets": [0, '
 _ROW_SHAPE = re.compile(rb'\d+((?:, \d+)*)\], "data_offsets"')
 _MOST = 2**63 - 1  # most bytes that torch can count
-_SUFFIXES = {RAGGED: ".values", JSON: ".jsonl", BYTES: ".bytes"}
+_SUFFIXES = {RAGGED: ".values", JSON: ".jsonl"}
 _ALIGNED = 64  # alignment of a batch of values in bytes
 _LOOKS = 16  # values to check for being in memory
 
@@ -80,8 +81,9 @@ class FixedColumn:
         self.column = column
         self.path = folder / file_name(column.name)
         self._row_bytes = column.row_bytes
+        self._start = _start(column)
         self._with_rows: TensorFile | None = None
-        self.rowfile = RowFile(self.path, _start(column), column.dtype, column.row_shape, writes=writes)
+        self.rowfile = RowFile(self.path, self._start, column.dtype, column.row_shape, writes=writes)
         try:
             self._is_blank = self._refuse_another()
         except BaseException:
@@ -89,7 +91,7 @@ class FixedColumn:
             raise
 
     @staticmethod
-    def create(folder: Path, column: Column, capacity: int) -> None:
+    def create(folder: Path, column: Column, rows: int) -> None:
         """A file whose rows read as zeros; takes disk space for its header only. Durable with the first row.
 
         Raises:
@@ -98,7 +100,7 @@ class FixedColumn:
         """
         path = folder / file_name(column.name)
         refuse_foreign(path)
-        put_file(path, _head(column, capacity), _size(column, capacity), durable=False)
+        put_file(path, _head(column, rows), _start(column) + rows * column.row_bytes, durable=False)
 
     def _refuse_another(self) -> bool:
         """Check that the header is of this column; a crash may have torn it after the row count, but not before.
@@ -131,15 +133,18 @@ class FixedColumn:
                 "Copy the complete folder again."
             )
 
-    def check(self, capacity: int) -> None:
+    def check(self, rows: int) -> None:
         """
         Raises:
-            CorruptFileError: the file lacks the capacity.
+            CorruptFileError: the file lacks some of these rows; under the lock, it was truncated.
         """
-        found, expected = size_of(self.rowfile.fd, self.path), _size(self.column, capacity)
+        self._check(size_of(self.rowfile.fd, self.path), rows)
+
+    def _check(self, found: int, rows: int) -> None:
+        expected = self._size(rows)
         if found < expected:
             raise CorruptFileError(
-                f"column {self.column.name!r}: {self.path} has {found} bytes, and {capacity} rows of "
+                f"column {self.column.name!r}: {self.path} has {found} bytes, and {rows} rows of "
                 f"{self.column.shape_text} {self.column.dtype} take {expected}: it was truncated. "
                 "Copy the complete folder again."
             )
@@ -149,12 +154,13 @@ class FixedColumn:
         """One of each open file."""
         return {self.path: self.rowfile.fd}
 
-    def refuse_cut(self, capacity: int) -> None:
-        """Like `check`, which is reliable under the lock."""
-        self.check(capacity)
+    check_index = check
 
-    def has_capacity(self, capacity: int) -> bool:
-        return size_of(self.rowfile.fd, self.path) >= _size(self.column, capacity)
+    def has(self, rows: int) -> bool:
+        return size_of(self.rowfile.fd, self.path) >= self._size(rows)
+
+    def _size(self, rows: int) -> int:
+        return self._start + rows * self._row_bytes
 
     def _identity(self) -> Identity:
         return Identity.of(file_status(self.path))
@@ -168,20 +174,25 @@ class FixedColumn:
         self._with_rows = TensorFile.raw(self.path, Entry(name, layout, _start(self.column)))
         return self._with_rows
 
-    def fit(self, capacity: int, known: int) -> None:
-        """Resize the file, which has capacity for `known` rows, to exactly `capacity`. Under the lock.
+    def fit(self, rows: int, known: int) -> None:
+        """Resize the file, which has `known` rows, to exactly `rows`. Under the lock.
 
         Durable with the next row that is.
 
         Raises:
-            CorruptFileError: it lacks that capacity: what was cut off would read as zeros.
+            CorruptFileError: it lacks known rows: they would read as zeros.
             WriteError
         """
-        self.check(known)
-        head, fd = _head(self.column, capacity), self.rowfile.fd
+        fd = self.rowfile.fd
+        found, wanted = size_of(fd, self.path), self._size(rows)
+        self._check(found, known)
+        head = _head(self.column, rows)
         with writing(self.path):
-            if os.fstat(fd).st_size != _size(self.column, capacity) or read_all(fd, len(head), 0) != head:
-                os.ftruncate(fd, _size(self.column, capacity))
+            if found > wanted:
+                os.ftruncate(fd, wanted)
+            elif found < wanted:
+                write_all(fd, memoryview(b"\0"), wanted - 1)  # a tenth of the time of `ftruncate`
+            if found != wanted or read_all(fd, len(head), 0) != head:
                 write_all(fd, memoryview(head), 0)
 
     def prepare(self, value: object, count: int, positions: Numbers | None) -> torch.Tensor:
@@ -206,7 +217,7 @@ class FixedColumn:
         Raises:
             OSError
         """
-        self.rowfile.write(rows, bytes_of(values))
+        self.rowfile.write(rows, values.numpy().reshape(-1).data)
         return self.nbytes(len(rows))
 
     def read(
@@ -226,7 +237,7 @@ class FixedColumn:
             out = torch.empty(
                 (len(rows), *self.column.row_shape), dtype=self.column.dtype, device="cpu", pin_memory=pinned
             )
-        part = self.rowfile.read(Rows(rows.numbers[filled]))  # a writer may be cutting off unused capacity
+        part = self.rowfile.read(Rows(rows.numbers[filled]))  # a writer may be cutting off others
         self._as_bytes(out).zero_()[torch.from_numpy(filled)] = self._as_bytes(part)
         return out
 
@@ -274,6 +285,8 @@ def as_tensor(value: object, column: Column, path: Path) -> torch.Tensor:
                     refuse_unstorable(part, column.name)
             value = torch.stack([torch.as_tensor(part) for part in value])
         is_typed = isinstance(value, torch.Tensor) or hasattr(value, "dtype")
+        if isinstance(value, bytes | bytearray | memoryview) and column.dtype == torch.uint8:
+            value = np.frombuffer(bytearray(value), dtype=np.uint8)
         tensor = torch.as_tensor(value, dtype=None if is_typed else column.dtype).detach()
         checked_dense(tensor, column.name)
     except OffloadError:
@@ -291,23 +304,26 @@ def as_tensor(value: object, column: Column, path: Path) -> torch.Tensor:
     return tensor.cpu()
 
 
-def _head(column: Column, capacity: int) -> bytes:
-    layouts = {column.name: contiguous(column.dtype, (capacity, *column.row_shape))}
-    head = build(layouts, {"name": column.name}).data
-    length = _start(column) - 8
-    return struct.pack("<Q", length) + head[8:].rstrip(b" ").ljust(length)
+def _head(column: Column, rows: int) -> bytes:
+    """The header of a file with so many rows: only two numbers differ from that of an empty one."""
+    empty = _empty_head(column).replace(_SHAPE + b"0", _SHAPE + b"%d" % rows, 1)
+    head = empty.replace(_OFFSETS + b"0]", _OFFSETS + b"%d]" % (rows * column.row_bytes), 1)
+    return head.ljust(_start(column))
+
+
+@cache
+def _empty_head(column: Column) -> bytes:
+    """Without the spaces that follow."""
+    data = build({column.name: contiguous(column.dtype, (0, *column.row_shape))}, {"name": column.name}).data
+    return struct.pack("<Q", _start(column) - 8) + data[8:].rstrip(b" ")
 
 
 @cache
 def _start(column: Column) -> int:
-    """The first byte of the rows: where it would be with the largest capacity that torch can count."""
+    """The first byte of the rows: where it would be with as many as torch can count."""
     each = math.prod(max(size, 1) for size in column.row_shape) * column.dtype.itemsize
     layouts = {column.name: contiguous(column.dtype, (_MOST // each, *column.row_shape))}
     return build(layouts, {"name": column.name}).start(column.name)
-
-
-def _size(column: Column, capacity: int) -> int:
-    return _start(column) + capacity * column.row_bytes
 
 
 # Rows of varying size
@@ -337,7 +353,7 @@ class HeapColumn:
             self._index = FixedColumn(folder, _index_of(column), writes=writes)
 
     @staticmethod
-    def create(folder: Path, column: Column, capacity: int) -> None:
+    def create(folder: Path, column: Column, rows: int) -> None:
         """Empty files.
 
         Raises:
@@ -348,35 +364,38 @@ class HeapColumn:
         with open_regular(path, os.O_RDWR | os.O_CREAT) as new:
             if os.fstat(new.fileno()).st_size:
                 raise ForeignFileError(f"{path} exists, and is left as it is: choose another folder for the cache")
-        FixedColumn.create(folder, _index_of(column), capacity)
+        FixedColumn.create(folder, _index_of(column), rows)
 
     @property
     def descriptors(self) -> dict[Path, int]:
         """One of each open file."""
         return {self.path: self._fd, **self._index.descriptors}
 
-    def check(self, capacity: int) -> None:
-        self._index.check(capacity)
-
-    def refuse_cut(self, capacity: int) -> None:
-        """Call it under the lock.
-
-        Raises:
-            CorruptFileError: the index lacks capacity, or values are missing.
+    def check(self, rows: int) -> None:
         """
-        self._index.refuse_cut(capacity)
+        Raises:
+            CorruptFileError: the index lacks rows; under the lock, if values are missing, too.
+        """
+        self._index.check(rows)
+        self._refuse_lost()
+
+    def _refuse_lost(self) -> None:
         end, expected = size_of(self._fd, self.path), self._states.length(self._number)
         if end < expected:
             raise self._cut(end, expected)
 
+    def check_index(self, rows: int) -> None:
+        self._index.check(rows)
+
     def refuse_blank(self, filled: Iterator[Rows]) -> None:
         self._index.refuse_blank(filled)
 
-    def has_capacity(self, capacity: int) -> bool:
-        return self._index.has_capacity(capacity)
+    def has(self, rows: int) -> bool:
+        return self._index.has(rows)
 
-    def fit(self, capacity: int, known: int) -> None:
-        self._index.fit(capacity, known)
+    def fit(self, rows: int, known: int) -> None:
+        self._refuse_lost()
+        self._index.fit(rows, known)
 
     def settle(self, filled: Iterable[Rows]) -> None:
         """Determine the length of the file if it is unknown, or if a power cut took values that no row had yet.
@@ -532,18 +551,12 @@ class HeapColumn:
 
     def _encoded(self, row: object) -> bytes:
         what = f"column {self.column.name!r} ({self.path})"
-        if self.column.kind == BYTES:
-            if not isinstance(row, bytes | bytearray | memoryview):
-                raise DtypeMismatchError(f"{what} holds bytes, the value is of {type(row).__name__}")
-            return bytes(row)
         try:
             return json.dumps(_checked(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise DtypeMismatchError(f"{what} holds JSON, and a value can't be written as JSON: {error}") from error
 
     def _decoded(self, part: bytes) -> Any:
-        if self.column.kind == BYTES:
-            return part
         try:
             return json.loads(part) if part else None
         except (ValueError, RecursionError) as error:

@@ -2,7 +2,7 @@
 
 Always true:
 - a batch has a value for each column and each of its rows
-- the first records, the annotations of their class and the caller determine the columns; a later record fits or raises
+- the first record and the caller determine the columns; a later record fits or raises
 - a field that is None or absent is missing: False in the column `<field>.present`, with zeros or an empty row in its
   own; in a JSON column it is null
 - records are held for one batch only
@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
-import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
 from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from offload.cache.schema import BYTES, JSON, RAGGED, schema_of
+from offload.cache.schema import JSON, RAGGED, schema_of
 from offload.errors import CacheError
 from offload.storage.reasons import some
 from offload.tensor.arguments import refuse_unstorable
@@ -33,7 +30,6 @@ from offload.tensor.wrapper import guest_of
 PRESENT = ".present"
 _BATCH = 8 << 20  # bytes
 _GUESS = 1024  # bytes of a value of varying size
-_LOOK = 64  # records from which the columns are inferred
 _MOST_ROWS = 1024  # in a batch of records
 _MOST_BYTES = 4 << 20  # of tensors in a batch of records; peak memory is four times that
 _PLAIN = (bool, int, float, complex)
@@ -46,16 +42,14 @@ class Field:
     """A column to be filled.
 
     Attributes:
-        dtype: of a tensor's elements; None for JSON and bytes.
+        dtype: of a tensor's elements; None for JSON.
         row_shape: of one row; a first size of None varies.
         is_optional: whether a row may have no value.
-        is_bytes: whether it holds bytes, not JSON.
     """
 
     dtype: torch.dtype | None
     row_shape: tuple[int | None, ...] = ()
     is_optional: bool = False
-    is_bytes: bool = False
 
     @property
     def is_tensor(self) -> bool:
@@ -75,12 +69,12 @@ class Field:
     @property
     def marks_missing(self) -> bool:
         """Whether another column says which rows have a value; JSON has null for that."""
-        return self.is_optional and (self.is_tensor or self.is_bytes)
+        return self.is_optional and self.is_tensor
 
     @property
     def column(self) -> Any:
         """In the form that `TensorCache.create` takes."""
-        return (self.dtype, self.row_shape) if self.is_tensor else BYTES if self.is_bytes else JSON
+        return (self.dtype, self.row_shape) if self.is_tensor else JSON
 
     @classmethod
     def of(cls, description: object) -> Field:
@@ -90,8 +84,8 @@ class Field:
             CacheError: the description is invalid.
         """
         [column] = schema_of({"schema": description}).values()
-        if column.kind in (JSON, BYTES):
-            return cls(None, is_bytes=column.kind == BYTES)
+        if column.kind == JSON:
+            return cls(None)
         return cls(column.dtype, (None, *column.row_shape) if column.kind == RAGGED else column.row_shape)
 
 
@@ -170,19 +164,18 @@ def rows_of(records: Iterable[object], schema: Mapping[str, Field], optional: Co
         if not schema:
             raise CacheError("there are no records to infer columns from: pass schema=")
         return Incoming(schema, iter(()))
-    rows = map(fields_of, chain([first], source))
-    seen = next(_chunks(rows, _LOOK))
-    fields = _settled(seen, _hints(type(first)), schema, optional)
-    return Incoming(fields, _gathered(fields, chain([seen], _chunks(rows, _MOST_ROWS))))
+    row = fields_of(first)
+    fields = _settled(row, schema, optional)
+    return Incoming(fields, _gathered(fields, _chunks(chain([row], map(fields_of, source)))))
 
 
-def _chunks(rows: Iterator[dict[str, Any]], most: int) -> Iterator[list[dict[str, Any]]]:
-    """Up to `most` records at a time, fewer if their tensors are large."""
+def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Some records at a time, fewer if their tensors are large."""
     chunk, nbytes = [], 0
     for row in rows:
         chunk.append(row)
         nbytes += sum(value.nbytes for value in row.values() if isinstance(value, _TENSORS))
-        if len(chunk) == most or nbytes >= _MOST_BYTES:
+        if len(chunk) == _MOST_ROWS or nbytes >= _MOST_BYTES:
             yield chunk
             chunk, nbytes = [], 0
     if chunk:
@@ -232,103 +225,35 @@ def _is_named_tuple(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-# Inferring columns
+# Columns
 
 
-def _hints(kind: type, *, is_optional: bool = False) -> dict[str, tuple[Any, bool]]:
-    """Field annotations: the type (None for a union of several), and whether None is allowed."""
-    if not dataclasses.is_dataclass(kind) and not _is_named_tuple(kind):
-        return {}
-    try:
-        annotations = typing.get_type_hints(kind)
-    except (NameError, TypeError):  # names that only a type checker knows
-        return {}
-    found: dict[str, tuple[Any, bool]] = {}
-    for name, annotation in annotations.items():
-        is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-        options = set(typing.get_args(annotation)) if is_union else {annotation}
-        may_be_none = is_optional or type(None) in options
-        plain = [option for option in options if option is not type(None)]
-        only = plain[0] if len(plain) == 1 else None
-        inside = _hints(only, is_optional=may_be_none) if isinstance(only, type) else {}
-        found.update({f"{name}.{inner}": hint for inner, hint in inside.items()})
-        found[name] = (only, may_be_none)
-    return found
-
-
-def _settled(
-    rows: list[dict[str, Any]],
-    hints: Mapping[str, tuple[object, bool]],
-    schema: Mapping[str, Field],
-    optional: Collection[str],
-) -> dict[str, Field]:
-    names = [*dict.fromkeys(chain.from_iterable(rows))]
-    nests = {name for name in names if any(other.startswith(f"{name}.") for other in (*names, *hints))}
-    names = [*dict.fromkeys([*(name for name in names if name not in nests), *_below(nests, names, hints), *schema])]
+def _settled(first: dict[str, Any], schema: Mapping[str, Field], optional: Collection[str]) -> dict[str, Field]:
+    """The fields of all records, from those of the first one; `schema` comes before it."""
+    nests = {name for name in first if any(other.startswith(f"{name}.") for other in schema)}
+    names = [*dict.fromkeys([*(name for name in first if name not in nests), *schema])]
     unknown = set(optional) - set(names)
     if unknown:
         strange, known = (some(map(repr, sorted(each))) for each in (unknown, names))
         raise CacheError(f"optional= has the unknown fields {strange}: the records have {known}")
-    found = {}
+    fields = {}
     for name in names:
-        values = [row.get(name) for row in rows]
-        hint, may_be_none = hints.get(name, (None, False))
-        field = schema.get(name) or _inferred(name, [value for value in values if value is not None], hint)
-        is_optional = may_be_none or name in optional or any(value is None for value in values)
-        found[name] = dataclasses.replace(field, is_optional=field.is_optional or is_optional)
-    return found
+        value = first.get(name)
+        field = schema.get(name) or _field_of(name, value)
+        fields[name] = dataclasses.replace(field, is_optional=name in optional or (name in schema and value is None))
+    return fields
 
 
-def _below(nests: Collection[str], names: Collection[str], hints: Mapping[str, tuple[object, bool]]) -> Iterator[str]:
-    """The fields of nested records that are sometimes None, in the order of their class."""
-    for nest in nests:
-        if any(name.startswith(f"{nest}.") for name in names):
-            continue
-        inside = [name for name in hints if name.startswith(f"{nest}.")]
-        yield from (name for name in inside if not any(other.startswith(f"{name}.") for other in inside))
-
-
-def _inferred(name: str, values: Sequence[object], hint: object) -> Field:
-    if not values:
-        if hint in _PLAIN:
-            return Field(torch.tensor(hint()).dtype)
-        if (typing.get_origin(hint) or hint) in (str, list, dict, tuple, bytes):
-            return Field(None, is_bytes=hint is bytes)
+def _field_of(name: str, value: object) -> Field:
+    if value is None:
         raise CacheError(
-            f"the field {name!r} is None in all of the first records: describe it, as in "
+            f"the field {name!r} is None in the first record: describe it, as in "
             f"schema={{{name!r}: (torch.float32, ())}}"
         )
-    tensors = [_as_tensor(value) for value in values]
-    found = [tensor for tensor in tensors if tensor is not None]
-    if not found:
-        return Field(None, is_bytes=isinstance(values[0], bytes))
-    if len(found) < len(values):
-        other = next(value for value, tensor in zip(values, tensors, strict=True) if tensor is None)
-        raise CacheError(f"the field {name!r} is a tensor in some records and of {type(other).__name__} in others")
-    return Field(_common_dtype(name, values, found), _common_shape(name, found))
-
-
-def _common_dtype(name: str, values: Sequence[object], tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) == 1:
-        return tensors[0].dtype
-    if not all(isinstance(value, _PLAIN) for value in values):
-        several = some(sorted(map(str, dtypes)))
-        raise CacheError(f"the field {name!r} is of several dtypes, {several}: cast them to one, or pass schema=")
-    return reduce(torch.promote_types, dtypes)
-
-
-def _common_shape(name: str, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
-    shapes = {tuple(tensor.shape) for tensor in tensors}
-    if len(shapes) == 1:
-        return shapes.pop()
-    rests = {(len(shape), shape[1:]) for shape in shapes}
-    if len(rests) > 1:
-        raise CacheError(
-            f"the field {name!r} has shapes {some(sorted(shapes), 3)}: only the first size may differ. Pad them, "
-            "or save lists"
-        )
-    return (None, *next(iter(shapes))[1:])
+    tensor = _as_tensor(value)
+    if tensor is None:
+        return Field(None)
+    return Field(tensor.dtype, (None,) if isinstance(value, bytes) else tuple(tensor.shape))
 
 
 def _as_tensor(value: object) -> torch.Tensor | None:
@@ -341,6 +266,8 @@ def _as_tensor(value: object) -> torch.Tensor | None:
             return None
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
+    if isinstance(value, bytes):
+        return torch.from_numpy(np.frombuffer(bytearray(value), dtype=np.uint8))
     with suppress(ValueError, RuntimeError, OverflowError):  # an int of more than 64 bits
         return torch.tensor(value) if isinstance(value, _PLAIN) else None
     return None
@@ -368,30 +295,20 @@ def _refuse_strangers(fields: Mapping[str, Field], row: Mapping[str, object], nu
     for name in row.keys() - fields.keys():
         if row[name] is not None or not any(other.startswith(f"{name}.") for other in fields):
             raise CacheError(
-                f"record {number} has a field {name!r} that the first ones did not have: pass schema=, with all fields"
+                f"record {number} has a field {name!r} that the first one does not have: pass schema=, with all fields"
             )
 
 
 def _column(name: str, field: Field, values: Sequence[object], start: int) -> Any:
+    if not field.is_tensor:
+        return [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values]
     if not field.is_optional and any(value is None for value in values):
         number = start + next(at for at, value in enumerate(values) if value is None)
         raise CacheError(
-            f"the field {name!r} is None in record {number}, but not in the first ones: pass optional=[{name!r}]"
+            f"the field {name!r} is None in record {number}, but not in the first one: pass optional=[{name!r}]"
         )
-    if field.is_bytes:
-        return [_bytes(name, value, start + at) for at, value in enumerate(values)]
-    if not field.is_tensor:
-        return [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values]
     tensors = [_fitting(name, field, value, start + at) for at, value in enumerate(values)]
     return tensors if field.is_ragged else torch.stack(tensors)
-
-
-def _bytes(name: str, value: object, number: int) -> bytes:
-    if not isinstance(value, bytes | None):
-        raise CacheError(
-            f"the field {name!r} of record {number} is a {type(value).__name__}, but its column holds bytes"
-        )
-    return value or b""
 
 
 def _fitting(name: str, field: Field, value: object, number: int) -> torch.Tensor:
@@ -412,18 +329,13 @@ def _fitting(name: str, field: Field, value: object, number: int) -> torch.Tenso
             raise CacheError(
                 f"the field {name!r} of record {number} is {value!r}, too large for {field.dtype}"
             ) from error
-    if tensor.dtype != field.dtype or not _fits(tensor.shape, field.row_shape):
+    shape = (None, *tensor.shape[1:]) if field.is_ragged and tensor.ndim else tuple(tensor.shape)
+    if (tensor.dtype, shape) != (field.dtype, field.row_shape):
         raise CacheError(
             f"the field {name!r} of record {number} is {tensor.dtype} of shape {tuple(tensor.shape)}, but its column "
             f"holds {_described(field)}: pass schema=, with a first size of None for any length"
         )
     return tensor.cpu()
-
-
-def _fits(shape: Sequence[int], row_shape: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(row_shape) and all(
-        wanted in (None, size) for size, wanted in zip(shape, row_shape, strict=True)
-    )
 
 
 def _described(field: Field) -> str:

@@ -284,7 +284,7 @@ class RowFile:
             mapping = map_bytes(self.fd, self.path, 0, size, shared=False)
         except ReadError:  # there are too many mappings
             return None
-        if os.fstat(self.fd).st_size < size:  # a writer has just cut off capacity
+        if os.fstat(self.fd).st_size < size:  # a writer has just cut off rows that were never filled
             return None
         count = (size - self._start) // self._size
         whole = torch.empty(0, dtype=torch.uint8).set_(mapping, self._start, (count * self._size,), (1,))
@@ -404,7 +404,7 @@ class WarmRows:
         return found if self._is_still() else None
 
     def _is_still(self) -> bool:
-        return int(self._counts[4]) == self.changes and int(self._counts[2]) == self._num_rows
+        return int(self._counts[3]) == self.changes and int(self._counts[2]) == self._num_rows
 
     def _plain(self, index: object) -> int | slice | torch.Tensor | None:
         if type(index) is list:

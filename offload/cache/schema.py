@@ -1,7 +1,7 @@
 """What a column is, and the manifest of a folder of rows, `manifest.json`.
 
 Always true:
-- a column has one kind: `tensor` (rows of one shape), `ragged` (rows whose first size varies), `json`, `bytes`
+- a column has one kind: `tensor` (rows of one shape), `ragged` (rows whose first size varies), `json`
 - the manifest's description of a column is enough to open it
 - a folder is a cache once it has a manifest, which is written last, and only ever replaced as a whole
 - a requested cache is compared with the existing one, and differences are reported
@@ -26,9 +26,9 @@ from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.reasons import short
 from offload.storage.state_file import Kind, read_state, write_state
 
-JSON, BYTES, TENSOR, RAGGED = "json", "bytes", "tensor", "ragged"
+JSON, TENSOR, RAGGED = "json", "tensor", "ragged"
 _MOST = 2**63 - 1  # most bytes that torch can count
-_WORDS = {JSON: JSON, BYTES: BYTES, str: JSON, dict: JSON, list: JSON, bytes: BYTES}
+_WORDS = (JSON, str, dict, list)
 MANIFEST = "manifest.json"
 _KIND = Kind(
     what="the manifest of a cache of offload",
@@ -45,8 +45,8 @@ class Column:
 
     Attributes:
         name: its name, also of its file.
-        kind: `tensor`, `ragged`, `json` or `bytes`.
-        dtype: of its elements; uint8 for text and bytes.
+        kind: `tensor`, `ragged` or `json`.
+        dtype: of its elements; uint8 for JSON.
         row_shape: of one row; of a ragged one, without the first size.
     """
 
@@ -68,11 +68,11 @@ class Column:
 
     @property
     def text(self) -> str:
-        return self.kind if self.kind in (JSON, BYTES) else f"{self.kind} {self.shape_text} {self.dtype}"
+        return JSON if self.kind == JSON else f"{self.kind} {self.shape_text} {self.dtype}"
 
     def to_json(self) -> dict[str, Any]:
-        if self.kind in (JSON, BYTES):
-            return {"kind": self.kind}
+        if self.kind == JSON:
+            return {"kind": JSON}
         return {"kind": self.kind, "dtype": dtype_name(self.dtype), "row_shape": list(self.row_shape)}
 
     @classmethod
@@ -83,7 +83,7 @@ class Column:
         """
         try:
             kind = described["kind"]
-            if kind in (JSON, BYTES):
+            if kind == JSON:
                 return cls(name, kind, torch.uint8, ())
             dtype, shape = dtype_named(described["dtype"]), tuple(map(operator.index, described["row_shape"]))
         except (KeyError, TypeError) as error:
@@ -98,7 +98,7 @@ def schema_of(columns: Mapping[str, object]) -> dict[str, Column]:
 
     Args:
         columns: by name: `(dtype, row_shape)`, where a first size of None varies from row to row; `"json"`, `str`,
-            `dict` or `list` for JSON values; `"bytes"` or `bytes`.
+            `dict` or `list` for JSON values.
 
     Raises:
         CacheError: there are no columns, or a description is invalid.
@@ -122,7 +122,7 @@ def _column(name: str, description: object) -> Column:
     if isinstance(description, Column):
         return Column(name, description.kind, description.dtype, description.row_shape)
     if isinstance(description, str | type) and description in _WORDS:
-        return Column(name, _WORDS[description], torch.uint8, ())
+        return Column(name, JSON, torch.uint8, ())
     if isinstance(description, tuple | list) and len(description) == 2 and isinstance(description[0], torch.dtype):
         dtype, shape = description
         if dtype_named(dtype_name(dtype)) is None:
@@ -134,7 +134,7 @@ def _column(name: str, description: object) -> Column:
             return Column(name, RAGGED if ragged else TENSOR, dtype, _sizes(name, shape[1:] if ragged else shape))
     raise CacheError(
         f"column {name!r}: {description!r} is not a column. Give (dtype, row_shape), as (torch.float32, (16,)); "
-        '(dtype, (None, 16)) for rows of different lengths; or "json" or "bytes"'
+        '(dtype, (None, 16)) for rows of different lengths; or "json"; bytes are (torch.uint8, (None,))'
     )
 
 

@@ -5,13 +5,13 @@ Always true:
   rewritten, any other even number is filled
 - starting to write a cell increments its byte, so that concurrent writers can tell; filling it increments it again
 - a byte says filled only once the data is on the disk
-- the number of rows and the capacity change under the folder's lock; the capacity is raised once it exists
+- the number of rows changes under the folder's lock; it is raised once the files have room for them
 - between a byte ceasing to say filled and its data changing, the change counter is incremented: rows that were seen as
   filled may be assumed so as long as it stays the same
 - the file never shrinks: processes that map it would be killed when they read past its end. If it was truncated, that
   is an error before it is read, and it is not extended again
 
-The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit numbers: version, columns, rows, capacity, changes, and for
+The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit numbers: version, columns, rows, changes, and for
 each column of varying-size rows the size of its values in bytes, 0 if unknown), then the bytes, row by row. The file
 may be longer than needed: syncing a changed length would delay rows.
 """
@@ -40,9 +40,9 @@ from offload.storage.write import refuse_foreign
 FILE = "rows.state"
 PAGE = 4096
 MAGIC = b"offload rows".ljust(16, b"\0")
-VERSION = 2
+VERSION = 3
 EMPTY, BEGUN, _LAST = 0, 1, 255
-_LENGTHS = 16 + 5 * 8  # offset of the sizes of values
+_LENGTHS = 16 + 4 * 8  # offset of the sizes of values
 _MOST_LENGTHS = (PAGE - _LENGTHS) // 8  # further columns have no known size
 _CHUNK = 1 << 16  # bytes reserved at a time: a store into a hole on a full disk would kill the process
 _AHEAD = 16  # factor by which the file is longer than needed
@@ -59,7 +59,7 @@ class States:
     """The open file.
 
     Attributes:
-        counts: of the file's first page, mapped: version, columns, rows, capacity, changes.
+        counts: of the file's first page, mapped: version, columns, rows, changes.
     """
 
     def __init__(self, folder: Path, columns: int, rows: int, *, writes: bool) -> None:
@@ -96,7 +96,7 @@ class States:
         """
         path = folder / FILE
         refuse_foreign(path, MAGIC, "exists, and is left as it is: choose another folder for the cache")
-        counts = np.array([VERSION, columns, rows, rows, 0], dtype="<u8").tobytes()
+        counts = np.array([VERSION, columns, rows, 0], dtype="<u8").tobytes()
         put_file(path, MAGIC + counts, PAGE + rows * columns)
 
     @property
@@ -104,20 +104,10 @@ class States:
         self.refuse_cut()
         return int(self.counts[2])
 
-    @num_rows.setter
-    def num_rows(self, value: int) -> None:
-        self.counts[2] = value
-
-    @property
-    def capacity(self) -> int:
-        """The capacity in rows."""
-        self.refuse_cut()
-        return int(self.counts[3])
-
     @property
     def changes(self) -> int:
         """How often rows began to be written: what is known about rows stays valid while this does not change."""
-        return int(self.counts[4])
+        return int(self.counts[3])
 
     def length(self, number: int) -> int:
         """The size of a column's values in bytes, known to all its writers; 0 if unknown.
@@ -137,23 +127,23 @@ class States:
         known_at, rows = self._known_filled
         return rows if known_at == changes else 0
 
-    def grow(self, capacity: int) -> None:
-        """Publish a larger capacity, once the columns have it. Under the lock.
+    def grow(self, rows: int) -> None:
+        """Publish a larger number of rows, once the columns have room for them. Under the lock.
 
         Raises:
             WriteError
             CorruptFileError: the file was truncated.
         """
         self.refuse_cut()
-        needed = capacity * self._columns
+        needed = rows * self._columns
         if PAGE + needed > self._durable:
             with writing(self.path, needed):
                 size = max(PAGE + needed * _AHEAD, os.fstat(self.fd).st_size)
                 os.ftruncate(self.fd, size)
                 os.fsync(self.fd)
             self._durable = size
-        self.counts[3] = capacity
-        self._map()
+            self._map()
+        self.counts[2] = rows
 
     def of(self, rows: Rows, columns: list[int]) -> Bytes:
         """A copy of the bytes of these cells, (rows, columns)."""
@@ -192,7 +182,7 @@ class States:
             WriteError: the disk is full.
             CorruptFileError: the file was truncated.
         """
-        self.refuse_cut()
+        self._all()  # of a file that another process may have made longer
         self._reserve(rows.numbers)
         cells = self._cells(rows, columns)
         before: Bytes = self._all()[cells]
@@ -200,7 +190,7 @@ class States:
         now: Bytes = before + 1 + (before & 1)
         now[before == _LAST] = BEGUN + 2
         self._all()[cells] = now
-        self.counts[4] += 1
+        self.counts[3] += 1
         if rewrites:  # on the disk they may still say filled
             self.sync()
         return now
@@ -218,21 +208,12 @@ class States:
 
     def forget(self, first: int) -> None:
         """Drop the rows from `first` on. Under the lock."""
-        self.num_rows = first
-        for start in range(first, self.capacity, _SCANNED):
-            part = self._all()[start : start + _SCANNED]
+        end = self.num_rows
+        self.counts[2] = first
+        for start in range(first, end, _SCANNED):
+            part = self._all()[start : min(start + _SCANNED, end)]
             if part.any():
                 part[part != EMPTY] = EMPTY
-
-    def shrink(self) -> None:
-        """Give back the capacity after the last row. Under the lock, by the only writer.
-
-        Raises:
-            WriteError
-        """
-        self.counts[3] = self.num_rows
-        self.sync()
-        self._map()
 
     def sync(self) -> None:
         """Wait until the file's contents are on the disk.
@@ -317,7 +298,7 @@ class States:
 
     def _all(self) -> Bytes:
         self.refuse_cut()
-        if len(self._bytes) < int(self.counts[2]):  # another process has raised the capacity
+        if len(self._bytes) < int(self.counts[2]):  # another process has made the file longer
             self._map()
         return self._bytes
 
@@ -335,29 +316,31 @@ class States:
                 raise CorruptFileError(f"{self.path} is incomplete, or is not a file of row states")
             mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
         self._mapped_bytes = size
-        self.counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
+        self._reserved.clear()  # the last chunk only up to the end of the file
+        self.counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=4, offset=16)
         self._lengths: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=_MOST_LENGTHS, offset=_LENGTHS)
-        version, columns, rows, capacity = head = self.counts[:4].tolist()
+        version, columns, rows = head = self.counts[:3].tolist()
         with reading(self.path):
             is_still = os.fstat(self.fd).st_size == size
-        if not is_still or self.counts[:4].tolist() != head:
-            self._map()  # another process is raising the capacity
+        if not is_still or self.counts[:3].tolist() != head:
+            self._map()  # another process is adding rows
             return
-        self._check(size, version, columns, rows, capacity)
-        flat: Bytes = np.frombuffer(mapped, dtype=np.uint8, offset=PAGE, count=capacity * columns)
-        self._bytes = flat.reshape(capacity, columns)
-        self._durable = max(self._durable, PAGE + flat.nbytes)
+        self._check(size, version, columns, rows)
+        room = (size - PAGE) // columns
+        flat: Bytes = np.frombuffer(mapped, dtype=np.uint8, offset=PAGE, count=room * columns)
+        self._bytes = flat.reshape(room, columns)
+        self._durable = max(self._durable, PAGE + rows * columns)
 
-    def _check(self, size: int, version: int, columns: int, rows: int, capacity: int) -> None:
+    def _check(self, size: int, version: int, columns: int, rows: int) -> None:
         if version != VERSION:
             raise CacheError(
                 f"{self.path} is of version {version}, and this release of offload reads version {VERSION}"
             )
-        expected = PAGE + capacity * columns
-        if columns != self._columns or rows > capacity or size < expected:
+        expected = PAGE + rows * columns
+        if columns != self._columns or size < expected:
             raise CorruptFileError(
                 f"{self.path}, which says which rows are filled, has {size} bytes and {columns} columns, where "
-                f"{rows} rows of {self._columns} columns, with a capacity of {capacity}, take {expected}: it was "
+                f"{rows} rows of {self._columns} columns take {expected}: it was "
                 "truncated, or belongs to another cache. Copy the complete folder again."
             )
         if rows < self._least_rows:
@@ -378,7 +361,7 @@ class States:
         for chunk in wanted - self._reserved:
             start = chunk * _CHUNK
             with writing(self.path, _CHUNK):
-                os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.capacity * self._columns - start))
+                os.posix_fallocate(self.fd, start, min(_CHUNK, self._mapped_bytes - start))
             self._reserved.add(chunk)
 
 

@@ -5,8 +5,8 @@ Always true:
   leaves is not a cache, and the next one replaces it. Files of others are left alone
 - data is on the disk before a row counts as filled; a rewritten row counts as empty before its data changes
 - the contents of a row are written by one writer at a time: of two, the last one wins as a whole
-- capacity is added to all columns before it is published, and removed after it has been withdrawn: a crash leaves some
-  to spare, which the next writer gives back
+- all columns have room for new rows before their number is raised: a crash leaves some to spare, which the next writer
+  cuts off
 - readers need no column header: one torn by a crash is repaired by the next writer
 - rows that were written and not flushed are visible to this process only: others see them as missing
 - what `warm` returns is what `read` would return
@@ -58,8 +58,6 @@ from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
 log = logging.getLogger("offload.cache")
 LOCK = "rows.lock"
-_LEAST_CAPACITY = 1024  # rows
-_LEAST_BYTES = 16 << 20  # of rows of fixed size: the least capacity that an extension gives
 _MOST_BYTES = 256 << 20  # most unflushed bytes; less under a memory cap, as dirty pages can't be dropped
 _LEAST_FLUSHED = 4 << 20
 _ROW = 256  # overhead per row, in the count of unflushed bytes
@@ -152,7 +150,7 @@ class Store:
                 for name, column in self.schema.items():
                     self._files[name] = self._open_file(column)
                     self._opened.callback(self._files[name].close)
-                    self._capacity_of(self._files[name])
+                    self._rows_in(self._files[name])
                     self._files[name].refuse_blank(self._states.filled(self._places[name]))
             self._watch = Watch(self._states, (file.descriptors for file in self._files.values()))
             self._rowfiles = {name: getattr(file, "rowfile", None) for name, file in self._files.items()}
@@ -194,7 +192,7 @@ class Store:
                 for name, file in self._files.items():
                     if isinstance(file, HeapColumn):
                         file.settle(self._states.filled(self._places[name]))
-                    file.fit(self._states.capacity, self._capacity_of(file))
+                    file.fit(self.num_rows, self._rows_in(file))
         flock(self._states.fd, self._states.path, shared=True)
         beside = "as the only writer" if is_only else "beside other writers"
         log.debug("%s: opened for writing, %s", self.folder, beside)
@@ -208,18 +206,18 @@ class Store:
         number = sum(isinstance(file, HeapColumn) for file in self._files.values())
         return HeapColumn(self.folder, column, self._states, number, writes=self.writes)
 
-    def _capacity_of(self, file: FixedColumn | HeapColumn) -> int:
-        """For how many rows a file has capacity, at least.
+    def _rows_in(self, file: FixedColumn | HeapColumn) -> int:
+        """How many rows a file has, at least.
 
-        It may lack capacity that was added just before a power cut: no row was filled there.
+        It may lack some that were added just before a power cut: none of them was filled.
 
         Raises:
             CorruptFileError: it lacks more than that.
         """
-        if file.has_capacity(self._states.capacity):
-            return self._states.capacity
+        if file.has(self.num_rows):
+            return self.num_rows
         used = self._states.used()
-        file.check(used)
+        file.check_index(used)
         log.debug("%s: a crash left it with fewer rows than recorded, and with all that are filled", file.path)
         return used
 
@@ -230,7 +228,7 @@ class Store:
             CorruptFileError
         """
         for name in names:
-            self._files[name].refuse_cut(self._states.capacity)
+            self._files[name].check(self.num_rows)
 
     # Properties
 
@@ -278,14 +276,12 @@ class Store:
         if not self.writes:
             return self._referenced(column, device)
         tensor = self._tensors.get(name)
-        rows, capacity = self.num_rows, self._states.capacity
-        if tensor is None or len(tensor) != capacity:
+        if tensor is None or len(tensor) != self.num_rows:
             with self._held():
-                column.fit(self._states.capacity, self._states.capacity)  # a previous writer may have been killed
+                column.fit(self.num_rows, self.num_rows)  # a previous writer may have been killed
                 handle = Handle.shared(TensorFile.open(column.path), name, self.folder, in_place=True)
             tensor = self._tensors[name] = wrap_handle(handle, CPU)
-        whole = tensor if tensor.device == device else tensor.to(device)
-        return whole if len(whole) == rows else whole[:rows]  # type: ignore[return-value]
+        return tensor if tensor.device == device else tensor.to(device)  # type: ignore[return-value]
 
     def _fixed(self, name: str) -> FixedColumn:
         self.places([name])
@@ -299,8 +295,8 @@ class Store:
 
     def _referenced(self, column: FixedColumn, device: torch.device) -> OffloadedTensor:
         with self._held(shared=True):
-            self._capacity_of(column)
-            if not column.has_capacity(self.num_rows):
+            self._rows_in(column)
+            if not column.has(self.num_rows):
                 raise CorruptFileError(
                     f"{column.path} ends before the last rows, which are missing, as after a power cut: "
                     "the others can be read by index, and opening the cache with mode='r+' repairs the column"
@@ -435,12 +431,9 @@ class Store:
         count = next(iter(counts.values()))
         prepared = {name: self._files[name].prepare(value, count, None) for name, value in values.items()}
         with self._held():
-            self._refuse_cut(prepared)
             first = self.num_rows
-            if first + count > self._states.capacity:
-                self._add_capacity(first + count)
-            self._states.num_rows = first + count
             if count:
+                self._grow(first, first + count)
                 self._put(Rows.run(first, first + count), places, prepared)
         self._flush_if_due()
         return range(first, first + count)
@@ -507,7 +500,7 @@ class Store:
             log.debug("%s: %d rows are on the disk", self.folder, sum(len(part.rows) for part in written))
 
     def close(self) -> None:
-        """Flush, release the files and, if no other process writes, give back unused capacity.
+        """Flush, release the files and, if no other process writes, record how many rows there are.
 
         Raises:
             WriteError, MissingFileError, ChangedFileError: rows written since the last flush are missing.
@@ -520,7 +513,7 @@ class Store:
                 self.flush_own()
                 if flock(self._states.fd, self._states.path, wait=False):
                     with suppress(MissingFileError, ChangedFileError), self._held():  # nothing was lost
-                        self._give_back_capacity()
+                        self._record_rows()
         finally:
             self._close_files()
 
@@ -549,39 +542,28 @@ class Store:
                 str(self.folder),
             ) from error
 
-    # Capacity
+    # Adding rows
 
-    def _add_capacity(self, needed: int) -> None:
-        """Under the lock."""
-        each = sum(file.nbytes(1) for file in self._files.values() if isinstance(file, FixedColumn))
-        capacity = max(needed, self._states.capacity * 2, _LEAST_CAPACITY, _LEAST_BYTES // max(each, 1))
-        with writing(self.folder):
-            for file in self._files.values():
-                file.fit(capacity, self._states.capacity)
-            self._states.grow(capacity)
-        log.debug("%s: the capacity is %d rows now", self.folder, capacity)
+    def _grow(self, known: int, rows: int) -> None:
+        """From `known` rows to `rows`. Under the lock."""
+        for file in self._files.values():
+            file.fit(rows, known)
+        self._states.grow(rows)
 
-    def _forget_unfilled(self) -> int:
-        """Drop appended rows after the last one that was ever filled. Under the lock, by the only writer.
-
-        Returns:
-            The number of rows.
-        """
+    def _forget_unfilled(self) -> None:
+        """Drop appended rows after the last one that was ever filled. Under the lock, by the only writer."""
         rows = max(self.manifest.num_rows, self._states.known())
         if rows < self.num_rows:
             log.info("%s: %d rows from row %d on were never filled: cut off", self.folder, self.num_rows - rows, rows)
             self._states.forget(rows)
-        return rows
 
-    def _give_back_capacity(self) -> None:
-        """Under the lock, by the only writer."""
-        self._refuse_cut(self._files)
-        rows = self._forget_unfilled()
-        self._states.shrink()
+    def _record_rows(self) -> None:
+        """In the manifest, so that states of another time are noticed. Under the lock, by the only writer."""
+        self._forget_unfilled()
         for file in self._files.values():
-            file.fit(self._states.capacity, self._states.capacity)
-        if rows > self.manifest.num_rows:
-            self.manifest = self.manifest.with_rows(rows)
+            file.fit(self.num_rows, self.num_rows)
+        if self.num_rows > self.manifest.num_rows:
+            self.manifest = self.manifest.with_rows(self.num_rows)
             self.manifest.write(self.folder)
 
     def _close_files(self) -> None:

@@ -120,7 +120,7 @@ class TensorCache:
         Args:
             folder: where its files go; made if it is not there.
             schema: by column `(dtype, row_shape)`, with None as the first size where it differs from row to row;
-                `"json"` (or `str`, `dict`, `list`) for text and JSON values; `"bytes"`. Or another cache's.
+                `"json"` (or `str`, `dict`, `list`) for text and JSON values. Or another cache's.
             num_rows: how many rows there are at first; `append` adds more.
             exist_ok: if the folder is a cache already, open it to write, provided that its columns, rows (any, with
                 `num_rows=0`) and metadata are these.
@@ -212,18 +212,18 @@ class TensorCache:
     ) -> TensorCache:
         """A cache with one row per record; records are taken one by one, and one batch of them is in memory.
 
-        Tensors, arrays and numbers become columns of tensors, floats of torch's default dtype; text, lists and plain
-        dicts become JSON; bytes stay bytes. Records in records become columns `outer.inner`. Tensors whose first size
-        differs make rows of any length. The first records and the annotations of their class settle all that.
+        The first record settles the columns. Tensors, arrays and numbers become columns of tensors, floats of torch's
+        default dtype; text, lists and plain dicts become JSON; bytes become rows of uint8. Records in records become
+        columns `outer.inner`. What the first record doesn't tell is in `schema`.
 
-        A field that is None is a missing value: its column holds zeros, or an empty row, and the column
+        A field of `optional` that is None is a missing value: its column holds zeros, or an empty row, and the column
         `<field>.present` False. In a JSON column it is None.
 
         Args:
             records: dataclasses, NamedTuples, dicts, or tensordict's tensorclasses.
             folder: where the cache goes, as for `create`; None for a temporary one, which goes with the process.
-            schema: as for `create`, of columns of which the first records tell too little.
-            optional: fields that may be None though the first records are not, and no annotation says so.
+            schema: as for `create`, of columns that the first record lacks, or has in one shape of several.
+            optional: fields that may be None; those of `schema` that the first record lacks are.
             metadata, device: as for `create`.
 
         Returns:
@@ -234,7 +234,7 @@ class TensorCache:
 
         Example:
             >>> rows = [{"id": "a", "reward": 0.5}, {"id": "b", "reward": None}]
-            >>> cache = TensorCache.from_records(rows)
+            >>> cache = TensorCache.from_records(rows, optional=["reward"])
             >>> cache[:]
             {'id': ['a', 'b'], 'reward': tensor([0.5000, 0.0000]), 'reward.present': tensor([ True, False])}
         """
@@ -363,7 +363,7 @@ class TensorCache:
             padding: the number that fills up the shorter rows of "padded".
 
         Returns:
-            By column, (rows, *row_shape); a list for text, JSON and bytes.
+            By column, (rows, *row_shape); a list for text and JSON.
 
         Raises:
             RowIndexError, ColumnError, MissingRowsError, CorruptFileError
@@ -605,7 +605,7 @@ class TensorCache:
 
         Raises:
             ColumnError, MissingRowsError: there is no such column, or rows are not filled.
-            CacheError: there are columns of JSON, of bytes, or of rows of any length: such a cache is its folder. Or
+            CacheError: there are columns of JSON, or of rows of any length: such a cache is its folder. Or
                 `path` is in the folder of a cache, or rows were rewritten meanwhile.
             ForeignFileError: there is a file that offload did not write.
             WriteError

@@ -551,7 +551,7 @@ def _field_at(name: str, kind: Any, has_nulls: bool, place: str) -> Field:
     dtype, sizes = _layout(kind)
     if dtype is None or None in sizes[1:]:
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-            return Field(None, is_optional=has_nulls, is_bytes=True)
+            return Field(torch.uint8, (None,), is_optional=has_nulls)
         if not _is_json(kind):
             raise CacheError(
                 f"{name!r} in {place} is of type {kind}, which is neither numbers nor text nor bytes: cast it, or "
@@ -598,9 +598,7 @@ def _batch(batch: Any, fields: dict[str, Field], place: str) -> Batch:
     found: Batch = {}
     for name, field in fields.items():
         array = batch.column(name)
-        if field.is_bytes:
-            found[name] = [value or b"" for value in array.to_pylist()]
-        elif field.is_tensor:
+        if field.is_tensor:
             found[name] = _ragged(name, array, field, place) if field.is_ragged else _dense(name, array, field, place)
         else:
             found[name] = array.to_pylist()
@@ -623,10 +621,12 @@ def _present(array: Any) -> torch.Tensor:
     return torch.from_numpy(array.is_valid().to_numpy(zero_copy_only=False).copy())
 
 
-def _ragged(name: str, array: Any, field: Field, place: str) -> list[torch.Tensor]:
+def _ragged(name: str, array: Any, field: Field, place: str) -> list[Any]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+        return [value or b"" for value in array.to_pylist()]
     rest = [size or 0 for size in field.row_shape[1:]]
     storage = array.storage if isinstance(array, pa.ExtensionArray) else array
     lengths = pc.list_value_length(storage).fill_null(0).to_pylist()

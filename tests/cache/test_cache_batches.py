@@ -112,7 +112,7 @@ def test_missing_rows_are_reported(tmp_path: Path) -> None:
 
 def test_rows_of_different_lengths_come_in_the_form_that_was_asked_for(tmp_path: Path) -> None:
     records = [{"t": torch.arange(number)} for number in range(4)]
-    cache = TensorCache.from_records(records, tmp_path)
+    cache = TensorCache.from_records(records, tmp_path, schema={"t": (torch.int64, (None,))})
 
     padded = list(cache.batches(2, ragged="padded", padding=-1))
 
@@ -228,7 +228,7 @@ def test_rows_that_are_asked_for_together_are_read_together(
 
 def test_a_row_of_text_and_of_any_length_stays_what_it_is(tmp_path: Path) -> None:
     records = [{"text": f"t{number}", "t": torch.arange(number), "x": float(number)} for number in range(4)]
-    data = TensorCache.from_records(records, tmp_path).as_dataset()
+    data = TensorCache.from_records(records, tmp_path, schema={"t": (torch.int64, (None,))}).as_dataset()
 
     rows = data.__getitems__([3, 1])
 
@@ -240,7 +240,9 @@ def test_a_row_of_text_and_of_any_length_stays_what_it_is(tmp_path: Path) -> Non
 
 def test_a_data_loader_stacks_rows_that_are_padded_to_the_longest_of_their_batch(tmp_path: Path) -> None:
     records = [{"t": torch.arange(number) + 1} for number in range(5)]
-    data = TensorCache.from_records(records, tmp_path).as_dataset(ragged="padded", padding=-1)
+    data = TensorCache.from_records(records, tmp_path, schema={"t": (torch.int64, (None,))}).as_dataset(
+        ragged="padded", padding=-1
+    )
 
     found = [batch["t"].tolist() for batch in DataLoader(data, batch_sampler=[[2, 0], [3, 4]])]
 

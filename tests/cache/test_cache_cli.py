@@ -28,7 +28,8 @@ def folder(tmp_path: Path) -> Path:
         }
         for number in range(10)
     ]
-    TensorCache.from_records(records, tmp_path / "cache", metadata={"model": "tiny"}).close()
+    schema = {"tokens": (torch.int64, (None,)), "chat": "json", "score": (torch.float32, ())}
+    TensorCache.from_records(records, tmp_path / "cache", schema=schema, metadata={"model": "tiny"}).close()
     return tmp_path / "cache"
 
 

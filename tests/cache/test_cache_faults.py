@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from offload import TensorCache
-from offload.cache import store as store_module
 from offload.cache.states import FILE
 from offload.errors import OffloadError
 from tests import faults
@@ -175,20 +174,11 @@ def in_place(cache):
 WRITES = [overwrite, append, append_beyond_the_room, in_place]
 
 
-@pytest.fixture
-def small_room(monkeypatch):
-    """Makes capacity grow often."""
-    monkeypatch.setattr(store_module, "_LEAST_CAPACITY", 1)
-    monkeypatch.setattr(store_module, "_LEAST_BYTES", 1)
-
-
 @pytest.mark.parametrize(
     ("act", "lasting"),
     [*((act, False) for act in WRITES), *((act, True) for act in (WRITES if ALL else [append_beyond_the_room]))],
 )
-def test_a_write_that_fails_leaves_each_row_old_or_new_or_missing_and_the_cache_goes_on(
-    fresh, small_room, act, lasting
-):
+def test_a_write_that_fails_leaves_each_row_old_or_new_or_missing_and_the_cache_goes_on(fresh, act, lasting):
     """Once, as for a bad block; or from then on, as on a full disk."""
     codes = (errno.ENOSPC,) if lasting else WRITING
     seen = 0
@@ -215,7 +205,7 @@ def test_a_write_that_fails_leaves_each_row_old_or_new_or_missing_and_the_cache_
     assert seen > 5
 
 
-def test_a_close_that_fails_has_let_go_of_the_files_and_lost_nothing_that_was_flushed(fresh, small_room):
+def test_a_close_that_fails_has_let_go_of_the_files_and_lost_nothing_that_was_flushed(fresh):
     def begin():
         cache = TensorCache.open(fresh(), "r+")
         cache.append(values(range(ROWS, ROWS + 5), new=True))

@@ -67,7 +67,8 @@ def test_items_of_several_parts_come_as_a_data_loader_gives_them(cache):
 
 
 def test_rows_of_another_cache_are_read_together_and_may_be_of_any_length(cache):
-    texts = TensorCache.from_records([{"tokens": torch.arange(row)} for row in range(ROWS)])
+    tokens = [{"tokens": torch.arange(row)} for row in range(ROWS)]
+    texts = TensorCache.from_records(tokens, schema={"tokens": (torch.int64, (None,))})
 
     cache.fill(lambda batch: {"x": torch.tensor([len(row) for row in batch["tokens"]])}, texts, batch_size=3)
 

@@ -51,15 +51,14 @@ def filled_cache(folder, rows=64):
 
 def test_a_cache_that_grows_seldom_waits_for_the_length_of_its_states(tmp_path, calls):
     cache = TensorCache.create(tmp_path, {"x": (torch.int8, ())})
-    cache._store._add_capacity(1024)
-    capacity, _ = cache._store._states.capacity, calls["fsync"].clear()
+    cache._store._grow(0, 1024)
+    calls["fsync"].clear()
 
-    for _ in range(4):
-        cache._store._add_capacity(cache._store._states.capacity + 1)
+    for rows in range(1025, 16 * 1024 + 1, 1024):
+        cache._store._grow(1024, rows)
 
-    assert capacity * 16 == cache._store._states.capacity
     assert [] == calls["fsync"]
-    cache._store._add_capacity(capacity * 16 + 1)
+    cache._store._grow(1024, 16 * 1024 + 1)
     assert [cache._store._states.fd] == calls["fsync"]
 
 

@@ -134,7 +134,8 @@ def matches(expected: Any, found: dict[str, Any]) -> None:
             assert there or value is None, (name, row)
             if there:
                 got = found[name][row]
-                assert value == (got.tolist() if isinstance(got, torch.Tensor) else got), (name, row)
+                expected_row = list(value) if isinstance(value, bytes) else value
+                assert expected_row == (got.tolist() if isinstance(got, torch.Tensor) else got), (name, row)
     assert "u.present" not in found
     assert torch.int32 == found["i"].dtype
     assert torch.float16 == found["f"].dtype
