@@ -32,7 +32,6 @@ __all__ = [
     "MissingRowsError",
     "NameInUseError",
     "OffloadError",
-    "RankError",
     "ReadError",
     "RowIndexError",
     "SavedTensorError",
@@ -193,10 +192,6 @@ class MapError(OffloadError, RuntimeError):
 
     Or a function for batches or rows raised StopIteration.
     """
-
-
-class RankError(OffloadError, RuntimeError):
-    """A collective step failed on another rank, or that rank has exited: the step was done on none."""
 
 
 class CacheError(OffloadError, ValueError):

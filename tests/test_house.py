@@ -35,7 +35,6 @@ FLOORS = {
     "tensor": 3,
     "budget": 4,
     "checkpoints": 4,
-    "distributed": 4,
     "prompts": 4,
     "recording": 4,
     "drafts": 5,
@@ -127,7 +126,6 @@ PUBLIC = [
 
 IN_MODULES = {
     "budget": ["evict", "keep_resident", "set_read_ahead"],
-    "distributed": ["FileStager"],
     "drafts": ["draft_summary"],
     "integrations": ["cache_from", "kv_cache", "tensordict"],
     "prompts": ["PromptCache"],

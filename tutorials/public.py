@@ -11,7 +11,6 @@ from offload import testing
 
 MODULES = (
     offload.budget,
-    offload.distributed,
     offload.errors,
     offload.integrations,
     offload.prompts,

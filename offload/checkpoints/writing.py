@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
@@ -48,9 +47,7 @@ from offload.storage.state_file import Kind
 from offload.storage.subclasses import is_subclass_value, refuse_lossy
 from offload.storage.write import refuse_foreign, write_beside
 from offload.tensor.arguments import checked_dense, refuse_unstorable
-from offload.tensor.saved import files_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_box
-
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+from offload.tensor.saved import files_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -81,17 +78,17 @@ def write_checkpoint(
     Raises:
         ForeignFileError, WriteError, ReadError: see `offload.save_checkpoint`.
     """
-    files = shards(contents, most)
-    earlier = earlier_in(folder, files, contents.sources)
-    beside = companions_in(folder, companions, notes_in(earlier))
+    files = _shards(contents, most)
+    earlier = _earlier_in(folder, files, contents.sources)
+    beside = companions_in(folder, companions, _notes_in(earlier))
     contents = contents.noting(beside.note)
-    files = with_free_names(folder, files)
-    targets = targets_in(folder, files)
+    files = _with_free_names(folder, files)
+    targets = _targets_in(folder, files)
     made_folder(folder, contents.nbytes)
     with replacing_all(targets, contents.nbytes) as temporaries:
-        write_files(contents, files, temporaries)
+        _write_files(contents, files, temporaries)
     beside.put(folder)
-    remove_earlier(path for path in earlier if path not in targets)
+    _remove_earlier(path for path in earlier if path not in targets)
     log.info("saved %d values, %d bytes, in %d files in %s", len(contents.parts), contents.nbytes, len(files), folder)
     return targets
 
@@ -103,12 +100,12 @@ def write_file_by_file(contents: Contents, folder: Path, most: int) -> None:
         contents, most: those that the files there were made with.
         folder: one of ours.
     """
-    files = shards(contents, most)
+    files = _shards(contents, most)
     made_folder(folder, contents.nbytes)
-    for path in targets_in(folder, files):
+    for path in _targets_in(folder, files):
         if not is_there(path):
             with replacing_all([path], contents.nbytes) as temporaries:
-                write_files(contents, files, temporaries)
+                _write_files(contents, files, temporaries)
 
 
 def largest_shard(size: int | str) -> int:
@@ -127,14 +124,12 @@ class Part:
     """A value as it will be in its file.
 
     Attributes:
-        tensor: all of it, or what this process writes of it.
-        layout: of the whole.
-        boxes: what is written: each box's start in the whole, its start in `tensor`, and its size.
+        tensor: the value as it is.
+        layout: the dtype and shape that it has in the file.
     """
 
     tensor: torch.Tensor
     layout: Layout
-    boxes: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,19 +253,13 @@ def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Part:
             f"{name!r} is of {layout.dtype}, which safetensors does not support: convert it first, "
             "or keep it in an offload folder (OffloadedTensor.from_original_tensor, offload.disk_offload)"
         )
-    return Part(tensor.detach(), layout, (whole_box(layout.shape),))
-
-
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """The box that is all of a value."""
-    start = (0,) * len(shape)
-    return start, start, shape
+    return Part(tensor.detach(), layout)
 
 
 # Files
 
 
-def shards(contents: Contents, most: int) -> dict[str, list[str]]:
+def _shards(contents: Contents, most: int) -> dict[str, list[str]]:
     """The keys for each file, in file order."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -286,7 +275,7 @@ def shards(contents: Contents, most: int) -> dict[str, list[str]]:
     }
 
 
-def with_free_names(folder: Path, files: dict[str, list[str]]) -> dict[str, list[str]]:
+def _with_free_names(folder: Path, files: dict[str, list[str]]) -> dict[str, list[str]]:
     """The same shards with unused names: an existing index refers to complete shards until it is replaced."""
     if len(files) == 1:
         return files
@@ -305,34 +294,27 @@ def _step(nbytes: int) -> int:
     return min(nbytes & -nbytes, _LARGEST_STEP) or _LARGEST_STEP
 
 
-def targets_in(folder: Path, files: Iterable[str]) -> list[Path]:
+def _targets_in(folder: Path, files: Iterable[str]) -> list[Path]:
     """The files of a checkpoint, the index last if there is one."""
     paths = [folder / name for name in files]
     return [*paths, folder / _INDEX] if len(paths) > 1 else paths
 
 
-def write_files(
-    contents: Contents,
-    files: Mapping[str, list[str]],
-    temporaries: Mapping[Path, Path],
-    mine: Mapping[str, Part] | None = None,
-) -> None:
+def _write_files(contents: Contents, files: Mapping[str, list[str]], temporaries: Mapping[Path, Path]) -> None:
     """Create the files, under their temporary names, and write the values.
 
     Args:
         contents: of all files.
         files: the keys in each.
         temporaries: by target.
-        mine: the values that are written; the files have room for the others. None for all.
     """
-    mine = contents.parts if mine is None else mine
     nbytes = sum(contents.parts[key].layout.nbytes for path in temporaries for key in files.get(path.name, ()))
-    with progress_in_bytes(nbytes, "saving", shown=bool(mine)) as advance:
+    with progress_in_bytes(nbytes, "saving") as advance:
 
         def fill(fd: int, key: str, start: int) -> None:
-            if key in mine:
-                write_part(fd, start, mine[key])
-                advance(mine[key].layout.nbytes)
+            part = contents.parts[key]
+            write_value(fd, start, part.tensor, part.layout.dtype)
+            advance(part.layout.nbytes)
 
         for target, temporary in temporaries.items():
             log.debug("writing %s", target)
@@ -340,21 +322,8 @@ def write_files(
                 _write_index(target, temporary, contents, files)
             else:
                 layouts = {key: contents.parts[key].layout for key in files[target.name]}
-                write_beside(temporary, target, layouts, metadata_of_files(contents, files), fill)
-
-
-def metadata_of_files(contents: Contents, files: Mapping[str, list[str]]) -> dict[str, str]:
-    """The metadata of each file; if there are several, the index has the ties."""
-    return contents.metadata if len(files) > 1 else {**contents.ties, **contents.metadata}
-
-
-def write_part(fd: int, at: int, part: Part) -> None:
-    """Write what this process has of a value that begins at a byte of the file."""
-    for start, inside, sides in part.boxes:
-        box = part.tensor
-        for dim, (first, side) in enumerate(zip(inside, sides, strict=True)):
-            box = box if side == box.shape[dim] else box.narrow(dim, first, side)
-        write_box(fd, at, box, part.layout.dtype, part.layout.shape, start)
+                ties = {} if len(files) > 1 else contents.ties  # of several files, the index has them
+                write_beside(temporary, target, layouts, {**ties, **contents.metadata}, fill)
 
 
 def _write_index(target: Path, temporary: Path, contents: Contents, files: Mapping[str, list[str]]) -> None:
@@ -369,7 +338,7 @@ def _write_index(target: Path, temporary: Path, contents: Contents, files: Mappi
 # Earlier files
 
 
-def earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterable[Path]]) -> list[Path]:
+def _earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterable[Path]]) -> list[Path]:
     """The files of the earlier checkpoint in a folder, which a new one replaces or removes; index first.
 
     These include our shards that no index names: a killed process left them.
@@ -394,13 +363,13 @@ def earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterabl
     return earlier
 
 
-def notes_in(earlier: Iterable[Path]) -> dict[str, str]:
+def _notes_in(earlier: Iterable[Path]) -> dict[str, str]:
     """The metadata of an earlier checkpoint's files."""
     opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None]
     return {key: text for file in opened for key, text in file.header.metadata.items() if file.is_ours}
 
 
-def remove_earlier(paths: Iterable[Path]) -> None:
+def _remove_earlier(paths: Iterable[Path]) -> None:
     """Remove files of the earlier checkpoint; the index durably, before any shard that it names.
 
     Raises:

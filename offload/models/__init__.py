@@ -12,11 +12,12 @@ Always true:
 | `device_map` | which tensor goes where |
 | `loader` | fills a model, empty or not, and moves it: `load_checkpoint_and_dispatch` `disk_offload` `load_file` |
 | `slots` | a model's distinct tensors, each under all its names |
+| `placing` | a rank's shard of a value, as a DTensor says |
 | `filling` | transformers' own loader, given tensors that are on disk |
 | `pretrained` `hooks` | what transformers and accelerate decide: names, formats, and where weights are held |
 | `mtp` | the layers with which a checkpoint drafts for its own model |
 | `values` `journal` | replacing many values one at a time, `map_values`, and the record of its runs |
-| `saving` `collective` | `save_checkpoint`, by a process alone and by ranks together |
+| `saving` | `save_checkpoint` |
 """
 
 import logging

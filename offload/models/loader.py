@@ -23,8 +23,6 @@ from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
 from offload.checkpoints.forms.values import refuse_scaled
-from offload.distributed.cuts import cut_once, refuse_other_meshes, taken_up
-from offload.distributed.placing import share_of
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, MetaTensorError
 from offload.memory import uncollected
 from offload.models import log
@@ -39,6 +37,7 @@ from offload.models.device_map import (
     warn_of_strangers,
 )
 from offload.models.hooks import move_activations, refuse_held, refuse_other_device
+from offload.models.placing import share_of
 from offload.models.pretrained import Fitted, as_in, let_save, quantized_by_torchao
 from offload.models.slots import (
     Slot,
@@ -262,7 +261,6 @@ def load_checkpoint_in_model(
     report = _fill(
         model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
     )
-    refuse_other_meshes((slot.outer for slot in slots if slot.outer is not None), offload_dir)
     _stored_once(slots, store=store)
     _read_apart(stored_in(handle_of(slot.tensor) for slot in slots if is_offloaded(slot.tensor)))
     return replace(report, forms=_forms(slots))
@@ -555,7 +553,6 @@ def finish_loading(
     slots = tensor_slots(model)
     placed = _placed(slots, device_map)
     warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
-    refuse_other_meshes((slot.outer for slot in slots if slot.outer is not None), offload_dir)
     place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
     empty = [slot.name for slot in slots if is_meta(slot.tensor) and placed[slot.name].device.type != "meta"]
     if empty:
@@ -583,24 +580,17 @@ def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
 
     Each file appears whole, and says what it was made of: after a kill only the missing ones are made.
     """
-    stored = {handle_of(slot.tensor): slot.outer for slot in slots if is_offloaded(slot.tensor)}
+    stored = {handle_of(slot.tensor) for slot in slots if is_offloaded(slot.tensor)}
     named = {handle.folder for handle in stored if handle.folder is not None}
     folders: dict[Path | None, bool] = {folder: store or is_folder(folder) for folder in named}
     recipes = [(handle, handle.composed) for handle in stored if folders.get(handle.folder) and not handle.is_subclass]
     made = [(handle, recipe.mark) for handle, recipe in recipes if isinstance(recipe, Recipe)]
-    left = [
-        (handle, mark)
-        for handle, mark in made
-        if not (open_stored(handle, mark) if stored[handle] is None else taken_up(handle, mark))
-    ]
+    left = [(handle, mark) for handle, mark in made if not open_stored(handle, mark)]
     if not store:
         return
     with progress_in_bytes(sum(handle.layout.nbytes for handle, _ in left), "storing") as advance:
         for handle, mark in left:
-            if stored[handle] is None:
-                store_recipe(handle, mark)
-            else:
-                cut_once(handle, mark, stored[handle])
+            store_recipe(handle, mark)
             log.debug("%s: stored in %s", handle.name, handle.path)
             advance(handle.layout.nbytes)
 

@@ -16,7 +16,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial, reduce, wraps
 from pathlib import Path
@@ -26,25 +25,23 @@ import torch
 from torch import nn
 
 from offload.annotations import Args, Config, Kwargs, Pretrained, Settings
-from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from offload.checkpoints.checkpoint import Checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.packing import Packed, packed_state
 from offload.checkpoints.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
 from offload.checkpoints.forms.values import Form, Values, values_in
-from offload.distributed.together import Ranks
 from offload.drafts.alike import alike_rows
 from offload.drafts.candidates import drafts_for
 from offload.errors import CheckpointError
 from offload.models import log
 from offload.models.filling import filled
 from offload.models.mtp import mtp_candidates
-from offload.models.saving import save_checkpoint
+from offload.models.saving import refuse_shares
 from offload.prompts.keeping import keeping_prompts
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.reasons import writing
 from offload.storage.regular import absolute
-from offload.storage.replacing import made_folder, put_file, remove_folder, temporary_for
+from offload.storage.replacing import put_file
 from offload.storage.state_file import read_json
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.guests import mapped_value
@@ -273,56 +270,17 @@ def _save(model: nn.Module, save: Callable[..., object], args: Args, options: Se
     files = [path for path in folder.glob("*model*") if _WEIGHTS.fullmatch(path.name)]
     replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    ranks = Ranks.of(named.values())
-
-    def looked() -> None:
-        refuse_sources({name: files_of(local_of(tensor)) for name, tensor in named.items()}, replaced)
-        refuse_referenced(replaced)
-
-    ranks.all(looked)
-    log.info("saving %s to %s, with its own save_pretrained", type(model).__name__, folder)
+    refuse_sources({name: files_of(local_of(tensor)) for name, tensor in named.items()}, replaced)
+    refuse_referenced(replaced)
     if any(map(is_dtensor, named.values())) and not saves_adapter and not options.get("distributed_checkpoint"):
         state = options.get("state_dict") or model.state_dict()
-        return _save_shared(model, state, ranks, folder, partial(save, *args, **options))
+        refuse_shares(state)
+        options = {**options, "state_dict": {name: local_of(value) for name, value in state.items()}}
+    log.info("saving %s to %s, with its own save_pretrained", type(model).__name__, folder)
     packed = getattr(model, "packed_as", None)
     if saves_adapter or packed is None or options.get("state_dict") is not None:
         return save(*args, **options)
     return _save_packed(model, packed, folder, partial(save, *args), options)
-
-
-def _save_shared(
-    model: nn.Module, state: Mapping[str, torch.Tensor], ranks: Ranks, folder: Path, save: Callable[[], object]
-) -> object:
-    """With sharded values: the first rank saves, and gets the whole values from files instead of memory."""
-
-    def begun() -> Path:
-        made_folder(folder)
-        place = temporary_for(folder / "gathered")
-        with writing(place):
-            place.mkdir()
-        return place
-
-    place = ranks.first(begun)
-    try:
-        save_checkpoint(state, place)
-
-        def gathered(_: object, wanted: Mapping[str, object], *__: object, **___: object) -> dict[str, Any]:
-            if ranks.rank:
-                return {}
-            checkpoint = open_checkpoint(place)
-            found = checkpoint.tensors()
-            return {name: found[checkpoint.ties.get(name, name)] for name in wanted}
-
-        vars(model).update(
-            gather_sharded_state_dict_for_save=gathered, barrier_after_gathered_checkpoint_save=lambda *_: None
-        )
-        return ranks.all(save)
-    finally:
-        for name in ("gather_sharded_state_dict_for_save", "barrier_after_gathered_checkpoint_save"):
-            vars(model).pop(name, None)
-        if not ranks.rank:
-            with suppress(OSError):  # what stays is swept later
-                remove_folder(place)
 
 
 def _save_packed(

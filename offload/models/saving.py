@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +19,8 @@ from offload.checkpoints.checkpoint import Checkpoint
 from offload.checkpoints.companions import companions_of, is_of_transformers, quantization_of
 from offload.checkpoints.forms.packing import packed_state
 from offload.checkpoints.writing import Contents, contents_in, contents_of, largest_shard, write_checkpoint
-from offload.distributed.together import Ranks
-from offload.errors import ArgumentTypeError
-from offload.models.collective import own_parts, write_together
+from offload.errors import ArgumentTypeError, UnsupportedOpError
+from offload.models.placing import is_whole
 from offload.storage.regular import absolute
 from offload.tensor.arguments import floating_dtype
 from offload.tensor.locals import is_dtensor, local_of
@@ -36,7 +33,6 @@ def save_checkpoint(
     max_shard_size: int | str = "5GB",
     *,
     dtype: torch.dtype | str | None = None,
-    process_group: Any = None,
 ) -> list[Path]:
     """Write `model.safetensors`, or shards with an index, as `save_pretrained` does, in bounded memory.
 
@@ -49,9 +45,8 @@ def save_checkpoint(
     An earlier checkpoint in the folder is replaced as a whole: a process that is killed leaves it, or the new one.
     Where its shards have the usual names, new ones are called `model-2-00001-of-00003.safetensors`, as the index says.
 
-    DTensors are saved whole, by all ranks together: each calls this, with a folder that all of them see, and writes the
-    ranges of the files that it has. A value that several ranks have is written by one of them. An error on one rank is
-    an error on all, and leaves nothing behind.
+    Of values that ranks share (DTensors), only those are saved that this rank has whole: call this on one rank. Others
+    are saved by `torch.distributed.checkpoint`, from whose folder one process writes a checkpoint like this one.
 
     Args:
         model_or_state_dict: a module, of which its `state_dict()` is saved; tensors by name; or an opened checkpoint.
@@ -59,8 +54,6 @@ def save_checkpoint(
         max_shard_size: bytes of the values in a file: "5GB", "500MiB", 4096. A value that is larger has its own file.
         dtype: to convert floating-point values to, piece by piece, by itself or by its name; those of 8 bits and less
             stay as they are.
-        process_group: of the ranks that save together; None for all, where a value is a DTensor, else this process
-            alone. Give one where ranks have stages of a model, and no DTensors.
 
     Returns:
         The files with the weights, the index last.
@@ -68,31 +61,33 @@ def save_checkpoint(
     Raises:
         ForeignFileError: `folder` has a checkpoint that offload did not write, or one that live tensors refer to; or
             the configuration of another model, which offload did not write.
-        UnsupportedOpError: a value can't be stored in a safetensors file.
+        UnsupportedOpError: a value can't be stored in a safetensors file, or this rank has only a share of it.
         UnknownSubclassError: a value is of a tensor subclass that torchao can't store.
         WriteError: the disk is full, the folder is read-only...
-        RankError: one of these happened on another rank, or that rank has exited.
         ValueError: `dtype` is not a floating-point one, or `max_shard_size` not an amount.
 
     Example:
         >>> [path.name for path in save_checkpoint({"w": torch.ones(2)}, "saved")]
         ['model.safetensors']
     """
-    ranks = Ranks.of(_values(model_or_state_dict), process_group)
-    source, folder = model_or_state_dict, absolute(folder)
+    source, to = model_or_state_dict, None if dtype is None else floating_dtype(dtype)
+    companions = None
+    if isinstance(source, nn.Module):
+        contents, companions = _of_model(source, to)
+    else:
+        contents = contents_in(source, to) if isinstance(source, Checkpoint) else _of_tensors(source, to)
+    return write_checkpoint(contents, absolute(folder), largest_shard(max_shard_size), companions=companions)
 
-    def planned() -> tuple[Contents, dict[str, bytes] | None, int]:
-        to = None if dtype is None else floating_dtype(dtype)
-        if isinstance(source, nn.Module):
-            return *_of_model(source, to), largest_shard(max_shard_size)
-        if isinstance(source, Checkpoint):
-            return contents_in(source, to), None, largest_shard(max_shard_size)
-        return _of_tensors(source, to), None, largest_shard(max_shard_size)
 
-    if ranks.size == 1:
-        contents, companions, most = planned()
-        return write_checkpoint(contents, folder, most, companions=companions)
-    return write_together(ranks, planned, folder)
+def refuse_shares(tensors: Mapping[str, object]) -> None:
+    """Raises `UnsupportedOpError` if this rank has only a share of one of the values."""
+    name = next((name for name, tensor in tensors.items() if is_dtensor(tensor) and not is_whole(tensor)), None)
+    if name is not None:
+        raise UnsupportedOpError(
+            f"this rank has only a share of {name!r}: save the ranks with torch.distributed.checkpoint "
+            "(dcp.save(model.state_dict(), checkpoint_id=folder)). load_checkpoint_and_dispatch and load_file open "
+            "that folder in place; in one process save_checkpoint(load_file(folder), ...) writes a checkpoint of it"
+        )
 
 
 def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, dict[str, bytes]]:
@@ -115,24 +110,17 @@ def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, di
 def _of_tensors(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, discarded: Iterable[str] = ()
 ) -> Contents:
-    """Named tensors; of DTensors, what this rank has."""
+    """Named tensors; DTensors are those that this rank has whole."""
     if not isinstance(tensors, Mapping):
         raise ArgumentTypeError(
             f"a module, tensors by name, or a checkpoint can be saved, not a {type(tensors).__name__}"
         )
-    outers = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
-    local = {name: local_of(tensor) if name in outers else tensor for name, tensor in tensors.items()}
-    contents = contents_of(local, dtype, discarded=set(discarded))
-    return own_parts(contents, outers) if outers else contents
+    refuse_shares(tensors)
+    local = {name: local_of(tensor) if is_dtensor(tensor) else tensor for name, tensor in tensors.items()}
+    return contents_of(local, dtype, discarded=set(discarded))
 
 
 def _discarded_names(model: nn.Module) -> Iterable[str]:
     """The names that a transformers model ties to others, and expects under those."""
     tied: Iterable[str] | None = getattr(model, "all_tied_weights_keys", None)
     return tied or getattr(model, "_tied_weights_keys", None) or ()
-
-
-def _values(source: object) -> Iterable[object]:
-    if isinstance(source, nn.Module):
-        return chain(source.parameters(), source.buffers())
-    return source.values() if isinstance(source, Mapping) else ()

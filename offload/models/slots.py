@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload.distributed.placing import alone, folder_of_rank
 from offload.errors import ArgumentTypeError
 from offload.memory import uncollected
 from offload.models import log
 from offload.models.device_map import Place
+from offload.models.placing import alone, folder_of_rank
 from offload.prefetch.value import page_state_of
 from offload.progress import progress
 from offload.storage.modes import inside, no_inference

@@ -3,7 +3,7 @@
 Always true:
 - a distinct value is processed once, whatever its names; tied values stay tied
 - at most `workers` values are in memory
-- if ranks share values, the function gets this rank's shard of each, or the whole on all ranks at once
+- if ranks share values, the function gets this rank's shard of each
 - finished values stay finished, whatever happens to the next one
 - a resumed run passes each value to the function once: the value's own file notes that it was replaced
 """
@@ -24,15 +24,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from offload.distributed.placing import runs_of, share_of
-from offload.distributed.together import Ranks
 from offload.errors import (
     ArgumentError,
     ArgumentTypeError,
     JournalError,
     MapError,
     MetaTensorError,
-    UnsupportedOpError,
 )
 from offload.memory import count_freed, return_freed
 from offload.models import log
@@ -46,7 +43,7 @@ from offload.storage.modes import inside, no_grad, no_inference
 from offload.storage.owning import Notes, create_value, open_owned, switch_to
 from offload.storage.reasons import some
 from offload.storage.regular import is_there
-from offload.storage.subclasses import is_subclass_value, refuse_lossy
+from offload.storage.subclasses import refuse_lossy
 from offload.storage.write import refuse_earlier
 from offload.tensor.arguments import checked_count, checked_dense, refuse_other_kind
 from offload.tensor.recipes import files_in
@@ -92,7 +89,6 @@ def map_values(
     *,
     select: Select = None,
     workers: int = 1,
-    whole: bool = False,
     resume: bool | str = False,
     progress: bool = True,
     strict_shape: bool = True,
@@ -112,16 +108,13 @@ def map_values(
         fn: called with a name, as in the state dict, and the tensor, which is on disk if it was: ops on it read what
             they need. What it returns becomes the value: a tensor, plain or offloaded, or a tensor subclass; the very
             tensor that it was given leaves the value alone. It runs without gradients. Of a DTensor it is given what
-            this rank has, on which `placements` and `device_mesh` say what that is a share of, and returns that share;
-            see `whole`. To be resumed it must not write to the tensor in place.
+            this rank has, on which `placements` and `device_mesh` say what that is a share of, and returns that share.
+            To be resumed it must not write to the tensor in place.
         model_or_tensors: a module, of which parameters and persistent buffers are taken, or a dictionary of tensors. Of
             a model give the model: through its `state_dict`, another shape or dtype does not reach it.
         select: which values: patterns of names (`"*.mlp.*"`), classes of the modules that hold them (`nn.Linear`),
             several of these, or a function of name and tensor. Of a tied value one name is enough. None for all.
         workers: threads; each holds the working set of one value.
-        whole: of DTensors the function is given the whole value, gathered from all ranks into the memory of each, one
-            value at a time, and returns the whole, of the same shape; each rank then stores its share of that. All
-            ranks call this together, with the same values and a function that gives the same everywhere.
         resume: continue the run of this name; True for that of the function. If there is none it starts, and one that
             is finished is not repeated.
         progress: show a bar, on a terminal.
@@ -132,7 +125,6 @@ def map_values(
 
     Raises:
         MapError: `fn` failed; the message names the tensor. Those before it are done.
-        RankError: with `whole`, that or another error was on another rank.
         ArgumentTypeError: `fn` did not return a tensor; likewise.
         JournalError: the journal is of another run, or there is no folder for one.
         ShapeMismatchError, DtypeMismatchError: of what `fn` returned; those before it are done.
@@ -146,9 +138,6 @@ def map_values(
     """
     workers = checked_count(workers, "workers")
     values = _selected(values_of(model_or_tensors), select, model_or_tensors)
-    whole = whole and any(value.outer is not None for value in values)
-    if whole:
-        _refuse_apart(values, workers, resume=bool(resume))
     journal = journal_for(values, _name_of_run(fn, resume), resume=bool(resume))
     before = [value.name for value in values if is_done(value, journal)]
     todo = [value for value in values if not is_done(value, journal)]
@@ -160,7 +149,6 @@ def map_values(
             len(values),
             advance,
             {"strict_shape": strict_shape, "strict_dtype": strict_dtype},
-            whole,
         )
         _for_each(todo, walk.see, workers)
     log.info("%d values replaced, %d unchanged, %d done before", len(walk.replaced), len(walk.kept), len(before))
@@ -428,18 +416,6 @@ def _selected(values: list[Slot], select: Select, source: object) -> list[Slot]:
     return [value for value in values if id(value) in found]
 
 
-def _refuse_apart(values: Iterable[Slot], workers: int, *, resume: bool) -> None:
-    """Refuse threads and `resume` if ranks share values: all ranks process them together, one after the other."""
-    name = next(value.name for value in values if value.outer is not None)
-    if workers > 1:
-        raise ArgumentError(f"whole=True takes one value at a time, in the same order on all ranks: workers={workers}")
-    if resume:
-        raise JournalError(
-            f"whole=True can't be resumed where ranks share values, as {name!r}: after a kill some ranks may have "
-            "the new value and others the old one. Load the checkpoint again, and start over."
-        )
-
-
 def _is_meant(value: Slot, wanted: str | type[nn.Module], source: object) -> bool:
     if isinstance(wanted, str):
         return any(fnmatchcase(name, wanted) for name in value.names)
@@ -512,7 +488,6 @@ class _Walk:
     most: int
     advance: Callable[[int], object]
     strict: Mapping[str, bool]
-    whole: bool
     replaced: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
@@ -522,10 +497,7 @@ class _Walk:
     def see(self, value: Slot) -> None:
         """Process one value, and record it."""
         nbytes = value.nbytes
-        if self.whole and value.outer is not None:
-            is_new = self._see_whole(value, value.outer)
-        else:
-            is_new = self._see_own(value)
+        is_new = self._is_replaced(value)
         log.debug("%s: %s", value.name, "replaced" if is_new else "kept")
         with self.lock:
             (self.replaced if is_new else self.kept).append(value.name)
@@ -533,50 +505,17 @@ class _Walk:
             self.advance(nbytes)
         count_freed(nbytes * _TEMPORARIES)
 
-    def _see_own(self, value: Slot) -> bool:
+    def _is_replaced(self, value: Slot) -> bool:
         """Process a value, or this rank's shard of it; returns whether it was replaced."""
         given = value.tensor.detach()
         if (outer := value.outer) is not None:
             vars(given).update(device_mesh=outer.device_mesh, placements=outer.placements)  # type: ignore[attr-defined]
-        new, is_new = self._new_of(value.name, given)
+        version = version_of(given)
+        new = self._called(value.name, given)
+        is_new = new is not given or version_of(given) != version
         if is_new:
             replace(value, new, (*marks_on(value.tensor), *self.journal.key), self.strict)
         return is_new
-
-    def _see_whole(self, value: Slot, outer: Any) -> bool:
-        """Process a shared value together with all ranks; each stores its shard of the result."""
-        name, ranks = value.name, Ranks.of_mesh(outer.device_mesh)
-        runs_of(outer, name)  # refuses a value without shards
-        names = ranks.gather(name)
-        if len(set(names)) > 1:
-            raise MapError(f"the ranks are at different values, {some(sorted(set(names)))}: {self._so_far()}")
-        given = outer.detach().full_tensor()
-        strict = {**self.strict, "strict_shape": True}
-
-        def made() -> tuple[torch.Tensor, bool]:
-            new, is_new = self._new_of(name, given)
-            if is_new:
-                refuse_other_kind(given, checked_dense(new, name), name, **strict)
-                if is_subclass_value(new):
-                    raise UnsupportedOpError(
-                        f"fn returned a {type(new).__name__} for {name!r}, which can't be cut into the shares of "
-                        "ranks: replace it in one process, save it, and load the ranks from that"
-                    )
-            return new, is_new
-
-        new, is_new = ranks.all(made, f"{name!r} is unchanged")
-        if len({*ranks.gather((is_new, new.dtype))}) > 1:
-            raise MapError(f"fn returned different values for {name!r} on different ranks: {self._so_far()}")
-        if is_new:
-            share, marks = share_of(new, outer, name), (*marks_on(value.tensor), *self.journal.key)
-            ranks.all(lambda: replace(value, share, marks, strict), f"{name!r} has its new value here")
-        return is_new
-
-    def _new_of(self, name: str, given: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The function's result for a tensor, and whether it is a different value."""
-        version = version_of(given)
-        new = self._called(name, given)
-        return new, new is not given or version_of(given) != version
 
     def _called(self, name: str, given: torch.Tensor) -> torch.Tensor:
         try:
@@ -594,7 +533,7 @@ class _Walk:
 
     def _so_far(self) -> str:
         done = self.done + len(self.replaced) + len(self.kept)
-        way_on = f"; resume={self.journal.name!r} continues from there" if self.journal.name and not self.whole else ""
+        way_on = f"; resume={self.journal.name!r} continues from there" if self.journal.name else ""
         return f"{done} of {self.most} values were replaced and stay so{way_on}"
 
 

@@ -225,12 +225,6 @@ def open_stored(handle: Handle, mark: str) -> bool:
     return True
 
 
-def has_stored(handle: Handle) -> bool:
-    """Whether the named folder has a file in which a composed value of this name was stored, with any mark."""
-    file = _stored(handle)
-    return file is not None and MADE_OF in file.notes
-
-
 def _stored(handle: Handle) -> TensorFile | None:
     assert handle.folder is not None
     with suppress(MissingFileError):

@@ -167,18 +167,6 @@ def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | No
     write_blocks(fd, at, _blocks(tensor, dtype or tensor.dtype))
 
 
-def write_runs(fd: int, starts: Iterable[int], nbytes: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Like `write_tensor`, but into runs of `nbytes` bytes, which begin at `starts`."""
-    places, at, left = iter(starts), 0, 0
-    for block in _blocks(tensor, dtype):
-        data = bytes_of(block)
-        while len(data):
-            if not left:
-                at, left = next(places), nbytes
-            done = write_all(fd, data[:left], at)
-            at, left, data = at + done, left - done, data[done:]
-
-
 def write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
     """Write contiguous CPU tensors one after the other."""
     for block in blocks:

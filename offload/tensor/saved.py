@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import product
-from math import prod
-from operator import mul
 from pathlib import Path
 
 import torch
 
 from offload.errors import ForeignFileError
 from offload.storage.file import TensorFile
-from offload.storage.layout import contiguous_stride
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.source import InBlocks
 from offload.storage.subclasses import flatten, is_subclass_value
-from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_runs, write_tensor
+from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_tensor
 from offload.tensor.guests import mapped_value
 from offload.tensor.loads import start_of
 from offload.tensor.recipes import files_in
@@ -50,23 +46,6 @@ def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> N
         value = mapped_value(tensor)
         if value.dtype != dtype or not _copied(fd, at, tensor):
             write_tensor(fd, at, value, dtype)
-
-
-def write_box(
-    fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], start: Sequence[int]
-) -> None:
-    """Like `write_value`, for the box at index `start` of a value of `shape`, which begins at byte `at`."""
-    sides, stride = tensor.shape, contiguous_stride(tuple(shape))
-    cut = max((dim for dim, side in enumerate(sides) if side != shape[dim]), default=0)
-    rows = product(*(range(first, first + side) for first, side in zip(start[:cut], sides[:cut], strict=True)))
-    first = at + dtype.itemsize * sum(map(mul, start[cut:], stride[cut:]))
-    places = (first + dtype.itemsize * sum(map(mul, row, stride)) for row in rows)
-    if prod(sides[:cut]) == 1:
-        write_value(fd, next(places), tensor, dtype)
-        return
-    with no_functions(), no_modes():
-        value = mapped_value(tensor) if type(tensor) is OffloadedTensor else tensor
-        write_runs(fd, places, dtype.itemsize * prod(sides[cut:]), value, dtype)
 
 
 def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, object]) -> None:

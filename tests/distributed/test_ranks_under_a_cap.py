@@ -27,7 +27,6 @@ SCRIPT = """
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
     import offload
     from bench.memory_cap import memory_cap
-    from offload.distributed import FileStager
     from tests.distributed.ranks import run_ranks
     from tests.peak import Peak
 
@@ -50,9 +49,6 @@ SCRIPT = """
         said = [measured("forward", lambda: model(torch.ones(1, side)))]
         state = model.state_dict()
         measured("save", lambda: dcp.save(state, checkpoint_id=place / "saved"))
-        stager = FileStager(place)
-        measured("async_save", lambda: dcp.async_save(state, checkpoint_id=place / "a", async_stager=stager).result())
-        measured("save_checkpoint", lambda: offload.save_checkpoint(model, place / "own"))
         said.append(measured("forward again", lambda: model(torch.ones(1, side))))
         with torch.no_grad():
             for value in state.values():

@@ -93,13 +93,16 @@ def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> Of
     return wrap_handle(handle, target_of(share))
 
 
-def folder_of_rank(outer: Any, offload_dir: PathLike | None, *, of_owner: bool = False) -> Path | None:
+def is_whole(outer: Any) -> bool:
+    """Whether this rank has all of a DTensor: it is replicated, or its mesh has one rank."""
+    sizes = outer.device_mesh.shape
+    return all(one.is_replicate() or size == 1 for one, size in zip(outer.placements, sizes, strict=True))
+
+
+def folder_of_rank(outer: Any, offload_dir: PathLike | None) -> Path | None:
     """The folder for a rank's shards of a DTensor, named for its coordinate in the mesh.
 
     If the mesh does not have all ranks, another mesh may have the same coordinate: then it has the rank's number.
-
-    Args:
-        of_owner: return the folder of the first rank that has the same shard.
     """
     if offload_dir is None:
         return None
@@ -108,6 +111,4 @@ def folder_of_rank(outer: Any, offload_dir: PathLike | None, *, of_owner: bool =
     place, shape = mesh.get_coordinate(), tuple(mesh.shape)
     if mesh.size() != world:
         place, shape = [rank], (world,)
-    elif of_owner:
-        place = [0 if one.is_replicate() else at for one, at in zip(outer.placements, place, strict=True)]
     return absolute(offload_dir) / f"rank-{'.'.join(map(str, place))}-of-{'.'.join(map(str, shape))}"
