@@ -8,7 +8,7 @@ Always true:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,8 +170,8 @@ def sizes_from(
         stored=sum(entry.nbytes for entry in entries.values()),
         rows=sum(entry.nbytes for entry in rows.values()),
         experts=sum(entry.nbytes for entry in experts.values()),
-        packed=_packed(entry for key, entry in entries.items() if key not in experts and key not in rows),
-        packed_experts=_packed(experts.values()),
+        packed=_packed({key: entries[key] for key in entries.keys() - experts.keys() - rows.keys()}),
+        packed_experts=_packed(experts),
         share=_first(text, _ROUTED, 1) / max(_first(text, _EXPERTS, 1), 1) if experts else 1.0,
         kv_per_token=kv_per_token,
         dispatch=dispatch,
@@ -180,8 +180,9 @@ def sizes_from(
     )
 
 
-def _packed(entries: Iterable[Entry]) -> int:
-    return sum(entry.nbytes for entry in entries if entry.dtype not in DENSE)
+def _packed(entries: Mapping[str, Entry]) -> int:
+    """Bytes of packed values, with their scales."""
+    return sum(entry.nbytes for key, entry in entries.items() if entry.dtype not in DENSE or "scale" in key)
 
 
 def _is_expert(name: str) -> bool:
