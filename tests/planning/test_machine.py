@@ -71,9 +71,11 @@ def test_a_missing_folder_is_an_error_and_not_created(tmp_path: Path, name: str)
 
 
 def test_the_command_prints_versions_memory_and_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 0 == cli.main(["doctor", str(tmp_path)])
+    assert [0, 0] == [cli.main(["doctor", str(tmp_path)]), cli.main(["doctor", str(tmp_path), "--json"])]
 
-    printed = capsys.readouterr().out
+    printed, last = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    said = json.loads(last)
+    assert (torch.__version__, str(tmp_path)) == (said["versions"]["torch"], said["disk"]["folder"])
     for word in ("torch", torch.__version__, "max_memory", "O_DIRECT", str(tmp_path), "/s"):
         assert word in printed
 
