@@ -10,6 +10,7 @@
 | `files` | `inspect` `convert` `verify` |
 | `rows` | `cache info` `cache verify` `cache export` |
 | `machine` | `doctor` |
+| `commands` | the table of commands, with their arguments and options |
 | `arguments` | parsing arguments |
 | `main` `output` | the command line as a whole, and its output |
 """

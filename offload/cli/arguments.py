@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from offload.errors import MissingFileError
 from offload.storage.regular import is_there
@@ -17,19 +17,8 @@ from offload.storage.regular import is_there
 if TYPE_CHECKING:
     import torch
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What a parser's `add_subparsers` returns."""
-
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _MOST = 2**31 - 1
-
-
-def complete(*actions: argparse.Action, folders: bool = False) -> None:
-    """Have the shell complete these arguments with files and folders, or with folders alone."""
-    import shtab
-
-    for action in actions:
-        action.complete = shtab.DIRECTORY if folders else shtab.FILE  # type: ignore[attr-defined]
 
 
 def path(text: str) -> Path:
@@ -65,6 +54,11 @@ def count(text: str) -> int:
     if not text.isdecimal() or len(text) > len(str(_MOST)) or not 1 <= int(text) <= _MOST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 1 to {_MOST}")
     return int(text)
+
+
+def draft(text: str) -> int | None:
+    """A number of tokens; None for what follows from the cost of a pass."""
+    return None if text == "auto" else 0 if text == "0" else count(text)
 
 
 def port(text: str) -> int:

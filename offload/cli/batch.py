@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from offload.cli import arguments
-from offload.cli.models import add_model_options, add_prompt_cache, folder_of_model, loaded_model, prompt_cache_of
-from offload.cli.output import allow_json, counted, print_json, print_pairs, say
+from offload.cli.models import opened
+from offload.cli.output import counted, print_json, print_pairs, say
 from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
 from offload.serving.bodies import Refused
-from offload.serving.chat import Prompts, ends_of
+from offload.serving.chat import Prompts
 from offload.storage.reasons import first_line
 from offload.storage.regular import is_there
 
@@ -36,36 +36,6 @@ Refusal: TypeAlias = tuple[str, int, str]
 
 _MOST_SEED = 2**63 - 1
 _MOST = 2**31 - 1  # tokens of an answer of a model without an end to its context
-
-
-def add_to(commands: arguments.Commands) -> None:
-    """Add this command to a parser."""
-    command = commands.add_parser("batch", help="answer a file of requests", description=batch.__doc__)
-    add_model_options(command)
-    source = command.add_argument(
-        "input", type=arguments.path, help="JSON lines: custom_id, and messages or a prompt; - for standard input"
-    )
-    target = command.add_argument("output", type=arguments.path, help="where answers are appended, as JSON lines")
-    command.add_argument(
-        "--errors", type=arguments.path, metavar="FILE", help="for bad lines (default: OUTPUT.errors.jsonl)"
-    )
-    command.add_argument(
-        "--max-new-tokens",
-        type=arguments.count,
-        default=256,
-        metavar="N",
-        help="per answer, where a line does not say (default: %(default)s)",
-    )
-    command.add_argument(
-        "--in-flight",
-        type=arguments.count,
-        metavar="K",
-        help="requests that share one reading of the model (default: as many as fit in memory)",
-    )
-    add_prompt_cache(command)
-    command.set_defaults(run=batch)
-    allow_json(command)
-    arguments.complete(source, target)
 
 
 def batch(options: argparse.Namespace) -> int:
@@ -115,19 +85,12 @@ def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]
     import torch
 
     from offload.batches.mapping import map_batches
-    from offload.checkpoints.companions import tokenizer_in
-    from offload.serving.answering import Answering
 
     first = next(requests, None)
     if first is None:
         return
-    folder = folder_of_model(options)
-    prompt_cache = prompt_cache_of(options)
-    model = loaded_model(folder, options)
-    tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    answering = Answering(model, tokenizer, ends_of(model, folder), prompt_cache, {})
-    answer = partial(_answer, answering, Prompts(tokenizer, longest, _MOST), options.max_new_tokens)
+    model, answering, prompts = opened(options, _MOST)
+    answer = partial(_answer, answering, prompts, options.max_new_tokens)
     with torch.inference_mode():
         yield from map_batches(
             answer, chain([first], requests), model, in_flight=options.in_flight, ordered=False, progress=False

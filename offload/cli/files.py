@@ -11,57 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.cli import arguments
-from offload.cli.output import allow_json, cell, console, counted, doing, print_json, say, table
+from offload.cli.output import cell, console, counted, doing, print_json, say, table
 
 if TYPE_CHECKING:
     import torch
 
     from offload.checkpoints.checkpoint import Value
-
-
-def add_to(commands: arguments.Commands) -> None:
-    """Add these commands to a parser."""
-    command = commands.add_parser("convert", help="write a checkpoint in another form", description=convert.__doc__)
-    source = command.add_argument(
-        "source", type=arguments.path, help="a checkpoint's file, index or folder, a GGUF file, or an offload folder"
-    )
-    arguments.complete(command.add_argument("target", type=arguments.path, help="the new folder"), folders=True)
-    add_dtype(command)
-    add_shard_size(command)
-    command.add_argument(
-        "--to",
-        choices=["safetensors", "offload"],
-        default="safetensors",
-        help="the kind of folder to write (default: %(default)s)",
-    )
-    command.add_argument(
-        "--dequantize",
-        action="store_true",
-        help="of a quantized checkpoint, write the dense one (of a GGUF file always)",
-    )
-    command.add_argument("--resume", action="store_true", help="resume a run that dequantizes, and was killed")
-    command.set_defaults(run=convert)
-
-    looking = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
-    about = "a .safetensors, .gguf or .bin file, an index, a checkpoint's folder, an offload folder"
-    inspected = looking.add_argument("path", type=arguments.path, help=about)
-    looking.set_defaults(run=inspect)
-
-    checking = commands.add_parser("verify", help="check that a checkpoint is complete", description=verify.__doc__)
-    verified = checking.add_argument("path", type=arguments.path, help="as for inspect; a folder with all its files")
-    checking.set_defaults(run=verify)
-    allow_json(looking, checking)
-    arguments.complete(source, inspected, verified)
-
-
-def add_dtype(command: argparse.ArgumentParser) -> None:
-    """Add the option for the dtype of what is written."""
-    command.add_argument(
-        "--dtype",
-        type=arguments.dtype,
-        help="of the floating-point values, and to compute in: bfloat16, float16, float32... "
-        "(default: as they are; bfloat16 for a GGUF file that is packed)",
-    )
 
 
 def dtype_of_copy(source: Path) -> torch.dtype | None:
@@ -71,17 +26,6 @@ def dtype_of_copy(source: Path) -> torch.dtype | None:
 
     opened = open_checkpoint(source)
     return computing_dtype(opened) if opened.is_gguf else None
-
-
-def add_shard_size(command: argparse.ArgumentParser) -> None:
-    """Add the option for the size of the written files."""
-    command.add_argument(
-        "--max-shard-size",
-        type=arguments.size,
-        default="5GB",
-        metavar="SIZE",
-        help="of the values in a file: 500MB, 2GiB (default: %(default)s)",
-    )
 
 
 def convert(options: argparse.Namespace) -> None:

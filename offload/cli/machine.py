@@ -7,32 +7,12 @@ Always true:
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.cli import arguments
-from offload.cli.output import allow_json, doing, print_json, print_pairs
+from offload.cli.output import doing, print_json, print_pairs
 
 if TYPE_CHECKING:
     from offload.planning.machine import Diagnosis
-
-
-def add_to(commands: arguments.Commands) -> None:
-    """Add this command to a parser."""
-    command = commands.add_parser("doctor", help="show what this machine can do", description=doctor.__doc__)
-    folder = command.add_argument(
-        "folder",
-        type=arguments.path,
-        nargs="?",
-        default=Path(),
-        help="where values would be kept (default: the current folder)",
-    )
-    arguments.complete(folder, folders=True)
-    command.add_argument(
-        "--check", action="store_true", help="compare tiny models on disk with the same ones in memory, in some 20 s"
-    )
-    allow_json(command)
-    command.set_defaults(run=doctor)
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from offload.cli import batch, files, machine, models, plan, rows, serve, weights
+from offload.cli.commands import add_commands
 from offload.cli.output import complain, escaping, logging_to_stderr
 from offload.errors import OffloadError
 from offload.importing import library, version
@@ -77,10 +77,7 @@ def parser() -> argparse.ArgumentParser:
     )
     about = 'print a completion script for a shell, as: eval "$(offload --print-completion bash)"'
     shtab.add_argument_to(made, ["--print-completion"], help=about)
-    commands = made.add_subparsers(metavar="COMMAND")
-    for group in (plan, models, batch, serve, weights, files, rows, machine):
-        group.add_to(commands)
-    _allow_everywhere(commands)
+    _allow_everywhere(add_commands(made))
     return made
 
 

@@ -13,131 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.annotations import Kwargs
-from offload.cli import arguments
-from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json
+from offload.cli.output import counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError, OffloadError, visible_lines
-from offload.serving.chat import ONE_ANSWER, ONLY_TOKENS, Prompt, ends_of, in_chat, stops_of
+from offload.serving.chat import ONE_ANSWER, ONLY_TOKENS, Prompt, Prompts, ends_of, in_chat, stops_of
 from offload.storage.reasons import first_line
 
 if TYPE_CHECKING:
     from offload.recording import Recording
+    from offload.serving.answering import Answering
 
 _MODES = ("greedy_search", "sample")  # that take drafts
 # What transformers raises for settings that it can't follow.
 _OF_SETTINGS = (TypeError, AttributeError, LookupError, ArithmeticError, ImportError, AssertionError, RuntimeError)
 _LOOKED_UP = 63  # most tokens of a draft from the text
-
-
-def add_to(commands: arguments.Commands) -> None:
-    """Add this command to a parser."""
-    command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
-    command.usage = "%(prog)s [options] --prompt PROMPT model"
-    add_model_options(command)
-    command.add_argument(
-        "--prompt", type=arguments.prompt, required=True, help="a message to the model, or text that it continues"
-    )
-    command.add_argument(
-        "--system", type=arguments.prompt, metavar="TEXT", help="instructions before the message (default: none)"
-    )
-    command.add_argument(
-        "--raw",
-        action="store_true",
-        help="continue the prompt as it is (default: a model with a chat template answers it as a message)",
-    )
-    command.add_argument(
-        "--max-new-tokens", type=arguments.count, default=64, metavar="N", help="at most (default: %(default)s)"
-    )
-    add_prompt_cache(command)
-    command.add_argument("--sample", action="store_true", help="sample (default: take the most likely token)")
-    add_drafts(command)
-    allow_json(command)
-    command.set_defaults(run=generate)
-
-
-def add_model_options(command: argparse.ArgumentParser) -> None:
-    """Add the options for the model and where it goes."""
-    add_model(command)
-    command.add_argument(
-        "--device",
-        type=arguments.device,
-        help="cpu, cuda, cuda:1... (default: an accelerator, if any)",
-    )
-    command.add_argument(
-        "--dtype",
-        type=arguments.dtype,
-        help="of the weights, converted as they are read: bfloat16, float16, float32... (default: as configured)",
-    )
-    add_max_memory(command)
-    command.add_argument(
-        "--device-memory",
-        type=arguments.size,
-        metavar="SIZE",
-        help="the same, on an accelerator: 20GiB (default: nothing)",
-    )
-    command.add_argument(
-        "--offload-dir",
-        type=arguments.path,
-        metavar="FOLDER",
-        help="for weights that change (default: a temporary one)",
-    )
-    command.add_argument(
-        "--store",
-        action="store_true",
-        help="write weights that have to be decoded or joined to --offload-dir once, for later runs (default: never)",
-    )
-    add_revision(command)
-    add_trust(command)
-
-
-def add_drafts(command: argparse.ArgumentParser) -> None:
-    """Add the options for drafts."""
-    about = "a smaller model that drafts tokens (default: none)"
-    arguments.complete(command.add_argument("--assistant", metavar="SMALL", help=about), folders=True)
-    command.add_argument(
-        "--draft",
-        type=_draft,
-        default="auto",
-        metavar="N",
-        help="tokens of a draft (default: auto, as many as pay)",
-    )
-
-
-def _draft(text: str) -> int | None:
-    """A number of tokens; None for what follows from the cost of a pass."""
-    return None if text == "auto" else 0 if text == "0" else arguments.count(text)
-
-
-def add_model(command: argparse.ArgumentParser) -> None:
-    """Add the argument that names a model."""
-    about = "a folder with a checkpoint, a GGUF file, or a model on the hub"
-    arguments.complete(command.add_argument("model", help=about), folders=True)
-
-
-def add_max_memory(command: argparse.ArgumentParser) -> None:
-    """Add the option for how much of a model stays in memory."""
-    command.add_argument(
-        "--max-memory",
-        type=arguments.size,
-        metavar="SIZE",
-        help="how much of the weights may stay in memory: 8GiB (default: as much as is available)",
-    )
-
-
-def add_prompt_cache(command: argparse.ArgumentParser) -> None:
-    """Add the options for keys and values that are kept."""
-    command.add_argument(
-        "--prompt-cache",
-        type=arguments.path,
-        metavar="DIR",
-        help="keep keys and values of prompts there, for later ones that begin alike (default: keep none)",
-    )
-    command.add_argument(
-        "--prompt-cache-size",
-        type=arguments.size,
-        default="10GiB",
-        metavar="SIZE",
-        help="how much that may take (default: %(default)s)",
-    )
 
 
 def prompt_cache_of(options: argparse.Namespace) -> Kwargs:
@@ -147,20 +35,6 @@ def prompt_cache_of(options: argparse.Namespace) -> Kwargs:
     if options.prompt_cache is None:
         return {}
     return {"prompt_cache": PromptCache(options.prompt_cache, max_disk=options.prompt_cache_size)}
-
-
-def add_revision(command: argparse.ArgumentParser) -> None:
-    """Add the option for the revision of a model on the hub."""
-    command.add_argument("--revision", help="branch, tag or commit on the hub (default: main)")
-
-
-def add_trust(command: argparse.ArgumentParser) -> None:
-    """Add the option that lets a model's own code run."""
-    command.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run code that comes with the model, which can do whatever you can (default: refuse such a model)",
-    )
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -300,6 +174,27 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
                 f"offload.from_pretrained({str(folder)!r})"
             )
         return model
+
+
+def opened(options: argparse.Namespace, most: int) -> tuple[Any, Answering, Prompts]:
+    """The model on disk, what answers with it, and what makes prompts of requests.
+
+    Args:
+        most: tokens of an answer whose request does not say.
+
+    Raises:
+        CheckpointError: as `loaded_model`.
+    """
+    from offload.checkpoints.companions import tokenizer_in
+    from offload.serving.answering import Answering
+
+    folder = folder_of_model(options)
+    prompt_cache, model = prompt_cache_of(options), loaded_model(folder, options)
+    tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
+    drafts = drafts_of(model, tokenizer, options) if getattr(options, "assistant", None) else {}
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    prompts = Prompts(tokenizer, longest, most)
+    return model, Answering(model, tokenizer, ends_of(model, folder), prompt_cache, drafts), prompts
 
 
 def _budgets(options: argparse.Namespace) -> Any:

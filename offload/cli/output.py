@@ -21,8 +21,6 @@ from offload.annotations import Json
 from offload.errors import visible, visible_lines
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
-
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -220,9 +218,3 @@ def _message(error: BaseException) -> str:
 def counted(number: int, what: str) -> str:
     """`1 file`, `2 files`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def allow_json(*commands: ArgumentParser) -> None:
-    """Add the option `--json` to commands."""
-    for command in commands:
-        command.add_argument("--json", action="store_true", help="print JSON, for programs")

@@ -12,32 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli import arguments
-from offload.cli.output import allow_json, cell, console, counted, print_json, say, table
+from offload.cli.output import cell, console, counted, print_json, say, table
 from offload.errors import ArgumentError, OffloadError
 
 if TYPE_CHECKING:
     from offload.cache.table import TensorCache
 
 _STEP = 1024  # rows checked at a time
-
-
-def add_to(commands: Any) -> None:
-    """Add these commands to a parser."""
-    about = "What a cache of rows holds, whether it is whole, and as one file."
-    group = commands.add_parser("cache", help="look at a cache of rows, or write it to one file", description=about)
-    kinds = group.add_subparsers(required=True, metavar="COMMAND")
-    made = {}
-    for name, act in {"info": info, "verify": verify, "export": export}.items():
-        made[name] = kinds.add_parser(name, help=act.__doc__, description=act.__doc__)
-        path = made[name].add_argument(
-            "path", type=arguments.path, help="a cache's folder, or a file of TensorCache.to_disk"
-        )
-        arguments.complete(path)
-        made[name].set_defaults(run=act)
-    allow_json(made["info"], made["verify"])
-    command = made["export"]
-    command.add_argument("target", type=arguments.path, help="the new file, with the suffix .safetensors or .pt")
-    command.add_argument("--columns", nargs="+", metavar="NAME", help="which columns (default: all)")
 
 
 def info(options: argparse.Namespace) -> None:

@@ -10,49 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from offload.cli import arguments
-from offload.cli.files import add_dtype, add_shard_size, dtype_of_copy, print_written
-from offload.cli.models import add_revision, folder_of_model
+from offload.cli.files import dtype_of_copy, print_written
+from offload.cli.models import folder_of_model
 from offload.cli.output import counted, doing, say
-
-_FORMS = {"int8": "8-bit integers", "int4": "4-bit integers", "fp8": "8-bit floating-point numbers (E4M3)"}
-
-
-def add_to(commands: arguments.Commands) -> None:
-    """Add these commands to a parser."""
-    command = commands.add_parser("quantize", help="write a model in 8 or 4 bits", description=quantize.__doc__)
-    _add_folders(command, "model")
-    forms = command.add_mutually_exclusive_group(required=True)
-    for form, words in _FORMS.items():
-        forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=words)
-    command.add_argument(
-        "--group-size",
-        type=arguments.count,
-        default=128,
-        metavar="N",
-        help="columns that share a scale, for --int8 and --int4; fewer in a layer that it does not divide "
-        "(default: %(default)s)",
-    )
-    command.set_defaults(run=quantize)
-
-    merging = commands.add_parser("merge-lora", help="merge an adapter into its base", description=merge_lora.__doc__)
-    _add_folders(merging, "model", "adapter")
-    merging.set_defaults(run=merge_lora)
-    for made in (command, merging):
-        add_dtype(made)
-        add_shard_size(made)
-        add_revision(made)
-        made.add_argument("--resume", action="store_true", help="resume a run that was killed")
-
-
-def _add_folders(command: argparse.ArgumentParser, *sources: str) -> None:
-    about = {
-        "model": "a folder with a checkpoint, a GGUF file, or a model on the hub",
-        "adapter": "a folder that peft saved, or an adapter on the hub",
-    }
-    made = [command.add_argument(source, help=about[source]) for source in sources]
-    made.append(command.add_argument("target", type=arguments.path, help="the new folder"))
-    arguments.complete(*made, folders=True)
 
 
 def quantize(options: argparse.Namespace) -> None:

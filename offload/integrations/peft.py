@@ -2,8 +2,10 @@
 
 Always true:
 - peft itself computes: each of its layers merges as in memory, on copies of its base's values
-- a merged value replaces the old one in one step, in its own file, which notes the merged layer
-- no layer is merged twice in a run, even after a kill; after a failure the model is without adapters
+- a value is replaced in one step, when all layers that hold it are merged
+- from file to file, each layer is merged into what the base's own files hold; a file of a merged value says so, and is
+  not computed again after a kill
+- after a failure the model is without adapters
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import hashlib
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,12 @@ from offload.checkpoints.adapters import has_adapter, refuse_lone_adapter
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.companions import companions_of, put_files
 from offload.checkpoints.conversion import companions_beside, identities_of, resumable_folder, target_outside
-from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
+from offload.errors import CheckpointError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.adapters import layers_over
 from offload.integrations.transformers import from_pretrained
 from offload.memory import return_freed
-from offload.models.journal import Journal
 from offload.models.slots import Slot, same_bits
-from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journal_for, marks_on, replace, values_of
+from offload.models.values import ANY_KIND, MapReport, Replacing, adopt, marks_on, replace, values_of
 from offload.progress import progress_in_bytes
 from offload.storage.modes import inside, no_grad
 from offload.storage.reasons import first_line, reading
@@ -46,22 +47,22 @@ from offload.torch_api import parameters_of, version_of
 log = logging.getLogger("offload.integrations")
 
 _BLOCK = 1 << 20  # bytes per read
+_MARK = ("merged",)  # in a file of a run, which has one adapter
 
 
-def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = False, progress: bool = True) -> MapReport:
+def merge_lora(model: nn.Module, adapter: PathLike, *, progress: bool = True) -> MapReport:
     """Merge an adapter of peft into its base, layer by layer; values on disk stay on disk.
 
     The values are those of `PeftModel.from_pretrained(model, adapter).merge_and_unload()`, bit for bit, for every kind
     of adapter that peft merges: LoRA in all its forms, IA3, LoHa, OFT..., also with `modules_to_save`, trainable tokens
     and adapted experts. Only what peft needs for one layer, and the adapter, is in memory.
 
-    Where the values have an `offload_dir`, a journal there records which layers are done, and the same lines with
-    `resume` continue after a kill, as with `map_values`.
+    A merge that was interrupted is repeated after the base is loaded again, whose checkpoint is not written to. The
+    command `offload merge-lora` writes a new checkpoint, and can be resumed.
 
     Args:
         model: the base, on disk, in memory, or both; each value stays where it is.
         adapter: a folder that peft saved, or a name on the hub.
-        resume: continue the run of this name; True for that of this adapter, by its content.
         progress: show a bar, on a terminal.
 
     Returns:
@@ -72,7 +73,6 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
         UnsupportedOpError: peft does not merge adapters of this kind, the base is quantized, or has an adapter. Nothing
             is changed.
         MapError: peft failed on a layer; the message names it. Those before it are done.
-        JournalError: the journal is of another run, or there is no folder for one.
         MetaTensorError, WriteError
 
     Example:
@@ -83,36 +83,34 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
         >>> merge_lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "adapter").replaced
         ('0.weight',)
     """
-    adapter = text_of(adapter)
+    return _merged(model, text_of(adapter), (), progress=progress)
+
+
+def _merged(model: nn.Module, adapter: str, mark: tuple[str, ...], *, progress: bool) -> MapReport:
+    """Merge an adapter into a model.
+
+    Args:
+        mark: notes for the files of merged values. Those that have it already, in the folder of the model's values, are
+            taken from there.
+    """
     if _layers_of(model):
         raise UnsupportedOpError(
             f"this {type(model).__name__} has an adapter already: load its base alone, as "
             "offload.from_pretrained(..., adapter=False)"
         )
-    name = resume if isinstance(resume, str) else _name_of(adapter)
-    values = values_of(model)
-    places = Replacing(model, "merged")
-    kind = _kind_of(adapter)
+    values, places, kind = values_of(model), Replacing(model, "merged"), _kind_of(adapter)
     with _as_it_was(model), warnings.catch_warnings():
-        tuner, read = _with_adapter(model, adapter, kind, values, is_resumed=bool(resume))
-        journal = journal_for(values, name, resume=bool(resume))
-        for value in values:
-            if value.name in read and marks_on(value.tensor):  # it has been merged into, and is as before that again
-                replace(value, _copy_of(value.tensor), (), ANY_KIND)
-        before = [value.name for value in values if is_done(value, journal)]
-        merging = _Merging(journal, {id(value.tensor): value for value in values}, replaced=read)
-        for value in values:
-            merging.values.update((id(other), value) for other in value.others)
-        layers = _layers_of(model)
-        with (
-            journal.kept_up(),
-            progress_in_bytes(merging.nbytes_of(layers.values()), "merging", shown=progress) as merging.advance,
-        ):
-            with merging.of(layers):
-                _merged_by(tuner, adapter, kind, merging)
-            merging.replaced.extend(places.finish(merging.marks_for_whole()))
-    log.info("merged %s: %d layers, %d values replaced", adapter, merging.done, len(merging.replaced))
-    return MapReport(tuple(name for name in dict.fromkeys(merging.replaced) if name not in before), (), tuple(before))
+        tuner, read = _with_adapter(model, adapter, values)
+        for value in values if mark else ():
+            adopt(value, *mark)
+        before = [value.name for value in values if mark and mark[0] in marks_on(value.tensor)]
+        merging = _Merging(_layers_of(model), values, mark, before)
+        with progress_in_bytes(merging.nbytes, "merging", shown=progress) as merging.advance:
+            with merging.instead():
+                _merge_by(tuner, adapter, kind, merging)
+            replaced = [*read, *merging.replaced, *places.finish()]
+    log.info("merged %s: %d layers, %d values replaced", adapter, merging.done, len(replaced))
+    return MapReport(tuple(name for name in dict.fromkeys(replaced) if name not in before), (), tuple(before))
 
 
 def merge_checkpoint(
@@ -153,12 +151,12 @@ def merge_checkpoint(
             "then the other into the result"
         )
     found = identities_of(open_checkpoint(folder))
-    run = {"adapter": _name_of(text_of(adapter)), "dtype": str(dtype), "source": found}
+    run = {"adapter": _content_of(text_of(adapter)), "dtype": str(dtype), "source": found}
     with resumable_folder(target, run, resume=resume) as work:
         model = from_pretrained(folder, dtype=dtype, offload_dir=work, adapter=False)
         files = companions_beside(folder, dtype) or companions_of(model)  # a GGUF file has them within
         files = {name: data for name, data in files.items() if not name.startswith("adapter_")}  # it is merged
-        report = merge_lora(model, adapter, resume=resume, progress=progress)
+        report = _merged(model, text_of(adapter), _MARK, progress=progress)
         with replacing_folder(target) as made:
             put_files(made, files)
             model.save_pretrained(made, max_shard_size=max_shard_size)
@@ -167,71 +165,87 @@ def merge_checkpoint(
     return report
 
 
-@dataclass
 class _Merging:
-    """Merges peft's layers into the values of the base."""
+    """Merges peft's layers into the values of the base.
 
-    journal: Journal
-    values: dict[int, Slot]
-    advance: Callable[[int], object] = int
-    at: str = ""
-    replaced: list[str] = field(default_factory=list)
-    done: int = 0
+    Attributes:
+        nbytes: of all values that layers hold.
+        advance: is called with the bytes that are done.
+        at: the layer that is being merged.
+        replaced: names of values.
+        done: number of layers.
 
-    def nbytes_of(self, layers: Any) -> int:
-        return sum(value.nbytes for layer in layers for _, _, value in self._held_by(layer))
+    Args:
+        layers: by name.
+        values: of the base.
+        mark: notes for the files of merged values.
+        before: names of values that are merged already.
+    """
+
+    def __init__(self, layers: Mapping[str, Any], values: list[Slot], mark: tuple[str, ...], before: list[str]) -> None:
+        self.advance: Callable[[int], object] = int
+        self.at, self.done = "", 0
+        self.replaced: list[str] = []
+        self.is_resumable = bool(mark)
+        self._mark, self._before, self._layers = mark, before, layers
+        slots = {id(tensor): value for value in values for tensor in (value.tensor, *value.others)}
+        self._held = {name: _held_by(layer, slots) for name, layer in layers.items()}
+        self._left = Counter(value.name for held in self._held.values() for value in held.values())
+        self._new: dict[str, torch.Tensor] = {}  # values that other layers are still to be merged into
+        self.nbytes = sum(value.nbytes for held in self._held.values() for value in held.values())
 
     @contextmanager
-    def of(self, layers: Mapping[str, Any]) -> Iterator[None]:
+    def instead(self) -> Iterator[None]:
         """In this context, the layers' `merge` is the one below."""
         try:
-            for name, layer in layers.items():
-                layer.merge = partial(self.merge, layer, name, layer.merge)
+            for name, layer in self._layers.items():
+                layer.merge = partial(self.merge, name, layer.merge)
             yield
         finally:
-            for layer in layers.values():
+            for layer in self._layers.values():
                 vars(layer).pop("merge", None)
 
     @inside(no_grad)
-    def merge(self, layer: Any, name: str, merge: Callable[..., None], *args: object, **options: object) -> None:
-        """`layer.merge` on copies of the base's values; those that it has changed are stored."""
-        self.at = name
-        held, mark = list(self._held_by(layer)), f"{self._run} {name}"
-        if self._run and held and all(mark in marks_on(value.tensor) for _, _, value in held):
+    def merge(self, name: str, merge: Callable[..., None], *args: object, **options: object) -> None:
+        """`layer.merge` on copies of the base's values; those that no other layer is merged into are stored."""
+        self.at, held = name, self._held[name]
+        if held and all(value.name in self._before for value in held.values()):
             return
-        stored: dict[Any, Any] = {(module, key): parameters_of(module)[key] for module, key, _ in held}
+        parameters = {(module, key): parameters_of(module)[key] for module, key in held}
         try:
-            for (module, key), parameter in stored.items():
-                parameters_of(module)[key] = nn.Parameter(_copy_of(parameter), requires_grad=False)
+            for (module, key), value in held.items():
+                copied = self._new.pop(value.name, None)
+                copied = _copy_of(value.tensor) if copied is None else copied
+                parameters_of(module)[key] = nn.Parameter(copied, requires_grad=False)
             merge(*args, **options)
-            new: dict[object, Any] = {(module, key): getattr(module, key).detach() for module, key in stored}
+            merged = {value.name: (value, getattr(module, key).detach()) for (module, key), value in held.items()}
         finally:
-            for (module, key), parameter in stored.items():
+            for (module, key), parameter in parameters.items():
                 parameters_of(module)[key] = parameter
-        for module, key, value in held:
-            if mark not in marks_on(value.tensor) and not same_bits(value.tensor, new[module, key]):
-                marks = dict.fromkeys((*marks_on(value.tensor), *self.journal.key, mark)) if self._run else ()
-                replace(value, new[module, key], tuple(marks), ANY_KIND)
-                self.replaced.append(value.name)
-                self.journal.note(value.name, replaced=True)
-            self.advance(value.nbytes)
+        for value, new in merged.values():
+            self._put(value, new)
         self.done += 1
         return_freed()
 
-    def marks_for_whole(self) -> tuple[str, ...]:
-        """The note in the file of a value taken whole from the adapter."""
-        return (self._run, f"{self._run} whole") if self._run else ()
+    def _put(self, value: Slot, new: torch.Tensor) -> None:
+        """Store a value, unless another layer is to be merged into it, or it was stored before."""
+        self._left[value.name] -= 1
+        if self._left[value.name]:
+            self._new[value.name] = new
+        elif value.name not in self._before and not same_bits(value.tensor, new):
+            replace(value, new, (*marks_on(value.tensor), *self._mark), ANY_KIND)
+            self.replaced.append(value.name)
+        self.advance(value.nbytes)
 
-    @property
-    def _run(self) -> str:
-        return "".join(self.journal.key)
 
-    def _held_by(self, layer: Any) -> Iterator[tuple[nn.Module, str, Slot]]:
-        """The base's values under a layer."""
-        for module in layer.get_base_layer().modules():
-            for key, parameter in parameters_of(module).items():
-                if id(parameter) in self.values:
-                    yield module, key, self.values[id(parameter)]
+def _held_by(layer: Any, slots: Mapping[int, Slot]) -> dict[tuple[nn.Module, str], Slot]:
+    """The base's values under a layer, by the modules and keys that hold them."""
+    return {
+        (module, key): slots[id(parameter)]
+        for module in layer.get_base_layer().modules()
+        for key, parameter in parameters_of(module).items()
+        if id(parameter) in slots
+    }
 
 
 def _copy_of(value: torch.Tensor) -> torch.Tensor:
@@ -241,20 +255,20 @@ def _copy_of(value: torch.Tensor) -> torch.Tensor:
 # The adapter
 
 
-def _name_of(adapter: str) -> str:
-    """The name of the run: the same for the same adapter, wherever it is."""
+def _content_of(adapter: str) -> str:
+    """What identifies an adapter, wherever its folder is."""
     folder = Path(adapter)
     if not is_folder(folder):
-        return f"merge {adapter}"
+        return adapter
     found = hashlib.sha256()
     with reading(folder):
-        paths, own = sorted(folder.glob("adapter_*")), folder.resolve()
+        paths = sorted(folder.glob("adapter_*"))
     for path in paths:
         found.update(os.fsencode(path.name))
         with reading(path), as_file(open_regular(path)) as file:
             while block := file.read(_BLOCK):
                 found.update(block)
-    return f"merge {own.name} {found.hexdigest()[:12]}"
+    return found.hexdigest()
 
 
 def _kind_of(adapter: str) -> str:
@@ -287,9 +301,7 @@ def _unmergeable(adapter: str, kind: str, why: str) -> UnsupportedOpError:
     )
 
 
-def _with_adapter(
-    model: nn.Module, adapter: str, kind: str, values: list[Slot], *, is_resumed: bool
-) -> tuple[Any, list[str]]:
+def _with_adapter(model: nn.Module, adapter: str, values: list[Slot]) -> tuple[Any, list[str]]:
     """peft's model over the base, and the names of values that loading the adapter has changed."""
     quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)
     if quantized is not None:
@@ -300,27 +312,7 @@ def _with_adapter(
     before = [_state_of(value.tensor) for value in values]
     tuner = layers_over(model, adapter).base_model
     read = [value.name for value, state in zip(values, before, strict=True) if state != _state_of(value.tensor)]
-    if is_resumed and read:
-        _refuse_computed(adapter, kind, [value for value in values if value.name in read])
     return tuner, read
-
-
-def _refuse_computed(adapter: str, kind: str, changed: list[Slot]) -> None:
-    """Refuse values that peft has computed from themselves, as it would each time; those in the adapter are the same.
-
-    Raises:
-        JournalError
-    """
-    from peft.utils import load_peft_weights
-
-    names = load_peft_weights(adapter, device="cpu")
-    stored = {name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in names}
-    value = next((value for value in changed if stored.isdisjoint(value.names)), None)
-    if value is not None:
-        raise JournalError(
-            f"{adapter} changes {value.name!r} of the base when it is read ({kind}), so that a merge of it can't be "
-            f"resumed: remove {value.folder or 'its values'}, load the base again, and call merge_lora without resume"
-        )
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -335,7 +327,7 @@ def _layers_of(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
-def _merged_by(tuner: Any, adapter: str, kind: str, merging: _Merging) -> None:
+def _merge_by(tuner: Any, adapter: str, kind: str, merging: _Merging) -> None:
     try:
         warnings.simplefilter("ignore")  # from peft, that embeddings are untied: the documentation says so
         tuner.merge_and_unload()
@@ -354,7 +346,7 @@ def _merged_by(tuner: Any, adapter: str, kind: str, merging: _Merging) -> None:
 
 
 def _so_far(merging: _Merging) -> str:
-    way_on = f"resume={merging.journal.name!r} continues from there" if merging.journal.name else "load the base again"
+    way_on = "resume=True (--resume) goes on from there" if merging.is_resumable else "load the base again"
     return f"{merging.done} layers are merged, and stay; {way_on}"
 
 

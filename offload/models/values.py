@@ -242,7 +242,7 @@ def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping
         setattr(slot.tensor, _MARKS, tuple(marks))
 
 
-def _adopt(slot: Slot, key: str) -> None:
+def adopt(slot: Slot, key: str) -> None:
     """Take over what the run with this key has already stored for a value, if that is still up to date."""
     tensor = slot.tensor
     if not is_offloaded(tensor) or handle_of(tensor).owned or slot.folder is None:
@@ -373,13 +373,13 @@ class Replacing:
             stored = old.detach()  # type: ignore[assignment]
         return dressed(stored, requires_grad=new.requires_grad, is_parameter=isinstance(new, nn.Parameter))
 
-    def finish(self, marks: Sequence[str] = ()) -> list[str]:
+    def finish(self) -> list[str]:
         """Put on disk what replaced a value by way of a module that was replaced; returns the names."""
         before = {name: slot.tensor for slot in self._slots for name in slot.names}
         names = []
         new = [slot for slot in tensor_slots(self._model) if before.get(slot.name, slot.tensor) is not slot.tensor]
         for slot in sorted(new, key=lambda slot: slot.name == getattr(before[slot.name], "name", None)):
-            stored = self.stored(before[slot.name], slot.tensor, slot.name, marks)
+            stored = self.stored(before[slot.name], slot.tensor, slot.name)
             if stored is not None:
                 slot.fill(stored)
                 names.append(slot.name)
@@ -450,7 +450,7 @@ def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool
         return journal
     journal.resume(name, sources)
     for slot in slots:
-        _adopt(slot, *journal.key)
+        adopt(slot, *journal.key)
     log.info("resuming %s in %s", journal.run, folder)
     return journal
 

@@ -1,9 +1,9 @@
-"""How long a token takes, for each way of running a model here.
+"""How long a token takes here: alone, with other requests in flight, and with an assistant.
 
 Always true:
 - a pass takes as long as the slower of the two: reading what does not stay in memory, and computing
-- a way that is worse than another in every respect is not shown
-- the first line of a plan answers the question; with the commands there are ten
+- what would not be quicker than the model as it is is not shown
+- the first line of a plan answers the question
 """
 
 from __future__ import annotations
@@ -27,27 +27,16 @@ from offload.tensor.wrapper import PathLike
 from offload.torch_api import usable_accelerator
 from offload.transformers_api import cache_option
 
-IN_FLIGHT = 32  # batches that share each read, where that is an option
-_BITS = {"int8": 8.125, "fp8": 8.0, "int4": 4.125}  # bits per number, including its share of the scales
-_IN_8_BITS = ("fp8", "float-quantized", "int8")  # forms whose numbers take a byte
-# Decoding time of a number in a pass without the kernels, relative to a cast: for FP8 and int4 measured by
-# `bench --only plan`, for the others estimated by comparing the decoders alone.
-_DECODING = {
-    **dict.fromkeys(("fp8", "float-quantized"), 3.3),
-    **dict.fromkeys(("int8", "int4", "pack-quantized", "bitsandbytes", "gptq", "awq"), 3.5),
-    "mxfp4": 7.0,
-}
-_OTHER = 5.0  # of other forms
-_ON_META = 2.0  # cost of calling a CPU kernel, relative to the same call on the meta device
-_SHOWN, _PRINTED = 3, 2
-_QUICKER = 0.9  # of the time of a simpler way: what takes more is not offered
+IN_FLIGHT = 16  # requests that share each pass
+_IN_8_BITS = ("fp8", "float-quantized", "int8", "q8_0")  # forms whose numbers take a byte
+_ON_META = 2.0  # cost of calling a kernel on the meta device, relative to the same call on the CPU
 _OF_DEVICE = 0.8  # of the free memory of an accelerator, for weights; the rest is for activations, and what is in use
 _MIB = 1 << 20
 _SLOW = 1.0  # seconds per token that nobody waits for
-# Of an assistant: its parameters, its bytes, and tokens per pass of the model by tokens of a draft. These are assumed:
-# they were measured with a pair of 1.8 and 0.6 billion parameters that continues code.
+# Of an assistant: its parameters, its bytes, the tokens of a draft and of a pass of the model. These are assumed: they
+# were measured with a pair of 1.8 and 0.6 billion parameters that continues code.
 _ASSISTANT, _ASSISTANT_BYTES = 600_000_000, 1_200_000_000
-_ASSUMED = {8: 5, 16: 6}
+_DRAFTED, _ASSUMED = 8, 5
 _LARGER = 3  # times as many parameters as the assistant's, from which on a draft is suggested
 
 
@@ -57,20 +46,17 @@ class Way:
 
     Attributes:
         what: a description.
-        stored: size of its files in bytes.
-        stays: bytes of these that stay in memory.
+        stays: bytes of its files that stay in memory.
         reads: bytes read per pass.
         sends: bytes that cross the bus to an accelerator per pass.
         tokens: per pass.
         pass_seconds: per pass.
         first_seconds: for the first pass, with nothing in memory.
         bound: what takes longest: "reading", "sending" or "computing".
-        commands: shell commands for it.
-        drafted: tokens of a draft; 0 without an assistant.
+        command: a shell command for it, or a line of Python.
     """
 
     what: str
-    stored: int
     stays: int
     reads: int
     sends: int
@@ -78,8 +64,7 @@ class Way:
     pass_seconds: float
     first_seconds: float
     bound: str
-    commands: tuple[str, ...]
-    drafted: int = 0
+    command: str
 
     @property
     def token_seconds(self) -> float:
@@ -103,7 +88,7 @@ class Plan:
         fits: whether all of the model stays in memory, that of the accelerator if there is one, in the form that it is
             stored in.
         as_it_is: one pass per token, of the model as it is stored.
-        ways: the best of the others, the quickest first.
+        ways: others that are quicker: with more requests in flight, and with an assistant.
     """
 
     model: ModelSizes
@@ -150,7 +135,7 @@ class Plan:
             f"here: {decimal(self.budget)} may stay in memory, the disk reads {decimal(int(self.disk_rate))}/s",
             f"  {context if on_device is None else ''}weights {decimal(way.stays)}",
             f"as it is, bound by {way.bound}: a pass {reading}; the first takes {_in_words(way.first_seconds)}",
-            *(f"  {command}" for command in way.commands),
+            f"  {way.command}",
         ]
         if on_device is not None:
             memory = on_device
@@ -161,11 +146,9 @@ class Plan:
                 f"which adds up to {_in_words(self.context_bytes / self.disk_rate)} of reading per step:",
                 f"  model.generate(..., {cache_option()}=offload.integrations.kv_cache(model))",
             ]
-        for one in (*self.ways[:_PRINTED], *(way for way in self.ways[_PRINTED:] if way.drafted)):
-            lines += [
-                f"{one.what}: {_in_words(one.token_seconds)} per token; a pass reads {decimal(one.reads)}",
-                *(f"  {command}" for command in one.commands),
-            ]
+        for one in self.ways:
+            lines.append(f"{one.what}: {_in_words(one.token_seconds)} per token; a pass reads {decimal(one.reads)}")
+            lines.append(f"  {one.command}")
         return "\n".join(lines)
 
 
@@ -194,7 +177,7 @@ def plan(
     trust_remote_code: bool = False,
     **hub_options: object,
 ) -> Plan:
-    """Whether a model runs on this machine, how fast, and what would make it faster.
+    """Whether a model runs on this machine, and how fast.
 
     It reads the configuration and the headers of the files (from the hub, by requests of some kilobytes), and
     measures the disk and a matrix product. Nothing is loaded.
@@ -210,8 +193,8 @@ def plan(
         hub_options: revision, token.
 
     Returns:
-        What the model takes, what stays in memory, what a token reads and how long it takes, for the model as it is and
-        for other forms; prints as the command `offload plan` does.
+        What the model takes, what stays in memory, what a token reads and how long it takes; prints as the command
+        `offload plan` does.
 
     Raises:
         CheckpointError: no such model, or none that transformers knows.
@@ -238,7 +221,8 @@ def plan(
     measured = rate or _rate_of_disk(sizes.file)
     stays = None if on_device is None else max(0, int(_OF_DEVICE * (on_device - (context_bytes or 0))))
     options = _options(max_memory, device, min(stays or 0, sizes.stored))
-    estimate = Estimate(sizes, left, measured, computing, batch, options, stays)
+    estimate = Estimate(sizes, left, measured, computing, stays)
+    as_it_is = estimate.of("as it is", _generating(sizes, options), batch)
     fits = sizes.stored <= (left if stays is None else stays)
     return Plan(
         model=sizes,
@@ -250,8 +234,10 @@ def plan(
         device_memory=on_device,
         runs=(context_bytes or 0) < (max(available_bytes(), budget) if on_device is None else on_device),
         fits=fits,
-        as_it_is=estimate.of("as it is", sizes, 1, (estimate.generating(sizes.name),)),
-        ways=() if fits and sizes.form in DENSE else tuple(estimate.others()),
+        as_it_is=as_it_is,
+        ways=()
+        if fits and sizes.form in DENSE
+        else tuple(way for way in _others(estimate, batch, options) if way.token_seconds < as_it_is.token_seconds),
     )
 
 
@@ -308,106 +294,54 @@ class Estimate:
     budget: int
     disk_rate: float
     computing: Computing
-    batch: int
-    options: str = ""
     on_device: int | None = None
 
-    def generating(self, name: str) -> str:
-        """The command for one request, or for a model that does not continue text, how to load it in Python."""
-        if not self.sizes.generates:
-            return f"model = offload.from_pretrained({name!r}), in Python"
-        return f'offload generate {shlex.quote(name)}{self.options} --prompt "..."'
-
-    def of(self, what: str, sizes: ModelSizes, in_flight: int, commands: tuple[str, ...]) -> Way:
-        """A way, with `in_flight` batches per read."""
-        tokens = self.batch * in_flight
-        needed = sizes.needed(tokens)
-        stays = min(self.budget, sizes.stored - sizes.rows)
-        reads = sizes.missing(tokens, stays)
+    def of(self, what: str, command: str, batch: int = 1, in_flight: int = 1) -> Way:
+        """A way, with `in_flight` batches per pass."""
+        sizes, tokens = self.sizes, batch * in_flight
+        needed, most = sizes.needed(tokens), sizes.stored - sizes.rows
+        stays = min(self.budget, most)
         on_device = 1.0 if self.on_device is None else min(1.0, self.on_device / max(sizes.stored, 1))
-        sends = sizes.missing(tokens, int(on_device * (sizes.stored - sizes.rows)))
-        computing, rate = self._computing(sizes, tokens, in_flight), self.computing.sends or math.inf
+        reads, sends = sizes.missing(tokens, stays), sizes.missing(tokens, int(on_device * most))
+        computing, rate = in_flight * self._computing(batch), self.computing.sends or math.inf
         taken = {"reading": reads / self.disk_rate, "sending": sends / rate, "computing": computing}
         bound = max(reversed(taken), key=taken.__getitem__)
-        return Way(
-            what=what,
-            stored=sizes.stored,
-            stays=stays,
-            reads=reads,
-            sends=sends,
-            tokens=tokens,
-            pass_seconds=taken[bound],
-            first_seconds=max(needed / self.disk_rate, needed / rate, computing),
-            bound=bound,
-            commands=commands,
-        )
+        first = max(needed / self.disk_rate, needed / rate, computing)
+        return Way(what, stays, reads, sends, tokens, taken[bound], first, bound, command)
 
-    def _computing(self, sizes: ModelSizes, tokens: int, in_flight: int) -> float:
-        """Compute time of a pass in seconds: the weights pass through the processor for each batch, decoded if packed.
+    def _computing(self, batch: int) -> float:
+        """Compute time of a batch in seconds: its weights pass through the processor, or are multiplied.
 
         Kernel calls have a cost of their own, which dominates for small models.
         """
-        packed = sizes.decoded(self.batch)
-        rate = self._unpacking(sizes)
-        is_fused = rate is not None and self.batch <= self.computing.fused_rows
-        gone_through = in_flight * (sizes.multiplied(self.batch) - (packed if is_fused else 0))
-        multiplied = max(
-            2 * gone_through / self.computing.streams, 2 * tokens * sizes.multiplied(1) / self.computing.multiplies
-        )
-        called = in_flight * sizes.dispatch / _ON_META
-        if rate is not None:
-            unpacking = self.computing.unpacking(packed, rate, self.batch)
-        else:
-            unpacking = packed * _DECODING.get(sizes.form, _OTHER) / self.computing.casts
-        return multiplied + called + in_flight * unpacking
+        sizes, rates = self.sizes, self.computing
+        packed = sizes.needed_packed(batch)
+        streaming = (sizes.needed(batch) - packed) / rates.streams
+        streaming += packed / (rates.in_8_bits if sizes.form in _IN_8_BITS else rates.in_4_bits)
+        return max(streaming, 2 * batch * sizes.multiplied(1) / rates.multiplies) + sizes.dispatch / _ON_META
 
-    def _unpacking(self, sizes: ModelSizes) -> float | None:
-        """Packed numbers per second that the kernels multiply by; None without them."""
-        rates = self.computing.unpacks
-        return None if rates is None else rates[0] if sizes.form in _IN_8_BITS else rates[1]
 
-    def others(self) -> Iterator[Way]:
-        """The best alternatives to running the model as it is."""
-        sizes, name = self.sizes, self.sizes.name
-        found = [self._together(f"{IN_FLIGHT} requests in flight", sizes, name)]
-        for form in _BITS if sizes.form in DENSE else ():
-            packed, target = self._packed(form), f"{Path(name).name}-{form}"
-            first = f"offload quantize {shlex.quote(name)} {shlex.quote(target)} --{form}"
-            alone = self.of(form, packed, 1, (first, self.generating(target)))
-            together = self._together(f"{form}, {IN_FLIGHT} requests in flight", packed, target, first)
-            found += [alone, together] if together.token_seconds < _QUICKER * alone.token_seconds else [alone]
-        drafted = self._drafted(name)
-        quicker = [way for way in found if way.token_seconds < self.of("", sizes, 1, ()).token_seconds]
-        yield from sorted(quicker, key=lambda way: way.token_seconds)[:_SHOWN]
-        if drafted is not None and drafted.token_seconds < self.of("", sizes, 1, ()).token_seconds:
-            yield drafted
+def _others(estimate: Estimate, batch: int, options: str) -> Iterator[Way]:
+    """More requests in flight; and for one request, where there is use for it, an assistant that counts in the budget.
 
-    def _drafted(self, name: str) -> Way | None:
-        """One request, with an assistant that counts in the budget; None where there is no use for one."""
-        sizes = self.sizes
-        if not sizes.generates or self.batch > 1 or sizes.parameters < _LARGER * _ASSISTANT:
-            return None
-        beside = max(0, self.budget - _ASSISTANT_BYTES)
-        command = f'offload generate {shlex.quote(name)}{self.options} --assistant SMALL --prompt "..."'
-        ways = []
-        for drafted, tokens in _ASSUMED.items():
-            verifying = replace(self, budget=beside, batch=drafted + 1).of("", sizes, 1, (command,))
-            what = f"with an assistant of {_count(_ASSISTANT)} parameters, some {tokens} tokens per pass (assumed)"
-            seconds = verifying.pass_seconds + drafted * 2 * _ASSISTANT / self.computing.streams
-            ways.append(replace(verifying, what=what, tokens=tokens, pass_seconds=seconds, drafted=drafted))
-        return min(ways, key=lambda way: way.token_seconds)
+    Args:
+        options: of the commands.
+    """
+    sizes, name = estimate.sizes, shlex.quote(estimate.sizes.name)
+    command = f"offload batch {name} requests.jsonl answers.jsonl{options} --in-flight {IN_FLIGHT}"
+    if not sizes.generates:
+        command = f"offload.map_batches(fn, batches, model, in_flight={IN_FLIGHT}), in Python"
+    yield estimate.of(f"{IN_FLIGHT} requests in flight", command, batch, IN_FLIGHT)
+    if sizes.generates and batch == 1 and sizes.parameters >= _LARGER * _ASSISTANT:
+        beside = replace(estimate, budget=max(0, estimate.budget - _ASSISTANT_BYTES))
+        what = f"with an assistant of {_count(_ASSISTANT)} parameters, some {_ASSUMED} tokens per pass (assumed)"
+        way = beside.of(what, f'offload generate {name}{options} --assistant SMALL --prompt "..."', _DRAFTED + 1)
+        seconds = way.pass_seconds + _DRAFTED * _ASSISTANT_BYTES / estimate.computing.streams
+        yield replace(way, tokens=_ASSUMED, pass_seconds=seconds)
 
-    def _together(self, what: str, sizes: ModelSizes, name: str, *before: str) -> Way:
-        command = (
-            f"offload batch {shlex.quote(name)} requests.jsonl answers.jsonl{self.options} --in-flight {IN_FLIGHT}"
-            if sizes.generates
-            else f"offload.map_batches(fn, batches, model, in_flight={IN_FLIGHT}), in Python"
-        )
-        return self.of(what, sizes, IN_FLIGHT, (*before, command))
 
-    def _packed(self, form: str) -> ModelSizes:
-        """The sizes of the same model, quantized."""
-        sizes = self.sizes
-        saved = int(sizes.linear * (sizes.stored / sizes.parameters - _BITS[form] / 8))
-        shrunk = 1 - saved / max(sizes.stored - sizes.rows, 1)
-        return replace(sizes, form=form, stored=sizes.stored - saved, experts=int(sizes.experts * shrunk))
+def _generating(sizes: ModelSizes, options: str) -> str:
+    """The command for one request, or for a model that does not continue text, how to load it in Python."""
+    if not sizes.generates:
+        return f"model = offload.from_pretrained({sizes.name!r}), in Python"
+    return f'offload generate {shlex.quote(sizes.name)}{options} --prompt "..."'

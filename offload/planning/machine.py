@@ -25,7 +25,7 @@ import torch
 
 from offload.errors import MissingFileError
 from offload.kernels import accelerated
-from offload.kernels.native import description, library, most_rows, multiply
+from offload.kernels.native import description, library, multiply
 from offload.kernels.packed import BLOCKS, GgufRows
 from offload.memory import available_bytes, cgroup_available, total_bytes
 from offload.prefetch.plan import Pool
@@ -34,6 +34,7 @@ from offload.storage.disks import read_shared
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, owned
 from offload.storage.replacing import remove, temporary_for
+from offload.tensor.blocks import decode
 from offload.torch_api import TESTED as TESTED_TORCH
 from offload.torch_api import usable_devices
 from offload.transformers_api import TESTED as TESTED_TRANSFORMERS
@@ -134,29 +135,19 @@ class Computing:
     Attributes:
         streams: bytes of weights per second in a matrix-vector product, limited by memory bandwidth.
         multiplies: floating-point operations per second in a product with many rows.
-        casts: numbers per second that are cast to this dtype; the upper limit for decoders of torch's ops.
-        unpacks: packed numbers per second that the kernels multiply by one row, of 8 bits and of 4; None where they
-            were not built, and on accelerators.
-        slows: how many times as long the kernels take with `_MANY` rows.
-        fused_rows: up to how many rows they multiply; with more, weights are decoded first.
+        in_8_bits: packed bytes per second, of 8 bits per number, that are multiplied by one row; where there are no
+            kernels for it, that are decoded.
+        in_4_bits: the same of 4 bits per number.
         sends: bytes per second from main memory to an accelerator; None on the CPU.
     """
 
     streams: float
     multiplies: float
-    casts: float
-    unpacks: tuple[float, float] | None = None
-    slows: float = 1.0
-    fused_rows: int = 0
+    in_8_bits: float
+    in_4_bits: float
     sends: float | None = None
 
-    def unpacking(self, numbers: float, rate: float, rows: int) -> float:
-        """Seconds that packed numbers take that go through the processor at `rate` with one row of activations."""
-        slower = (self.slows - 1) * (rows - 1) / (_MANY - 1) if rows <= self.fused_rows else 0
-        return numbers / rate * (1 + slower)
 
-
-_MANY = 8  # rows of activations
 _SENT = 64 << 20  # bytes, to measure a bus
 _ENOUGH = 0.25  # seconds to measure something for
 
@@ -172,38 +163,26 @@ def computing_rates(device: torch.device) -> Computing:
     with torch.inference_mode(), torch.device(device):
         weight = torch.zeros(4096, 4096, dtype=dtype)  # more than processor caches hold
         one, many = torch.zeros(1, 4096, dtype=dtype), torch.zeros(256, 4096, dtype=dtype)
-        packed = torch.zeros(2048, 4096, dtype=torch.float32)
         streaming = _seconds(lambda: torch.nn.functional.linear(one, weight), device)
         multiplying = _seconds(lambda: torch.nn.functional.linear(many, weight), device)
-        out = torch.empty_like(packed, dtype=dtype)
-        casting = _seconds(lambda: out.copy_(packed), device)
-    rates, slows, fused_rows = None, 1.0, 0
-    if device.type == "cpu" and library() is not None:
-        rates = (_unpacking_rate("Q8_0", one), _unpacking_rate("Q4_K", one))
-        slows, fused_rows = rates[1] / _unpacking_rate("Q4_K", many[:_MANY]), most_rows(dtype, in_integers=True)
+        in_8_bits, in_4_bits = (_packed_rate(kind, one) for kind in ("Q8_0", "Q4_K"))
     sends = None
     if device.type != "cpu":
         values = torch.zeros(_SENT, dtype=torch.uint8, device="cpu")
         sends = _SENT / _seconds(lambda: send(values, device), device)
-    return Computing(
-        streams=weight.nbytes / streaming,
-        multiplies=2 * len(many) * weight.numel() / multiplying,
-        casts=packed.numel() / casting,
-        unpacks=rates,
-        slows=slows,
-        fused_rows=fused_rows,
-        sends=sends,
-    )
+    multiplies = 2 * len(many) * weight.numel() / multiplying
+    return Computing(weight.nbytes / streaming, multiplies, in_8_bits, in_4_bits, sends)
 
 
-def _unpacking_rate(kind: str, x: torch.Tensor) -> float:
-    """How many numbers per second the kernels multiply by some rows of activations."""
+def _packed_rate(kind: str, x: torch.Tensor) -> float:
+    """How many packed bytes per second are multiplied by a row of activations, or decoded."""
     numbers, nbytes = BLOCKS[kind]
-    rows = torch.zeros(4096, x.shape[1] // numbers * nbytes, dtype=torch.uint8, device="cpu")
-    matrix = GgufRows(kind).matrix([rows], x.shape[1])
-    assert matrix is not None
-    out = torch.empty(len(x), len(rows), dtype=x.dtype, device="cpu")
-    return len(rows) * x.shape[1] / _seconds(lambda: multiply(matrix, x, None, out), x.device)
+    rows = torch.zeros(4096, x.shape[1] // numbers * nbytes, dtype=torch.uint8)
+    matrix = GgufRows(kind).matrix([rows], x.shape[1]) if x.device.type == "cpu" and library() is not None else None
+    if matrix is None:
+        return rows.nbytes / _seconds(lambda: decode(rows, kind=kind), x.device)
+    out = torch.empty(len(x), len(rows), dtype=x.dtype)
+    return rows.nbytes / _seconds(lambda: multiply(matrix, x, None, out), x.device)
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:

@@ -24,14 +24,13 @@ from offload.integrations.hub import finding_base, headers_of
 from offload.integrations.transformers import model_on_meta, writes_text
 from offload.storage.regular import is_there, text_of
 from offload.tensor.wrapper import PathLike
-from offload.torch_api import parameters_of
 from offload.transformers_api import cache_of
 
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 _GGUF_TABLE, _GGUF_HEAD = "token_embd.weight", "output.weight"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
-DENSE = ("bfloat16", "float16", "float32")
+DENSE = ("bfloat16", "float16", "float32", "bf16", "f16", "f32")  # as in safetensors, and in GGUF files
 
 
 class Entry(NamedTuple):
@@ -49,12 +48,13 @@ class ModelSizes:
         name: as requested.
         form: of most bytes: "bfloat16", "fp8"...
         parameters: number of weights.
-        linear: those in linear layers and experts, which quantization would pack.
         looked_up: those in tables from which a token needs one row.
         routed: those in routed experts.
         stored: total size of its files.
         rows: stored size of tables from which a token needs one row.
         experts: stored size of routed experts.
+        packed: stored size of other values that are packed.
+        packed_experts: stored size of routed experts that are packed.
         share: fraction of the experts that a token is routed to.
         kv_per_token: keys and values per token of context; None if unknown.
         dispatch: time in seconds of a one-token pass on the meta device; 0 if unknown.
@@ -65,12 +65,13 @@ class ModelSizes:
     name: str
     form: str
     parameters: int
-    linear: int
     looked_up: int
     routed: int
     stored: int
     rows: int
     experts: int
+    packed: int
+    packed_experts: int
     share: float
     kv_per_token: int | None
     dispatch: float
@@ -91,10 +92,9 @@ class ModelSizes:
         """How many weights such a pass multiplies."""
         return self.parameters - self.looked_up - self.routed * (1 - self.touched(tokens))
 
-    def decoded(self, tokens: int) -> float:
-        """How many of these are packed; with MXFP4 only experts are."""
-        others = 0 if self.form == "mxfp4" else self.linear - self.routed
-        return 0 if self.form in DENSE else others + self.routed * self.touched(tokens)
+    def needed_packed(self, tokens: int) -> float:
+        """How many of the needed bytes are packed."""
+        return self.packed + self.packed_experts * self.touched(tokens)
 
     def touched(self, tokens: int) -> float:
         """The fraction of the experts that this many tokens are routed to."""
@@ -159,23 +159,30 @@ def sizes_from(
     text = config.get_text_config(decoder=True)
     tables = _tables(model)
     kv_per_token, dispatch = _empty_passes(model)
-    experts = sum(entry.nbytes for key, entry in entries.items() if _is_expert(key))
+    experts = {key: entry for key, entry in entries.items() if _is_expert(key)}
+    rows = {key: entry for key, entry in entries.items() if key in tables or _is_table(key, entries)}
     return ModelSizes(
         name=name,
         form=form or _form(config, entries),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        linear=sum(_linear_in(model)),
         looked_up=sum(model.get_parameter(name).numel() for name in tables),
         routed=sum(value.numel() for name, value in model.named_parameters() if _is_expert(name)),
         stored=sum(entry.nbytes for entry in entries.values()),
-        rows=sum(entry.nbytes for key, entry in entries.items() if key in tables or _is_table(key, entries)),
-        experts=experts,
+        rows=sum(entry.nbytes for entry in rows.values()),
+        experts=sum(entry.nbytes for entry in experts.values()),
+        packed=_packed({key: entries[key] for key in entries.keys() - experts.keys() - rows.keys()}),
+        packed_experts=_packed(experts),
         share=_first(text, _ROUTED, 1) / max(_first(text, _EXPERTS, 1), 1) if experts else 1.0,
         kv_per_token=kv_per_token,
         dispatch=dispatch,
         file=largest,
         generates=writes_text(model),
     )
+
+
+def _packed(entries: Mapping[str, Entry]) -> int:
+    """Bytes of packed values, with their scales."""
+    return sum(entry.nbytes for key, entry in entries.items() if entry.dtype not in DENSE or "scale" in key)
 
 
 def _is_expert(name: str) -> bool:
@@ -196,21 +203,6 @@ def _tables(model: nn.Module) -> set[str]:
 def _is_table(key: str, entries: Mapping[str, Entry]) -> bool:
     """Whether an entry of a GGUF file is the embedding, and not also the output layer."""
     return key == _GGUF_TABLE and _GGUF_HEAD in entries
-
-
-def _linear_in(model: nn.Module) -> list[int]:
-    """Numbers of weights that quantization packs: of linear layers except the output layer, and of experts."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    return [
-        weight.numel()
-        for name, module in model.named_modules()
-        for key, weight in parameters_of(module).items()
-        if weight is not None
-        and (
-            (isinstance(module, nn.Linear) and module is not head and key == "weight")
-            or (weight.ndim == 3 and "experts" in f"{name}.{key}")
-        )
-    ]
 
 
 def _form(config: Any, entries: Mapping[str, Entry]) -> str:

@@ -14,6 +14,7 @@ from offload.cli import main
 from offload.cli.requests import lines_of, parsed
 from offload.serving import limited
 from tests.campaigns import amount
+from tests.cli.test_cli import _tokenizer
 from tests.processes import run_module, run_script
 
 KILLS = amount("kills", 4, 60)
@@ -24,17 +25,14 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a 96-word tokenizer and a chat template."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     place = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 96}
     config = LlamaConfig(**shape, num_attention_heads=2, max_position_embeddings=64, eos_token_id=95)
     LlamaForCausalLM(config).save_pretrained(place)
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(96)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", eos_token="w95")
+    tokenizer = _tokenizer(place, eos_token="w95")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(place)
     return place
@@ -87,28 +85,6 @@ def test_each_request_gets_the_answer_of_the_model_in_memory(folder, tmp_path, c
     assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
 
 
-def test_a_model_with_a_decoder_of_its_own_answers_without_repeating_its_start(folder, tmp_path):
-    import torch
-    from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
-    plain, tokenizer = (
-        T5ForConditionalGeneration(T5Config(vocab_size=96, **sizes)),
-        AutoTokenizer.from_pretrained(folder),
-    )
-    plain.eval().save_pretrained(tmp_path / "t5")
-    tokenizer.save_pretrained(tmp_path / "t5")
-    tokens = plain.generate(**tokenizer("w3 w5 w7 w9", return_tensors="pt"), max_new_tokens=6, do_sample=False)[0, 1:]
-    source = written(tmp_path / "in.jsonl", [{"prompt": "w3 w5 w7 w9", "max_tokens": 6}])
-
-    assert 0 == run(tmp_path / "t5", source, tmp_path / "out.jsonl")
-
-    [said] = read(tmp_path / "out.jsonl")
-    assert tokenizer.decode(tokens, skip_special_tokens=True) == said["response"]["body"]["choices"][0]["text"]
-    assert (4, len(tokens)) == tuple(said["response"]["body"]["usage"].values())[:2]
-
-
 def test_answers_have_the_form_of_inference_servers(folder, tmp_path):
     source = written(tmp_path / "in.jsonl", [request(1, max_tokens=3), {"prompt": "w1 w2", "custom_id": "p"}])
 
@@ -156,11 +132,8 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(folder, tmp_path):
 
 
 def test_answers_are_greedy_where_the_model_s_settings_ask_for_beams(folder, tmp_path):
-    beams = shutil.copytree(folder, tmp_path / "beams")
-    settings = json.loads((beams / "generation_config.json").read_text())
-    (beams / "generation_config.json").write_text(
-        json.dumps(settings | {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True})
-    )
+    asked = {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True}
+    beams = with_settings(folder, tmp_path / "beams", **asked)
     source = written(tmp_path / "in.jsonl", [request(at) for at in range(3)])
 
     assert [0, 0] == [run(model, source, tmp_path / f"{model.name}.jsonl") for model in (folder, beams)]
@@ -272,30 +245,6 @@ def test_requests_may_be_piped_in(folder, tmp_path):
     assert {"request 1"} == texts(tmp_path / "out.jsonl").keys()
 
 
-def test_a_file_of_answers_is_not_used_for_errors(folder, tmp_path, capsys):
-    """It would be truncated."""
-    source = written(tmp_path / "in.jsonl", [request(1)])
-    run(folder, source, tmp_path / "old.jsonl")
-    before = (tmp_path / "old.jsonl").read_bytes()
-
-    assert 1 == run(folder, source, tmp_path / "new.jsonl", "--errors", str(tmp_path / "old.jsonl"))
-
-    assert before == (tmp_path / "old.jsonl").read_bytes()
-    assert "something else than refused lines" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_answers_go_to_a_file(folder, tmp_path, kind, capsys):
-    source = written(tmp_path / "in.jsonl", [request(1)])
-    target = tmp_path / "out" if kind == "pipe" else Path(os.devnull)
-    if kind == "pipe":
-        os.mkfifo(target)
-
-    assert 1 == run(folder, source, target, "--errors", str(tmp_path / "errors"))
-
-    assert "a regular file" in capsys.readouterr().err
-
-
 def test_answered_requests_are_not_repeated(folder, tmp_path, capsys):
     source = written(tmp_path / "in.jsonl", [request(at) for at in range(3)])
     run(folder, source, tmp_path / "out.jsonl")
@@ -323,26 +272,37 @@ def test_a_line_cut_by_a_kill_is_written_again(folder, tmp_path):
         assert expected == texts(tmp_path / "out.jsonl")
 
 
-@pytest.mark.parametrize("content", ["not JSON\n", '{"a": 1}\n', "text without an end", '{"custom_id": 1}\n'])
-def test_foreign_files_are_not_written_to(folder, tmp_path, content, capsys):
+OTHERS = ("something else than answers", "something else than refused lines", "a regular file", "three different files")
+# Where answers and errors go, what is in "there" before, and which of the above is said.
+FILES: dict[str, tuple[str, str, str, str]] = {
+    "no JSON": ("there", "new", "not JSON\n", OTHERS[0]),
+    "other JSON": ("there", "new", '{"a": 1}\n', OTHERS[0]),
+    "no end": ("there", "new", "text without an end", OTHERS[0]),
+    "another number": ("there", "new", '{"custom_id": 1}\n', OTHERS[0]),
+    "answers, for errors": ("new", "there", '{"custom_id": "a", "response": {}, "error": null}\n', OTHERS[1]),
+    "a pipe": ("pipe", "new", "", OTHERS[2]),
+    "a device": (os.devnull, "new", "", OTHERS[2]),
+    "the requests": ("in.jsonl", "new", "", OTHERS[3]),
+    "errors": ("new", "new", "", OTHERS[3]),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_foreign_files_are_not_written_to(folder, tmp_path, kind, capsys):
+    answers, errors, content, words = FILES[kind]
     source = written(tmp_path / "in.jsonl", [request(1)])
-    (tmp_path / "out.jsonl").write_text(content, encoding="utf-8")
-
-    assert 1 == run(folder, source, tmp_path / "out.jsonl")
-
-    assert content == (tmp_path / "out.jsonl").read_text(encoding="utf-8")
-    assert "something else than answers" in capsys.readouterr().err
-
-
-def test_one_file_for_two_purposes_is_an_error(folder, tmp_path, capsys):
-    source = written(tmp_path / "in.jsonl", [request(1)])
+    (tmp_path / "there").write_text(content, encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe")
     before = source.read_bytes()
 
-    assert 1 == run(folder, source, source)
-    assert 1 == run(folder, tmp_path / "missing.jsonl", tmp_path / "out.jsonl")
+    assert 1 == run(folder, source, tmp_path / answers, "--errors", str(tmp_path / errors))
 
-    assert before == source.read_bytes()
-    assert "three different files" in capsys.readouterr().err
+    assert (content, before) == ((tmp_path / "there").read_text(encoding="utf-8"), source.read_bytes())
+    assert words in capsys.readouterr().err
+
+
+def test_missing_requests_are_an_error(folder, tmp_path):
+    assert 1 == run(folder, tmp_path / "missing.jsonl", tmp_path / "out.jsonl")
 
 
 def test_samples_follow_their_seed_and_end_at_a_stop_string(folder, tmp_path):

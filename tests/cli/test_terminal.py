@@ -35,25 +35,17 @@ COMMANDS = [pytest.param(one, id=one.prog) for one in _parsers(parser())]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_into_80_columns(command: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_into_80_columns_describes_each_argument_and_names_defaults(
+    command: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-
-    assert [] == [line for line in command.format_help().splitlines() if len(line) > 80]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_the_default_of_each_option_with_a_value(command: argparse.ArgumentParser) -> None:
+    told = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]
     takes_a_value = [action for action in command._actions if action.option_strings and action.nargs != 0]
     optional = [action for action in takes_a_value if not action.required and action.dest != "print_completion"]
 
-    assert [] == [action.dest for action in optional if "default: " not in (action.help or "")]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_describes_each_argument(command: argparse.ArgumentParser) -> None:
-    told = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]
-
+    assert [] == [line for line in command.format_help().splitlines() if len(line) > 80]
     assert [] == [action.dest for action in told if not action.help]
+    assert [] == [action.dest for action in optional if "default: " not in (action.help or "")]
 
 
 def test_a_table_fits_into_a_terminal_and_keeps_its_words(tmp_path: Path) -> None:

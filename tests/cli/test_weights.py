@@ -84,11 +84,18 @@ def test_a_quantized_model_equals_that_of_transformers_and_is_near_the_original(
         assert is_kept == torch.equal(weight, expected), key
 
 
-def test_companions_are_copied_and_the_configuration_names_the_form(models: dict[str, Path], tmp_path: Path) -> None:
-    assert 0 == cli.main(["quantize", str(models["dense"]), str(tmp_path / "new"), "--int4", "--group-size", "64"])
+def test_companions_are_copied_and_the_configuration_names_form_and_dtype(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    words = ["quantize", str(models["dense"]), str(tmp_path / "new"), "--int4", "--group-size", "64"]
+
+    assert 0 == cli.main([*words, "--dtype", "float32"])
 
     assert "{}" == (tmp_path / "new" / "tokenizer_config.json").read_text()
-    said = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert "float32" == config["dtype"]
+    assert torch.float32 == load_file(tmp_path / "new" / "model.safetensors")["model.norm.weight"].dtype
+    said = config["quantization_config"]
     assert ("compressed-tensors", "pack-quantized", ["lm_head"]) == (
         said["quant_method"],
         said["format"],
@@ -132,48 +139,17 @@ def test_layers_that_no_group_divides_are_left_and_named(tmp_path: Path, capsys:
     assert torch.equal(logits(plain), logits(offload.from_pretrained(tmp_path / "new")))
 
 
-class _Stop(Exception):
-    """Simulates a kill."""
-
-
 def _stopping_after(calls: int, real: Any) -> Any:
     """`real`, limited to that many calls; and the number of calls so far."""
     count = []
 
     def stopping(*args: Any, **options: Any) -> Any:
         if len(count) == calls:
-            raise _Stop
+            raise RuntimeError("stopped")
         count.append(0)
         return real(*args, **options)
 
     return stopping, count
-
-
-def test_a_stopped_quantization_can_be_resumed(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Finished work is not repeated; meanwhile a new run, or a different one, is refused."""
-    from compressed_tensors.compressors import BaseCompressor
-
-    packing = BaseCompressor.get_value_from_registry("pack-quantized")
-    command = ["quantize", str(models["dense"]), str(tmp_path / "new"), "--int4", "--group-size"]
-    assert 0 == cli.main([*command[:2], str(tmp_path / "expected"), *command[3:], "32"])
-    real = packing.compress
-    monkeypatch.setattr(packing, "compress", _stopping_after(5, real)[0])
-
-    with pytest.raises(_Stop):
-        cli.main([*command, "32"])
-    assert [1, 1] == [cli.main([*command, "32"]), cli.main([*command, "64", "--resume"])]
-    said = capsys.readouterr().err
-    assert "has an unfinished run: continue it" in said
-    assert "has an unfinished run with another group_size" in said
-    again, count = _stopping_after(1000, real)
-    monkeypatch.setattr(packing, "compress", again)
-    assert 0 == cli.main([*command, "32", "--resume"])
-
-    assert 14 - 5 == len(count)
-    assert data_of(tmp_path / "expected") == data_of(tmp_path / "new")
-    assert ["expected", "new"] == sorted(os.listdir(tmp_path))
 
 
 @pytest.mark.parametrize("command", ["quantize", "merge-lora"])
@@ -362,37 +338,39 @@ def test_a_pretrained_model_still_answers_after_it_is_quantized(
     assert after < most * before
 
 
-def test_a_folder_is_quantized_in_another_dtype(models: dict[str, Path], tmp_path: Path) -> None:
-    words = ["quantize", str(models["dense"]), str(tmp_path / "new"), "--int8", "--group-size", "32"]
-
-    assert 0 == cli.main([*words, "--dtype", "float32"])
-
-    assert "float32" == json.loads((tmp_path / "new" / "config.json").read_text())["dtype"]
-    assert torch.float32 == load_file(tmp_path / "new" / "model.safetensors")["model.norm.weight"].dtype
-
-
-def test_a_stopped_merge_can_be_resumed(
+@pytest.mark.parametrize(("command", "stops_after", "calls"), [("quantize", 5, 14), ("merge-lora", 2, 4)])
+def test_a_stopped_run_can_be_resumed(
+    command: str,
+    stops_after: int,
+    calls: int,
     models: dict[str, Path],
     adapter: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Finished work is not repeated; meanwhile a new run, or a different one, is refused."""
+    from compressed_tensors.compressors import BaseCompressor
     from peft.tuners.lora import Linear
 
-    command = ["merge-lora", str(models["dense"]), str(adapter), str(tmp_path / "new")]
-    assert 0 == cli.main([*command[:3], str(tmp_path / "expected")])
-    real = Linear.get_delta_weight
-    monkeypatch.setattr(Linear, "get_delta_weight", _stopping_after(2, real)[0])
+    packing = BaseCompressor.get_value_from_registry("pack-quantized")
+    owner, name = (packing, "compress") if command == "quantize" else (Linear, "get_delta_weight")
+    sources = [str(models["dense"]), *([str(adapter)] if command == "merge-lora" else [])]
+    options = ["--int4", "--group-size", "32"] if command == "quantize" else []
+    words = [command, *sources, str(tmp_path / "new"), *options]
+    assert 0 == cli.main([command, *sources, str(tmp_path / "expected"), *options])
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, _stopping_after(stops_after, real)[0])
 
-    assert 1 == cli.main(command)  # peft failed
-    assert 1 == cli.main(command)
-    assert "continue it (resume=True, --resume)" in capsys.readouterr().err
+    assert [1, 1, 1] == [cli.main(words), cli.main(words), cli.main([*words, "--dtype", "float32", "--resume"])]
+    said = capsys.readouterr().err
+    assert "has an unfinished run: continue it (resume=True, --resume)" in said
+    assert "has an unfinished run with another dtype" in said
     again, count = _stopping_after(1000, real)
-    monkeypatch.setattr(Linear, "get_delta_weight", again)
-    assert 0 == cli.main([*command, "--resume"])
+    monkeypatch.setattr(owner, name, again)
+    assert 0 == cli.main([*words, "--resume"])
 
-    assert 4 - 2 == len(count)
+    assert calls - stops_after == len(count)
     assert data_of(tmp_path / "expected") == data_of(tmp_path / "new")
     assert ["expected", "new"] == sorted(os.listdir(tmp_path))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import warnings
@@ -22,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 import offload
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
-from offload.models import journal
+from offload.integrations.peft import merge_checkpoint
 from tests.faults import Call, killed_at_each
 from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE, SMALL
 
@@ -178,114 +177,72 @@ def three() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 4))
 
 
-def test_a_merge_that_was_killed_resumes_and_merges_nothing_twice(
-    private_place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At each call that changes files; also if a bias is merged after its weight."""
-    monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
-    folder = private_place
-    torch.manual_seed(0)
-    source = three()
-    offload.save_checkpoint(source, folder / "model")
-    config = LoraConfig(r=2, target_modules=["0"], modules_to_save=["2"], lora_bias=True, **NOT_NEUTRAL)
-    adapter = adapter_for(source, config, folder / "adapter")
-    plain = three()
-    offload.load_checkpoint_in_model(plain, folder / "model", "cpu")
-    expected = merged_in_memory(plain, adapter)
-
-    def load() -> nn.Module:
-        return offload.load_checkpoint_and_dispatch(three().to("meta"), folder / "model", offload_dir=folder / "values")
-
-    def begin() -> nn.Module:
-        shutil.rmtree(folder / "values", ignore_errors=True)
-        return load()
-
-    def check(_: nn.Module, call: Call) -> None:
-        model = load()
-        offload.merge_lora(model, adapter, resume=True)
-        assert_same(expected, model)
-
-    died_at = killed_at_each(begin, lambda model: offload.merge_lora(model, adapter), check)
-
-    assert {"os.replace", "os.pwrite"} <= {call.name for call in died_at}
-    model = load()
-    report = offload.merge_lora(model, adapter, resume=True)
-    assert ((), {"0.weight", "0.bias", "2.weight", "2.bias"}) == (report.replaced, set(report.before))
-    assert_same(expected, model)
-
-
-EMBEDDINGS: dict[str, list[str]] = {
-    "head": ["lm_head"],
-    "embedding": ["embed_tokens"],
-    "both, and others": ["embed_tokens", "lm_head", "q_proj"],
+ONCE: dict[str, dict[str, Any]] = {
+    "weights, biases and whole modules": {"target_modules": ["q_proj"], "modules_to_save": ["o_proj"], "bias": "all"},
+    "embeddings": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "tied embeddings": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "of the base's own factors": {"target_modules": ["q_proj"], "init_lora_weights": "pissa"},
 }
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
-@pytest.mark.parametrize("targets", EMBEDDINGS)
-def test_a_merge_into_embeddings_that_was_killed_resumes(
-    targets: str, tied: bool, private_place: Path, folders: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """peft stores these weights of the base beside the adapter, and copies them into the base each time."""
-    monkeypatch.setattr(journal, "_PATIENCE", -1)
-    base, place = folders[tied], private_place
-    config = LoraConfig(r=2, target_modules=EMBEDDINGS[targets], **NOT_NEUTRAL)
-    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(base), config, place / "adapter")
+@pytest.mark.parametrize("kind", ONCE)
+def test_a_merge_that_was_killed_resumes_and_merges_nothing_twice(kind: str, private_place: Path) -> None:
+    """At each call that changes files. Embeddings that peft stores beside the adapter are copied back each time."""
+    base, target = private_place / "base", private_place / "new"
+    torch.manual_seed(0)
+    tied = {"tie_word_embeddings": kind == "tied embeddings", "attention_bias": True}
+    AutoModelForCausalLM.from_config(LlamaConfig(**{**SMALL, "num_hidden_layers": 1}, **tied)).save_pretrained(base)
+    config = LoraConfig(**{"r": 2, **NOT_NEUTRAL, **ONCE[kind]})
+    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(base), config, private_place / "adapter")
     expected = merged_in_memory(AutoModelForCausalLM.from_pretrained(base), adapter)
 
-    def load() -> nn.Module:
-        model: nn.Module = offload.from_pretrained(base, offload_dir=place / "values")
-        return model
+    def begin() -> None:
+        for folder in (target, private_place / "new.partial"):
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def begin() -> nn.Module:
-        shutil.rmtree(place / "values", ignore_errors=True)
-        return load()
+    def check(_: None, call: Call) -> None:
+        if not target.exists():
+            merge_checkpoint(base, adapter, target, resume=True)
+        assert_same(expected, AutoModelForCausalLM.from_pretrained(target))
 
-    def check(_: nn.Module, call: Call) -> None:
-        model = load()
-        offload.merge_lora(model, adapter, resume=True)
-        assert_same(expected, model)
+    died_at = killed_at_each(begin, lambda _: merge_checkpoint(base, adapter, target), check)
 
-    died_at = killed_at_each(begin, lambda model: offload.merge_lora(model, adapter, resume=True), check)
-
-    assert {"os.replace", "os.pwrite"} <= {call.name for call in died_at}
+    assert {"os.replace", "os.pwrite", "os.rename"} <= {call.name for call in died_at}
 
 
-@pytest.mark.parametrize("kind", ["bias", "embedding"])
-def test_a_merge_into_values_that_the_adapter_holds_begins_with_those_again(
-    kind: str, folders: dict[bool, Path], tmp_path: Path
-) -> None:
-    """In a folder that is opened for writing, the merged value is there, and peft copies the old one into it."""
-    options: dict[str, Any] = {
-        "bias": {"target_modules": ["q_proj"], "bias": "all", "lora_bias": True},
-        "embedding": {"target_modules": ["embed_tokens"]},
-    }[kind]
-    config = LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True)
-    plain = AutoModelForCausalLM.from_config(config)
-    offload.disk_offload(copy.deepcopy(plain), tmp_path / "values")
-    adapter = adapter_for(copy.deepcopy(plain), LoraConfig(r=2, **options, **NOT_NEUTRAL), tmp_path / "adapter")
-    expected = merged_in_memory(copy.deepcopy(plain), adapter)
-
-    for _ in range(2):
-        model = copy.deepcopy(plain)
-        offload.load_checkpoint_and_dispatch(model, tmp_path / "values", offload_dir=tmp_path / "values")
-        offload.merge_lora(model, adapter, resume=True)
-
-        assert_same(expected, model)
-
-
-def test_an_adapter_is_known_by_its_content(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_known_by_its_content(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be moved between a kill and the next run; a different one is a different run."""
-    config = LoraConfig(**ONE, **NOT_NEUTRAL)
-    first = adapter_for(AutoModelForCausalLM.from_pretrained(folder), config, tmp_path / "adapter")
-    model = offload.from_pretrained(folder, offload_dir=tmp_path / "values")
-    offload.merge_lora(model, first, resume=True)
-    shutil.move(first, tmp_path / "moved" / "adapter")
+    config, target = LoraConfig(**ONE, **NOT_NEUTRAL), tmp_path / "new"
+    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), config, tmp_path / "adapter")
+    with monkeypatch.context() as patched:
+        patched.setattr(peft.tuners.lora.Linear, "get_delta_weight", failing_after(1))
+        with pytest.raises(MapError, match=r"1 layers are merged, .*--resume\) goes on"):
+            merge_checkpoint(folder, adapter, target)
+    (tmp_path / "moved").mkdir()
+    moved = Path(shutil.move(adapter, tmp_path / "moved" / "adapter"))
+    other = Path(shutil.copytree(moved, tmp_path / "other"))
+    state = load_file(other / "adapter_model.safetensors")
+    save_file({key: value + 1 for key, value in state.items()}, other / "adapter_model.safetensors")
 
-    assert () == offload.merge_lora(model, tmp_path / "moved" / "adapter", resume=True).replaced
-    state = load_file(tmp_path / "moved" / "adapter" / "adapter_model.safetensors")
-    save_file({key: value + 1 for key, value in state.items()}, tmp_path / "moved/adapter/adapter_model.safetensors")
-    assert 2 == len(offload.merge_lora(model, tmp_path / "moved" / "adapter", resume=True).replaced)
+    with pytest.raises(JournalError, match="another adapter"):
+        merge_checkpoint(folder, other, target, resume=True)
+    report = merge_checkpoint(folder, moved, target, resume=True)
+
+    weights = tuple(f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+    assert (weights[1:], weights[:1]) == (report.replaced, report.before)
+
+
+def failing_after(calls: int) -> Callable[..., Any]:
+    """A method of peft's layers that works this many times."""
+    real, left = peft.tuners.lora.Linear.get_delta_weight, [calls]
+
+    def failing(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise ValueError("no")
+        return real(*args)
+
+    return failing
 
 
 def failing_at(layer: nn.Module, error: BaseException) -> None:
@@ -298,7 +255,7 @@ def failing_at(layer: nn.Module, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(("error", "kind"), [(ValueError("no"), MapError), (KeyboardInterrupt(), KeyboardInterrupt)])
-def test_after_a_failure_the_base_is_without_adapters_and_the_rest_can_be_done(
+def test_after_a_failure_the_base_is_without_adapters_and_can_be_loaded_again(
     error: BaseException, kind: type[BaseException], tmp_path: Path
 ) -> None:
     source = three()
@@ -306,19 +263,21 @@ def test_after_a_failure_the_base_is_without_adapters_and_the_rest_can_be_done(
     adapter = adapter_for(source, LoraConfig(r=2, target_modules=["0", "1"], **NOT_NEUTRAL), tmp_path / "adapter")
     plain = three()
     offload.load_checkpoint_in_model(plain, tmp_path / "model", "cpu")
-    model = offload.load_checkpoint_and_dispatch(
-        three().to("meta"), tmp_path / "model", offload_dir=tmp_path / "values"
-    )
+
+    def load(place: str) -> Any:
+        return offload.load_checkpoint_and_dispatch(
+            three().to("meta"), tmp_path / "model", offload_dir=tmp_path / place
+        )
+
+    model = load("values")
     failing_at(model[1], error)
 
-    with pytest.raises(kind, match=r"at '1'.*1 layers are merged, and stay; resume='merge adapter \w+' continues"):
+    with pytest.raises(kind, match=r"at '1'.*1 layers are merged, and stay; load the base again"):
         offload.merge_lora(model, adapter)
     assert [nn.Linear] * 3 == [type(layer) for layer in model]
     assert model(torch.ones(6)).isfinite().all()
-    del model[1].weight.materialize
-    with pytest.raises(JournalError, match="resume=True"):
-        offload.merge_lora(model, adapter)
-    offload.merge_lora(model, adapter, resume=True)
+    model = load("again")
+    offload.merge_lora(model, adapter)
 
     assert_same(merged_in_memory(plain, adapter), model)
 
@@ -346,17 +305,6 @@ def test_adapters_that_peft_does_not_merge_are_refused_by_name(kind: str, folder
 
     assert kinds == [type(module) for module in model.modules()]
     assert not list((tmp_path / "values").glob("*.safetensors"))
-
-
-def test_a_merge_that_reads_into_the_base_is_not_resumed(folder: Path, tmp_path: Path) -> None:
-    """PiSSA takes its first factors out of the base each time it is loaded."""
-    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), KINDS["pissa"](), tmp_path / "adapter")
-
-    with pytest.raises(
-        JournalError,
-        match=r"changes 'model.layers.0.self_attn.q_proj.weight' of the base when it is read \(LORA\).*/v, load the",
-    ):
-        offload.merge_lora(offload.from_pretrained(folder, offload_dir=tmp_path / "v"), adapter, resume=True)
 
 
 def test_a_quantized_base_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ SIZE = 16 << 20
 CHECKED = ["a dense model", "a mixture of experts", "packed weights"]
 
 
-def test_a_diagnosis_holds_the_figures_of_the_machine(tmp_path: Path) -> None:
+def test_a_diagnosis_holds_the_figures_of_the_machine_and_leaves_nothing(tmp_path: Path) -> None:
     found = diagnose(tmp_path, nbytes=SIZE)
 
     assert torch.__version__ == found.versions["torch"]
@@ -32,11 +32,6 @@ def test_a_diagnosis_holds_the_figures_of_the_machine(tmp_path: Path) -> None:
     assert found.disk.writes > 0
     assert found.disk.free > 0
     assert tmp_path == found.disk.folder
-
-
-def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
-    diagnose(tmp_path, nbytes=SIZE)
-
     assert [] == os.listdir(tmp_path)
 
 
@@ -76,9 +71,11 @@ def test_a_missing_folder_is_an_error_and_not_created(tmp_path: Path, name: str)
 
 
 def test_the_command_prints_versions_memory_and_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 0 == cli.main(["doctor", str(tmp_path)])
+    assert [0, 0] == [cli.main(["doctor", str(tmp_path)]), cli.main(["doctor", str(tmp_path), "--json"])]
 
-    printed = capsys.readouterr().out
+    printed, last = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    said = json.loads(last)
+    assert (torch.__version__, str(tmp_path)) == (said["versions"]["torch"], said["disk"]["folder"])
     for word in ("torch", torch.__version__, "max_memory", "O_DIRECT", str(tmp_path), "/s"):
         assert word in printed
 
@@ -86,6 +83,9 @@ def test_the_command_prints_versions_memory_and_rates(tmp_path: Path, capsys: py
 def test_a_release_newer_than_all_tested_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(torch, "__version__", f"{TESTED[-1]}.7")
+    assert "torch" not in diagnose(tmp_path, nbytes=SIZE).newer
+
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
     monkeypatch.setattr(machine, "TESTED_TRANSFORMERS", ("5.1", "5.2"))
 
@@ -94,12 +94,6 @@ def test_a_release_newer_than_all_tested_is_named(
     printed = " ".join(capsys.readouterr().out.split())
     assert f"torch 2.99.0+cpu, newer than what was tested ({TESTED[-1]})" in printed
     assert f"transformers {transformers.__version__}, newer than what was tested (5.2)" in printed
-
-
-def test_a_tested_release_is_not_called_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", f"{TESTED[-1]}.7")
-
-    assert "torch" not in diagnose(tmp_path, nbytes=16 << 20).newer
 
 
 @pytest.mark.slow(10)

@@ -42,8 +42,8 @@ def test_known_models_have_their_published_number_of_parameters(name):
 
 @pytest.mark.parametrize(("name", "active", "share"), [("gpt-oss 20B", 3.61, 4 / 32), ("gpt-oss 120B", 5.13, 4 / 128)])
 def test_active_parameters_are_the_ones_a_token_is_multiplied_with(name, active, share):
-    """As published, without the table from which a token takes one row; the experts among these are decoded."""
+    """As published, without the table from which a token takes one row; the experts among these are packed."""
     sizes = sizes_of(name)
 
     assert active == pytest.approx(sizes.multiplied(1) / 1e9, abs=0.005)
-    assert sizes.routed * share == pytest.approx(sizes.decoded(1))
+    assert sizes.routed * share * 4.25 / 8 == pytest.approx(sizes.needed_packed(1), rel=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import threading
 from collections.abc import Callable
@@ -18,7 +17,8 @@ import offload
 from offload import OffloadedTensor
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.forms.formats import unpacked
-from offload.cli.models import add_model_options, loaded_model
+from offload.cli.main import parser
+from offload.cli.models import loaded_model
 from offload.errors import ChangedFileError
 from offload.prefetch import copies
 from offload.prefetch.engine import POOL, replanning
@@ -197,9 +197,8 @@ def test_a_value_that_a_new_plan_drops_while_it_is_sent_does_not_stay(
 @on_the_device
 def test_a_command_takes_a_budget_for_the_device(device: torch.device, folder: Path) -> None:
     FORMS["llama"].write(folder)
-    command = argparse.ArgumentParser()
-    add_model_options(command)
-    options = command.parse_args([str(folder), "--device", "delayed:0", "--device-memory", "64MiB"])
+    words = ["generate", "--prompt", "w1", str(folder), "--device", "delayed:0", "--device-memory", "64MiB"]
+    options = parser().parse_args(words)
 
     model = loaded_model(folder, options)
 
