@@ -20,11 +20,11 @@ from torch import nn
 from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
 from offload.prefetch.engine import POOL, UNTRACKED, counts, replanning, tracked
+from offload.prefetch.pages import joined
 from offload.prefetch.plan import OnDevice, Pool
 from offload.prefetch.reader import Counts
 from offload.prefetch.value import Value, page_state_of
 from offload.storage.handle import Access, Handle
-from offload.storage.pages import joined
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of

@@ -17,9 +17,9 @@ from torch import nn
 
 import offload
 from offload.budget import count_assistant
+from offload.prefetch.direct import Ahead, Load, Part
 from offload.prefetch.engine import POOL, lock
 from offload.prefetch.plan import OnDevice
-from offload.storage.direct import Ahead, Load, Part
 from offload.storage.file import TensorFile
 from offload.storage.layout import Entry, contiguous
 from offload.storage.locks import _LOCKS
@@ -37,7 +37,7 @@ PLACES = {
     "offload.prefetch.plan.admit": "called where `reconsider` is",
     "offload.prefetch.plan.all": SEEN,
     "offload.prefetch.plan.values": SEEN,
-    "offload.storage.direct.nbytes": SEEN,
+    "offload.prefetch.direct.nbytes": SEEN,
     "offload.storage.locks._renew": "a forked child has one thread",
     "offload.training.activations._expect": SEEN,
     "offload.training.activations.look": SEEN,

@@ -19,6 +19,9 @@ Always true:
 | `tables` | rows of a table, such as an embedding: which are in memory, and which will be needed |
 | `filling` | tables that rows are picked from, read in whole if there is room |
 | `copies` | stored bytes on an accelerator: which stay there, and how the others get there |
+| `pages` | which parts of a mapped file are in the page cache |
+| `direct` | parts of files that are read past the page cache |
+| `parallel` | a large range, read by two threads |
 | `staging` | copies to an accelerator through reused pinned memory |
 
 A value goes through these stages (`value.Stage`; `Value.move_to` is the only way):

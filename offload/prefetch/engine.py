@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from offload.prefetch.direct import LEAST, Ahead, Load
 from offload.prefetch.lease import Lease
 from offload.prefetch.order import Streams
+from offload.prefetch.pages import PAGE, announce, are_cached
 from offload.prefetch.plan import Pool
 from offload.prefetch.reader import Counts, Reader
 from offload.prefetch.value import AWAY, SMALL, PageState, Value, dropping_after, page_state_of
 from offload.storage import clock
-from offload.storage.direct import LEAST, Ahead, Load
 from offload.storage.handle import Access, Handle
-from offload.storage.pages import PAGE, announce, are_cached
 
 if TYPE_CHECKING:
     from offload.prefetch.filling import Filling

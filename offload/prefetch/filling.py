@@ -16,10 +16,10 @@ from contextlib import suppress
 import torch
 
 from offload.prefetch.engine import POOL, fill, lock
+from offload.prefetch.pages import announce, populated, read_in_huge_pages
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import log
 from offload.storage import clock
-from offload.storage.pages import announce, populated, read_in_huge_pages
 
 _LEAST_ROWS = 256
 _ONE_IN = 64  # all is read once 1/64 of the bytes was read row by row

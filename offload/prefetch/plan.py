@@ -25,12 +25,12 @@ import torch
 from torch import nn
 
 from offload.memory import available_bytes
+from offload.prefetch.pages import joined
 from offload.prefetch.picked import Picked
 from offload.prefetch.value import SMALL, Value, log, page_state_of
 from offload.storage import clock
 from offload.storage.handle import Handle
 from offload.storage.locks import fork_safe_lock
-from offload.storage.pages import joined
 
 WINDOW = 64 << 20  # least bytes in flight: read ahead, in use, or not yet dropped
 _AHEAD = 0.25  # seconds of disk reads to have ahead

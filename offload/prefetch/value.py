@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offload.prefetch.pages import Range
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import fork_safe_lock
-from offload.storage.pages import Range
 
 if TYPE_CHECKING:
     from offload.prefetch.filling import Filling

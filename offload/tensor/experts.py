@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from offload.errors import OffloadError, RowIndexError
 from offload.kernels import native
 from offload.kernels.native import ExpertRows, Matrix, Projection, WeightedSum, most_rows
+from offload.prefetch import direct
 from offload.prefetch.engine import brought_in, coming, computed_once, is_shared, were_cached
-from offload.storage import direct
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor.guests import CPU

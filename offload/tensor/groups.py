@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from offload.annotations import Args, Kwargs, Op
+from offload.prefetch.direct import Load
 from offload.prefetch.engine import are_staying, brought_in, coming, shared
-from offload.storage.direct import Load
 from offload.storage.handle import Handle
 from offload.storage.source import Composition
 from offload.tensor.guests import CPU, mapped_value, value_on

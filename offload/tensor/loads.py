@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from offload.prefetch.direct import Load, Part, can_be_read
 from offload.prefetch.engine import Views, ahead_of_use, fits, passing, span_of, waited_for
-from offload.storage.direct import Load, Part, can_be_read
 from offload.storage.handle import Handle
 
 _MOST_AROUND = 2  # bytes that are read, as a multiple of those that are needed: rows of two values can alternate

@@ -17,8 +17,8 @@ from bench.page_cache import cached_fraction
 from offload import OffloadedTensor, TensorCache
 from offload.cache import columns, rowfile
 from offload.errors import CorruptFileError
-from offload.prefetch import engine, filling
-from offload.storage import background, pages
+from offload.prefetch import engine, filling, pages
+from offload.storage import background
 from tests.page_cache import dropped, needs_page_cache
 from tests.processes import in_fork, run_script
 

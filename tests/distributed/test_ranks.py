@@ -38,10 +38,10 @@ from offload.errors import (
     WriteError,
 )
 from offload.models import values as values_module
+from offload.prefetch.pages import Range
 from offload.prefetch.value import page_state_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.pages import Range
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of

@@ -24,11 +24,10 @@ from offload.errors import ChangedFileError, ReadError, RowIndexError
 from offload.integrations.compressed_tensors import quantize_checkpoint
 from offload.integrations.experts import prefer_experts
 from offload.kernels import native
-from offload.prefetch import engine, plan
+from offload.prefetch import direct, engine, plan
+from offload.prefetch.direct import Load
 from offload.prefetch.engine import Views
 from offload.prefetch.value import SMALL, Value
-from offload.storage import direct
-from offload.storage.direct import Load
 from offload.storage.layout import contiguous
 from offload.storage.mapping import scratch
 from offload.tensor import experts as acts

@@ -17,13 +17,12 @@ import offload
 from bench.page_cache import cached_fraction, make_cold
 from bench.traces import COLUMNS, ROWS, hits_in_hindsight, orders, replayed, stack
 from offload.prefetch import engine as engines
-from offload.prefetch import filling
+from offload.prefetch import filling, pages
 from offload.prefetch.engine import CHECKED_FOR, POOL, Engine, expect
 from offload.prefetch.picked import _RESCALE, Picked
 from offload.prefetch.plan import Pool
 from offload.prefetch.tables import has_rows_here, runs_of
 from offload.prefetch.value import Value, page_state_of
-from offload.storage import pages
 from offload.tensor.views import handle_of
 from tests.engines import Clock, rest
 from tests.page_cache import needs_page_cache

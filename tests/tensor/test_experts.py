@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import offload
 from offload import OffloadedTensor
+from offload.prefetch.pages import Range
 from offload.storage.handle import Handle
-from offload.storage.pages import Range
 from offload.tensor import groups as of_groups
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.views import handle_of

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 import offload
 from offload import OffloadedTensor
 from offload.errors import CorruptFileError
-from offload.storage import pages
+from offload.prefetch import pages
+from offload.prefetch.pages import Range
 from offload.storage.file import TensorFile
-from offload.storage.pages import Range
 from tests.page_cache import dropped, needs_page_cache
 
 pytestmark = needs_page_cache

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from offload.errors import ChangedFileError, CorruptFileError, MissingFileError, ReadError
-from offload.storage import background, direct
-from offload.storage.direct import Ahead, Load, Part, can_be_read
+from offload.prefetch import direct
+from offload.prefetch.direct import Ahead, Load, Part, can_be_read
+from offload.storage import background
 from offload.storage.file import TensorFile
 from offload.storage.layout import Entry, contiguous
 from tests.page_cache import needs_direct_reads
