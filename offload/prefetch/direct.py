@@ -1,13 +1,11 @@
-"""Parts of files, read past the page cache: ahead of their use, into memory that is used again.
+"""Parts of files, read past the page cache into memory that is used again.
 
 What is used once and dropped costs the page cache half a second of CPU time per gigabyte: its pages are allocated,
 counted, listed, mapped and taken back. A direct read takes a tenth of that.
 
 Always true:
 - the bytes are those of the very file whose header was read, or it is an error
-- at most a given number of bytes is read, or being read, and not released; but two loads always are
-- memory is handed out again once it is released, and freed when nothing has been read or released for a while
-- whoever needs a load that no thread has begun reads it itself
+- memory serves again once nothing refers to it: neither a tensor, nor a thread that still reads into it
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import errno
 import mmap
 import os
 import weakref
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,19 +22,16 @@ from itertools import groupby
 import torch
 
 from offload.errors import CorruptFileError, OffloadError
-from offload.storage.background import Background
+from offload.prefetch.scratch import take_scratch
+from offload.prefetch.value import AWAY, Staged
 from offload.storage.file import TensorFile
-from offload.storage.layout import contiguous
-from offload.storage.locks import Waiters, fork_safe_lock
-from offload.storage.mapping import scratch, view_memory
+from offload.storage.mapping import view_memory
 from offload.storage.reasons import reading
 from offload.storage.regular import Descriptor
 
 _BLOCK = 4096  # to which positions, sizes and memory are aligned; no disk asks for more
-_THREADS = 2
 _BETWEEN = 64 << 10  # largest gap in bytes that is read along
 _SIZES = 256 << 10  # sizes of memory are multiples of this, so that more of it fits again
-LEAST = 2  # loads that always are read or in use: one each
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +45,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Parts of one file that are read in one go, with what is between them: `size` bytes, of which `most` may be there.
+    """Parts of one file that are read in one go, with what is between them.
 
     Attributes:
         first: the position in the file, aligned.
         at: the position in memory, aligned.
+        size: the number of bytes, aligned; a file may end before.
         needed: bytes up to the end of the last part.
     """
 
@@ -66,18 +61,22 @@ class _Run:
     needed: int
 
 
-class Load:
+class Load(Staged):
     """Parts that are read together.
 
     Attributes:
-        count: of the parts.
-        nbytes: that are read.
+        count: the number of parts.
+        nbytes: the number of bytes that are read.
+        error: what the read raised.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.count = len(parts)
-        self._runs: list[_Run] = []
         self.nbytes = 0
+        self.stage = AWAY
+        self.error: BaseException | None = None
+        self._memory: torch.Tensor | None = None
+        self._runs: list[_Run] = []
         for _, group in groupby(sorted(parts, key=_place), key=lambda part: part.file):
             run: list[Part] = []
             for part in group:
@@ -86,9 +85,6 @@ class Load:
                     run = []
                 run.append(part)
             self._add(run)
-        self._memory: torch.Tensor | None = None
-        self._error: BaseException | None = None
-        self._is_taken = self._is_read = False
 
     @property
     def memory_bytes(self) -> int:
@@ -102,11 +98,16 @@ class Load:
         self._runs.append(_Run(parts[0].file, first, self.nbytes, size, needed))
         self.nbytes += size
 
-    def tensor(self, part: Part, like: torch.Tensor) -> torch.Tensor | None:
-        """A part, with the dtype, shape and strides of `like`, which spans it; None if it was not read.
+    def make_room(self, nbytes: int) -> None:
+        """Take memory of so many bytes for it, which may be a little more than it needs: all loads are alike then."""
+        self._memory = take_scratch(nbytes)
 
-        Valid until it is released.
-        """
+    def release(self) -> None:
+        """It is not needed any more, or not at all; a thread that reads it keeps its memory until it has."""
+        self._memory = None
+
+    def tensor(self, part: Part, like: torch.Tensor) -> torch.Tensor | None:
+        """A part, with the dtype, shape and strides of `like`, which spans it; None if it was not read."""
         assert self._memory is not None
         end = part.start + part.nbytes
         inside = (run for run in self._runs if run.file is part.file and run.first <= part.start)
@@ -118,9 +119,15 @@ class Load:
         empty = torch.empty(0, dtype=like.dtype, device="cpu")
         return empty.set_(self._memory.untyped_storage(), place, like.shape, like.stride())
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Read it, unless it was released.
+
+        Raises:
+            ReadError: the disk failed.
+            MissingFileError, ChangedFileError, CorruptFileError: a file has changed.
+        """
         whole = self._memory
-        if whole is None:  # nobody needs it any more
+        if whole is None:
             return
         memory = view_memory(whole.data_ptr(), whole.numel())
         for file, runs in groupby(self._runs, key=lambda run: run.file):
@@ -175,156 +182,4 @@ def can_be_read(file: TensorFile) -> bool:
     return found
 
 
-class Ahead:
-    """Loads that are read ahead of their use. Close it when done; another thread may still be reading then.
-
-    Args:
-        loads: in the order in which they will be needed.
-        capacity: bytes of memory that they may take at a time.
-    """
-
-    def __init__(self, loads: Iterable[Load], capacity: int) -> None:
-        self._coming = deque(loads)
-        self._size_of_each = max((load.memory_bytes for load in self._coming), default=0)  # so that it fits again
-        self._most = max(LEAST, capacity // max(self._size_of_each, 1))  # loads
-        self._capacity = capacity
-        self._held: list[Load] = []
-        self._begin_more()
-
-    def get(self, load: Load) -> None:
-        """Wait until the next load is there, or read it.
-
-        Raises:
-            ReadError: the disk failed.
-            MissingFileError, ChangedFileError, CorruptFileError: the file has changed.
-        """
-        while True:
-            with _STATE.lock:
-                is_mine = not load._is_taken
-                if load._is_read:
-                    break
-                load._is_taken = True
-                done = None if is_mine else _STATE.waiting.add()
-            if done is None:
-                _carry_out(load)
-            else:
-                done.acquire()
-        error, load._error = load._error, None  # its traceback refers to the load
-        if error is not None:
-            raise error
-
-    def release(self, load: Load) -> None:
-        """Its memory is for others."""
-        with _STATE.lock:
-            self._held.remove(load)
-            if load._memory is not None:
-                _STATE.give(load._memory, self._capacity)
-                load._memory = None
-        self._begin_more()
-
-    def close(self) -> None:
-        """Nothing more is begun; memory that is still being written to is freed once that has ended."""
-        with _STATE.lock:
-            self._coming.clear()
-            for load in self._held:
-                if load._memory is not None and (load._is_read or not load._is_taken):
-                    _STATE.give(load._memory, self._capacity)
-                load._memory, load._is_taken = None, True
-            self._held.clear()
-
-    def _begin_more(self) -> None:
-        with _STATE.lock:
-            while self._coming and len(self._held) < self._most:
-                load = self._coming[0]
-                load._memory = _STATE.take(self._size_of_each)
-                self._held.append(load)
-                _STATE.queue.append(self._coming.popleft())
-            with suppress(RuntimeError):  # no more threads: whoever needs them reads them
-                for reader in _STATE.readers[: len(_STATE.queue)]:
-                    reader.wake()
-
-
-def _carry_out(load: Load) -> None:
-    try:
-        load._read()
-    except BaseException as error:
-        load._error = error
-        if not isinstance(error, Exception):
-            raise
-    finally:
-        with _STATE.lock:
-            load._is_read = True
-            _STATE.waiting.wake()
-
-
-class _Reader(Background[Load]):
-    """Reads loads in their order."""
-
-    def __init__(self, state: _State) -> None:
-        super().__init__("offload-direct", state.lock)
-        self._state = state
-
-    def take(self) -> Load | None:
-        """The next one that nobody has begun."""
-        queue = self._state.queue
-        while queue:
-            load = queue.popleft()
-            if not load._is_taken:
-                load._is_taken = True
-                return load
-        return None
-
-    def carry_out(self, work: Load) -> None:
-        """Read it."""
-        _carry_out(work)
-
-    def rest(self) -> None:
-        """Nothing has been read, or released, for a while."""
-        self._state.unused.clear()
-
-
-class _State:
-    """Of a process: what waits to be read, and memory that is not used now."""
-
-    def __init__(self) -> None:
-        self.lock = fork_safe_lock()
-        self.waiting = Waiters()
-        self.queue: deque[Load] = deque()
-        self.readers = [_Reader(self) for _ in range(_THREADS)]
-        self.unused: list[torch.Tensor] = []  # the oldest first
-        self._all: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by address
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Memory of so many bytes, or up to twice as many."""
-        fitting = [one for one in self.unused if nbytes <= one.numel() <= 2 * nbytes]
-        if fitting:
-            found = min(fitting, key=torch.Tensor.numel)
-            self.unused = [one for one in self.unused if one is not found]
-        else:
-            found = scratch(contiguous(torch.uint8, (nbytes,)))
-            self._all[found.data_ptr()] = found
-        return found
-
-    def give(self, memory: torch.Tensor, most: int) -> None:
-        """It is used again, if there are no more than `most` bytes in all; a reader frees it after a while."""
-        self.unused.append(memory)
-        while self.unused and self.nbytes > most:
-            del self.unused[0]
-        with suppress(RuntimeError):  # no more threads: it stays
-            self.readers[0].wake()
-
-    @property
-    def nbytes(self) -> int:
-        """Of all memory: in use, and not."""
-        return sum(one.numel() for one in self._all.values())
-
-
-def _begin_anew() -> None:
-    """A forked child has no thread that reads."""
-    global _STATE
-    _STATE = _State()
-
-
 _CAN_BE_READ: weakref.WeakKeyDictionary[TensorFile, bool] = weakref.WeakKeyDictionary()
-_STATE = _State()
-os.register_at_fork(after_in_child=_begin_anew)

@@ -71,7 +71,7 @@ class Range:
         "start",
     )
 
-    def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
+    def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool, is_part: bool = False) -> None:
         self._file = weakref.ref(file)
         self.start = start
         self._shared = shared
@@ -79,7 +79,11 @@ class Range:
         self._was_read = False
         self.nbytes = nbytes
         self.checked_until = 0.0
-        self.is_part = False
+        self.is_part = is_part
+
+    def assume_until(self, time: float) -> None:
+        """Don't check until then (`clock.now`) whether it is in memory; 0 if that is open."""
+        self.checked_until = time
 
     def follows(self, other: Range) -> bool:
         """Whether it comes next in the same file."""
@@ -276,11 +280,11 @@ def bring_in(address: int, nbytes: int) -> None:
     Raises:
         OSError: the disk failed.
     """
-    if nbytes and not populated(address, nbytes):
+    if nbytes and not populate(address, nbytes):
         touch(address, nbytes)
 
 
-def populated(address: int, nbytes: int) -> bool:
+def populate(address: int, nbytes: int) -> bool:
     """Like `bring_in`; False if the kernel has no call for it, in which case nothing was read.
 
     Raises: as `bring_in`.
