@@ -27,8 +27,8 @@ from rich.table import Table
 from bench.models import llama
 from bench.page_cache import make_cold
 from offload.checkpoints.checkpoint import StoredValue, open_checkpoint
-from offload.storage import pages
-from offload.storage.pages import Range
+from offload.prefetch import pages
+from offload.prefetch.pages import Range
 
 GIB = 1 << 30
 _BLOCK = 4 << 20

@@ -19,12 +19,12 @@ from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
-from offload.prefetch.engine import POOL, UNTRACKED, counts, replanning, tracked
+from offload.prefetch.engine import POOL, UNTRACKED, counts, replanning, track
+from offload.prefetch.pages import joined
 from offload.prefetch.plan import OnDevice, Pool
 from offload.prefetch.reader import Counts
 from offload.prefetch.value import Value, page_state_of
 from offload.storage.handle import Access, Handle
-from offload.storage.pages import joined
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
@@ -318,7 +318,7 @@ def _limit(max_memory: int | None, on_devices: dict[torch.device, OnDevice]) -> 
 
 
 def _values_in(what: Iterable[object]) -> list[Value]:
-    values = [tracked(handle, *handle.extent) for handle in stored_in(handles_in(what))]
+    values = [track(handle, *handle.extent) for handle in stored_in(handles_in(what))]
     return [value for value in values if value is not UNTRACKED]
 
 

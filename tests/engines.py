@@ -13,12 +13,11 @@ from offload.prefetch import filling, plan
 from offload.prefetch.engine import POOL, Engine
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import QUEUED, READING, Value
-from offload.storage import disks
 from offload.training import activations
 
 
 def forget() -> None:
-    """Nothing is ahead, in the order or in the plan of the process, and how fast its disks are is unknown."""
+    """Nothing is ahead, in the order or in the plan of the process."""
     try:
         rest()
     except AssertionError:  # a test has left it broken
@@ -32,7 +31,6 @@ def forget() -> None:
         vars(POOL).update(vars(Pool()))
     engine._glance = Value.nowhere()
     rest(engine)
-    disks._DISKS.clear()
 
 
 def rest(engine: Engine | None = None) -> None:

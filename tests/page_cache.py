@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from bench.memory_cap import memory_cap
 from bench.page_cache import cached_fraction
 from offload import TensorCache
-from offload.storage.direct import can_be_read
+from offload.prefetch.direct import can_be_read
+from offload.prefetch.pages import Range
 from offload.storage.file import TensorFile
-from offload.storage.pages import Range
 
 
 def _can_be_dropped() -> bool:

@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,6 @@ import offload
 from offload.budget import count_assistant
 from offload.prefetch.engine import POOL, lock
 from offload.prefetch.plan import OnDevice
-from offload.storage.direct import Ahead, Load, Part
-from offload.storage.file import TensorFile
-from offload.storage.layout import Entry, contiguous
 from offload.storage.locks import _LOCKS
 from offload.training import offload_activations
 from tests.engines import settled
@@ -37,7 +33,6 @@ PLACES = {
     "offload.prefetch.plan.admit": "called where `reconsider` is",
     "offload.prefetch.plan.all": SEEN,
     "offload.prefetch.plan.values": SEEN,
-    "offload.storage.direct.nbytes": SEEN,
     "offload.storage.locks._renew": "a forked child has one thread",
     "offload.training.activations._expect": SEEN,
     "offload.training.activations.look": SEEN,
@@ -148,23 +143,13 @@ def _of_activations(folder: Path) -> None:
     y.backward()
 
 
-def _past_the_page_cache(folder: Path) -> None:
-    (folder / "data").write_bytes(bytes(1 << 20))
-    file = TensorFile.raw(folder / "data", Entry("x", contiguous(torch.uint8, (1 << 20,)), 0))
-    loads = [Load([Part(file, at << 18, 1 << 18)]) for at in range(4)]
-    with closing(Ahead(loads, 1 << 19)) as ahead:
-        for load in loads:
-            ahead.get(load)
-            ahead.release(load)
-
-
 def test_a_weak_container_that_is_iterated_changes_under_the_same_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some lock is held at each iteration and at each change of it."""
     log = Log(monkeypatch)
 
-    for number, act in enumerate((_under_budgets, _on_a_device, _of_activations, _past_the_page_cache)):
+    for number, act in enumerate((_under_budgets, _on_a_device, _of_activations)):
         (tmp_path / str(number)).mkdir()
         act(tmp_path / str(number))
 

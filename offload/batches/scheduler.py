@@ -40,9 +40,9 @@ from offload.importing import imported
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.lease import Lease
+from offload.prefetch.scratch import release_scratch
 from offload.storage.handle import Handle
 from offload.tensor.experts import gathered_by
-from offload.tensor.scratch import release_scratch
 from offload.torch_api import hooks_of, is_dual_level, not_compiled, pre_hooks_of, remove_hook, transform_on_top
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system

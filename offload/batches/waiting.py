@@ -16,10 +16,10 @@ from typing import IO
 import torch
 
 from offload.errors import ReadError, WriteError
+from offload.prefetch.pages import PAGE, bring_in
 from offload.storage.folders import private_folder
 from offload.storage.mapping import swapped_in, swapped_out, view_memory
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.pages import PAGE, bring_in
 from offload.torch_api import storage_id
 
 _LEAST = 64 << 10  # smallest size in bytes that is worth spilling

@@ -47,12 +47,12 @@ from offload.errors import (
     ShapeMismatchError,
 )
 from offload.prefetch.filling import Filling
+from offload.prefetch.pages import PAGE
 from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.folders import SUFFIX, file_name
 from offload.storage.header import build
 from offload.storage.layout import Entry, contiguous
 from offload.storage.mapping import map_bytes
-from offload.storage.pages import PAGE
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import closed_on_error, open_regular, read_all
 from offload.storage.replacing import put_file, write_all

@@ -43,10 +43,10 @@ from offload.cache.states import States
 from offload.errors import CorruptFileError, OffloadError, ReadError
 from offload.memory import available_bytes
 from offload.prefetch.filling import Filling
+from offload.prefetch.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
 from offload.storage.layout import contiguous
 from offload.storage.mapping import map_bytes
 from offload.storage.modes import is_plain_world
-from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
 from offload.storage.reasons import explained, reading
 from offload.storage.replacing import write_all
 

@@ -167,10 +167,7 @@ OPTIONS = {
     "--json": _is("print JSON, for programs"),
 }
 
-_RUNS = (
-    "model --device --dtype --max-memory --device-memory --offload-dir --store --revision "
-    "--trust-remote-code"
-)
+_RUNS = "model --device --dtype --max-memory --device-memory --offload-dir --store --revision --trust-remote-code"
 _KEEPS = "--prompt-cache --prompt-cache-size"
 _DRAFTS = "--assistant --draft"
 _WRITES = "--dtype@written --max-shard-size"

@@ -28,9 +28,9 @@ from offload.kernels import accelerated
 from offload.kernels.native import description, library, multiply
 from offload.kernels.packed import BLOCKS, GgufRows
 from offload.memory import available_bytes, cgroup_available, total_bytes
+from offload.prefetch.parallel import read_in_parallel
 from offload.prefetch.plan import Pool
 from offload.prefetch.staging import send
-from offload.storage.disks import read_shared
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, owned
 from offload.storage.replacing import remove, temporary_for
@@ -276,7 +276,7 @@ def _read(path: Path, flags: int, size: int) -> None:
                 for at in range(start, start + nbytes, _BLOCK):
                     os.preadv(fd, [buffer], at)
 
-        read_shared(os.fstat(fd).st_dev, 0, size, _BLOCK, read, lambda: size)
+        read_in_parallel(0, size, _BLOCK, read)
 
 
 def _forget(path: Path) -> None:

@@ -19,9 +19,15 @@ Always true:
 | `tables` | rows of a table, such as an embedding: which are in memory, and which will be needed |
 | `filling` | tables that rows are picked from, read in whole if there is room |
 | `copies` | stored bytes on an accelerator: which stay there, and how the others get there |
+| `pages` | which parts of a mapped file are in the page cache |
+| `direct` | parts of files that are read past the page cache |
+| `loads` | values that will not stay, read so in the order of their use |
+| `scratch` | the memory for that, and for computed values |
+| `parallel` | a large range, read by two threads |
 | `staging` | copies to an accelerator through reused pinned memory |
 
-A value goes through these stages (`value.Stage`; `Value.move_to` is the only way):
+A value goes through these stages (`value.Stage`; `Staged.move_to` is the only way), and a load, which is read past the
+page cache, from `AWAY` to `RESIDENT`:
 
 ```
           needed soon          the reader takes it           it is read

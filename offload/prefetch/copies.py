@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from offload.prefetch.engine import POOL, UNTRACKED, arrive, lock, range_of, replanning, tracked
+from offload.prefetch.engine import POOL, UNTRACKED, arrive, lock, range_of, replanning, track
 from offload.prefetch.plan import OnDevice, Pool
 from offload.prefetch.staging import Sent, send_bytes
 from offload.prefetch.value import SMALL, Value, page_state_of
@@ -40,8 +40,7 @@ class Copy(Value):
     __slots__ = ("_device", "_main", "sent")
 
     def __init__(self, pool: Pool, handle: Handle, main: Value, device: torch.device) -> None:
-        super().__init__(pool, handle.file, main.start, main.nbytes, shared=False)
-        self.is_picked = main.is_picked
+        super().__init__(pool, handle.file, main.start, main.nbytes, shared=False, is_picked=main.is_picked)
         self.sent: Sent | None = None
         self._device = device
         self._main = main
@@ -62,7 +61,8 @@ class Copy(Value):
             return None
         stored = torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped, self.start, (self.nbytes,), (1,))
         sent = send_bytes(stored, self._device)
-        self.sent, self.checked_until = sent, _FOREVER
+        self.sent = sent
+        self.assume_until(_FOREVER)
         if not self.kept:  # in this order: a plan that another thread makes meanwhile drops what it finds
             self.let_go()
         return sent
@@ -73,7 +73,8 @@ class Copy(Value):
 
     def let_go(self) -> None:
         """Drop it from the device; guests that refer to it keep its memory."""
-        self.sent, self.checked_until = None, 0.0
+        self.sent = None
+        self.assume_until(0.0)
 
 
 def copy_on(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int] | None:
@@ -108,7 +109,7 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
     is_small = handle.extent[1] <= SMALL
     if is_small and not pool.max_memory:
         return None
-    main = tracked(handle, *handle.extent) if is_small else range_of(handle, view_spec)
+    main = track(handle, *handle.extent) if is_small else range_of(handle, view_spec)
     if main is UNTRACKED:
         return None
     key = device, main.start, main.nbytes
@@ -134,7 +135,7 @@ def _pool_of(pool: Pool | None, device: torch.device) -> OnDevice:
     return found
 
 
-def retried_on_oom(device: torch.device, act: Callable[[], _T]) -> _T:
+def retry_on_oom(device: torch.device, act: Callable[[], _T]) -> _T:
     """What a function returns that allocates memory on a device: while there is too little, less stays there.
 
     Raises:
@@ -152,12 +153,8 @@ def _keeps_less(device: torch.device) -> bool:
     """Let half as much stay on a device; whether there was anything."""
     with replanning() as leaving:
         pools = {found for pool in Pool.all() if (found := pool.on_devices.get(device)) is not None}
-        stay = [value for pool in pools for value in pool.values() if value.cached_bytes()]
-        total = sum(value.nbytes for value in stay)
+        total = sum(value.cached_bytes() for pool in pools for value in pool.values())
         log.warning("%s has too little memory: of %d bytes that stay there, half are dropped", device, total)
         for pool in pools:
-            nbytes = sum(value.nbytes for value in stay if value.pool is pool)
-            pool.max_memory = nbytes // 2 if nbytes > SMALL else 0
-            pool.reconsider(anew=True)
-        leaving.extend(value for value in stay if not value.kept)
+            leaving.extend(pool.keep_less())
     return bool(leaving)

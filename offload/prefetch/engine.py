@@ -17,27 +17,22 @@ import os
 import random
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from offload.prefetch.lease import Lease
+from offload.prefetch.lease import Lease, lease_of_thread
 from offload.prefetch.order import Streams
+from offload.prefetch.pages import PAGE, announce, are_cached
 from offload.prefetch.plan import Pool
-from offload.prefetch.reader import Counts, Reader
-from offload.prefetch.value import AWAY, SMALL, PageState, Value, dropping_after, page_state_of
+from offload.prefetch.reader import LEAST, Counts, Reader
+from offload.prefetch.value import SMALL, PageState, Value, dropping_after, page_state_of
 from offload.storage import clock
-from offload.storage.direct import LEAST, Ahead, Load
 from offload.storage.handle import Access, Handle
-from offload.storage.pages import PAGE, announce, are_cached
-
-if TYPE_CHECKING:
-    from offload.prefetch.filling import Filling
 
 Views: TypeAlias = "Sequence[tuple[Handle, torch.Tensor]]"
 
@@ -53,7 +48,7 @@ _MOST_PAST = 16 << 20  # bytes up to which less work makes up for disks that fee
 _OF_MATRICES = 3  # dimensions of a stack of matrices, of which some are read
 
 
-def brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
+def ensure_resident(handle: Handle, view_spec: torch.Tensor) -> Value:
     """The bytes that the view described by `view_spec` needs, now in memory.
 
     Raises:
@@ -63,7 +58,7 @@ def brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
         return UNTRACKED
     found = _range_of(handle, view_spec)
     if found is None:
-        return _pieces_brought_in(handle, view_spec)
+        return _ensure_pieces(handle, view_spec)
     if found is UNTRACKED:
         return _ENGINE.glance(handle, view_spec)
     if found.is_picked:
@@ -73,20 +68,16 @@ def brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
     return found
 
 
-def computed_once(
+def compute_once(
     key: Hashable, compute: Callable[[], torch.Tensor], views: Callable[[], Iterable[tuple[Handle, torch.Tensor]]]
 ) -> torch.Tensor:
     """What `compute` makes of some views. If other threads are about to need the same, it is computed once for all."""
-    lease, found = _ENGINE.streams.lease(), computed_before(key)
+    lease, found = lease_of_thread(_ENGINE.streams), kept_result(key)
     if found is not None:
         return found
     if lease is None or not lease.keeps_results:
         return compute()
-    lease.keeps_results = False  # of what this is computed from
-    try:
-        found = compute()
-    finally:
-        lease.keeps_results = True
+    found = lease.compute(compute)
     read = list(views())
     sources = [
         one for one in (_range_of(handle, view_spec) for handle, view_spec in read) if one not in (None, UNTRACKED)
@@ -97,19 +88,19 @@ def computed_once(
     return found
 
 
-def computed_before(key: Hashable) -> torch.Tensor | None:
-    """What `computed_once` would return without reading anything."""
-    lease = _ENGINE.streams.lease()
+def kept_result(key: Hashable) -> torch.Tensor | None:
+    """What `compute_once` would return without reading anything."""
+    lease = lease_of_thread(_ENGINE.streams)
     return None if lease is None else lease.result(key)
 
 
 def shared(key: Hashable) -> dict[Any, Any] | None:
     """What threads that are about to use the same values note for one another; None for a thread alone."""
-    lease = _ENGINE.streams.lease()
+    lease = lease_of_thread(_ENGINE.streams)
     return None if lease is None else lease.shared(key)
 
 
-def are_staying(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
+def will_stay(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
     """Whether what several views need is in memory, and will be until these threads have used it.
 
     If the budget shrinks meanwhile, it may be dropped, and mapped pages are read again as they are touched.
@@ -118,10 +109,10 @@ def are_staying(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
     return all(one is UNTRACKED or (one is not None and one.stays) for one in found)
 
 
-def were_cached(views: Views) -> bool:
-    """Whether all that several views need was in memory; then it counts as used, as after `brought_in`.
+def touch_if_resident(views: Views) -> bool:
+    """Whether all that several views need was in memory; then it counts as used, as after `ensure_resident`.
 
-    Raises: as `brought_in`.
+    Raises: as `ensure_resident`.
     """
     now, found = clock.now(), []
     for handle, view_spec in views:
@@ -131,13 +122,13 @@ def were_cached(views: Views) -> bool:
         found.append(value)
     for (handle, view_spec), value in zip(views, found, strict=True):
         if value.checked_until < now or value is UNTRACKED:
-            brought_in(handle, view_spec)
+            ensure_resident(handle, view_spec)
         elif value.is_picked:
             value.pool.picked.count(value)
     return True
 
 
-def passing(views: Views) -> list[int]:
+def direct_candidates(views: Views) -> list[int]:
     """Which of several views are not in memory, and will not stay there: they need not pass the page cache.
 
     None of them if one has to; small ones, which stay once they are read, are left out. They count as used.
@@ -169,36 +160,26 @@ def fits(handle: Handle) -> bool:
     return (page_state_of(handle).pool or POOL).fits
 
 
-def ahead_of_use(loads: Sequence[Load], handle: Handle) -> Ahead:
-    """Read loads one after the other, as far as the window for `handle`, which they are parts of, allows."""
+def reserve(nbytes: int, handle: Handle) -> int:
+    """So many bytes under the budget of `handle` are about to be read past the page cache; how many at a time."""
     with lock():
         stream = _ENGINE.streams.own()
-        stream.reserve(sum(load.memory_bytes for load in loads))
-        capacity = stream.capacity_past(page_state_of(handle).pool or POOL)
-    return Ahead(loads, capacity)
+        stream.reserve(nbytes)
+        return stream.capacity_past(page_state_of(handle).pool or POOL)
 
 
-def waited_for(ahead: Ahead, load: Load) -> None:
-    """Wait until the next load is there.
-
-    Raises: as `Ahead.get`.
-    """
-    started = clock.now()
-    ahead.get(load)
-    with lock():
-        counts = _ENGINE.reader.counts
-        counts.ahead += load.count
-        counts.bytes_read += load.nbytes
-        counts.waited += clock.now() - started
+def reader() -> Reader:
+    """The process's."""
+    return _ENGINE.reader
 
 
 def is_shared() -> bool:
     """Whether other threads are about to use the same values as this one."""
-    lease = _ENGINE.streams.lease()
+    lease = lease_of_thread(_ENGINE.streams)
     return lease is not None and lease.keeps_results
 
 
-def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
+def prefetch(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
     """Start reading what several views need, before waiting for the first, as far as the window allows."""
     now, values = clock.now(), []
     for handle, view_spec in views:
@@ -240,7 +221,7 @@ def _range_of(handle: Handle, view_spec: torch.Tensor) -> Value | None:
     start, most = source.extent
     whole = page_state.ranges.get(source.extent)
     if source.subclass is not None or nbytes == most:
-        return whole or (_tracked(page_state, handle, start, most) if most > SMALL else UNTRACKED)
+        return whole or (_track(page_state, handle, start, most) if most > SMALL else UNTRACKED)
     if whole is not None and whole.checked_until >= clock.now():
         return whole
     if nbytes <= SMALL:
@@ -251,8 +232,8 @@ def _range_of(handle: Handle, view_spec: torch.Tensor) -> Value | None:
         if others:
             return None if piece >= _LEAST_PIECE else UNTRACKED
     if span * _MOST > most:
-        return whole or _tracked(page_state, handle, start, most)
-    return _tracked(page_state, handle, start + int(view_spec.storage_offset()) * view_spec.itemsize, span)
+        return whole or _track(page_state, handle, start, most)
+    return _track(page_state, handle, start + int(view_spec.storage_offset()) * view_spec.itemsize, span)
 
 
 def _piece_of(view_spec: torch.Tensor, between: int = _BETWEEN) -> tuple[int, list[tuple[int, int]]]:
@@ -278,11 +259,11 @@ def _starts(first: int, others: Iterable[tuple[int, int]]) -> list[int]:
     return starts
 
 
-def _pieces_brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
+def _ensure_pieces(handle: Handle, view_spec: torch.Tensor) -> Value:
     """The pieces of a scattered view, now in memory; returns the one that expires first."""
     piece, others = _piece_of(view_spec)
     first = handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
-    found = [tracked(handle, start, piece) for start in _starts(first, others)]
+    found = [track(handle, start, piece) for start in _starts(first, others)]
     for one in found:
         if one.checked_until < clock.now():
             _ENGINE.arrive(one)
@@ -306,7 +287,7 @@ class Engine:
         now, seen = clock.now(), self._glance
         if seen.checked_until == _FOREVER or seen.checked_until < now:
             seen = Value.nowhere()
-            seen.checked_until = now + CHECKED_FOR
+            seen.assume_until(now + CHECKED_FOR)
             self._glance = seen
         return seen
 
@@ -346,7 +327,7 @@ class Engine:
         if value.kept or value.is_held:
             lasts = value.is_held or (value.nbytes <= SMALL and (value.is_picked or not value.is_apart))
             calm = _FOREVER if lasts else CHECKED_FOR * self._chance.uniform(0.1, 1)
-            value.checked_until = clock.now() + calm
+            value.assume_until(clock.now() + calm)
 
     def _mend(self, value: Value) -> None:
         """After an unfinished read: give up what this thread has ahead, and drop what was to be dropped."""
@@ -361,7 +342,7 @@ class Engine:
         reader = self.reader
         if value.is_cached():
             with reader.lock:
-                reader.counts.found += 1
+                reader.count_found()
             return
         started = clock.now()
         with reader.lock:  # if the reader is behind with dropping, this makes room
@@ -370,9 +351,7 @@ class Engine:
         missing = value.missing_bytes()
         value.read()
         with reader.lock:
-            reader.counts.missed += 1
-            reader.counts.bytes_read += missing
-            reader.count_waited(value, started)
+            reader.count_missed(value, missing, started)
 
 
 def range_of(handle: Handle, view_spec: torch.Tensor) -> Value:
@@ -385,16 +364,16 @@ def range_of(handle: Handle, view_spec: torch.Tensor) -> Value:
     if nbytes <= SMALL or span > _MOST_SCATTERED * nbytes:
         return UNTRACKED
     if span * _MOST > most:
-        return tracked(handle, start, most)
-    return tracked(handle, start + int(view_spec.storage_offset()) * view_spec.itemsize, span)
+        return track(handle, start, most)
+    return track(handle, start + int(view_spec.storage_offset()) * view_spec.itemsize, span)
 
 
-def tracked(handle: Handle, start: int, nbytes: int) -> Value:
+def track(handle: Handle, start: int, nbytes: int) -> Value:
     """The range of these bytes in the file of `handle`; `UNTRACKED` if enough of its parts are tracked already."""
-    return _tracked(page_state_of(handle), handle, start, nbytes)
+    return _track(page_state_of(handle), handle, start, nbytes)
 
 
-def _tracked(page_state: PageState, handle: Handle, start: int, nbytes: int) -> Value:
+def _track(page_state: PageState, handle: Handle, start: int, nbytes: int) -> Value:
     key = start, nbytes
     value = page_state.ranges.get(key)
     if value is not None:
@@ -405,7 +384,7 @@ def _tracked(page_state: PageState, handle: Handle, start: int, nbytes: int) -> 
             parts = page_state.ranges.values()
             if parts and sum(part.nbytes for part in parts) > _MOST_OVERLAP * handle.extent[1]:
                 return UNTRACKED
-            value = _track(handle, key, page_state)
+            value = _new_value(handle, key, page_state)
             leaving.extend(value.pool.add([value]))
             page_state.ranges[key] = value  # last: tracked values are under a budget
     return value
@@ -427,12 +406,12 @@ def expect(handles: Iterable[Handle], pool: Pool | None = None) -> None:
             page_state.pool = pool or page_state.pool
             value = values.get(handle) or page_state.ranges.get(handle.extent)
             if value is None or value.pool is not (page_state.pool or POOL):
-                value = _track(handle, handle.extent, page_state)
+                value = _new_value(handle, handle.extent, page_state)
                 new.setdefault(value.pool, []).append(value)
             values[handle] = value
             order.append(value)
         for value, following in pairwise(order):
-            value.seeded = weakref.ref(following)
+            value.seed(following)
         for its_pool, members in new.items():
             leaving.extend(its_pool.add(members))
         for handle, value in values.items():
@@ -466,26 +445,26 @@ def lease() -> Lease:
     return Lease(_ENGINE.streams)
 
 
-def fill(whole: Filling) -> None:
-    """Read something part by part while nothing else has to be read. Called under the lock."""
-    _ENGINE.reader.fill(whole)
-
-
 def counts() -> Counts:
     """A copy of the counters."""
     with _ENGINE.reader.lock:
         return replace(_ENGINE.reader.counts)
 
 
-def _track(handle: Handle, key: tuple[int, int], page_state: PageState) -> Value:
+def _new_value(handle: Handle, key: tuple[int, int], page_state: PageState) -> Value:
     source = handle.source
-    value = Value(page_state.pool or POOL, source.file, *key, shared=source.owned)
     is_cut = key != source.extent
-    value.is_part = is_cut or handle.access is not Access.TOGETHER
-    value.is_picked = handle.access is Access.PICKED or (is_cut and len(source.layout.shape) == _OF_MATRICES)
-    if value.is_picked:
+    is_picked = handle.access is Access.PICKED or (is_cut and len(source.layout.shape) == _OF_MATRICES)
+    if is_picked:
         source.file.is_picked_from = True
-    return value
+    return Value(
+        page_state.pool or POOL,
+        source.file,
+        *key,
+        shared=source.owned,
+        is_part=is_cut or handle.access is not Access.TOGETHER,
+        is_picked=is_picked,
+    )
 
 
 def arrive(value: Value) -> None:
@@ -499,10 +478,7 @@ def _begin_anew() -> None:
     global _ENGINE
     _ENGINE = Engine()
     for pool in Pool.all():
-        pool.users = []
-        for value in pool.values():
-            if value.stage is not AWAY:
-                value.move_to(AWAY)
+        pool.begin_anew()
 
 
 POOL = Pool()  # the process's

@@ -15,11 +15,11 @@ from contextlib import suppress
 
 import torch
 
-from offload.prefetch.engine import POOL, fill, lock
+from offload.prefetch.engine import POOL, lock, reader
+from offload.prefetch.pages import announce, populate, read_in_huge_pages
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import log
 from offload.storage import clock
-from offload.storage.pages import announce, populated, read_in_huge_pages
 
 _LEAST_ROWS = 256
 _ONE_IN = 64  # all is read once 1/64 of the bytes was read row by row
@@ -66,7 +66,7 @@ class Filling:
         with lock():
             if self.is_under_way or self._begins(rows, nbytes, size, mapped):
                 self._until = clock.now() + _GOES_ON
-                fill(self)
+                reader().fill(self)
 
     def _begins(self, rows: int, nbytes: int, size: int, mapped: Callable[[], torch.Tensor | None]) -> bool:
         self._rows += rows
@@ -107,7 +107,7 @@ class Filling:
         announce(address + behind, min(_PART, coming.nbytes - behind))
         is_read = False
         with suppress(OSError):  # the code that wants the rows meets the same error, and reports it
-            is_read = populated(address + done, behind - done)
+            is_read = populate(address + done, behind - done)
         if not is_read:  # not by touching: if another process truncates the file, that would kill this one
             self.end()
             return False

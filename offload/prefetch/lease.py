@@ -8,7 +8,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,7 @@ class Lease:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._stream = Stream(streams)
-        self._stream.lease = self
+        self._stream = Stream(streams, lease=self)
         self._blocks: Sequence[Sequence[Handle]] = ()
         self._held: dict[Value, None] = {}
         self._bytes: dict[Pool, int] = {}  # held, per pool
@@ -51,6 +50,14 @@ class Lease:
             known = [value for block in blocks for handle in block for value in page_state_of(handle).ranges.values()]
             for pool in dict.fromkeys(value.pool for value in known):
                 leaving.extend(self._take_part(pool))
+
+    def compute(self, act: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `act` returns; of what that is computed from, nothing is kept."""
+        self.keeps_results = False
+        try:
+            return act()
+        finally:
+            self.keeps_results = True
 
     def join(self) -> None:
         """Make the running thread read as one with the others."""
@@ -93,8 +100,7 @@ class Lease:
             self._streams.part_with(self._stream)
             while self._users:
                 pool, users = next(iter(self._users.items()))
-                pool.users = [one for one in pool.users if one is not users]
-                leaving.extend(pool.reconsider(anew=True))
+                leaving.extend(pool.part_with(users))
                 del self._users[pool]
             self._blocks = ()
 
@@ -143,7 +149,7 @@ class Lease:
 
     def _release(self, value: Value) -> None:
         value.is_held = False
-        value.checked_until = 0.0
+        value.assume_until(0.0)
         if not value.kept and value not in self._stream.ahead:
             self._streams.reader.drop(value)
 
@@ -165,3 +171,10 @@ class Lease:
         if not self._has_warned:
             self._has_warned = True
             log.info("the values of one block take %d bytes, more than the budget: every batch reads them again", size)
+
+
+def lease_of_thread(streams: Streams) -> Lease | None:
+    """The lease under which the running thread reads."""
+    stream = streams.known()
+    lease = None if stream is None else stream.lease
+    return lease if isinstance(lease, Lease) else None

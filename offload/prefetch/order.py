@@ -14,15 +14,12 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from offload.prefetch.plan import Pool
 from offload.prefetch.reader import Reader
 from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, RESIDENT, SMALL, Value
 from offload.storage import clock
-
-if TYPE_CHECKING:
-    from offload.prefetch.lease import Lease
-    from offload.prefetch.plan import Pool
 
 _LEAST_AHEAD = 3  # values, if they fit: one in use, one resident, one on its way
 _MOST_STEPS = 256  # steps to follow the order at a time
@@ -50,25 +47,25 @@ class Streams:
 
     def of_thread(self) -> Stream:
         """Like `own`, for a thread that need not have a share of the window."""
-        stream: Stream | None = getattr(self._local, "stream", None)
+        stream = self.known()
         if stream is None:
             stream = self._local.stream = Stream(self)
         return stream
 
     def join(self, stream: Stream | None) -> Stream | None:
         """Make the running thread read as one with others; None: by itself. Returns what it read as before."""
-        before: Stream | None = getattr(self._local, "stream", None)
+        before = self.known()
         self._local.stream = stream
         return before
 
-    def lease(self) -> Lease | None:
-        """The lease under which the running thread reads."""
+    def known(self) -> Stream | None:
+        """The stream of the running thread, if it has read anything, or reads as one with others."""
         stream: Stream | None = getattr(self._local, "stream", None)
-        return None if stream is None else stream.lease
+        return stream
 
     def give_up_own(self) -> None:
         """Drop everything that is ahead for the running thread."""
-        stream: Stream | None = getattr(self._local, "stream", None)
+        stream = self.known()
         if stream is not None:
             stream.give_up()
 
@@ -92,6 +89,12 @@ class Streams:
         return window // max(len(self.live), 1)
 
 
+class Holder(Protocol):
+    """What decides whether a value that several threads use stays for now: a `Lease`."""
+
+    def holds(self, value: Value, /) -> bool: ...
+
+
 class Stream:
     """What one thread has read, and will read next.
 
@@ -101,9 +104,9 @@ class Stream:
         lease: holds its values, if several threads read as one.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, lease: Holder | None = None) -> None:
         self.in_flight = 0
-        self.lease: Lease | None = None
+        self.lease = lease
         self._streams = streams
         self._reader = streams.reader
         self._thread = weakref.ref(threading.current_thread())
@@ -206,7 +209,7 @@ class Stream:
             if value.stage is QUEUED:
                 value.move_to(AWAY)
             else:
-                self._reader.counts.wasted += 1
+                self._reader.count_wasted()
             self._drop(value)
 
     def _take(self, value: Value) -> None:

@@ -71,18 +71,14 @@ class Picked:
             heapq.heappush(self._places, one)
         return leaving is not None
 
-    def admit(self, value: Value) -> list[Value]:
-        """`value`, which does not stay so far, is used: decide whether it does now. Returns what it replaces."""
+    def admit(self, value: Value) -> list[Value] | None:
+        """What `value`, which does not stay so far and is used, replaces if it does now; None if it does not."""
         leaving = self._replaced(value, value.uses - self.worth)
         if leaving is None:
-            return []
+            return None
         self._free += sum(place[3] for place in leaving)
         self._take_in(value)
-        left = [old for _, _, known, _ in leaving if (old := known()) is not None]
-        for old in left:
-            old.kept = False
-        value.kept = True
-        return left
+        return [old for _, _, known, _ in leaving if (old := known()) is not None]
 
     def _replaced(self, value: Value, before: float) -> list[_Place] | None:
         """Take out as many entries, used less than `before`, as `value` needs; None if there are not enough."""

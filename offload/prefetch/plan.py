@@ -25,12 +25,12 @@ import torch
 from torch import nn
 
 from offload.memory import available_bytes
+from offload.prefetch.pages import joined
 from offload.prefetch.picked import Picked
-from offload.prefetch.value import SMALL, Value, log, page_state_of
+from offload.prefetch.value import AWAY, SMALL, Value, log, page_state_of
 from offload.storage import clock
 from offload.storage.handle import Handle
 from offload.storage.locks import fork_safe_lock
-from offload.storage.pages import joined
 
 WINDOW = 64 << 20  # least bytes in flight: read ahead, in use, or not yet dropped
 _AHEAD = 0.25  # seconds of disk reads to have ahead
@@ -220,16 +220,34 @@ class Pool:
         self.picked.rescale(self._values.values())
         if value.kept or self.users:  # all values that several threads use are used equally often
             return []
-        return self.picked.admit(value)
+        replaced = self.picked.admit(value)
+        if replaced is None:
+            return []
+        value.kept = True
+        for one in replaced:
+            one.kept = False
+        return replaced
 
     def would_admit(self, value: Value) -> bool:
         """Whether `admit` would let `value` stay, if it were used now."""
         return not self.users and self.picked.would_admit(value)
 
+    def begin_anew(self) -> None:
+        """In a forked child, nothing is read, and no other thread uses its values."""
+        self.users = []
+        for value in self.values():
+            if value.stage is not AWAY:
+                value.move_to(AWAY)
+
+    def part_with(self, users: Users) -> list[Value]:
+        """They use no values any more. Returns those to drop."""
+        self.users = [one for one in self.users if one is not users]
+        return self.reconsider(anew=True)
+
     def doubt(self) -> None:
         """A value that should have been in memory was not: don't assume it of any other."""
         for value in self.values():
-            value.checked_until = 0.0
+            value.assume_until(0.0)
 
     def _plan(self) -> list[Value]:
         """Choose what stays."""
@@ -325,6 +343,14 @@ class OnDevice(Pool):
             return super().add(values)
         finally:
             self._new = set()
+
+    def keep_less(self) -> list[Value]:
+        """Let half as much stay as does. Returns those to drop."""
+        stay = [value for value in self.values() if value.cached_bytes()]
+        nbytes = _size(stay)
+        self.max_memory = nbytes // 2 if nbytes > SMALL else 0
+        self.reconsider(anew=True)
+        return [value for value in stay if not value.kept]
 
     @property
     def _least_news(self) -> float:

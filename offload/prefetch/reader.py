@@ -1,8 +1,11 @@
-"""The thread that reads ahead, and the one that drops used values, so that reads need not wait for that.
+"""The threads that read ahead, and the one that drops used values, so that reads need not wait for that.
+
+Values that may stay are read through the mappings of their files; loads, which will not, past the page cache.
 
 Always true:
 - the lock is not held while the disk is read
-- whatever happens to the thread, no op waits forever
+- whatever happens to a thread, no op waits forever
+- an op that needs a load which no thread has begun reads it itself
 - a value that is being dropped counts until it is gone
 """
 
@@ -14,19 +17,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from offload.prefetch.direct import Load
 from offload.prefetch.plan import Pool
+from offload.prefetch.scratch import release_scratch
 from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage, Value, log
 from offload.storage import clock
 from offload.storage.background import Background
 from offload.storage.locks import Waiters
 
-if TYPE_CHECKING:
-    from offload.prefetch.filling import Filling
-
 _NEAR = 4  # entries at the front of the queue among which the next in the file goes first
 _BATCH = 32 << 20  # bytes of values to request at once
+LEAST = 2  # loads that are read or in use, however large: one each
+
+
+class ReadsOn(Protocol):
+    """What is read part by part, while nothing else has to be read."""
+
+    def read_on(self) -> bool:
+        """Read the next part; returns whether there is more to do now."""
 
 
 @dataclass
@@ -68,18 +78,40 @@ class Dropper(Background["list[Value]"]):
         self._reader.let_go(work)
 
 
-class Reader(Background["list[Value] | Filling"]):
+class DirectReader(Background[Load]):
+    """Reads loads. Uses the reader's lock."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__("offload-direct", reader.lock)
+        self._reader = reader
+
+    def take(self) -> Load | None:
+        """The next one that no thread has begun."""
+        return self._reader.take_load()
+
+    def carry_out(self, work: Load) -> None:
+        """Read it."""
+        self._reader.read_load(work)
+
+    def rest(self) -> None:
+        """Nothing was loaded for a while."""
+        release_scratch()
+
+
+class Reader(Background["list[Value] | ReadsOn"]):
     """Queues of what to read and what to drop. Methods that need the lock say so."""
 
     def __init__(self) -> None:
         super().__init__("offload-reader")
         self.dropper = Dropper(self)
+        self.direct = [DirectReader(self) for _ in range(LEAST)]
         self.counts = Counts()
         self._queue: deque[Value] = deque()
+        self._loads: deque[Load] = deque()
         self._leaving: list[Value] = []
         self._going: dict[int, int] = {}  # bytes being dropped, by thread
         self._taken: Value | None = None  # the last one read
-        self._parts: list[Filling] = []
+        self._parts: list[ReadsOn] = []
         self._ops = Waiters()  # ops that wait for the reader
 
     # Under the lock
@@ -91,7 +123,7 @@ class Reader(Background["list[Value] | Filling"]):
             self._queue.append(value)
             _begin(self)
 
-    def fill(self, whole: Filling) -> None:
+    def fill(self, whole: ReadsOn) -> None:
         """Read something part by part until it says that nothing is left."""
         if whole not in self._parts:
             self._parts.append(whole)
@@ -117,6 +149,15 @@ class Reader(Background["list[Value] | Filling"]):
         """Bytes that will be dropped, or are being dropped."""
         return sum(value.nbytes for value in self._leaving) + sum(self._going.values())
 
+    def take_load(self) -> Load | None:
+        """Take over the next load that no thread has begun; this thread then calls `read_load`."""
+        while self._loads:
+            load = self._loads.popleft()
+            if load.stage is QUEUED:
+                load.move_to(READING)
+                return load
+        return None
+
     def take_leaving(self) -> list[Value]:
         """Take over what has to be dropped; this thread then calls `let_go`."""
         leaving, self._leaving = self._leaving, []
@@ -131,6 +172,20 @@ class Reader(Background["list[Value] | Filling"]):
         self._leaving = [value for value in known if value.stage is LEAVING]
         _begin(self)
         _begin(self.dropper)
+
+    def count_wasted(self) -> None:
+        """A value was read ahead in vain."""
+        self.counts.wasted += 1
+
+    def count_found(self) -> None:
+        """A value was in memory for another reason."""
+        self.counts.found += 1
+
+    def count_missed(self, value: Value, nbytes: int, started: float) -> None:
+        """An op has read so many bytes of a value, since `started`."""
+        self.counts.missed += 1
+        self.counts.bytes_read += nbytes
+        self.count_waited(value, started)
 
     def count_waited(self, value: Value, started: float) -> None:
         """An op has waited for `value` since `started`."""
@@ -162,6 +217,59 @@ class Reader(Background["list[Value] | Filling"]):
             started = started or clock.now()
             done.acquire()
 
+    def queue_load(self, load: Load) -> None:
+        """Read a load after those that are queued already."""
+        with self.lock:
+            load.move_to(QUEUED)
+            self._loads.append(load)
+            for thread in self.direct[: len(self._loads)]:
+                _begin(thread)
+
+    def bring_load(self, load: Load) -> None:
+        """An op needs a load: wait if a thread is reading it, and read it if none is.
+
+        Raises: as `Load.read`.
+        """
+        started = clock.now()
+        while True:
+            with self.lock:
+                if load.stage is RESIDENT:
+                    break
+                if load.stage is QUEUED:
+                    load.move_to(READING)
+                    done = None
+                else:
+                    done = self._ops.add()
+            if done is None:
+                self.read_load(load)
+            else:
+                done.acquire()
+        error, load.error = load.error, None  # its traceback refers to the load
+        if error is not None:
+            raise error
+        with self.lock:
+            self.counts.ahead += load.count
+            self.counts.bytes_read += load.nbytes
+            self.counts.waited += clock.now() - started
+
+    def release_soon(self) -> None:
+        """Free unused memory once nothing was loaded for a while."""
+        with self.lock:
+            _begin(self.direct[0])
+
+    def read_load(self, load: Load) -> None:
+        """Read what this thread has set to `READING`; an error is for the op."""
+        try:
+            load.read()
+        except BaseException as error:
+            load.error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            with self.lock:
+                load.move_to(RESIDENT)
+                self._ops.wake()
+
     def let_go(self, leaving: list[Value]) -> None:
         """Drop what `take_leaving` returned."""
         try:
@@ -174,7 +282,7 @@ class Reader(Background["list[Value] | Filling"]):
 
     # The thread
 
-    def take(self) -> list[Value] | Filling | None:
+    def take(self) -> list[Value] | ReadsOn | None:
         """One value to read, or several smaller ones; otherwise a part of what can wait."""
         batch: list[Value] = []
         size = 0
@@ -195,7 +303,7 @@ class Reader(Background["list[Value] | Filling"]):
                 return value
         return self._queue.popleft()
 
-    def carry_out(self, work: list[Value] | Filling) -> None:
+    def carry_out(self, work: list[Value] | ReadsOn) -> None:
         """Read it."""
         if not isinstance(work, list):
             self._read_on(work)
@@ -210,7 +318,7 @@ class Reader(Background["list[Value] | Filling"]):
                         value.move_to(AWAY)
                 self._ops.wake()
 
-    def _read_on(self, whole: Filling) -> None:
+    def _read_on(self, whole: ReadsOn) -> None:
         is_more = False
         try:
             with suppress(Exception):  # the code that wants the rows meets the same error, and reports it
@@ -253,7 +361,7 @@ class Reader(Background["list[Value] | Filling"]):
         self._ops.wake()
 
 
-def _begin(thread: Reader | Dropper) -> None:
+def _begin(thread: Reader | Dropper | DirectReader) -> None:
     """Under the lock."""
     with suppress(RuntimeError):  # the interpreter is shutting down: ops will read by themselves
         thread.wake()

@@ -15,10 +15,10 @@ import torch
 
 from offload.prefetch.engine import CHECKED_FOR, POOL, span_of
 from offload.prefetch.filling import Filling
+from offload.prefetch.pages import PAGE, announce, are_cached, has_holes
 from offload.prefetch.value import PageState, page_state_of
 from offload.storage import clock
 from offload.storage.handle import Handle
-from offload.storage.pages import PAGE, announce, are_cached, has_holes
 
 _LOOKED_AT = 8  # rows to check for being in memory
 
@@ -35,7 +35,7 @@ def has_rows_here(handle: Handle) -> bool:
     return whole is not None and whole.checked_until >= now
 
 
-def rows_coming(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -> None:
+def prefetch_rows(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -> None:
     """Start reading rows of a view that are about to be picked, each without what is around it.
 
     Args:
@@ -55,7 +55,7 @@ def rows_coming(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -> 
         if type(page_state.filling) is Filling:
             page_state.filling.take()  # its mapping is the file's
         if are_cached(mapped.data_ptr() + start, length):
-            page_state.checked_until = clock.now() + CHECKED_FOR
+            page_state.assume_rows_until(clock.now() + CHECKED_FOR)
         return
     each = torch.unique(numbers).tolist()
     for begin, end in runs_of(each, len(view_spec), PAGE // max(step, 1)):
@@ -65,9 +65,11 @@ def rows_coming(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -> 
 
 def _missed(handle: Handle, page_state: PageState, mapped: torch.UntypedStorage, rows: int, nbytes: int) -> None:
     """So many rows, each on pages of so many bytes, have to be read one by one: it may be time to read all."""
-    if page_state.filling is None:
-        page_state.filling = Filling(page_state.pool or POOL, in_huge_pages=not handle.owned)
-    page_state.filling.missed(rows, rows * nbytes, handle.extent[1], lambda: _whole(handle, mapped))
+    filling = page_state.filling
+    if type(filling) is not Filling:
+        filling = Filling(page_state.pool or POOL, in_huge_pages=not handle.owned)
+        page_state.fill_by(filling)
+    filling.missed(rows, rows * nbytes, handle.extent[1], lambda: _whole(handle, mapped))
 
 
 def _whole(handle: Handle, mapped: torch.UntypedStorage) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """A value as the prefetcher knows it: its bytes, whether they are in memory, and what is read after it.
 
 Always true:
-- its stage changes in `Value.move_to` alone, under the reader's lock; back to `AWAY`, which claims nothing, without it
+- its stage changes in `Staged.move_to` alone, under the reader's lock; back to `AWAY`, which claims nothing, without it
 - it keeps neither its file nor the values that follow it alive
 - what follows it is remembered for each value that came before it; where that has branched, only from the second time
 - all views of a stored value share one `PageState`
@@ -15,17 +15,16 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from offload.prefetch.pages import Range
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import fork_safe_lock
-from offload.storage.pages import Range
 
 if TYPE_CHECKING:
-    from offload.prefetch.filling import Filling
     from offload.prefetch.plan import Pool
 
 log = logging.getLogger("offload.prefetch")
@@ -56,7 +55,23 @@ _NEXT = {
 }
 
 
-class Value(Range):
+class Staged:
+    """A value or a load, on its way through memory.
+
+    Attributes:
+        stage: how far it is; the reader's lock is held as it changes.
+    """
+
+    __slots__ = ()
+    stage: Stage
+
+    def move_to(self, stage: Stage) -> None:
+        """It is at another stage now, one of those that follow its own."""
+        assert stage in _NEXT[self.stage], f"a value that {self.stage.value} can't become one that {stage.value}"
+        self.stage = stage  # type: ignore[misc]  # each subclass has it
+
+
+class Value(Range, Staged):
     """A value, or a part of one, that is read as a whole.
 
     Attributes:
@@ -65,7 +80,6 @@ class Value(Range):
         pinned: whether it stays regardless of the plan.
         is_picked: whether ops pick it from many, like an expert: it is not part of an order.
         uses: how much it is used, if it is picked.
-        stage: how far it is on its way through memory.
         is_held: whether it stays for now because several threads use it.
         seeded: its announced successor.
         waited: total seconds that ops have waited for it.
@@ -85,10 +99,21 @@ class Value(Range):
         "waited",
     )
 
-    def __init__(self, pool: Pool, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
-        super().__init__(file, start, nbytes, shared=shared)
+    def __init__(
+        self,
+        pool: Pool,
+        file: TensorFile,
+        start: int,
+        nbytes: int,
+        *,
+        shared: bool,
+        is_part: bool = False,
+        is_picked: bool = False,
+    ) -> None:
+        super().__init__(file, start, nbytes, shared=shared, is_part=is_part)
         self.pool = pool
-        self.kept = self.pinned = self.is_held = self.is_picked = False
+        self.kept = self.pinned = self.is_held = False
+        self.is_picked = is_picked
         self.uses = 0.0
         self.stage = AWAY
         self.waited = 0.0
@@ -102,13 +127,8 @@ class Value(Range):
         nothing = cls.__new__(cls)
         nothing.nbytes = 0
         nothing.is_picked = False
-        nothing.checked_until = float("inf")
+        nothing.assume_until(float("inf"))
         return nothing
-
-    def move_to(self, stage: Stage) -> None:
-        """It is at another stage now, one of those that follow its own."""
-        assert stage in _NEXT[self.stage], f"a value that {self.stage.value} can't become one that {stage.value}"
-        self.stage = stage
 
     @property
     def is_ahead(self) -> bool:
@@ -159,6 +179,10 @@ class Value(Range):
         if self.stage in (RESIDENT, IN_USE, LEAVING):
             self.move_to(AWAY)
 
+    def seed(self, following: Value) -> None:
+        """Announce what will be read after it."""
+        self.seeded = weakref.ref(following)
+
     def learn(self, before: Value | None, following: Value) -> None:
         """Record that `following` came after `before` and then this value."""
         if self.seeded is not None and self.seeded() is not following:
@@ -171,6 +195,12 @@ class Value(Range):
         self._followers[id(before)] = weakref.ref(following), not (is_news and self._branches)
 
 
+class Ends(Protocol):
+    """Work that goes on until it is ended."""
+
+    def end(self) -> None: ...
+
+
 class PageState:
     """What is known about the bytes of one stored value.
 
@@ -179,7 +209,7 @@ class PageState:
         ranges: tracked ranges, by start and length.
         copies: those on accelerators, by device, start and length.
         checked_until: until when (`clock.now`) its rows are assumed to be in memory without checking.
-        filling: reads in all of it, if rows are picked from it.
+        filling: reads in all of it, if rows are picked from it: `tables` makes it.
     """
 
     __slots__ = ("checked_until", "copies", "filling", "pool", "ranges")
@@ -189,17 +219,25 @@ class PageState:
         self.ranges: dict[tuple[int, int], Value] = {}
         self.copies: dict[tuple[torch.device, int, int], Value] = {}
         self.checked_until = 0.0
-        self.filling: Filling | None = None
+        self.filling: Ends | None = None
 
     def begin_anew(self) -> None:
         """The value is in another file now."""
         known, self.ranges = self.ranges, {}
         for value in list(known.values()):
-            value.checked_until = 0.0  # users that hold on to one check again
+            value.assume_until(0.0)  # users that hold on to one check again
         copies, self.copies = self.copies, {}
         for copy in list(copies.values()):
             copy.let_go()
         self.forget_rows()
+
+    def assume_rows_until(self, time: float) -> None:
+        """Don't check until then whether its rows are in memory."""
+        self.checked_until = time
+
+    def fill_by(self, filling: Ends) -> None:
+        """Its rows are read in, until they are forgotten."""
+        self.filling = filling
 
     def forget_rows(self) -> None:
         """Assume none of its rows to be in memory any more, and stop reading them in."""

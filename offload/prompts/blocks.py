@@ -30,11 +30,11 @@ import torch
 from offload.annotations import Json
 from offload.errors import CorruptFileError, FileError, ForeignFileError, MissingFileError
 from offload.memory import as_bytes
+from offload.prefetch.pages import announce, bring_in
 from offload.storage.file import TensorFile
 from offload.storage.header import build
 from offload.storage.layout import Layout, dtype_name, dtype_named
 from offload.storage.locks import FolderLock
-from offload.storage.pages import announce, bring_in
 from offload.storage.reasons import first_line, writing
 from offload.storage.regular import absolute, is_there, open_regular
 from offload.storage.replacing import TEMPORARY, create_folder, remove, sweep

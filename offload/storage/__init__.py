@@ -7,9 +7,6 @@
 | `owning` | files of our own: how a value gets one, and is replaced there |
 | `file` | a file of tensors, checked and mapped; and the values that are copied out of it |
 | `mapping` | file bytes mapped into memory, and scratch memory for a value in transit |
-| `pages` | which parts of a mapped file are in the page cache |
-| `disks` | how many threads read a large range |
-| `direct` | parts of files that are read past the page cache |
 | `replacing` | how a file or a folder is put in place: whole, or not at all; cleaning up after dead processes |
 | `write` | writing values into a file |
 | `regular` | paths, and opening the regular file that is there |

@@ -29,7 +29,6 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `arguments` | checks of user input |
 | `materialize` | offloaded tensors, modules and nested containers made plain again |
 | `recipes` | values computed from others when they are read: joined, cast, decoded |
-| `loads` | stored values that will not stay in memory: read past the page cache |
 | `boxes` | contiguous parts of a value's memory |
 | `steps` | which rows of a decoded value are computed at a time |
 | `products` | products with packed weights, computed from the packed bytes; `exact` |
@@ -38,7 +37,6 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `experts` | the experts of a layer as one act: asked for together, multiplied where they lie |
 | `deferred` `assembly` | tensors still to be put together from stored ones, and how that is done |
 | `rebuilt` | tensor subclasses whose inner tensors are in files |
-| `scratch` | reusable memory for computed values |
 | `saved` | writing tensors into other files than their own |
 | `processes` | passing tensors to another process |
 """

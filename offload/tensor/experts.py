@@ -30,16 +30,16 @@ import torch.nn.functional as F
 from offload.errors import OffloadError, RowIndexError
 from offload.kernels import native
 from offload.kernels.native import ExpertRows, Matrix, Projection, WeightedSum, most_rows
-from offload.prefetch.engine import brought_in, coming, computed_once, is_shared, were_cached
-from offload.storage import direct
+from offload.prefetch import direct
+from offload.prefetch.engine import compute_once, ensure_resident, is_shared, prefetch, touch_if_resident
+from offload.prefetch.loads import Arriving, load_of, parts_of_files, start_of, taken_from
+from offload.prefetch.scratch import LEAST, scratch_for
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor.guests import CPU
-from offload.tensor.loads import Arriving, load_of, parts_of_files, start_of, taken_from
 from offload.tensor.products import Rows, any_rows, is_plain, may_be_fused, parts_of
 from offload.tensor.recipes import Piece, values_in_order
 from offload.tensor.rules import records_graph
-from offload.tensor.scratch import LEAST, scratch_for
 from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import modes_are_on
@@ -210,7 +210,7 @@ class _Known:
         if not others and first.dtype == dtype:
             return first
         compute = partial(_decoded, matrix, (*self.up, *self.down)[number].count, columns, dtype)
-        return computed_once((self, number, dtype), compute, lambda: self.reads)
+        return compute_once((self, number, dtype), compute, lambda: self.reads)
 
 
 def _decoded(matrix: Matrix, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -395,7 +395,7 @@ class Act:
         away: list[_Group] = []
         past: list[_Group] = []  # the page cache
         for group in groups:
-            if were_cached(group.expert.reads):
+            if touch_if_resident(group.expert.reads):
                 cached.append(group)
                 continue
             group.load = group.expert.load() if self.is_last else None
@@ -404,16 +404,16 @@ class Act:
             some.sort(key=lambda group: group.expert.first)
         loads = Arriving([(group.load, group.expert.reads) for group in past if group.load is not None])
         with closing(loads):
-            coming(read for group in away for read in group.expert.reads)
+            prefetch(read for group in away for read in group.expert.reads)
             left = len(away) + len(past)
             if cached or not left:
                 yield cached, not left
             for number, group in enumerate(away):
                 if number and number % _AHEAD == 0:
-                    coming(read for one in away[number : number + 4 * _AHEAD] for read in one.expert.reads)
+                    prefetch(read for one in away[number : number + 4 * _AHEAD] for read in one.expert.reads)
                 with _naming(group, self._stack.name):
                     for read in group.expert.reads:
-                        brought_in(*read)
+                        ensure_resident(*read)
                 left -= 1
                 yield [group], not left
             for group in past:

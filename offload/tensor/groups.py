@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from offload.annotations import Args, Kwargs, Op
-from offload.prefetch.engine import are_staying, brought_in, coming, shared
-from offload.storage.direct import Load
+from offload.prefetch.direct import Load
+from offload.prefetch.engine import ensure_resident, prefetch, shared, will_stay
+from offload.prefetch.loads import Arriving, load_of, taken_from
 from offload.storage.handle import Handle
 from offload.storage.source import Composition
 from offload.tensor.guests import CPU, mapped_value, value_on
-from offload.tensor.loads import Arriving, load_of, taken_from
 from offload.tensor.products import multiplied, multiplied_there
 from offload.tensor.recipes import Piece
 from offload.tensor.registry import implements
@@ -48,10 +48,10 @@ def multiply_groups(func: Op, args: Args, kwargs: Kwargs) -> Any:
     if matrices._handle.composed is not None:
         return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), rest, kwargs)
     parts = [view_spec_of(matrices).select(0, group) for group in groups.tolist()]
-    coming((matrices._handle, part) for part in parts)
+    prefetch((matrices._handle, part) for part in parts)
     if matrices._target == CPU:
         for part in parts:
-            brought_in(matrices._handle, part)
+            ensure_resident(matrices._handle, part)
         return read(func, args, kwargs, {id(matrices): mapped_value(matrices)})
     if not parts:  # torch has no product of none
         return guest_of(rows).new_zeros(len(rows), matrices.shape[-1])
@@ -118,13 +118,13 @@ def _arriving(
     loads = {group: load for group, views in reads.items() if may_pass and views and (load := load_of(views))}
     due = [views for group, views in reads.items() if group not in loads]
     with closing(Arriving([(load, reads[group]) for group, load in loads.items()])) as past:
-        coming(chain.from_iterable(due[: 2 * _AT_ONCE]))
+        prefetch(chain.from_iterable(due[: 2 * _AT_ONCE]))
         used = 0
         for group in groups:
             load = past.take() if group in loads else None
             if group in reads and load is None:
                 if used and used % _AT_ONCE == 0:
-                    coming(chain.from_iterable(due[used + _AT_ONCE : used + 2 * _AT_ONCE]))
+                    prefetch(chain.from_iterable(due[used + _AT_ONCE : used + 2 * _AT_ONCE]))
                 used += 1
             yield group, load
 
@@ -132,7 +132,7 @@ def _arriving(
 def _is_staying(recipe: Composition, view_spec: torch.Tensor) -> bool:
     """Whether a cut that was just read or computed stays in memory for the next thread."""
     views = list(recipe.reads(view_spec))  # none of a result that is kept
-    return not views or (recipe.stands(view_spec) and are_staying(views))
+    return not views or (recipe.stands(view_spec) and will_stay(views))
 
 
 def _stacked(matrices: list[torch.Tensor]) -> torch.Tensor:

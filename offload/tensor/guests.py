@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload.prefetch.copies import copy_on, retried_on_oom
-from offload.prefetch.engine import brought_in
+from offload.prefetch.copies import copy_on, retry_on_oom
+from offload.prefetch.engine import ensure_resident
+from offload.prefetch.loads import view_in_load
 from offload.prefetch.staging import send
 from offload.storage import clock
 from offload.storage.handle import Handle
@@ -21,7 +22,6 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import replace_whole
 from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.tensor.boxes import recut
-from offload.tensor.loads import loaded
 from offload.tensor.views import Traced, cut, handle_of, uncut, view_spec_of
 from offload.torch_api import version_of
 
@@ -56,7 +56,7 @@ def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     if known is not None and known.checked_until >= clock.now():
         return value
     if tensor._handle.source.composed is None:  # computing a value has read its sources already
-        tensor._range = brought_in(handle_of(tensor), tensor._view_spec)
+        tensor._range = ensure_resident(handle_of(tensor), tensor._view_spec)
     return value
 
 
@@ -110,8 +110,8 @@ def value_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> t
     """
     composed = handle.source.composed
     if composed is not None:
-        return retried_on_oom(target, lambda: composed.value(view_spec, target))
-    return retried_on_oom(target, lambda: stored_on(handle, view_spec, target))
+        return retry_on_oom(target, lambda: composed.value(view_spec, target))
+    return retry_on_oom(target, lambda: stored_on(handle, view_spec, target))
 
 
 def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor:
@@ -120,7 +120,7 @@ def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> 
     Raises: as `Handle.base`, even if the file is not read, and
         torch.OutOfMemoryError: the device has no room.
     """
-    if target == CPU and (value := loaded(handle, view_spec)) is not None:
+    if target == CPU and (value := view_in_load(handle, view_spec)) is not None:
         return value
     base = handle.base()
     if target != CPU and not handle.owned and handle.subclass is None:
@@ -131,7 +131,7 @@ def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> 
             found = copy_on(handle, view_spec, target)
             if found is not None:
                 return recut(*found, view_spec)
-    brought_in(handle, view_spec)
+    ensure_resident(handle, view_spec)
     return sent_to(cut(base, view_spec) if handle.subclass is None else uncut(base, view_spec, handle.name), target)
 
 

@@ -16,8 +16,8 @@ from typing import TypeAlias
 import torch
 
 from offload.kernels.native import DTYPES, pick
-from offload.prefetch.engine import coming, span_of
-from offload.prefetch.tables import has_rows_here, rows_coming, runs_of
+from offload.prefetch.engine import prefetch, span_of
+from offload.prefetch.tables import has_rows_here, prefetch_rows, runs_of
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.blocks import is_left_to_numpy
 from offload.tensor.guests import CPU, sent_to
@@ -54,7 +54,7 @@ def _picked_in_runs(table: Piece, rows: torch.Tensor, device: torch.device) -> t
     view_spec = table.view_spec
     made = torch.empty((len(rows), *view_spec.shape[1:]), dtype=view_spec.dtype, device=device)
     runs = [view_spec[begin:end] for begin, end in runs_of(rows.tolist(), len(view_spec))]
-    coming(view for run in runs for view in table.reads(run))
+    prefetch(view for run in runs for view in table.reads(run))
     at = 0
     for run in runs:
         made[at : at + len(run)].copy_(table.value(run, device))
@@ -99,7 +99,7 @@ def _mapped(piece: Piece, per: int, numbers: torch.Tensor) -> torch.Tensor:
         return piece.value()
     base = handle.base()
     if not has_rows_here(handle):
-        rows_coming(handle, groups, numbers)
+        prefetch_rows(handle, groups, numbers)
     return cut(base, view_spec)
 
 

@@ -26,7 +26,7 @@ from offload.kernels import accelerated
 from offload.kernels.native import DTYPES, MOST_ROWS, library, most_rows
 from offload.kernels.native import multiply as multiply_rows
 from offload.kernels.packed import NumberRows, Packed
-from offload.prefetch.copies import retried_on_oom
+from offload.prefetch.copies import retry_on_oom
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
@@ -189,7 +189,7 @@ def multiplied_there(x: torch.Tensor, weight: Piece, device: torch.device, bias:
         if not parts or not all(accelerated.takes(rows.packed, dtype) for rows in parts):
             return None
         for rows in parts:
-            pieces = retried_on_oom(device, partial(values_in_order, rows.pieces, device))
+            pieces = retry_on_oom(device, partial(values_in_order, rows.pieces, device))
             found = accelerated.multiply(cast("accelerated.Rows", rows.packed), pieces, flat, rows.count)
             if found is None:
                 return None

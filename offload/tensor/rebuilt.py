@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from offload.annotations import Digest
-from offload.prefetch.engine import brought_in
+from offload.prefetch.engine import ensure_resident
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming
 from offload.storage.subclasses import layout_from, unflatten
@@ -66,7 +66,7 @@ class Rebuilt(Recipe):
                 return made_there if view_spec is None else uncut(made_there, view_spec, self._name)
         bases = [piece.handle.base() for piece in self.pieces]
         for piece in self.pieces:
-            brought_in(piece.handle, piece.view_spec)
+            ensure_resident(piece.handle, piece.view_spec)
         made = self._made
         if made is None or any(now is not before for now, before in zip(bases, made[0], strict=True)):
             with no_functions(), no_modes(), naming(self._name, self.file.path):

@@ -26,15 +26,15 @@ from offload.annotations import Digest
 from offload.kernels import accelerated, native
 from offload.kernels.packed import Packed
 from offload.memory import count_freed
-from offload.prefetch.engine import coming, computed_before, computed_once
+from offload.prefetch.engine import compute_once, kept_result, prefetch
+from offload.prefetch.loads import is_loaded
+from offload.prefetch.scratch import LEAST, scratch_for
 from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.boxes import Box, first_row, lies_as, recut, rows_in, start_in
 from offload.tensor.guests import CPU, stored_on
-from offload.tensor.loads import is_loaded
-from offload.tensor.scratch import LEAST, scratch_for
 from offload.tensor.steps import Unit, steps
 from offload.tensor.views import meta_of, metadata_of
 
@@ -215,7 +215,7 @@ class Plain(Recipe):
         """See `Composition`: only what `view_spec` needs."""
         with no_functions(), no_modes():
             box = Box.around(self.layout, view_spec) if view_spec.numel() else None
-            if box is not None and computed_before((self, box)) is None:
+            if box is not None and kept_result((self, box)) is None:
                 yield from self._views(box)
 
     def _views(self, box: Box) -> Iterator[tuple[Handle, torch.Tensor]]:
@@ -226,7 +226,7 @@ class Plain(Recipe):
         """A tensor whose elements are in the same memory order as those of the box in the whole value."""
         if device != CPU or math.prod(box.size) * self.layout.dtype.itemsize < LEAST:
             return self._computed(box, device)
-        return computed_once((self, box), partial(self._computed, box, CPU), partial(self._views, box))
+        return compute_once((self, box), partial(self._computed, box, CPU), partial(self._views, box))
 
     @abstractmethod
     def _computed(self, box: Box, device: torch.device) -> torch.Tensor:
@@ -334,7 +334,7 @@ class Joined(Plain):
         return ((piece, view_spec) for piece, view_spec, _ in self._inside(box))
 
     def _in_box(self, box: Box, device: torch.device) -> torch.Tensor:
-        if device == CPU and (found := computed_before((self, box))) is not None:
+        if device == CPU and (found := kept_result((self, box))) is not None:
             return found
         only = self._only_one(self._inside(box))
         if only is None:
@@ -346,7 +346,7 @@ class Joined(Plain):
         inside = self._inside(box)
         whole = scratch_for(contiguous(self.layout.dtype, box.size), device)
         if len(inside) > 1 and not is_loaded():
-            coming(view for piece, view_spec, _ in inside for view in piece.reads(view_spec))
+            prefetch(view for piece, view_spec, _ in inside for view in piece.reads(view_spec))
         for piece, view_spec, at in inside:
             place = whole
             for dim, size in enumerate(view_spec.shape):

@@ -22,11 +22,11 @@ from typing_extensions import TypeIs
 
 from offload.annotations import Args, Kwargs, Op
 from offload.errors import ArgumentTypeError, ExportError, MissingFileError, OffloadError, UnsupportedOpError
+from offload.prefetch.pages import Range
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.owning import allocate_value, create_value, duplicate, writable_base
-from offload.storage.pages import Range
 from offload.storage.subclasses import extras_of, is_subclass_value
 from offload.tensor.arguments import (
     checked_layout,

@@ -13,12 +13,12 @@ from torch import nn
 
 import offload
 from offload.batches.mapping import map_batches
+from offload.prefetch import scratch
 from offload.prefetch.engine import counts
 from offload.prefetch.lease import Lease
 from offload.prefetch.plan import Pool
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.tensor import scratch
 from offload.tensor.recipes import Joined, Piece, Plain
 from offload.tensor.views import handle_of, meta_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle

@@ -17,8 +17,8 @@ from bench.page_cache import cached_fraction
 from offload import OffloadedTensor, TensorCache
 from offload.cache import columns, rowfile
 from offload.errors import CorruptFileError
-from offload.prefetch import engine, filling
-from offload.storage import background, pages
+from offload.prefetch import engine, filling, pages
+from offload.storage import background
 from tests.page_cache import dropped, needs_page_cache
 from tests.processes import in_fork, run_script
 
@@ -70,14 +70,14 @@ def parts(monkeypatch):
     seen = Parts()
     seen.gate.set()
 
-    def populated(address, nbytes):
+    def populate(address, nbytes):
         seen.gate.wait()
         seen.before()
-        is_read = pages.populated(address, nbytes)
+        is_read = pages.populate(address, nbytes)
         seen.append(nbytes)
         return is_read
 
-    monkeypatch.setattr(filling, "populated", populated)
+    monkeypatch.setattr(filling, "populate", populate)
     monkeypatch.setattr(filling, "_PART", MIB)
     yield seen
     seen.gate.set()
@@ -360,7 +360,7 @@ def test_a_process_ends_while_it_is_under_way(folder, path):
             raise OSError("not in memory")
 
         rowfile.look_at = not_there
-        filling.populated = lambda *_: threading.Event().wait()
+        filling.populate = lambda *_: threading.Event().wait()
         cache = TensorCache.open(sys.argv[1])
         cache[torch.randperm(2048)[:256]]
         print(cache._store._files["x"].rowfile._filling.is_under_way)

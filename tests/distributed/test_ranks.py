@@ -30,9 +30,9 @@ from offload.errors import (
     ShapeMismatchError,
     UnsupportedOpError,
 )
+from offload.prefetch.pages import Range
 from offload.prefetch.value import page_state_of
 from offload.storage.file import TensorFile
-from offload.storage.pages import Range
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of

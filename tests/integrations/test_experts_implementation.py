@@ -24,16 +24,13 @@ from offload.errors import ChangedFileError, ReadError, RowIndexError
 from offload.integrations.compressed_tensors import quantize_checkpoint
 from offload.integrations.experts import prefer_experts
 from offload.kernels import native
-from offload.prefetch import engine, plan
+from offload.prefetch import direct, engine, loads, plan
+from offload.prefetch.direct import Load
 from offload.prefetch.engine import Views
+from offload.prefetch.loads import Arriving
+from offload.prefetch.scratch import take_scratch
 from offload.prefetch.value import SMALL, Value
-from offload.storage import direct
-from offload.storage.direct import Load
-from offload.storage.layout import contiguous
-from offload.storage.mapping import scratch
 from offload.tensor import experts as acts
-from offload.tensor import loads
-from offload.tensor.loads import Arriving
 from offload.tensor.recipes import Decoded, Joined
 from offload.tensor.views import handle_of
 from offload.testing.checkpoints import tiny_checkpoint
@@ -63,7 +60,7 @@ def loaded(name: str, folder: Path, **options: Any) -> Any:
 @contextmanager
 def only_mapped(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """In this context, nothing is read past the page cache."""
-    patch.setattr(loads, "passing", lambda _: [])
+    patch.setattr(loads, "direct_candidates", lambda _: [])
     try:
         yield
     finally:
@@ -309,17 +306,17 @@ def test_nothing_refers_to_the_memory_of_an_expert_that_was_multiplied(implement
     """Otherwise it would not be free, and all experts of a layer would be in memory together."""
     model, uses = loaded("qwen3_moe", tmp_path, **TIGHT), []
     model.set_experts_implementation(implementation)
-    release = direct.Ahead.release
+    release = Load.release
 
-    def noting(self: direct.Ahead, load: Load) -> None:
-        uses.append(storage_uses(storage_id(load._memory.untyped_storage())))
-        release(self, load)
+    def noting(self: Load) -> None:
+        uses.append(storage_uses(storage_id(self._memory.untyped_storage())))
+        release(self)
 
-    monkeypatch.setattr(direct.Ahead, "release", noting)
+    monkeypatch.setattr(Load, "release", noting)
     for experts in experts_of(model):
         experts(*routed(torch.bfloat16, [0, 1], [2, 3]))
 
-    unused = scratch(contiguous(torch.uint8, (100,)))
+    unused = take_scratch(100)
     assert len(uses) >= 6
     assert {storage_uses(storage_id(unused.untyped_storage()))} == {*uses}
 
@@ -439,8 +436,8 @@ def test_experts_in_memory_are_computed_first_and_others_in_file_order(tmp_path,
     given = routed(torch.bfloat16, [3, 0], [1, 2])
     expected = experts(*given)
     asked, computed = [], []
-    monkeypatch.setattr(acts, "were_cached", lambda reads: ".experts.2." in reads[0][0].name)
-    monkeypatch.setattr(acts, "coming", lambda reads: asked.append([handle.name for handle, _ in reads]))
+    monkeypatch.setattr(acts, "touch_if_resident", lambda reads: ".experts.2." in reads[0][0].name)
+    monkeypatch.setattr(acts, "prefetch", lambda reads: asked.append([handle.name for handle, _ in reads]))
     plain = acts.Act._multiply
     monkeypatch.setattr(
         acts.Act,

@@ -10,16 +10,16 @@ import pytest
 from offload.prefetch.engine import Engine
 from offload.prefetch.lease import Lease
 from tests.engines import rest
-from tests.prefetch.test_prefetch import MIB, Made, Memory, engine, made, memory, read, seed  # noqa: F401
+from tests.prefetch.fakes import MIB, Made, Memory, made, read, seed
 
 
 def in_thread(work: object) -> None:
-    thread = threading.Thread(target=work)  # type: ignore[arg-type]
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
 
 
-def lockstep(engine: Engine, lease: Lease, blocks: list[list[Made]], threads: int) -> None:  # noqa: F811
+def lockstep(engine: Engine, lease: Lease, blocks: list[list[Made]], threads: int) -> None:
     """Each block is read by one thread after the other."""
     for block in blocks:
         for _ in range(threads):
@@ -33,7 +33,7 @@ def lockstep(engine: Engine, lease: Lease, blocks: list[list[Made]], threads: in
         lease.move_on()
 
 
-def test_each_value_is_read_once_for_all_threads(engine: Engine, memory: Memory) -> None:  # noqa: F811
+def test_each_value_is_read_once_for_all_threads(engine: Engine, memory: Memory) -> None:
     values = made(memory, "abcdefgh")
     lease = Lease(engine.streams)
 
@@ -45,7 +45,7 @@ def test_each_value_is_read_once_for_all_threads(engine: Engine, memory: Memory)
     assert not memory.here
 
 
-def test_threads_without_a_lease_evict_each_others_values(engine: Engine, memory: Memory) -> None:  # noqa: F811
+def test_threads_without_a_lease_evict_each_others_values(engine: Engine, memory: Memory) -> None:
     """Shows that the test above can fail."""
     values = made(memory, "abcdefgh")
     for block in (values[:4], values[4:]):
@@ -55,7 +55,7 @@ def test_threads_without_a_lease_evict_each_others_values(engine: Engine, memory
     assert len(memory.log) > 16
 
 
-def test_the_next_block_is_read_ahead_while_one_is_held(engine: Engine, memory: Memory) -> None:  # noqa: F811
+def test_the_next_block_is_read_ahead_while_one_is_held(engine: Engine, memory: Memory) -> None:
     values = seed(made(memory, "abcdefgh", window=4 * MIB))
     lease = Lease(engine.streams)
 
@@ -67,7 +67,7 @@ def test_the_next_block_is_read_ahead_while_one_is_held(engine: Engine, memory: 
     lease.end()
 
 
-def test_held_values_count_towards_the_budget_from_then_on(engine: Engine, memory: Memory) -> None:  # noqa: F811
+def test_held_values_count_towards_the_budget_from_then_on(engine: Engine, memory: Memory) -> None:
     values = made(memory, "abcdefgh", budget=4 * MIB, window=MIB)
     pool = values[0].pool
     lease = Lease(engine.streams)
@@ -83,8 +83,8 @@ def test_held_values_count_towards_the_budget_from_then_on(engine: Engine, memor
 
 
 def test_values_that_do_not_fit_are_read_each_time_and_logged_once(
-    engine: Engine,  # noqa: F811
-    memory: Memory,  # noqa: F811
+    engine: Engine,
+    memory: Memory,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     values = made(memory, "abcdefgh", window=2 * MIB)
@@ -98,7 +98,7 @@ def test_values_that_do_not_fit_are_read_each_time_and_logged_once(
     lease.end()
 
 
-def test_several_leases_end_in_any_order(engine: Engine, memory: Memory) -> None:  # noqa: F811
+def test_several_leases_end_in_any_order(engine: Engine, memory: Memory) -> None:
     values = made(memory, "abcdefgh", budget=4 * MIB, window=MIB)
     first, second = Lease(engine.streams), Lease(engine.streams)
     lockstep(engine, first, [values[:4]], threads=2)

@@ -17,37 +17,24 @@ import offload
 from bench.page_cache import cached_fraction, make_cold
 from bench.traces import COLUMNS, ROWS, hits_in_hindsight, orders, replayed, stack
 from offload.prefetch import engine as engines
-from offload.prefetch import filling
+from offload.prefetch import filling, pages
 from offload.prefetch.engine import CHECKED_FOR, POOL, Engine, expect
 from offload.prefetch.picked import _RESCALE, Picked
 from offload.prefetch.plan import Pool
 from offload.prefetch.tables import has_rows_here, runs_of
 from offload.prefetch.value import Value, page_state_of
-from offload.storage import pages
 from offload.tensor.views import handle_of
 from tests.engines import Clock, rest
 from tests.page_cache import needs_page_cache
-from tests.prefetch.test_prefetch import MIB, Made, engine, made, memory, read, seed  # noqa: F401
+from tests.prefetch.fakes import MIB, Memory, made, read, seed, values_of
 
 pytestmark = pytest.mark.usefixtures("only_own_values", "still_clock")
 COUNT, LENGTH = 32, 2500
 ORDERS = orders(COUNT, LENGTH)
 
 
-def picked(pool: Pool, count: int, size: int = MIB) -> list[Value]:
-    file = File()
-    values = [Value(pool, file, start * size, size, shared=False) for start in range(count)]  # type: ignore[arg-type]
-    for value in values:
-        value.is_picked = True
-    pool.add(values)
-    return values
-
-
-class File:
-    """A stand-in for a file that is not mapped."""
-
-    def mapping(self, *, shared: bool) -> None:
-        return None
+def picked(pool: Pool, count: int) -> list[Value]:
+    return values_of(pool, [MIB] * count, is_picked=True)
 
 
 def use(pool: Pool, values: list[Value]) -> list[Value]:
@@ -77,7 +64,7 @@ def test_a_more_used_value_takes_the_place_of_a_less_used_one():
 def test_a_large_value_takes_the_places_of_several_or_of_none():
     pool = Pool(4 * MIB, 0)
     small = picked(pool, 4)
-    [large] = picked(pool, 1, 3 * MIB)
+    [large] = values_of(pool, [3 * MIB], 8 * MIB, is_picked=True)
     pool.reconsider(anew=True)
     use(pool, [value for value in small if value.kept] + small[:2] * 5)
     large.kept = False
@@ -94,8 +81,7 @@ def test_values_of_every_pass_stay_before_picked_ones():
     pool = Pool(6 * MIB, 0)
     chosen = picked(pool, 8)
     use(pool, chosen * 9)
-    dense = [Value(pool, File(), start * MIB, MIB, shared=False) for start in range(4)]  # type: ignore[arg-type]
-    pool.add(dense)
+    dense = values_of(pool, [MIB] * 4, 8 * MIB)
     pool.reconsider(anew=True)
 
     assert all(value.kept for value in dense)
@@ -149,25 +135,25 @@ def test_a_share_of_the_reads_hits_if_all_are_used_alike(tmp_path: Path, share: 
     assert found.hits >= 0.9 * LENGTH / share
 
 
-def test_the_order_continues_past_picked_values(engine: Engine, memory: object) -> None:  # noqa: F811
+def test_the_order_continues_past_picked_values(engine: Engine, memory: Memory) -> None:
     """The next layer is read ahead, whichever experts are picked before it."""
-    values = made(memory, "abcdefghijwxyz")  # type: ignore[arg-type]
+    values = made(memory, "abcdefghijwxyz")
     dense, experts = values[:10], values[10:]
     for value in experts:
         value.is_picked = True
     for number in range(4):
         if number == 2:
-            memory.log.clear()  # type: ignore[attr-defined]
+            memory.log.clear()
         read(engine, [*dense[:3], experts[number], experts[3 - number], *dense[3:]])
 
-    assert dict.fromkeys("wxyz", False).items() & set(memory.log)  # type: ignore[attr-defined]
-    assert {("d", True), ("e", True)} <= set(memory.log)  # type: ignore[attr-defined]
-    assert not {("d", False), ("e", False), ("w", True), ("z", True)} & set(memory.log)  # type: ignore[attr-defined]
+    assert dict.fromkeys("wxyz", False).items() & set(memory.log)
+    assert {("d", True), ("e", True)} <= set(memory.log)
+    assert not {("d", False), ("e", False), ("w", True), ("z", True)} & set(memory.log)
     assert not engine.reader.counts.wasted
 
 
-def test_announced_values_are_read_before_others_ahead(engine: Engine, memory: object) -> None:  # noqa: F811
-    a, *values = made(memory, "abcwxyz", window=16 * MIB)  # type: ignore[arg-type]
+def test_announced_values_are_read_before_others_ahead(engine: Engine, memory: Memory) -> None:
+    a, *values = made(memory, "abcwxyz", window=16 * MIB)
     experts = values[2:]
     for value in experts:
         value.is_picked = True
@@ -179,22 +165,20 @@ def test_announced_values_are_read_before_others_ahead(engine: Engine, memory: o
     for value in experts:
         engine.arrive(value)
 
-    assert [("w", True), ("x", True), ("y", True), ("z", True)] == memory.log[1:]  # type: ignore[attr-defined]
+    assert [("w", True), ("x", True), ("y", True), ("z", True)] == memory.log[1:]
     assert len(experts) == engine.reader.counts.ahead
 
 
-def test_announced_values_stay_within_the_window(engine: Engine, memory: object) -> None:  # noqa: F811
-    values = made(memory, "abcdefgh", window=3 * MIB)  # type: ignore[arg-type]
-    for value in values:
-        value.is_picked = True
+def test_announced_values_stay_within_the_window(engine: Engine, memory: Memory) -> None:
+    values = made(memory, "abcdefgh", window=3 * MIB, is_picked=True)
     with engine.reader.lock:
         engine.streams.own().bring_soon(values)
         assert 3 * MIB == engine.streams.in_flight()
 
 
-def test_values_announced_in_vain_return_their_part_of_the_window(engine: Engine, memory: object) -> None:  # noqa: F811
+def test_values_announced_in_vain_return_their_part_of_the_window(engine: Engine, memory: Memory) -> None:
     """A guess may be wrong: of which experts come next, too."""
-    wrong, right = made(memory, "abcdefgh", window=8 * MIB), made(memory, "stuvwxyz", window=8 * MIB)  # type: ignore[arg-type]
+    wrong, right = made(memory, "abcdefgh", window=8 * MIB), made(memory, "stuvwxyz", window=8 * MIB)
     for value in (*wrong, *right):
         value.is_picked = True
         value.pool = wrong[0].pool
@@ -214,9 +198,9 @@ def test_values_announced_in_vain_return_their_part_of_the_window(engine: Engine
     assert 4 == engine.reader.counts.ahead - before
 
 
-def test_picked_values_ahead_are_overtaken_by_picked_ones_only(engine: Engine, memory: object) -> None:  # noqa: F811
+def test_picked_values_ahead_are_overtaken_by_picked_ones_only(engine: Engine, memory: Memory) -> None:
     """However many values of the order come before them."""
-    values = made(memory, ascii_letters, window=24 * MIB)  # type: ignore[arg-type]
+    values = made(memory, ascii_letters, window=24 * MIB)
     first, *dense, experts = *seed(values[:-4]), values[-4:]
     for value in experts:
         value.is_picked = True
@@ -234,13 +218,19 @@ def test_picked_values_ahead_are_overtaken_by_picked_ones_only(engine: Engine, m
     assert not engine.reader.counts.wasted
 
 
-@needs_page_cache
-def test_rows_are_read_without_their_neighbours(tmp_path: Path) -> None:
-    path = tmp_path / "t.safetensors"
+def cold_table(folder: Path) -> tuple[Path, offload.OffloadedTensor]:
+    """4096 rows of 1024 numbers, 0, 1, 2..., on disk alone."""
+    path = folder / "t.safetensors"
     save_file({"table": torch.arange(4096 * 1024, dtype=torch.float32).view(4096, 1024)}, path)
     table = offload.load_file(path)["table"]
-    rows = torch.tensor([7, 4000, 1500, 1501, 7])
     make_cold([path])
+    return path, table
+
+
+@needs_page_cache
+def test_rows_are_read_without_their_neighbours(tmp_path: Path) -> None:
+    path, table = cold_table(tmp_path)
+    rows = torch.tensor([7, 4000, 1500, 1501, 7])
 
     found = torch.nn.functional.embedding(rows, table)
 
@@ -272,11 +262,8 @@ def test_rows_of_a_packed_table_are_read_without_their_neighbours(tmp_path: Path
 @needs_page_cache
 @pytest.mark.parametrize("pick", [torch.nn.functional.embedding, lambda rows, table: table.index_select(0, rows)])
 def test_a_table_counts_as_in_memory_once_all_of_it_is(tmp_path: Path, pick: Callable[..., torch.Tensor]) -> None:
-    path = tmp_path / "t.safetensors"
-    save_file({"table": torch.zeros(4096, 1024)}, path)
-    table = offload.load_file(path)["table"]
+    path, table = cold_table(tmp_path)
     rows = torch.tensor([7, 4000])
-    make_cold([path])
 
     for _ in range(2):
         pick(rows, table)
@@ -296,9 +283,7 @@ def test_a_table_counts_as_in_memory_once_all_of_it_is(tmp_path: Path, pick: Cal
 def test_a_table_that_fits_is_read_in_once_many_of_its_rows_were_read(
     tmp_path: Path, pick: Callable[..., torch.Tensor], room: str
 ) -> None:
-    path = tmp_path / "t.safetensors"
-    save_file({"table": torch.arange(4096 * 1024, dtype=torch.float32).view(4096, 1024)}, path)
-    table = offload.load_file(path)["table"]
+    path, table = cold_table(tmp_path)
     chosen = torch.randperm(4096, generator=torch.Generator().manual_seed(0))[:256]
 
     with offload.set_max_memory(room):
@@ -322,18 +307,15 @@ def until_nothing_is_brought_in() -> None:
 
 @needs_page_cache
 def test_an_evicted_table_is_not_read_in_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "t.safetensors"
-    save_file({"table": torch.zeros(4096, 1024)}, path)
-    table = offload.load_file(path)["table"]
+    path, table = cold_table(tmp_path)
     has_begun, goes_on = threading.Event(), threading.Event()
 
-    def populated(address: int, nbytes: int) -> bool:
+    def populate(address: int, nbytes: int) -> bool:
         has_begun.set()
-        return goes_on.wait(10) and pages.populated(address, nbytes)
+        return goes_on.wait(10) and pages.populate(address, nbytes)
 
-    monkeypatch.setattr(filling, "populated", populated)
+    monkeypatch.setattr(filling, "populate", populate)
     monkeypatch.setattr(filling, "_PART", MIB)
-    make_cold([path])
     torch.nn.functional.embedding(torch.arange(0, 4096, 16), table)
     assert has_begun.wait(10)
     offload.budget.evict(table)
@@ -362,18 +344,6 @@ def test_a_mostly_unwritten_table_is_not_read_in(tmp_path: Path):
 def test_runs_of_rows_stay_within_the_table():
     assert [(0, 2), (5, 6)] == list(runs_of([-3, 0, 1, 5, 9], 6))
     assert [(0, 6)] == list(runs_of([0, 1, 5], 6, 3))
-
-
-@needs_page_cache
-def test_a_small_value_is_read_alone_in_a_file_that_is_picked_from(tmp_path: Path) -> None:
-    path = tmp_path / "w.safetensors"
-    save_file({**{f"{number:02}": torch.zeros(1 << 18) for number in range(16)}, "08a": torch.ones(16)}, path)
-    small = offload.load_file(path)["08a"]
-    handle_of(small).read_apart()
-    make_cold([path])
-
-    assert 16 == float(small.sum())
-    assert cached_fraction([path]) <= 0.01
 
 
 @needs_page_cache

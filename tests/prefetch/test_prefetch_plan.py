@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -13,50 +12,17 @@ from hypothesis import strategies as st
 from offload.prefetch import plan
 from offload.prefetch.plan import WINDOW, Pool, Users
 from offload.prefetch.value import SMALL, PageState, Value
-
-MIB = 1 << 20
-
-
-class File:
-    """A stand-in for a file."""
-
-
-FILE = File()
-
-
-def values_of(pool: Pool, sizes: list[int], start: int = 0) -> list[Value]:
-    """One after the other in a file."""
-    starts = itertools.accumulate(sizes, initial=start)
-    values = [Value(pool, FILE, start, size, shared=False) for start, size in zip(starts, sizes, strict=False)]  # type: ignore[arg-type]
-    pool.add(values)
-    return values
+from tests.prefetch.fakes import FILE, MIB, values_of
 
 
 def kept(values: list[Value]) -> list[int]:
     return [index for index, value in enumerate(values) if value.kept]
 
 
-def test_values_that_fit_stay():
-    assert [0, 1, 2] == kept(values_of(Pool(3 * MIB), [MIB] * 3))
-
-
-def test_half_of_the_values_stay_spread_evenly():
-    """Not just the first half: then the second would be read without computing in between."""
-    assert [1, 3, 5, 7] == kept(values_of(Pool(4 * MIB), [MIB] * 8))
-
-
-def test_the_available_memory_is_the_budget_if_none_is_set(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan, "available_bytes", lambda: 10 * MIB)
-
-    values = values_of(Pool(), [MIB] * 20)
-
-    assert 8 == len(kept(values))
-
-
-def test_a_budget_never_exceeds_the_available_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan, "available_bytes", lambda: 10 * MIB)
-
-    assert 8 == len(kept(values_of(Pool(15 * MIB, 2 * MIB), [MIB] * 20)))
+@pytest.mark.parametrize(("budget", "window"), [(None, None), (15 * MIB, 2 * MIB)], ids=["none is set", "one is set"])
+def test_a_budget_never_exceeds_the_available_memory(budget: int | None, window: int | None):
+    """Which is the budget if none is set, but for what the rest of the program needs."""
+    assert 8 == len(kept(values_of(Pool(budget, window, available=lambda: 10 * MIB), [MIB] * 20)))
 
 
 def test_a_budget_set_later_leaves_memory_for_its_own_window():
@@ -112,9 +78,10 @@ def test_another_budget_changes_as_little_as_possible(count: int, budgets: list[
     for budget in budgets:
         before = set(kept(values))
         pool.max_memory = budget * MIB
-        pool.reconsider(anew=True)
+        leaving = pool.reconsider(anew=True)
 
         after = set(kept(values))
+        assert {values[place] for place in before - after} == set(leaving)
         assert len(after) == min(budget, count)
         assert before <= after or after <= before
 
@@ -151,29 +118,22 @@ def test_memory_that_others_take_and_return_displaces_no_more_than_that(taken: l
 
 
 @pytest.mark.parametrize(
-    ("room", "rate", "window", "widest"),
+    ("room", "fixed", "rate", "window", "widest"),
     [
-        (100 * MIB, 0, 64 * MIB, 64 * MIB),  # the disk rate is unknown
-        (100 * MIB, 2000 * MIB, 64 * MIB, 64 * MIB),  # beside a small budget the window is small
-        (3000 * MIB, 2000 * MIB, 300 * MIB, 300 * MIB),
-        (20_000 * MIB, 2000 * MIB, 500 * MIB, 2000 * MIB),
-        (20_000 * MIB, 100 * MIB, 64 * MIB, 2000 * MIB),  # a slow disk
+        (100 * MIB, None, 0, 64 * MIB, 64 * MIB),  # the disk rate is unknown
+        (100 * MIB, None, 2000 * MIB, 64 * MIB, 64 * MIB),  # beside a small budget the window is small
+        (3000 * MIB, None, 2000 * MIB, 300 * MIB, 300 * MIB),
+        (20_000 * MIB, None, 2000 * MIB, 500 * MIB, 2000 * MIB),
+        (20_000 * MIB, None, 100 * MIB, 64 * MIB, 2000 * MIB),  # a slow disk
+        (20_000 * MIB, 5 * MIB, 10_000 * MIB, 5 * MIB, 5 * MIB),  # the user has set it
     ],
 )
-def test_the_window_follows_the_disk_and_the_budget(room: int, rate: int, window: int, widest: int):
-    pool = Pool(room, available=lambda: 1 << 40)
+def test_the_window_follows_the_disk_and_the_budget(room: int, fixed: int | None, rate: int, window: int, widest: int):
+    pool = Pool(room, fixed, available=lambda: 1 << 40)
     pool.reconsider(anew=True)
     pool.learn_rate(100 * MIB, 100 * MIB / rate if rate else 0)
 
     assert (window, widest) == (pool.window, pool.widest)
-
-
-def test_a_window_that_is_set_stays():
-    pool = Pool(20_000 * MIB, 5 * MIB, available=lambda: 1 << 40)
-    pool.reconsider(anew=True)
-    pool.learn_rate(100 * MIB, 0.01)
-
-    assert (5 * MIB, 5 * MIB) == (pool.window, pool.widest)
 
 
 def test_short_reads_do_not_change_the_disk_rate():
@@ -270,17 +230,6 @@ def test_small_and_pinned_values_stay_whatever_the_plan():
     assert set(leaving) <= {values[2], values[4]}
 
 
-def test_a_smaller_budget_returns_the_values_that_have_to_leave():
-    pool = Pool(4 * MIB)
-    values = values_of(pool, [MIB] * 4)
-    pool.max_memory = 2 * MIB
-
-    leaving = pool.reconsider(anew=True)
-
-    assert 2 == len(kept(values))
-    assert {value for value in values if not value.kept} == set(leaving)
-
-
 def test_values_added_one_by_one_are_planned_for():
     pool = Pool(10 * MIB)
     values = [value for place in range(40) for value in values_of(pool, [MIB], place * MIB)]
@@ -314,9 +263,8 @@ def test_on_a_device_values_of_a_first_pass_are_spread_evenly(share: float, coun
     """Though how many there are is known only at its end."""
     pool, values = plan.OnDevice(int(share * count * MIB)), list[Value]()
     for place in range(count):
-        value = Value(pool, FILE, place * MIB, MIB, shared=False)  # type: ignore[arg-type]
+        [value] = values_of(pool, [MIB], place * MIB)
         values.append(value)
-        pool.add([value])
         value.checked_until = float(value.kept)
 
     for done in range(count):

@@ -10,7 +10,7 @@ import pytest
 from offload.prefetch.engine import Engine
 from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage
 from tests.engines import rest
-from tests.prefetch.test_prefetch import MIB, Made, Memory, engine, made, memory, read, seed  # noqa: F401
+from tests.prefetch.fakes import MIB, Made, Memory, made, read, seed
 from tests.processes import ROOT
 
 FOLLOW = {
@@ -24,7 +24,7 @@ FOLLOW = {
 
 
 @pytest.mark.parametrize(("before", "after"), list(product(Stage, Stage)), ids=lambda stage: stage.name)
-def test_a_value_moves_to_the_stages_that_follow_its_own(before: Stage, after: Stage, memory: Memory):  # noqa: F811
+def test_a_value_moves_to_the_stages_that_follow_its_own(before: Stage, after: Stage, memory: Memory):
     [value] = made(memory, "a")
     value.stage = before
 
@@ -37,7 +37,7 @@ def test_a_value_moves_to_the_stages_that_follow_its_own(before: Stage, after: S
         assert value.stage is before
 
 
-def test_a_value_can_be_dropped_by_two_threads_at_once(memory: Memory, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_a_value_can_be_dropped_by_two_threads_at_once(memory: Memory, monkeypatch: pytest.MonkeyPatch):
     """As by the dropper, and by `evict`: the second one has looked at the stage before the first one changes it."""
     [value] = made(memory, "a")
     value.stage = LEAVING
@@ -55,21 +55,21 @@ def test_a_value_can_be_dropped_by_two_threads_at_once(memory: Memory, monkeypat
 
 
 def test_one_function_assigns_stages():
-    """Besides the constructor."""
+    """Besides the constructors of values and of loads."""
     found = []
     for path in sorted((ROOT / "offload").rglob("*.py")):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
                 found += [(path.name, function.name) for node in ast.walk(function) if _assigns_a_stage(node)]
 
-    assert [("value.py", "__init__"), ("value.py", "move_to")] == found
+    assert [("direct.py", "__init__"), ("value.py", "move_to"), ("value.py", "__init__")] == found
 
 
 def _assigns_a_stage(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "stage" and isinstance(node.ctx, ast.Store)
 
 
-def test_a_streaming_value_goes_through_all_stages(engine: Engine, memory: Memory):  # noqa: F811
+def test_a_streaming_value_goes_through_all_stages(engine: Engine, memory: Memory):
     values = seed(made(memory, "abc", window=MIB))
     first = values[0]
     seen = [first.stage]
@@ -83,7 +83,7 @@ def test_a_streaming_value_goes_through_all_stages(engine: Engine, memory: Memor
     assert not first.is_cached()
 
 
-def test_a_value_that_stays_is_in_use_until_it_is_evicted(engine: Engine, memory: Memory):  # noqa: F811
+def test_a_value_that_stays_is_in_use_until_it_is_evicted(engine: Engine, memory: Memory):
     [value] = made(memory, "a", budget=MIB)
     read(engine, [value])
     assert IN_USE is value.stage
@@ -93,7 +93,7 @@ def test_a_value_that_stays_is_in_use_until_it_is_evicted(engine: Engine, memory
     assert AWAY is value.stage
 
 
-def test_a_value_that_is_evicted_while_it_is_queued_is_still_read_ahead(engine: Engine, memory: Memory):  # noqa: F811
+def test_a_value_that_is_evicted_while_it_is_queued_is_still_read_ahead(engine: Engine, memory: Memory):
     a, b = seed(made(memory, "ab"))
     with engine.reader.lock:
         engine.reader.queue(b)
@@ -107,7 +107,7 @@ def test_a_value_that_is_evicted_while_it_is_queued_is_still_read_ahead(engine: 
     assert AWAY is a.stage
 
 
-def test_a_value_that_is_needed_before_it_is_dropped_stays(engine: Engine, memory: Memory):  # noqa: F811
+def test_a_value_that_is_needed_before_it_is_dropped_stays(engine: Engine, memory: Memory):
     [value] = made(memory, "a")
     engine.arrive(value)
     with engine.reader.lock:
@@ -121,7 +121,7 @@ def test_a_value_that_is_needed_before_it_is_dropped_stays(engine: Engine, memor
     assert value.is_cached()
 
 
-def test_a_queued_value_is_not_dropped_for_another_thread(engine: Engine, memory: Memory):  # noqa: F811
+def test_a_queued_value_is_not_dropped_for_another_thread(engine: Engine, memory: Memory):
     [value] = made(memory, "a", window=0)
     value.stage = QUEUED
     with engine.reader.lock:
@@ -131,7 +131,7 @@ def test_a_queued_value_is_not_dropped_for_another_thread(engine: Engine, memory
     assert 0 == engine.reader.leaving_bytes
 
 
-def test_a_value_that_does_not_stay_leaves_after_an_interrupt(engine: Engine, memory: Memory, monkeypatch):  # noqa: F811
+def test_a_value_that_does_not_stay_leaves_after_an_interrupt(engine: Engine, memory: Memory, monkeypatch):
     [value] = made(memory, "a")
 
     def interrupted(self: Made, **_: object) -> None:

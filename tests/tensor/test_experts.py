@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import offload
 from offload import OffloadedTensor
+from offload.prefetch.pages import Range
 from offload.storage.handle import Handle
-from offload.storage.pages import Range
 from offload.tensor import groups as of_groups
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.views import handle_of
@@ -157,7 +157,7 @@ def stored_stack(matrices: list[torch.Tensor]) -> torch.Tensor:
 def announced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Which matrices are announced."""
     seen: list[int] = []
-    coming = of_groups.coming
+    coming = of_groups.prefetch
 
     def look(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
         views = list(views)
@@ -166,7 +166,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(int(number or view_spec.storage_offset() // (256 * 128)))
         coming(views)
 
-    monkeypatch.setattr(of_groups, "coming", look)
+    monkeypatch.setattr(of_groups, "prefetch", look)
     return seen
 
 

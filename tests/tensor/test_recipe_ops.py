@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import offload
 from offload import OffloadedTensor
-from offload.prefetch.engine import tracked
+from offload.prefetch.engine import track
 from offload.storage.handle import Access
 from offload.storage.layout import contiguous
 from offload.tensor.deferred import DeferredTensor, deferred
@@ -143,7 +143,7 @@ def test_an_expert_is_read_without_its_neighbours(matrices: tuple[OffloadedTenso
     recipe = handle_of(matrices[0]).composed
     assert isinstance(recipe, Recipe)
     assert all(handle.access is Access.PICKED for handle in recipe.handles())
-    assert all(tracked(handle, *handle.extent).is_part for handle in recipe.handles())
+    assert all(track(handle, *handle.extent).is_part for handle in recipe.handles())
     [handle] = _whole(matrices[0]).handles()
     assert handle.access is not Access.PICKED
 

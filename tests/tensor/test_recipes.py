@@ -22,9 +22,10 @@ from torch._subclasses import FakeTensorMode
 import offload
 from offload import OffloadedTensor, memory
 from offload.errors import ChangedFileError, MissingFileError
+from offload.prefetch import scratch
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.tensor import recipes, scratch
+from offload.tensor import recipes
 from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decoded, Piece

@@ -2,19 +2,22 @@
 
 Always true:
 - only values in files that `offload` does not write are read so
+- at most half of this thread's part of the window is read, or being read, and not released; but two loads always are
 - a value is in memory that is used again from then on; what is computed from it has memory of its own
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from offload.prefetch.engine import Views, ahead_of_use, fits, passing, span_of, waited_for
-from offload.storage.direct import Load, Part, can_be_read
+from offload.prefetch.direct import Load, Part, can_be_read
+from offload.prefetch.engine import Views, direct_candidates, fits, reader, reserve, span_of
+from offload.prefetch.reader import LEAST
 from offload.storage.handle import Handle
 
 _MOST_AROUND = 2  # bytes that are read, as a multiple of those that are needed: rows of two values can alternate
@@ -33,7 +36,7 @@ def load_of(reads: Views, parts: Sequence[Part] | None = None) -> Load | None:
     if fits(reads[0][0]):
         return None
     parts = parts_of_files(reads) if parts is None else parts
-    chosen = passing(reads) if parts else []
+    chosen = direct_candidates(reads) if parts else []
     return Load([parts[number] for number in chosen]) if chosen else None
 
 
@@ -61,31 +64,50 @@ def start_of(handle: Handle, view_spec: torch.Tensor) -> int:
 
 
 class Arriving:
-    """Loads that are read from now on. Close it when done."""
+    """Loads that are read from now on, in this order. Close it when done; another thread may still be reading then.
+
+    Args:
+        loads: each with its views, all under one budget.
+    """
 
     def __init__(self, loads: Sequence[tuple[Load, Views]]) -> None:
-        """Each is of some views, under one budget."""
-        wanted = [load for load, _ in loads]
-        self._loads = iter(wanted)
-        self._ahead = ahead_of_use(wanted, loads[0][1][0][0]) if loads else None
-        self._before: Load | None = None
+        self._due = deque(load for load, _ in loads)
+        self._held: deque[Load] = deque()
+        self._is_used = False
+        self._size_of_each = max((load.memory_bytes for load in self._due), default=0)  # so that it fits again
+        self._most = 0
+        if loads:
+            capacity = reserve(sum(load.memory_bytes for load in self._due), loads[0][1][0][0])
+            self._most = max(LEAST, capacity // self._size_of_each)
+            self._begin_more()
 
     def take(self) -> Load:
         """The next one, once it is there; the one before it no longer is.
 
-        Raises: as `Ahead.get`.
+        Raises: as `Load.read`.
         """
-        assert self._ahead is not None
-        if self._before is not None:
-            self._ahead.release(self._before)
-        self._before = next(self._loads)
-        waited_for(self._ahead, self._before)
-        return self._before
+        if self._is_used:
+            self._held.popleft().release()
+            self._begin_more()
+        self._is_used = True
+        reader().bring_load(self._held[0])
+        return self._held[0]
 
     def close(self) -> None:
         """None of them is needed any more."""
-        if self._ahead is not None:
-            self._ahead.close()
+        self._due.clear()
+        for load in self._held:
+            load.release()
+        self._held.clear()
+        if self._most:
+            reader().release_soon()
+
+    def _begin_more(self) -> None:
+        while self._due and len(self._held) < self._most:
+            load = self._due.popleft()
+            load.make_room(self._size_of_each)
+            self._held.append(load)
+            reader().queue_load(load)
 
 
 @contextmanager
@@ -104,7 +126,7 @@ def is_loaded() -> bool:
     return getattr(_THREAD, "load", None) is not None
 
 
-def loaded(handle: Handle, view_spec: torch.Tensor) -> torch.Tensor | None:
+def view_in_load(handle: Handle, view_spec: torch.Tensor) -> torch.Tensor | None:
     """A view of a stored value, if it is taken from a load."""
     load: Load | None = getattr(_THREAD, "load", None)
     return None if load is None else load.tensor(_part_of(handle, view_spec), view_spec)

@@ -15,8 +15,12 @@ import pytest
 import torch
 
 from offload.errors import ChangedFileError, CorruptFileError, MissingFileError, ReadError
-from offload.storage import background, direct
-from offload.storage.direct import Ahead, Load, Part, can_be_read
+from offload.prefetch import direct, engine, loads, scratch
+from offload.prefetch.direct import Load, Part, can_be_read
+from offload.prefetch.engine import Engine
+from offload.prefetch.loads import Arriving
+from offload.prefetch.reader import DirectReader
+from offload.storage import background
 from offload.storage.file import TensorFile
 from offload.storage.layout import Entry, contiguous
 from tests.page_cache import needs_direct_reads
@@ -30,7 +34,8 @@ pytestmark = needs_direct_reads
 
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_STATE", direct._State())
+    monkeypatch.setattr(engine, "_ENGINE", Engine())
+    monkeypatch.setattr(scratch, "_SCRATCH", scratch._Scratch())
 
 
 def stored(path: Path, seed: int = 0, size: int = SIZE) -> tuple[TensorFile, bytes]:
@@ -49,13 +54,18 @@ def text(load: Load, part: Part) -> bytes:
     return load.tensor(part, torch.empty(part.nbytes, dtype=torch.uint8, device="meta")).numpy().tobytes()
 
 
-def in_order(loads: list[Load], capacity: int = 1 << 20) -> Iterator[Load]:
+def arriving(loads_: list[Load], capacity: int = 1 << 20) -> Arriving:
+    """With so many bytes at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loads, "reserve", lambda *_: capacity)
+        return Arriving([(load, [(None, None)]) for load in loads_])
+
+
+def in_order(loads_: list[Load], capacity: int = 1 << 20) -> Iterator[Load]:
     """Each once it is there, until the next one is asked for."""
-    with closing(Ahead(loads, capacity)) as ahead:
-        for load in loads:
-            ahead.get(load)
-            yield load
-            ahead.release(load)
+    with closing(arriving(loads_, capacity)) as coming:
+        for _ in loads_:
+            yield coming.take()
 
 
 def test_parts_of_any_place_and_size_are_what_the_file_holds(file, tmp_path):
@@ -65,9 +75,8 @@ def test_parts_of_any_place_and_size_are_what_the_file_holds(file, tmp_path):
     places += [(start, chance.randrange(1, SIZE - start + 1)) for start in (chance.randrange(SIZE) for _ in range(30))]
     parts = [Part(chance.choice([first, second]), *place) for place in places]
     groups = [parts[at : at + 3] for at in range(0, len(parts), 3)]
-    loads = [Load(group) for group in groups]
 
-    for load, group in zip(in_order(loads), groups, strict=True):
+    for load, group in zip(in_order([Load(group) for group in groups]), groups, strict=True):
         for part in group:
             assert texts[part.file][part.start : part.start + part.nbytes] == text(load, part)
 
@@ -102,39 +111,30 @@ def test_gaps_are_left_out_unless_they_are_small(file):
     assert 8192 == Load([Part(opened, 0, 10), Part(opened, 500_000, 10)]).nbytes
 
 
-def test_no_more_memory_is_taken_than_there_is_room_for(file, monkeypatch):
+def test_no_more_memory_is_taken_than_there_is_room_for(file):
     opened, _ = file
-    taken: list[int] = []
-    take = direct._State.take
+    parts = [Part(opened, 4096 * number, 600_000) for number in range(40)]
+    size = 3 * direct._SIZES
 
-    def noting(self: direct._State, nbytes: int) -> torch.Tensor:
-        found = take(self, nbytes)
-        taken.append(self.nbytes)
-        return found
+    assert 40 == len(list(in_order([Load([part]) for part in parts], 5 * size)))
 
-    monkeypatch.setattr(direct._State, "take", noting)
-    parts = [Part(opened, 4096 * number, 200_000) for number in range(40)]
-
-    assert 40 == len(list(in_order([Load([part]) for part in parts], 5 * direct._SIZES)))
-
-    assert max(taken) == 5 * direct._SIZES
-    assert 5 * direct._SIZES == direct._STATE.nbytes == sum(one.numel() for one in direct._STATE.unused)
+    blocks = [flat for flat, _ in scratch._SCRATCH._blocks]
+    assert [size] * 5 == [flat.numel() for flat in blocks]
 
 
 def test_memory_that_is_in_use_is_not_handed_out(file):
     opened, data = file
     parts = [Part(opened, 4096 * number, 200_000) for number in range(20)]
-    loads = [Load([part]) for part in parts]
-    with closing(Ahead(loads, 0)) as ahead:  # one in use, one that is read
-        for load, part, following in zip(loads, parts, [*loads[1:], loads[-1]], strict=True):
-            ahead.get(load)
-            ahead.get(following)
+    loads_ = [Load([part]) for part in parts]
+    with closing(arriving(loads_, 0)) as coming:  # one in use, one that is read
+        for part, following in zip(parts, [*loads_[1:], loads_[-1]], strict=True):
+            load = coming.take()
+            engine.reader().bring_load(following)
             assert data[part.start : part.start + part.nbytes] == text(load, part)
-            ahead.release(load)
 
 
 def readers_end() -> None:
-    for thread in [reader.thread for reader in direct._STATE.readers]:
+    for thread in [reader.thread for reader in engine.reader().direct]:
         if thread is not None:
             thread.join(60)
 
@@ -142,17 +142,18 @@ def readers_end() -> None:
 def test_unused_memory_is_freed_after_a_while(file, monkeypatch):
     """Also if the readers have ended before it is released."""
     monkeypatch.setattr(background, "IDLE", 0.01)
-    load = Load([Part(file[0], 0, 100)])
-    with closing(Ahead([load], 1 << 20)) as ahead:
-        ahead.get(load)
-        readers_end()
-        assert [] == direct._STATE.unused
-        with direct._STATE.lock:  # no reader rests meanwhile
-            ahead.release(load)
-            assert direct._STATE.unused
-        readers_end()
+    monkeypatch.setattr(scratch, "_MOST_UNUSED", 1 << 20)
+    loads_ = [Load([Part(file[0], 0, 600_000)]) for _ in range(8)]
+    coming = arriving(loads_, 8 << 20)
+    for load in loads_:
+        engine.reader().bring_load(load)
+    readers_end()
+    assert 8 == len(scratch._SCRATCH._blocks)
 
-    assert [] == direct._STATE.unused
+    coming.close()
+    readers_end()
+
+    assert 1 == len(scratch._SCRATCH._blocks)
 
 
 def change(path: Path) -> None:
@@ -194,12 +195,11 @@ def test_an_error_of_the_disk_is_that_of_its_load_alone(file, monkeypatch):
         return read(memory, fd, first)
 
     monkeypatch.setattr(direct, "_read_into", failing)
-    loads = [Load([Part(opened, 8192 * number, 100)]) for number in range(3)]
-    with closing(Ahead(loads, 1 << 20)) as ahead:
-        ahead.get(loads[0])
+    with closing(arriving([Load([Part(opened, 8192 * number, 100)]) for number in range(3)])) as coming:
+        coming.take()
         with pytest.raises(ReadError, match=str(opened.path)):
-            ahead.get(loads[1])
-        ahead.get(loads[2])
+            coming.take()
+        coming.take()
 
 
 def test_reads_that_a_file_system_refuses_go_through_its_cache(file, monkeypatch):
@@ -223,12 +223,11 @@ def test_without_threads_it_is_read_by_the_caller(file, monkeypatch):
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(direct._Reader, "wake", refuse)
+    monkeypatch.setattr(DirectReader, "wake", refuse)
     opened, data = file
     parts = [Part(opened, 5000 * number, 5000) for number in range(4)]
-    loads = [Load([part]) for part in parts]
 
-    found = [text(load, part) for load, part in zip(in_order(loads), parts, strict=True)]
+    found = [text(load, part) for load, part in zip(in_order([Load([part]) for part in parts]), parts, strict=True)]
 
     assert data[:20_000] == b"".join(found)
 
@@ -244,12 +243,12 @@ def test_memory_that_is_still_written_to_is_not_used_again(file, monkeypatch):
         return read(*given)
 
     monkeypatch.setattr(direct, "_read_into", slow)
-    ahead = Ahead([Load([Part(opened, 0, 100)])], 1 << 20)
+    coming = arriving([Load([Part(opened, 0, 100)])])
     assert reads.wait(60)
+    coming.close()
+    [(flat, _)] = scratch._SCRATCH._blocks
 
-    ahead.close()
-
-    assert [] == direct._STATE.unused
+    assert flat.data_ptr() != scratch.take_scratch(flat.numel()).data_ptr()
     goes_on.set()
 
 

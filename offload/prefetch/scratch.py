@@ -1,8 +1,8 @@
-"""Memory for computed values, reused once nothing refers to it.
+"""Memory for values that are computed, or read past the page cache, reused once nothing refers to it.
 
 Always true:
 - memory that anything refers to, even a view, is never handed out again
-- of unused memory, no more is kept than the next values are likely to need
+- of unused memory, no more than 32 MiB is kept when new memory is taken, or once nothing was loaded for a while
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BY_US = 2  # references to an unused storage: the tensor over all of it, and ou
 
 
 class _Scratch:
-    """Memory of earlier computed values, to be reused once nothing refers to it."""
+    """Memory of earlier values, to be reused once nothing refers to it."""
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
@@ -43,14 +43,13 @@ class _Scratch:
 
     def _shrink(self) -> None:
         """Free the oldest unused blocks when there are too many; the newest stays."""
-        total = sum(flat.numel() for flat, _ in self._blocks)
-        left = []
-        for flat, storage in self._blocks[:-1]:
-            if total > _MOST_UNUSED and _is_free(storage):
+        unused = [flat for flat, storage in self._blocks if _is_free(storage)]
+        total, leaving = sum(flat.numel() for flat in unused), set()
+        for flat in unused:
+            if total > _MOST_UNUSED and flat is not self._blocks[-1][0]:
                 total -= flat.numel()
-            else:
-                left.append((flat, storage))
-        self._blocks = [*left, *self._blocks[-1:]]
+                leaving.add(flat.data_ptr())
+        self._blocks = [(flat, storage) for flat, storage in self._blocks if flat.data_ptr() not in leaving]
 
     def give_back(self) -> None:
         """Free what is unlikely to be needed again."""
@@ -66,8 +65,13 @@ def scratch_for(layout: Layout, device: torch.device) -> torch.Tensor:
     """A plain tensor of that dense layout, uninitialized. An accelerator's own allocator reuses memory."""
     if device.type != "cpu":
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
-    flat = _SCRATCH.take(max(layout.nbytes, 1))
+    flat = take_scratch(max(layout.nbytes, 1))
     return torch.empty(0, dtype=layout.dtype, device="cpu").set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
+
+
+def take_scratch(nbytes: int) -> torch.Tensor:
+    """So many bytes at the start of a page, uninitialized, for as long as anything refers to them."""
+    return _SCRATCH.take(nbytes)
 
 
 def release_scratch() -> None:

@@ -5,7 +5,7 @@ Always true:
 - dirty memory is never dropped
 - huge pages are used while there are free ones: if the system has to make them, it evicts pages that should stay; and
   in a virtual machine whose host takes free ones, only for what is read again and again for want of room
-- a large range is read by several threads; announced block by block if it may not be read around, or if only the
+- a large range is read by two threads; announced block by block if it may not be read around, or if only the
   smallest pages have memory behind them
 - if the kernel has no call for it, pages are read by touching them
 """
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from offload.errors import CorruptFileError, OffloadError
-from offload.storage.disks import read_shared
+from offload.prefetch.parallel import read_in_parallel
 from offload.storage.file import TensorFile
 from offload.storage.mapping import libc, view_memory
 from offload.storage.reasons import explained
@@ -37,7 +37,7 @@ _SAMPLES = 8  # pages to check in a large range
 _ASKED_WHOLE = 1 << 20  # bytes up to which every page is checked
 _BLOCK = 2 << 20  # bytes per read; the kernel honours a hint only up to its read-ahead
 _BLOCKS = 4  # blocks in flight
-_PART = 16 << 20  # bytes that one of several threads announces and reads
+_PART = 16 << 20  # bytes that one of two threads announces and reads
 _HUGE = 2 << 20
 _LEAVE_FREE = 256 << 20  # bytes of free huge pages to leave for others
 _FREE_BLOCKS = Path("/proc/buddyinfo")
@@ -71,7 +71,7 @@ class Range:
         "start",
     )
 
-    def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
+    def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool, is_part: bool = False) -> None:
         self._file = weakref.ref(file)
         self.start = start
         self._shared = shared
@@ -79,7 +79,11 @@ class Range:
         self._was_read = False
         self.nbytes = nbytes
         self.checked_until = 0.0
-        self.is_part = False
+        self.is_part = is_part
+
+    def assume_until(self, time: float) -> None:
+        """Don't check until then (`clock.now`) whether it is in memory; 0 if that is open."""
+        self.checked_until = time
 
     def follows(self, other: Range) -> bool:
         """Whether it comes next in the same file."""
@@ -171,11 +175,8 @@ class Range:
         def read_part(start: int, nbytes: int) -> None:
             read(mapped.data_ptr() + start, nbytes)
 
-        def missing() -> int:
-            return self.missing_bytes() if self.may_ask else 0
-
         try:
-            read_shared(_device(file.path), self.start, self.nbytes, part, read_part, missing)
+            read_in_parallel(self.start, self.nbytes, part, read_part)
         except OSError as error:
             raise self._explained(error) from error
         self._was_read = True
@@ -232,13 +233,6 @@ class Range:
         return None
 
 
-def _device(path: Path) -> int:
-    """The number of the file system; 0 if the file was deleted."""
-    with suppress(OSError):
-        return os.stat(path).st_dev
-    return 0
-
-
 def joined(ranges: Iterable[Range]) -> list[Range]:
     """The same bytes as ranges that neither overlap nor touch."""
     found: list[Range] = []
@@ -286,11 +280,11 @@ def bring_in(address: int, nbytes: int) -> None:
     Raises:
         OSError: the disk failed.
     """
-    if nbytes and not populated(address, nbytes):
+    if nbytes and not populate(address, nbytes):
         touch(address, nbytes)
 
 
-def populated(address: int, nbytes: int) -> bool:
+def populate(address: int, nbytes: int) -> bool:
     """Like `bring_in`; False if the kernel has no call for it, in which case nothing was read.
 
     Raises: as `bring_in`.
