@@ -35,6 +35,8 @@ from offload.tensor.boxes import Box, first_row, lies_as, recut, rows_in, start_
 from offload.tensor.guests import CPU, stored_on
 from offload.tensor.loads import is_loaded
 from offload.tensor.scratch import LEAST, scratch_for
+from offload.tensor.small import MOST as SMALL
+from offload.tensor.small import SmallValue
 from offload.tensor.steps import Unit, steps
 from offload.tensor.views import meta_of, metadata_of
 
@@ -195,12 +197,31 @@ class Recipe(ABC):
 
 
 class Plain(Recipe):
-    """A recipe whose value is a plain tensor: what these kinds have in common."""
+    """A recipe whose value is a plain tensor: what these kinds have in common.
 
-    __slots__ = ()
+    Attributes:
+        small: the value in memory, if it is a small one.
+    """
+
+    __slots__ = ("small",)
+
+    def __init__(self, layout: Layout, pieces: Iterable[Piece]) -> None:
+        self.layout = layout
+        self.pieces = tuple(pieces)
+        self.small = SmallValue() if 0 < layout.nbytes <= SMALL else None
 
     def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
         """See `Composition`."""
+        small = self.small if device == CPU else None
+        if small is not None:
+            if (found := small.view(view_spec)) is None:
+                small.keep(self._value, {handle.file for handle in self.handles()})
+                found = small.view(view_spec)
+            if found is not None:
+                return found
+        return self._value(view_spec, device)
+
+    def _value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
         with no_functions(), no_modes():
             layout = self.layout
             if view_spec is None:
@@ -213,6 +234,8 @@ class Plain(Recipe):
 
     def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
         """See `Composition`: only what `view_spec` needs."""
+        if self.small is not None and self.small.is_known:
+            return
         with no_functions(), no_modes():
             box = Box.around(self.layout, view_spec) if view_spec.numel() else None
             if box is not None and computed_before((self, box)) is None:
@@ -287,8 +310,7 @@ class Joined(Plain):
                 for place, piece in turned
             ]
         turned.sort(key=lambda one: one[0])
-        self.layout = layout
-        self.pieces = tuple(piece for _, piece in turned)
+        super().__init__(layout, (piece for _, piece in turned))
         self._places = [place for place, _ in turned]
         ends = [place[0] + piece.view_spec.shape[0] for place, piece in turned] if order else []
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
@@ -479,9 +501,8 @@ class Decoded(Plain):
         stacked: bool = False,
         packed: Packed | None = None,
     ) -> None:
-        self.layout = layout
+        super().__init__(layout, pieces)
         self.decode = decode
-        self.pieces = tuple(pieces)
         self.granule = granule
         self.is_divisible = is_divisible
         self.per = tuple(per)

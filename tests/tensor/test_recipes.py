@@ -59,8 +59,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
+@pytest.fixture(autouse=True)
+def is_kept(request: pytest.FixtureRequest) -> None:
+    """Whether small values, which these are, are kept."""
+    if not getattr(request, "param", False):
+        request.getfixturevalue("nothing_small")
+
+
 @pytest.fixture(params=["joined", "cast", "decoded", "decoded, joined, cast", "turned"])
-def both(request: pytest.FixtureRequest, folder: Path) -> tuple[OffloadedTensor, torch.Tensor]:
+def both(request: pytest.FixtureRequest, folder: Path, is_kept: None) -> tuple[OffloadedTensor, torch.Tensor]:
     """A recipe, and the equivalent plain tensor."""
     return made(request.param, folder)
 
@@ -131,6 +138,7 @@ def random_cut(dim: int, shape: torch.Size) -> Callable[[torch.Tensor], torch.Te
 # Reading
 
 
+@pytest.mark.parametrize("is_kept", [True, False], indirect=True)
 def test_random_cuts_are_those_of_the_plain_tensor(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
     for _ in range(150):
         ours: torch.Tensor = recipe
