@@ -428,7 +428,8 @@ def in_q4_k(scale: Scale, folder: Path, device: torch.device) -> list[OffloadedT
     from offload.storage.handle import Handle
     from offload.storage.layout import contiguous
     from offload.tensor.blocks import decode
-    from offload.tensor.recipes import Decoded, Piece
+    from offload.tensor.decoded import Decoded
+    from offload.tensor.recipes import Piece
     from offload.tensor.views import handle_of
 
     pieces = {}

@@ -27,6 +27,7 @@ from offload.prefetch.value import Value, page_state_of
 from offload.storage.handle import Access, Handle
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
+from offload.tensor.small import release_small, small_bytes
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import is_offloaded
 from offload.torch_api import tree_leaves, usable_devices
@@ -149,6 +150,7 @@ def evict(*what: object) -> None:
         for pool in {value.pool for value in values}:
             leaving.extend(pool.reconsider(anew=True))
         leaving.extend([*values, *(copy for one in states for copy in one.copies.values())])
+    release_small()
 
 
 def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
@@ -212,6 +214,7 @@ class MemorySummary:
         values: total size.
         kept: size of those that stay.
         resident: in memory now, as the kernel counts it.
+        computed: small computed values in memory, such as norms that were cast; 64 MiB at the most, beside the budget.
         counts: reads since the process started.
     """
 
@@ -219,6 +222,7 @@ class MemorySummary:
     values: int
     kept: int
     resident: int
+    computed: int
     counts: Counts
 
     def __str__(self) -> str:
@@ -228,6 +232,7 @@ class MemorySummary:
             "  to stay": _in_mib(self.kept),
             "  to stream": _in_mib(self.values - self.kept),
             "resident now": _in_mib(self.resident),
+            "small computed values": _in_mib(self.computed),
             "read from disk": _in_mib(self.counts.bytes_read),
             "reads: found in memory": str(self.counts.found),
             "reads: read ahead": str(self.counts.ahead),
@@ -259,6 +264,7 @@ def memory_summary() -> MemorySummary:
         values=_bytes_in(values),
         kept=_bytes_in(value for value in values if value.kept),
         resident=sum(extent.cached_bytes() for extent in joined(values)),
+        computed=small_bytes(),
         counts=counts(),
     )
 
@@ -315,6 +321,7 @@ def _limit(max_memory: int | None, on_devices: dict[torch.device, OnDevice]) -> 
         leaving.extend(value for pool in POOL.on_devices.values() for value in pool.values())
         POOL.max_memory, POOL.on_devices = max_memory, on_devices
         leaving.extend(POOL.reconsider(anew=True))
+    release_small()
 
 
 def _values_in(what: Iterable[object]) -> list[Value]:

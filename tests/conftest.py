@@ -190,6 +190,14 @@ def private_place(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(quick_folder)
 
 
+@pytest.fixture
+def nothing_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small computed values are computed at each use, as large ones are."""
+    from offload.tensor import recipes
+
+    monkeypatch.setattr(recipes, "SMALL", 0)
+
+
 @pytest.fixture(scope="module")
 def quick_values() -> Iterator[None]:
     """Private folders are in memory, for all tests of a module that makes thousands of values."""

@@ -28,7 +28,8 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `locals` | a rank's part of a DTensor |
 | `arguments` | checks of user input |
 | `materialize` | offloaded tensors, modules and nested containers made plain again |
-| `recipes` | values computed from others when they are read: joined, cast, decoded |
+| `recipes` `decoded` | values computed from others when they are read: joined, cast; decoded |
+| `small` | such values of up to 64 KiB, which are computed once |
 | `boxes` | contiguous parts of a value's memory |
 | `steps` | which rows of a decoded value are computed at a time |
 | `products` | products with packed weights, computed from the packed bytes; `exact` |

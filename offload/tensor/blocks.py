@@ -26,7 +26,8 @@ from offload.storage.handle import Handle
 from offload.storage.layout import Layout, contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import open_value
-from offload.tensor.recipes import Decoded, Piece
+from offload.tensor.decoded import Decoded
+from offload.tensor.recipes import Piece
 from offload.tensor.views import meta_of
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)

@@ -26,8 +26,9 @@ from offload.storage.modes import inside, no_functions, no_grad, no_modes
 from offload.storage.regular import is_same_folder
 from offload.storage.write import layout_of
 from offload.tensor.assembly import Assembly, Part, as_parts
+from offload.tensor.decoded import Decode, Decoded
 from offload.tensor.guests import CPU, mapped_value
-from offload.tensor.recipes import Decode, Decoded, Piece, stored_in
+from offload.tensor.recipes import Piece, stored_in
 from offload.tensor.registry import Rule
 from offload.tensor.rules import written_arguments
 from offload.tensor.views import handle_of, is_part, meta_of_layout, view_spec_of

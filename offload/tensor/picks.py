@@ -20,8 +20,9 @@ from offload.prefetch.engine import prefetch, span_of
 from offload.prefetch.tables import has_rows_here, prefetch_rows, runs_of
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.blocks import is_left_to_numpy
+from offload.tensor.decoded import ON_DEVICE, Decode, Decoded
 from offload.tensor.guests import CPU, sent_to
-from offload.tensor.recipes import ON_DEVICE, Decode, Decoded, Joined, Piece
+from offload.tensor.recipes import Joined, Piece
 from offload.tensor.views import cut
 
 Take: TypeAlias = "tuple[Piece, int | None, torch.Tensor]"  # groups of so many rows, by number; None: all of a piece

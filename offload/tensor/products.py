@@ -31,9 +31,10 @@ from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
+from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU, value_on
 from offload.tensor.locals import local_of
-from offload.tensor.recipes import Decoded, Joined, Piece, Recipe, stored_in, values_in_order
+from offload.tensor.recipes import Joined, Piece, Recipe, stored_in, values_in_order
 from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
 from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of

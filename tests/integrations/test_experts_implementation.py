@@ -31,7 +31,8 @@ from offload.prefetch.loads import Arriving
 from offload.prefetch.scratch import take_scratch
 from offload.prefetch.value import SMALL, Value
 from offload.tensor import experts as acts
-from offload.tensor.recipes import Decoded, Joined
+from offload.tensor.decoded import Decoded
+from offload.tensor.recipes import Joined
 from offload.tensor.views import handle_of
 from offload.testing.checkpoints import tiny_checkpoint
 from offload.torch_api import storage_id, storage_uses

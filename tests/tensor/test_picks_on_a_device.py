@@ -17,8 +17,9 @@ from offload.checkpoints.forms.formats import unpacked
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor.blocks import decode
+from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU
-from offload.tensor.recipes import Decoded, Piece, joined
+from offload.tensor.recipes import Piece, joined
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import guest_of, wrap_handle
 from tests.campaigns import amount

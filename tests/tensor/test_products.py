@@ -20,7 +20,8 @@ from offload.kernels.packed import NumberRows
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import picks, products
-from offload.tensor.recipes import Decoded, Joined, Piece, values_in_order
+from offload.tensor.decoded import Decoded
+from offload.tensor.recipes import Joined, Piece, values_in_order
 from offload.tensor.views import handle_of, meta_of, view_spec_of
 from offload.tensor.wrapper import wrap_handle
 from tests.checkpoints.forms import FORMS, PROMPT, outcome

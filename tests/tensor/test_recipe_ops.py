@@ -23,6 +23,8 @@ from offload.tensor.views import handle_of
 
 E, N, K = 8, 48, 64
 
+pytestmark = pytest.mark.usefixtures("nothing_small")
+
 
 @pytest.fixture
 def matrices(tmp_path: Path) -> tuple[OffloadedTensor, torch.Tensor]:

@@ -25,10 +25,11 @@ from offload.errors import ChangedFileError, MissingFileError
 from offload.prefetch import scratch
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.tensor import recipes
+from offload.tensor import decoded as decoded_values
+from offload.tensor.decoded import Decoded
 from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU
-from offload.tensor.recipes import Decoded, Piece
+from offload.tensor.recipes import Piece
 from offload.tensor.views import handle_of, meta_of
 from offload.tensor.wrapper import wrap_handle
 from tests.processes import in_fork
@@ -60,8 +61,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
+@pytest.fixture(autouse=True)
+def is_kept(request: pytest.FixtureRequest) -> None:
+    """Whether small values, which these are, are kept."""
+    if not getattr(request, "param", False):
+        request.getfixturevalue("nothing_small")
+
+
 @pytest.fixture(params=["joined", "cast", "decoded", "decoded, joined, cast", "turned"])
-def both(request: pytest.FixtureRequest, folder: Path) -> tuple[OffloadedTensor, torch.Tensor]:
+def both(request: pytest.FixtureRequest, folder: Path, is_kept: None) -> tuple[OffloadedTensor, torch.Tensor]:
     """A recipe, and the equivalent plain tensor."""
     return made(request.param, folder)
 
@@ -132,14 +140,18 @@ def random_cut(dim: int, shape: torch.Size) -> Callable[[torch.Tensor], torch.Te
 # Reading
 
 
-@pytest.mark.parametrize("block", [recipes.BLOCK, 1, 64, 500])
+@pytest.mark.parametrize(
+    ("is_kept", "block"),
+    [(True, 500), *((False, size) for size in (decoded_values.BLOCK, 1, 64, 500))],
+    indirect=["is_kept"],
+)
 def test_random_cuts_are_those_of_the_plain_tensor(
     recipe: OffloadedTensor, plain: torch.Tensor, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     """By blocks of any size."""
-    monkeypatch.setattr(recipes, "BLOCK", block)
+    monkeypatch.setattr(decoded_values, "BLOCK", block)
 
-    for _ in range(150 if block == recipes.BLOCK else 40):
+    for _ in range(150 if block == decoded_values.BLOCK else 40):
         ours: torch.Tensor = recipe
         theirs = plain
         for _ in range(random.randint(1, 4)):

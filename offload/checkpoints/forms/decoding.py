@@ -20,8 +20,9 @@ from offload.kernels.packed import NumberRows, Packed, takes
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.storage.modes import no_functions, no_modes
+from offload.tensor.decoded import Decode, Decoded
 from offload.tensor.guests import CPU
-from offload.tensor.recipes import Decode, Decoded, Piece
+from offload.tensor.recipes import Piece
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 

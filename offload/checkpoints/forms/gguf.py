@@ -38,9 +38,10 @@ from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import as_file, open_regular, owned
+from offload.tensor.decoded import Decode, Decoded
 from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU
-from offload.tensor.recipes import Decode, Decoded, Piece
+from offload.tensor.recipes import Piece
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 

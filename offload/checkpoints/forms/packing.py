@@ -18,8 +18,9 @@ from torch import nn
 from offload.annotations import Settings
 from offload.checkpoints.forms.decoding import method_of
 from offload.storage.handle import Handle
+from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU
-from offload.tensor.recipes import Decoded, Joined, Piece, stored_in
+from offload.tensor.recipes import Joined, Piece, stored_in
 from offload.tensor.saved import identity_of
 from offload.tensor.views import handle_of, is_part, meta_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
