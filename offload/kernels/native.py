@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import platform
 from collections.abc import Container, Sequence
@@ -316,31 +317,77 @@ def _decode(
     )  # fmt: skip
 
 
+class Product:
+    """Products of rows of activations with packed rows: what does not depend on the activations is made once.
+
+    Attributes:
+        matrices: the packed rows; their memory is alive.
+        sizes: of all of them: rows, and columns.
+    """
+
+    __slots__ = ("_level", "_parts", "matrices", "sizes")
+
+    def __init__(self, parts: Sequence[tuple[Matrix, int]], *, level: int | None = None) -> None:
+        """Each part is the first rows of a matrix, so many; their products are side by side.
+
+        Args:
+            parts: matrices whose memory is alive.
+            level: another instruction set than the best.
+
+        Raises:
+            ArgumentError: a matrix has fewer rows, or other columns than the first.
+        """
+        self.matrices, self._level, height, columns = [matrix for matrix, _ in parts], level, 0, parts[0][0].columns
+        self._parts: list[tuple[int, int, int]] = []
+        for matrix, count in parts:
+            fits = 0 <= count <= matrix.outputs and matrix.columns == columns
+            _require(fits, count, "rows of", matrix.outputs, "and columns", matrix.columns, "beside", columns)
+            self._parts.append((ctypes.addressof(matrix), count, height))
+            height += count
+        self.sizes = height, columns
+
+    def into(self, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor) -> None:
+        """`place = x @ rows.T + bias`.
+
+        Args:
+            x: (..., columns), contiguous, or a matrix whose columns are; at most `MOST_ROWS` rows.
+            bias: (rows,), contiguous.
+            place: (..., rows), laid out as `x` may be.
+
+        Raises:
+            ArgumentError: sizes do not fit.
+            MemoryError
+        """
+        height, columns = self.sizes
+        (rows, step, given), (_, apart, out) = _rows_in(x, columns), _rows_in(place, height)
+        _require(x.shape[:-1] == place.shape[:-1] and rows <= MOST_ROWS, x.shape, "for", place.shape)
+        added = None if bias is None else _address(bias, (height,))
+        bias_dtype, bias_size = (0, 0) if bias is None else (DTYPES[bias.dtype], bias.itemsize)
+        x_dtype, out_dtype, out_size = DTYPES[x.dtype], DTYPES[place.dtype], place.itemsize
+        for matrix, count, begin in self._parts:
+            _call(
+                *("offload_multiply", matrix, count, given, rows, step, x_dtype),
+                *(None if added is None else added + begin * bias_size, bias_dtype),
+                *(out + begin * out_size, apart, out_dtype),
+                numbers=count * columns, level=self._level,
+            )  # fmt: skip
+
+
+def _rows_in(tensor: torch.Tensor, columns: int) -> tuple[int, int, int]:
+    """How many rows of so many numbers a tensor has, how far apart they are, and the address of the first."""
+    shape = tensor.shape
+    _require(tensor.dtype in DTYPES and len(shape) > 0 and shape[-1] == columns, shape, tensor.dtype, "for", columns)
+    if tensor.is_contiguous():
+        return tensor.numel() // columns if columns else math.prod(shape[:-1]), columns, memory_of(tensor)
+    _require(len(shape) == _OF_ROWS and (columns < 2 or tensor.stride(1) == 1), "numbers that are apart in", shape)
+    return shape[0], tensor.stride(0), memory_of(tensor)
+
+
 def multiply(
     matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor, *, level: int | None = None
 ) -> None:
-    """The products of rows of activations with packed rows: `place = x @ rows.T + bias`.
-
-    Args:
-        matrix: whose memory is alive, and has `place.shape[1]` rows.
-        x: (at most `MOST_ROWS`, columns); its columns are contiguous.
-        bias: (rows,), contiguous.
-        place: (rows of x, rows); its columns are contiguous.
-        level: another instruction set than the best.
-
-    Raises:
-        ArgumentError: sizes do not fit.
-        MemoryError
-    """
-    rows, count = _rows_of(x), place.shape[-1] if place.dim() else 0
-    _require(rows <= MOST_ROWS and count <= matrix.outputs, rows, "rows, and", count, "of", matrix.outputs)
-    given, out = _address(x, (rows, matrix.columns)), _address(place, (rows, count))
-    added = (None, 0) if bias is None else (_address(bias, (count,)), DTYPES[bias.dtype])
-    _call(
-        *("offload_multiply", ctypes.addressof(matrix), count, given, rows, x.stride(0), DTYPES[x.dtype]),
-        *(*added, out, place.stride(0), DTYPES[place.dtype]),
-        numbers=count * matrix.columns, level=level,
-    )  # fmt: skip
+    """A `Product` with one matrix, that has `place.shape[1]` rows, for one use."""
+    Product([(matrix, place.shape[-1] if place.dim() else 0)], level=level).into(x, bias, place)
 
 
 class Projection:

@@ -33,7 +33,7 @@ from offload.errors import (
     OffloadError,
     UnsupportedTorchError,
 )
-from offload.storage import gguf_header, pickled
+from offload.storage import clock, gguf_header, pickled
 from offload.storage import header as safetensors_header
 from offload.storage.header import Header
 from offload.storage.layout import Entry, Loose, Record, contiguous
@@ -44,6 +44,7 @@ from offload.storage.regular import Descriptor, absolute, as_file, closed_on_err
 from offload.storage.state_file import Kind, state_if_ours
 from offload.torch_api import as_negated
 
+LOOKED_AT_FOR = 0.1  # seconds for which a file that was looked at is taken to be the same
 _STEP = 1 << 20  # bytes per read
 
 
@@ -79,7 +80,8 @@ class TensorFile:
     """An open file of tensors. Use `open`, which returns one object for all tensors of a file, or `raw`."""
 
     __slots__ = (
-        "__weakref__", "_private", "_shared", "header", "identity", "is_picked_from", "is_raw", "lost_writes", "path"
+        "__weakref__", "_private", "_shared", "header", "identity", "is_picked_from", "is_raw", "looked_at_until",
+        "lost_writes", "path",
     )  # fmt: skip
 
     def __init__(self, path: Path, identity: Identity, header: Header) -> None:
@@ -89,6 +91,7 @@ class TensorFile:
         self.is_raw = False  # whether the header is stored elsewhere
         self.is_picked_from = False  # whether some values are read individually: neighbours are not read along
         self.lost_writes = False  # whether the disk failed to take data that was stored into a mapping
+        self.looked_at_until = 0.0  # when (`clock.now`) it is to be looked at again
         self._private: torch.UntypedStorage | None = None
         self._shared: torch.UntypedStorage | None = None
 
@@ -200,6 +203,20 @@ class TensorFile:
         """Raises `ChangedFileError` if the file is no longer the one that was opened."""
         if Identity.of(file_status(self.path)) != self.identity:
             raise self._changed()
+
+    def is_as_opened(self) -> bool:
+        """Whether `check` raises nothing. It is asked ten times a second at the most: in between, nothing has changed.
+
+        Only for files that are not ours: those follow other rules.
+        """
+        now = clock.now()
+        if self.looked_at_until < now:
+            try:
+                self.check()
+            except OffloadError:
+                return False
+            self.looked_at_until = now + LOOKED_AT_FOR
+        return True
 
     def moved_to(self, path: Path) -> None:
         """The file has been renamed; mappings stay valid."""

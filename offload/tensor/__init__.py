@@ -32,7 +32,7 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `small` | such values of up to 64 KiB, which are computed once |
 | `boxes` | contiguous parts of a value's memory |
 | `steps` | which rows of a decoded value are computed at a time |
-| `products` | products with packed weights, computed from the packed bytes; `exact` |
+| `products` `bound` | products with packed weights, computed from the packed bytes; made ready; `exact` |
 | `picks` | rows that are picked from a computed value, such as a packed embedding |
 | `groups` | products of groups of rows with a matrix each, as of experts |
 | `experts` | the experts of a layer as one act: asked for together, multiplied where they lie |

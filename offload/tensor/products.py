@@ -23,18 +23,18 @@ from torch import nn
 
 from offload.annotations import Args, Kwargs, Op
 from offload.kernels import accelerated
-from offload.kernels.native import DTYPES, MOST_ROWS, library, most_rows
-from offload.kernels.native import multiply as multiply_rows
+from offload.kernels.native import DTYPES, MOST_ROWS, Product, library, most_rows
 from offload.kernels.packed import NumberRows, Packed
 from offload.prefetch.copies import retry_on_oom
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
+from offload.tensor.bound import BoundProduct
 from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU, value_on
 from offload.tensor.locals import local_of
-from offload.tensor.recipes import Joined, Piece, Recipe, stored_in, values_in_order
+from offload.tensor.recipes import Joined, Piece, Plain, Recipe, stored_in, values_in_order
 from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
 from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
@@ -107,12 +107,47 @@ def compute_exactly(handle: Handle) -> None:
 def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A packed weight is not decoded first."""
     if len(args) >= 2 and not kwargs and _is_composed(args[1]) and type(args[0]) is not OffloadedTensor:
+        x, weight, bias = args if len(args) > 2 else (*args, None)
+        if weight._bound is not None:
+            found = weight._bound.multiply(x, weight, bias, exactly=_exact.get(), any_rows=any_rows.get())
+            if found is not None:
+                return found
         with DisableTorchFunctionSubclass():
             if not (modes_are_on() or records_graph(args, kwargs)):
-                found = _product_with_rows(args[0], args[1], args[2] if len(args) > 2 else None)
+                found = _product_with_rows(x, weight, bias)
                 if found is not None:
+                    if weight._bound is None or not weight._bound.is_of(weight):
+                        weight._bound = _bound(weight)
                     return found
     return read_directly(func, args, kwargs)
+
+
+def _bound(weight: OffloadedTensor) -> BoundProduct | None:
+    """The product with a weight, made ready; None if its pieces are not where they lie for good."""
+    parts, dtype = parts_of(Piece(handle_of(weight), view_spec_of(weight))), view_spec_of(weight).dtype
+    if weight._target != CPU or parts is None:
+        return None
+    matrices, values = [], []
+    reads: list[tuple[Handle, torch.Tensor]] = []
+    with no_functions(), no_modes():
+        for rows in parts:
+            for _, piece in rows.pieces:
+                if piece.handle.owned or not _is_in_place(piece):
+                    return None
+                reads.extend(piece.reads(piece.view_spec))
+            of_these = values_in_order(rows.pieces, CPU)
+            matrix = rows.packed.matrix(of_these, view_spec_of(weight).shape[1])
+            if matrix is None:
+                return None
+            matrices.append((matrix, rows.count))
+            values.extend(of_these)
+    return BoundProduct(weight, Product(matrices), values, reads, most_rows_of(parts, dtype))
+
+
+def _is_in_place(piece: Piece) -> bool:
+    """Whether the value of a piece is a mapping, or small enough to be kept."""
+    composed = piece.handle.composed
+    return composed is None or (isinstance(composed, Plain) and composed.small is not None)
 
 
 @overrides(
@@ -182,6 +217,8 @@ def multiplied_there(x: torch.Tensor, weight: Piece, device: torch.device, bias:
         return None
     if x.device != device or x.dtype != dtype or len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
         return None
+    if torch.is_autocast_enabled(device.type):
+        return None
     if not 0 < x.numel() <= accelerated.MOST_ROWS * x.shape[-1]:
         return None
     with no_functions(), no_modes():
@@ -234,6 +271,8 @@ def may_be_fused(x: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernels may multiply a tensor by weights of that dtype."""
     if _exact.get() or transform_on_top() is not None or is_dual_level():  # tensors without memory, or with a tangent
         return False
+    if torch.is_autocast_enabled("cpu"):  # it casts the operands of products
+        return False
     return library() is not None and x.dtype == dtype and dtype in DTYPES and is_plain(x)
 
 
@@ -249,13 +288,13 @@ def _multiplied(x: torch.Tensor, weight: Piece, bias: Any) -> torch.Tensor | Non
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     out = torch.empty(len(flat), height, dtype=x.dtype)
     begin = 0
-    for rows in parts:
+    for rows in parts:  # one after the other: each may have to be read first
         end = begin + rows.count
         pieces = values_in_order(rows.pieces, CPU)
         matrix = rows.packed.matrix(pieces, x.shape[-1])
         if matrix is None:
             return None
-        multiply_rows(matrix, flat, None if bias is None else bias[begin:end], out[:, begin:end])
+        Product([(matrix, rows.count)]).into(flat, None if bias is None else bias[begin:end], out[:, begin:end])
         begin = end
     return out.view(*x.shape[:-1], height)
 

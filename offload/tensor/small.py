@@ -14,7 +14,6 @@ from weakref import WeakSet
 
 import torch
 
-from offload.storage import clock
 from offload.storage.file import TensorFile
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
@@ -23,19 +22,17 @@ from offload.torch_api import version_of
 
 MOST = 64 << 10  # bytes of a value
 _ALL = 64 << 20  # bytes of all of them
-_LOOKED_AT_FOR = 0.1  # seconds
 
 
 class SmallValue:
     """The value of a recipe, once it has been computed. A copy, or an unpickled one, begins empty."""
 
-    __slots__ = ("__weakref__", "_checked_until", "_files", "_last_view", "_value", "_version")
+    __slots__ = ("__weakref__", "_files", "_last_view", "_value", "_version")
 
     def __init__(self) -> None:
         self._value: torch.Tensor | None = None
         self._version = 0
         self._files: list[TensorFile] = []
-        self._checked_until = 0.0
         self._last_view: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __reduce__(self) -> tuple[type[SmallValue], tuple[()]]:
@@ -47,18 +44,16 @@ class SmallValue:
         return self._value is not None
 
     def view(self, view_spec: torch.Tensor | None) -> torch.Tensor | None:
-        """The view that a meta tensor describes, or the whole: do not write to it. None: it has to be computed.
+        """The view that a meta tensor describes, or the whole: do not write to it.
 
-        Raises:
-            ChangedFileError, MissingFileError: a file has changed since it was computed.
+        None: it has to be computed, which raises if a file has changed.
         """
         value = self._value
         if value is None or version_of(value) != self._version:
             return None
-        if self._checked_until < clock.now():
-            for file in self._files:
-                file.check()
-            self._checked_until = clock.now() + _LOOKED_AT_FOR
+        for file in self._files:
+            if not file.is_as_opened():
+                return None
         if view_spec is None:
             return value
         last = self._last_view
@@ -75,10 +70,9 @@ class SmallValue:
         Args:
             files: that it is computed from, and that were looked at for it.
         """
-        checked_until = clock.now() + _LOOKED_AT_FOR
         with no_functions(), no_modes():
             value = compute().clone()  # it may lie in a mapping, or in memory that is used again
-        self._files, self._checked_until, self._last_view = list(files), checked_until, None
+        self._files, self._last_view = list(files), None
         self._version = version_of(value)
         self._value = value
         _ALL_KEPT.count(self, value.nbytes)
@@ -96,6 +90,7 @@ class _Kept:
         self._lock = fork_safe_lock()
         self._values: WeakSet[SmallValue] = WeakSet()
         self._at_most = 0  # bytes, with those of values that are gone
+        self.releases = 0
 
     def count(self, small: SmallValue, nbytes: int) -> None:
         with self._lock:
@@ -112,6 +107,7 @@ class _Kept:
         freed = sum(one.release() for one in list(self._values))
         self._values.clear()
         self._at_most = 0
+        self.releases += 1
         return freed
 
     def nbytes(self) -> int:
@@ -134,3 +130,8 @@ def small_bytes() -> int:
 def release_small() -> int:
     """Give the memory of all small values back; they are computed again when they are used. Returns its bytes."""
     return _ALL_KEPT.release()
+
+
+def releases() -> int:
+    """How often their memory has been given back: whoever refers to some of it lets go when this moves."""
+    return _ALL_KEPT.releases

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from typing_extensions import TypeIs
@@ -51,6 +51,9 @@ from offload.torch_api import (
     typed,
 )
 
+if TYPE_CHECKING:
+    from offload.tensor.bound import BoundProduct
+
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 log = logging.getLogger("offload.tensor")
@@ -76,6 +79,7 @@ class OffloadedTensor(torch.Tensor):
     _target: torch.device
     _generation: int
     _range: Range | None = None  # what is known about its pages
+    _bound: BoundProduct | None = None  # the product with it, made ready
 
     # For users: ways in
 
@@ -590,7 +594,7 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
 # Python attributes that users and libraries set on a tensor follow its value
 
 
-_OWN = {"_handle", "_view_spec", "_target", "_generation", "_range", PARAMETER_MARK}
+_OWN = {"_handle", "_view_spec", "_target", "_generation", "_range", "_bound", PARAMETER_MARK}
 
 
 def set_by_others(tensor: OffloadedTensor) -> dict[str, Any]:

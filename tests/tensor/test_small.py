@@ -126,7 +126,7 @@ def test_an_array_of_a_small_value_can_not_be_written_to(file: Path) -> None:
         array[0] = 1
 
 
-def test_what_is_written_to_a_guest_is_not_what_the_next_op_sees(norm: OffloadedTensor) -> None:
+def test_the_next_op_does_not_see_a_write_to_a_guest(norm: OffloadedTensor) -> None:
     """As compiled code does, which is given the memory itself."""
     expected = norm.materialize()
     norm._guest.zero_()
