@@ -24,7 +24,9 @@ from tests.campaigns import asked, left_out
 if TYPE_CHECKING:
     import torch
 
+    from offload.prefetch.engine import Engine
     from tests.engines import Clock
+    from tests.prefetch.fakes import Memory
 
 pytest.register_assert_rewrite("tests.acts")
 with suppress(ImportError):  # `make gpu` installs nothing
@@ -188,6 +190,24 @@ def private_place(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Such a folder, in which private folders are created, too."""
     private_folders_in(quick_folder, monkeypatch)
     return Path(quick_folder)
+
+
+@pytest.fixture
+def memory() -> Memory:
+    """Notes what is read into it."""
+    from tests.prefetch.fakes import Memory
+
+    return Memory()
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """A prefetcher of its own, whose reader ends soon after the test."""
+    from offload.prefetch.engine import Engine
+    from offload.storage import background
+
+    monkeypatch.setattr(background, "IDLE", 0.05)
+    return Engine()
 
 
 @pytest.fixture

@@ -18,9 +18,7 @@ import offload
 from offload import save_checkpoint
 from offload.checkpoints import companions
 from offload.errors import ForeignFileError, WriteError
-from offload.testing import assert_equal
 from tests.checkpoints.forms import FORMS, outcome
-from tests.distributed.ranks import run_ranks
 
 TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "chat_template.jinja": "{{ messages }}"}
 
@@ -292,24 +290,3 @@ def test_a_save_that_failed_between_weights_and_configuration_can_be_done_again(
 
 def _fail(path: Path, *_: Any) -> None:
     raise WriteError(28, "No space left on device", str(path))
-
-
-def test_ranks_write_them_once(source: Path, tmp_path: Path) -> None:
-    def act(rank: int) -> Any:
-        model = offload.from_pretrained(source, tp_plan="auto")
-        written = []
-        original = companions.put_file
-
-        def counting(path: Path, data: bytes) -> None:
-            written.append(path.name)
-            original(path, data)
-
-        companions.put_file = counting
-        save_checkpoint(model, tmp_path / "saved")
-        return sorted(written)
-
-    assert [sorted({"config.json", "generation_config.json", *TOKENIZER}), []] == run_ranks(2, act)
-
-    again = offload.from_pretrained(tmp_path / "saved")
-    expected = dict(offload.from_pretrained(source).state_dict())
-    assert_equal(expected, dict(again.state_dict()), strides=False)

@@ -47,6 +47,7 @@ def test_the_numbers_are_those_of_transformers_in_any_dtype(dtype: torch.dtype, 
 
 
 @pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
+@pytest.mark.usefixtures("nothing_small")
 def test_a_whole_expert_is_decoded_by_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, found = _both(tmp_path, torch.float32)
     made: list[torch.Size] = []

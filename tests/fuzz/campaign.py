@@ -478,7 +478,7 @@ def _index_sample(folder: Path) -> Files:
 
 def _cache_sample(folder: Path) -> Files:
     place = folder / "cache"
-    columns = {"x": (torch.float32, (3,)), "y": (torch.int64, (None,)), "said": "json", "raw": "bytes"}
+    columns = {"x": (torch.float32, (3,)), "y": (torch.int64, (None,)), "said": "json", "raw": (torch.uint8, (None,))}
     cache = offload.TensorCache.create(place, columns, metadata={"model": "m"})
     rows = [torch.arange(n) for n in range(6)]
     for at in (0, 3):
