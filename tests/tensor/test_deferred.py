@@ -192,6 +192,7 @@ def test_moving_a_deferred_tensor_to_another_device_computes_it(waiting: Tensors
     assert fused(plain).shape == fused(waiting).to("meta").shape
 
 
+@pytest.mark.usefixtures("nothing_small")
 def test_a_failure_midway_leaves_no_file(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, tmp_path: Path) -> None:
     folder, real = tmp_path / "offload", Joined._in_box
     stored = RECORDED["fused and cast"](waiting).stored("experts", folder)  # type: ignore[attr-defined]
