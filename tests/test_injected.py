@@ -218,7 +218,7 @@ def train_more(folder):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     offload.training.save_training(model, folder, optimizer, step=2)
-    return json.loads((folder / "latest.json").read_text()).keys()
+    return json.loads((folder / "tree.json").read_text()).keys()
 
 
 def either_training(folder):

@@ -14,5 +14,5 @@ Always true:
 | `gathering` | experts of several batches as one act |
 | `stages` | the parts of a model that batches pass together |
 | `states` | thread and process state, carried between threads |
-| `waiting` | the tensors of a waiting batch: how much memory they take, and spilling them to disk |
+| `waiting` | the tensors of a waiting batch, and how much memory they take |
 """

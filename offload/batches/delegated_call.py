@@ -43,13 +43,11 @@ class DelegatedCall:
         """Whether another thread can make calls for this one."""
         return not torch.is_grad_enabled() and usable_accelerator() is None and is_bare()
 
-    def run(self, before: Callable[[], None] | None = None) -> None:
+    def run(self) -> None:
         """Make the call in this thread, after another one, if it computes as the other thread does."""
         if kernels() != self._kernels or not is_bare() or is_compiled():
             return
         try:
-            if before is not None:
-                before()
             self._result = self._state.run_delegated(self._fn)
         except Exception as error:
             self._error = error

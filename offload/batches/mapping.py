@@ -42,7 +42,6 @@ def map_batches(
     *,
     in_flight: int | None = None,
     blocks: Iterable[nn.Module | str] | None = None,
-    spill: bool = False,
     ordered: bool = True,
     progress: bool = True,
 ) -> Iterator[R]:
@@ -76,8 +75,6 @@ def map_batches(
             batch is done alone then, to see what its graph takes.
         blocks: the modules, or their names, before which batches wait for one another. None: each layer of the model,
             and each module with values before and after them.
-        spill: put what waits at a block on disk: for hidden states that do not fit in memory. KV caches stay, if they
-            are not those of `offload.integrations.kv_cache`, and so do graphs.
         ordered: give results in the order of the batches; False: as they are ready.
         progress: show a bar, on a terminal.
 
@@ -88,7 +85,6 @@ def map_batches(
 
     Raises:
         TypeError, ValueError: not a function, not a model, not a count.
-        WriteError: the disk has no room for what is spilled.
         Exception: what `fn` or `batches` raise, a `MapError` for StopIteration; the results of earlier batches have
             been given by then.
 
@@ -104,7 +100,7 @@ def map_batches(
     most = None if in_flight is None else checked_count(in_flight, "in_flight")
     models = models_of(model)
     stages = stages_of(models, blocks)
-    scheduler = Scheduler(stages, handles_of(models, stages), spills=spill)
+    scheduler = Scheduler(stages, handles_of(models, stages))
     mapping = _Mapping(fn, iter(batches), scheduler, most)
     bar = Bar(batches, desc="batches", delay=1, disable=None if progress else True, leave=False)
     return mapping.results(bar, ordered=ordered)

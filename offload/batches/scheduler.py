@@ -28,14 +28,13 @@ from functools import partial
 from operator import attrgetter
 from queue import SimpleQueue
 
-import torch
 from torch import nn
 
 from offload.annotations import Args, Kwargs
 from offload.batches.delegated_call import DelegatedCall, Forward
 from offload.batches.gathering import Gathering
 from offload.batches.states import Settings, Thread, ThreadState
-from offload.batches.waiting import Spilled, storages_of, tensors_in, waiting_bytes
+from offload.batches.waiting import tensors_in, waiting_bytes
 from offload.importing import imported
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
@@ -65,8 +64,6 @@ class Call:
         is_computing: whether the iterating thread is inside of its stage.
         thread: its thread.
         waiting_bytes: memory of its tensors while it waits.
-        made: if waiting tensors go to disk: those that its last stage has created and nothing else refers to.
-        taken: the storages passed to its current stage, by id, and whether they were created by a stage.
     """
 
     def __init__(
@@ -84,10 +81,7 @@ class Call:
         self.result: object = None
         self.error: BaseException | None = None
         self.waiting_bytes = 0
-        self.made: list[torch.Tensor] = []
-        self.taken: dict[int, bool] = {}
         self._first, self._settings = settings, settings
-        self._spilled: Spilled | None = None
         self._delegated: DelegatedCall | None = None
         self.is_computing = False
         self._is_stopped = self._was_told = False
@@ -169,14 +163,9 @@ class Call:
             self.is_computing = True
             try:
                 with self.scheduler.lease.joined(), gathered_by(self.scheduler.gathering):
-                    delegated.run(None if self._spilled is None else self._spilled.bring_back)
+                    delegated.run()
             finally:
                 self.is_computing = False
-
-    def announce(self) -> None:
-        """Its turn is near: read ahead what it has on disk."""
-        if self._spilled is not None:
-            self._spilled.announce()
 
     # In the call's thread
 
@@ -189,18 +178,12 @@ class Call:
             delegated: to be run first, when it is the turn.
         """
         self._refuse_stopped()
-        tensors = tensors_in(given)
-        spilled = Spilled.of(tensors, self.made) if self.scheduler.spills and self.scheduler.is_shared else None
-        self.made = []
         self.waiting_bytes = waiting_bytes(tensors_in(given, caches=True))
-        self._spilled, self.place = spilled, place
-        del tensors
+        self.place = place
         try:
             self._wait(delegated, is_turn=False)
         finally:
-            self._spilled, self.place = None, None
-            if spilled is not None:
-                spilled.bring_back()
+            self.place = None
         self._refuse_stopped()
 
     def delegate(self, delegated: DelegatedCall) -> None:
@@ -232,7 +215,6 @@ class Call:
             self.error = error
         finally:
             del fn
-            self.made = []
             self.thread.check()
             self.has_ended = True
             self._back.put(False)
@@ -242,15 +224,13 @@ class Scheduler:
     """Calls on their way through the stages of models.
 
     Attributes:
-        spills: whether waiting tensors go to disk.
         lease: holds the values on disk that calls at the current stage use.
         gathering: where calls wait for others that compute the same experts.
         sweeps: how often it has come back to the first stage.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], blocks: Sequence[Sequence[Handle]], *, spills: bool) -> None:
+    def __init__(self, stages: Sequence[nn.Module], blocks: Sequence[Sequence[Handle]]) -> None:
         """`blocks` are the values that each stage is expected to use."""
-        self.spills = spills
         self.sweeps = 0
         self._stages, self._blocks = stages, blocks
         self._places = 2 * max(len(stages), 1)
@@ -267,11 +247,6 @@ class Scheduler:
         """The number of calls in progress."""
         return len(self._calls)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several calls are in progress."""
-        return len(self._calls) > 1
-
     def begin(
         self, number: int, fn: Callable[[], object], state: ThreadState, settings: Settings, *, alone: bool
     ) -> Call:
@@ -285,24 +260,22 @@ class Scheduler:
 
     def go_on(self) -> Call:
         """Run the next call; returns it."""
-        first, *others = sorted(self._calls, key=self._distance)
+        first = min(self._calls, key=self._distance)
         assert first.place is not None
         if first.place != self._at:
             self.sweeps += first.place == 0
             self._at = first.place
             self.lease.move_on()
-        for call in others[:1]:
-            call.announce()
         self._carry(first)
         return first
 
     def _compute_next(self) -> bool:
         """Compute the current stage for the next call, while others in it wait; False if none can be computed.
 
-        Where something would see the order of the calls, or memory is for one, none is.
+        Where something would see the order of the calls, none is.
         """
         waiting = [call for call in self._calls if call.place == self._at and call.is_ready]
-        if not waiting or self.spills or _has_hooks(self._stages[self._at]):
+        if not waiting or _has_hooks(self._stages[self._at]):
             return False
         min(waiting, key=attrgetter("number")).compute()
         return True
@@ -420,23 +393,16 @@ class Scheduler:
         call = self._mine()
         if call is None:
             return
-        if self.spills:
-            made = storages_of(call.made)
-            call.taken = {key: key in made for key in storages_of(tensors_in(given))}
         if stage != self._at:
             call.wait_at(stage, given, delegated)
         elif delegated is not None:
             call.delegate(delegated)
 
-    def _leave(self, place: int, module: nn.Module, _args: Args, output: object) -> None:
+    def _leave(self, place: int, _module: nn.Module, _args: Args, output: object) -> None:
         """After a stage: backward will wait for the others before it comes down to this one."""
-        call = self._mine()
-        if call is None:
+        if self._mine() is None:
             return
-        tensors = tensors_in(output)
-        if self.spills:
-            call.made = _made_by(module, tensors, call.taken)
-        for tensor in tensors:
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(self._return_to, place))
 
@@ -485,12 +451,6 @@ def _carry_out(undo: list[Callable[[], object]]) -> None:
     while undo:
         undo[-1]()
         undo.pop()
-
-
-def _made_by(module: nn.Module, tensors: list[torch.Tensor], taken: dict[int, bool]) -> list[torch.Tensor]:
-    """Tensors returned by a module that belong neither to the module nor to its caller."""
-    own = storages_of(tensors_in([vars(part) for part in module.modules()], own=True))
-    return [one for one in tensors if all(key not in own and taken.get(key, True) for key in storages_of([one]))]
 
 
 def _forget() -> None:

@@ -5,7 +5,7 @@ Always true:
 - a value is replaced in one step, when all layers that hold it are merged
 - from file to file, each layer is merged into what the base's own files hold; a file of a merged value says so, and is
   not computed again after a kill
-- after a failure the model is without adapters
+- after a failure the model is without adapters; if values were merged it says so, and no adapter is merged into it
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ log = logging.getLogger("offload.integrations")
 
 _BLOCK = 1 << 20  # bytes per read
 _MARK = ("merged",)  # in a file of a run, which has one adapter
+_HALF = "_offload_half_merged"  # attribute of a model: the adapter whose merge failed half-way
 
 
 def merge_lora(model: nn.Module, adapter: PathLike, *, progress: bool = True) -> MapReport:
@@ -57,8 +58,8 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, progress: bool = True) ->
     of adapter that peft merges: LoRA in all its forms, IA3, LoHa, OFT..., also with `modules_to_save`, trainable tokens
     and adapted experts. Only what peft needs for one layer, and the adapter, is in memory.
 
-    A merge that was interrupted is repeated after the base is loaded again, whose checkpoint is not written to. The
-    command `offload merge-lora` writes a new checkpoint, and can be resumed.
+    A merge that was interrupted is repeated with the base loaded again, as a new model; its checkpoint is not written
+    to. The command `offload merge-lora` writes a new checkpoint, and can be resumed.
 
     Args:
         model: the base, on disk, in memory, or both; each value stays where it is.
@@ -70,8 +71,8 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, progress: bool = True) ->
 
     Raises:
         CheckpointError: there is no adapter, or it belongs to another model.
-        UnsupportedOpError: peft does not merge adapters of this kind, the base is quantized, or has an adapter. Nothing
-            is changed.
+        UnsupportedOpError: peft does not merge adapters of this kind, the base is quantized, or has an adapter, or an
+            earlier merge into it failed half-way. Nothing is changed.
         MapError: peft failed on a layer; the message names it. Those before it are done.
         MetaTensorError, WriteError
 
@@ -98,17 +99,22 @@ def _merged(model: nn.Module, adapter: str, mark: tuple[str, ...], *, progress: 
             f"this {type(model).__name__} has an adapter already: load its base alone, as "
             "offload.from_pretrained(..., adapter=False)"
         )
+    if _HALF in vars(model):
+        raise UnsupportedOpError(
+            f"merging {vars(model)[_HALF]} into this {type(model).__name__} failed half-way, and its first layers "
+            "would be merged twice: load the base again, as a new model"
+        )
     values, places, kind = values_of(model), Replacing(model, "merged"), _kind_of(adapter)
-    with _as_it_was(model), warnings.catch_warnings():
+    with _as_it_was(model), _half_merged(model, adapter, values) as begun, warnings.catch_warnings():
         tuner, read = _with_adapter(model, adapter, values)
         for value in values if mark else ():
             adopt(value, *mark)
         before = [value.name for value in values if mark and mark[0] in marks_on(value.tensor)]
-        merging = _Merging(_layers_of(model), values, mark, before)
+        merging = _Merging(_layers_of(model), values, mark, before, begun)
         with progress_in_bytes(merging.nbytes, "merging", shown=progress) as merging.advance:
             with merging.instead():
                 _merge_by(tuner, adapter, kind, merging)
-            replaced = [*read, *merging.replaced, *places.finish()]
+            replaced = [*read, *begun, *places.finish()]
     log.info("merged %s: %d layers, %d values replaced", adapter, merging.done, len(replaced))
     return MapReport(tuple(name for name in dict.fromkeys(replaced) if name not in before), (), tuple(before))
 
@@ -172,7 +178,6 @@ class _Merging:
         nbytes: of all values that layers hold.
         advance: is called with the bytes that are done.
         at: the layer that is being merged.
-        replaced: names of values.
         done: number of layers.
 
     Args:
@@ -180,12 +185,20 @@ class _Merging:
         values: of the base.
         mark: notes for the files of merged values.
         before: names of values that are merged already.
+        begun: gets the names of values, each before it is replaced.
     """
 
-    def __init__(self, layers: Mapping[str, Any], values: list[Slot], mark: tuple[str, ...], before: list[str]) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, Any],
+        values: list[Slot],
+        mark: tuple[str, ...],
+        before: list[str],
+        begun: list[str],
+    ) -> None:
         self.advance: Callable[[int], object] = int
         self.at, self.done = "", 0
-        self.replaced: list[str] = []
+        self._begun = begun
         self.is_resumable = bool(mark)
         self._mark, self._before, self._layers = mark, before, layers
         slots = {id(tensor): value for value in values for tensor in (value.tensor, *value.others)}
@@ -233,8 +246,8 @@ class _Merging:
         if self._left[value.name]:
             self._new[value.name] = new
         elif value.name not in self._before and not same_bits(value.tensor, new):
+            self._begun.append(value.name)
             replace(value, new, (*marks_on(value.tensor), *self._mark), ANY_KIND)
-            self.replaced.append(value.name)
         self.advance(value.nbytes)
 
 
@@ -363,6 +376,18 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             module.training = was
         for name, tensor in model.named_parameters(remove_duplicate=False):
             tensor.requires_grad_(grads.get(name, tensor.requires_grad))
+
+
+@contextmanager
+def _half_merged(model: nn.Module, adapter: str, values: list[Slot]) -> Iterator[list[str]]:
+    """Note on the model that a merge failed after values were changed: those that the caller lists, or peft did."""
+    before, begun = [_state_of(value.tensor) for value in values], list[str]()
+    try:
+        yield begun
+    except BaseException:
+        if begun or before != [_state_of(value.tensor) for value in values]:
+            vars(model)[_HALF] = adapter
+        raise
 
 
 def _unload(model: nn.Module) -> None:

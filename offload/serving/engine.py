@@ -164,7 +164,7 @@ class Engine:
         with torch.inference_mode():
             while self._has_work():
                 try:
-                    self._work(Scheduler(self._stages, self._handles, spills=False))
+                    self._work(Scheduler(self._stages, self._handles))
                 except Exception as error:
                     _log.exception("a pass failed")
                     self._fail_all(error)

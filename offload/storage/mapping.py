@@ -25,7 +25,6 @@ from offload.storage.reasons import explained
 
 _FAILED = ctypes.c_void_p(-1).value
 _NO_RESERVE = 0x4000  # Python exposes it since 3.13
-_FIXED = 0x10  # Python does not expose it
 _WRITABLE = 0x200  # PyBUF_WRITE
 _HUGE = 2 << 20
 
@@ -92,33 +91,6 @@ def scratch(layout: Layout) -> torch.Tensor:
     flat = torch.frombuffer(memory, dtype=torch.uint8, requires_grad=False)
     empty = torch.empty(0, dtype=layout.dtype, device="cpu")
     return empty.set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
-
-
-def swapped_out(address: int, nbytes: int, fd: int, start: int) -> None:
-    """Replace whole pages of memory by a copy-on-write mapping of a file that holds the same bytes from `start` on.
-
-    Raises:
-        OSError: the system refused; nothing has changed.
-    """
-    _replace(address, nbytes, mmap.MAP_PRIVATE | _NO_RESERVE, fd, start)
-
-
-def swapped_in(address: int, nbytes: int) -> None:
-    """Turn such pages back into anonymous memory with their current contents.
-
-    Raises:
-        OSError: the system refused; nothing has changed.
-    """
-    view = view_memory(address, nbytes)
-    now = bytes(view)
-    _replace(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    view[:] = now
-
-
-def _replace(address: int, nbytes: int, flags: int, fd: int, start: int) -> None:
-    if libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _FIXED, fd, start) == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
 
 
 def view_memory(address: int, size: int) -> memoryview:

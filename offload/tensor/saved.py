@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,10 +60,24 @@ def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, 
     parts = {name: tensor}
     if value is not None:
         parts, notes["subclass"] = flatten(value, name)
-    layouts = {key: layout_of(part) for key, part in parts.items()}
+    write_dense(path, parts, notes)
+
+
+def write_dense(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    notes: Mapping[str, object],
+    advance: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Like `write_file`, for several dense values in one file; `advance` is told the bytes that were written.
+
+    Raises: as `write_file`.
+    """
+    layouts = {key: layout_of(part) for key, part in tensors.items()}
 
     def fill(fd: int, key: str, start: int) -> None:
-        write_value(fd, start, parts[key].detach().permute(layouts[key].order), layouts[key].dtype)
+        write_value(fd, start, tensors[key].detach().permute(layouts[key].order), layouts[key].dtype)
+        advance(tensors[key].nbytes)
 
     write_beside(path, path, layouts, {}, fill, notes)
 

@@ -1,25 +1,21 @@
 """Training checkpoints: model, optimizer and everything that belongs to them, at one point in time.
 
 Always true:
-- a checkpoint is complete and on the disk before it becomes the latest; until then, and after a failure or a kill at
-  any moment, the previous one is
+- a checkpoint is a tree (`offload.tree`), whose manifest is replaced in one step: after a failure or a kill at any
+  moment it is the previous one, or the new one
 - what is on disk is copied from file to file; nothing is in memory as a whole
+- a tree that the user saved is not replaced, and what the saved tensors refer to is not removed
 - nothing in a checkpoint is executed: tensors are safetensors, the rest is JSON
 - a checkpoint is read and checked completely before any state is restored from it
-- earlier checkpoints are removed file by file as they were written, and never one that tensors refer to; besides these
-  only a new one that did not become the latest is removed
 """
 
 from __future__ import annotations
 
 import copy
-import errno
 import os
 import random
-import re
-import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,36 +27,37 @@ from torch.optim import Optimizer
 
 from offload.errors import (
     CheckpointError,
+    CorruptFileError,
     DtypeMismatchError,
-    MissingFileError,
+    ForeignFileError,
     OffloadError,
+    UnknownTypeError,
     UnsupportedOpError,
 )
-from offload.models.loader import load_file
-from offload.models.saving import save_checkpoint
-from offload.storage.header import MARK, VERSION
-from offload.storage.nodes import Way, decode, encode
+from offload.storage.header import MARK
+from offload.storage.nodes import Way, encode
 from offload.storage.owning import writable_base
-from offload.storage.reasons import short, some, writing
-from offload.storage.regular import absolute, is_folder, is_there
-from offload.storage.replacing import made_folder, remove, replacing_folder
-from offload.storage.state_file import MOST_NESTED, Kind, state_if_ours, write_state
-from offload.storage.write import refuse_foreign
+from offload.storage.reasons import short, some
+from offload.storage.regular import absolute
+from offload.storage.state_file import MOST_NESTED, Kind, read_state
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.materialize import materialize
-from offload.tensor.saved import files_of, subclass_value
+from offload.tensor.saved import subclass_value
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import is_offloaded
 from offload.training.optimizer import is_on_disk, log
-from offload.tree.structure import Named, classes_among
+from offload.tree.saved import KIND, MANIFEST, load_tree, save_as
 
 StateDict: TypeAlias = dict[str, Any]
 """What `state_dict` returns."""
 
-_LATEST = "latest.json"
-_STATE = "state.json"
-_CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
-_KIND = Kind(what="a file of save_training", stamp={MARK: {"version": VERSION}}, most=MOST_NESTED)
+_KIND = Kind(
+    what="a training checkpoint that offload saved",
+    stamp={MARK: {**KIND.stamp[MARK], "training": True}},
+    missing="there is no training checkpoint yet: save_training writes one",
+    foreign=ForeignFileError,
+    most=MOST_NESTED,
+)
 
 
 def save_training(
@@ -76,7 +73,7 @@ def save_training(
 
     Args:
         model: whose `state_dict` is saved.
-        folder: for checkpoints; is made if need be. Of those in it the latest stays, and is replaced in one step.
+        folder: for this alone; is made if need be. An earlier checkpoint in it is replaced in one step.
         optimizer: whose `state_dict` is saved, on disk or in memory.
         frozen: whether parameters that do not require grad are saved too. With False they are the caller's to load
             again, from where they came: for adapters on a large model.
@@ -84,43 +81,26 @@ def save_training(
             schedulers, scalers, data loaders.
 
     Returns:
-        The checkpoint's folder, in `folder`.
+        The manifest, `tree.json`: `load_tree` opens the parts in place.
 
     Raises:
         TypeError: something in `extra` is neither.
         UnsupportedOpError: a value has no form in a safetensors file.
-        ForeignFileError: `folder` has a file of the same name that offload did not write.
-        WriteError: the disk is full... The checkpoint before stays.
+        ForeignFileError: `folder` has a `tree.json` that `save_training` did not write.
+        WriteError: the disk is full, another process is saving there... The checkpoint before stays.
 
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> optimizer = torch.optim.AdamW(layer.parameters())
         >>> save_training(layer, "run", optimizer, step=10).name
-        'checkpoint-1'
+        'tree.json'
         >>> load_training(layer, "run", optimizer)
         {'step': 10}
     """
-    folder = absolute(folder)
-    latest = folder / _LATEST
-    refuse_foreign(latest, _KIND, "was not written by offload: it is left as it is. Save to another folder.")
-    named = Named()
-    structure = encode(
-        _parts(model, optimizer, extra, frozen=frozen),
-        lambda tensor, way: {"tensor": named.name_for(_checked(tensor, way), way)},
-    )
-    made_folder(folder)
-    with writing(folder):
-        numbers = [int(found[1]) for path in folder.iterdir() if (found := _CHECKPOINT.fullmatch(path.name))]
-    made = folder / f"checkpoint-{max(numbers, default=0) + 1}"
-    with replacing_folder(made) as temporary:
-        files = save_checkpoint({name: tensor.detach() for name, tensor in named.tensors.items()}, temporary)
-        write_state(temporary / _STATE, _KIND, {"files": [path.name for path in files], "structure": structure})
-    try:
-        write_state(latest, _KIND, {"checkpoint": made.name})
-    finally:
-        with suppress(OSError):  # what can't be removed now is removed by the next save
-            _sweep(folder, made, named.tensors.values())
-    log.info("%s is the latest checkpoint, of %s tensors", made, len(named.tensors))
+    parts = _parts(model, optimizer, extra, frozen=frozen)
+    encode(parts, _checked)  # refuses what loading could not make again
+    made = save_as(_KIND, parts, folder, together=True)
+    log.info("saved a training checkpoint in %s", made.parent)
     return made
 
 
@@ -152,7 +132,7 @@ def load_training(
         >>> load_training(layer, "a_run")
         {'step': 7}
     """
-    checkpoint = _latest(absolute(folder))
+    checkpoint = absolute(folder)
     saved = _read(checkpoint)
     missing = stateful.keys() - saved.stateful.keys()
     if missing or (optimizer is not None and saved.optimizer is None):
@@ -219,12 +199,8 @@ def _parts(model: nn.Module, optimizer: Optimizer | None, extra: StateDict, *, f
     }
 
 
-def _checked(tensor: torch.Tensor, way: Way) -> torch.Tensor:
-    """A tensor that can be stored in a training checkpoint.
-
-    Raises:
-        UnsupportedOpError: it is a subclass, such as a quantized weight.
-    """
+def _checked(tensor: torch.Tensor, way: Way) -> object:
+    """Raises `UnsupportedOpError` if a training checkpoint can't store a tensor: a subclass, as a quantized weight."""
     name = ".".join(way)
     refuse_unstorable(tensor, name)
     if subclass_value(tensor) is not None:
@@ -232,7 +208,7 @@ def _checked(tensor: torch.Tensor, way: Way) -> torch.Tensor:
             f"{name} is a tensor subclass, which a training checkpoint can't store: pass frozen=False to leave out "
             "parameters that are not trained"
         )
-    return tensor
+    return None
 
 
 def _random_states() -> StateDict:
@@ -273,21 +249,22 @@ def _read(checkpoint: Path) -> _Saved:
     Raises:
         CheckpointError, CorruptFileError, MissingFileError: it is incomplete.
     """
-    state = state_if_ours(checkpoint / _STATE, _KIND)
-    if state is None:
-        raise CheckpointError(f"{checkpoint / _STATE} is missing or incomplete: the checkpoint can't be used")
-    tensors = load_file(checkpoint)
     try:
-        parts = decode(state["structure"], lambda kind, name: {"tensor": tensors}[kind][name], classes_among(()))
-        found = _Saved(**{**parts, "left_out": set(parts["left_out"])})
-        named: list[object] = [found.model, found.stateful, found.extra, found.random]
+        read_state(checkpoint / MANIFEST, _KIND)  # refuses other trees
+        parts = load_tree(checkpoint)
+        saved = _Saved(**{**parts, "left_out": set(parts["left_out"])})
+        named: list[object] = [saved.model, saved.stateful, saved.extra, saved.random]
         if not all(isinstance(part, dict) and all(isinstance(name, str) for name in part) for part in named):
             raise TypeError("a part is not a dictionary")
-        if found.optimizer is not None:
-            _check_optimizer(found.optimizer)
+        if saved.optimizer is not None:
+            _check_optimizer(saved.optimizer)
+    except (CorruptFileError, ForeignFileError, UnknownTypeError) as error:
+        raise CheckpointError(f"{error} (nothing was changed)") from error
+    except OffloadError:
+        raise
     except Exception as error:  # malformed parts can raise anything
         raise _damaged(checkpoint, f"it ({type(error).__name__}: {short(error)})") from error
-    return found
+    return saved
 
 
 def _check_optimizer(state: Any) -> None:
@@ -302,7 +279,7 @@ def _check_optimizer(state: Any) -> None:
 
 def _damaged(checkpoint: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{checkpoint / _STATE} is not complete: {what} can't be used, and nothing was changed. Use an earlier copy "
+        f"{checkpoint / MANIFEST} is not complete: {what} can't be used, and nothing was changed. Use an earlier copy "
         "of the folder, or start training again."
     )
 
@@ -344,42 +321,3 @@ def _require_open(saved: Iterable[object], values: Iterable[object]) -> None:
         handle_of(tensor).base()
     for tensor in filter(is_offloaded, values):
         writable_base(handle_of(tensor))
-
-
-# Folders
-
-
-def _latest(folder: Path) -> Path:
-    if not is_there(folder / _LATEST):
-        reason = "there is no training checkpoint yet: save_training writes one"
-        raise MissingFileError(errno.ENOENT, reason, str(folder))
-    pointer = state_if_ours(folder / _LATEST, _KIND) or {}
-    name = pointer.get("checkpoint")
-    if not isinstance(name, str) or not _CHECKPOINT.fullmatch(name):
-        raise CheckpointError(
-            f"{folder / _LATEST} names no training checkpoint: it is damaged, or was written by another program"
-        )
-    if not is_folder(folder / name):
-        raise MissingFileError(errno.ENOENT, f"the checkpoint that {_LATEST} names is gone", str(folder / name))
-    return folder / name
-
-
-def _sweep(folder: Path, made: Path, saved: Iterable[torch.Tensor]) -> None:
-    """Remove the earlier checkpoints, except one that tensors refer to; and the new one if it is not the latest.
-
-    Raises:
-        ReadError: the latest can't be determined; all of them stay.
-    """
-    if (state_if_ours(folder / _LATEST, _KIND) or {}).get("checkpoint") != made.name:
-        shutil.rmtree(made, ignore_errors=True)
-        return
-    in_use = {file.parent for tensor in saved for file in files_of(tensor)}
-    for path in folder.iterdir():
-        if not _CHECKPOINT.fullmatch(path.name) or path in {made, *in_use} or path.is_symlink():
-            continue
-        files = (state_if_ours(path / _STATE, _KIND) or {}).get("files")
-        if isinstance(files, list) and all(isinstance(name, str) for name in files):
-            for name in (*files, _STATE):
-                remove(path / Path(name).name)
-            with suppress(OSError):  # another program has put a file there
-                path.rmdir()

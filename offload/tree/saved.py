@@ -3,8 +3,9 @@
 Always true:
 - `tree.json` defines the tree: it is replaced in one step, once every file that it names is on the disk. A crash before
   that leaves the old tree, a crash after it the new one
-- each save puts its files in a new numbered folder; files of the previous tree that the new one shares stay where
-  they are, the others are removed
+- a tree of one kind (training checkpoints are another) never replaces one of the other
+- each save puts its files in a new numbered folder; files of the previous tree that the new one shares, or that its
+  tensors are views of, stay where they are, the others are removed
 - only two things are removed: tree files in numbered folders that no manifest names, and what a killed process left
 - no value is ever in memory as a whole
 """
@@ -46,18 +47,19 @@ from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
 from offload.tensor.arguments import checked_device, refuse_unstorable
-from offload.tensor.saved import write_file
+from offload.tensor.saved import files_of, write_dense, write_file
 from offload.tensor.views import handle_of, is_part, view_spec_of
 from offload.tensor.wrapper import dressed, is_offloaded, wrap_handle
 from offload.tree.structure import ROOT, Named, classes_among
 
 _log = logging.getLogger("offload.tree")
-_MANIFEST = "tree.json"
+MANIFEST = "tree.json"
 _VERSION = 1
 _NOTES = {"tree": _VERSION}  # what the files of a tree note in addition to their values
 _NUMBER = re.compile(r"[1-9][0-9]*")
+_TOGETHER = "tensors.safetensors"
 _FILE = re.compile(r"[1-9][0-9]*/[^/\\]+\.safetensors")
-_KIND = Kind(
+KIND = Kind(
     what="a tree that offload saved",
     stamp={MARK: {"tree": _VERSION}},
     missing="there is no tree here: save_tree writes this file. Is it another folder?",
@@ -79,8 +81,8 @@ def save_tree(tree: object, folder: str | os.PathLike[str]) -> Path:
     """Write nested data to a folder: the structure as JSON, each tensor to a safetensors file of its own.
 
     An existing tree is replaced as a whole: a crash leaves the old one or the new one. A tensor that was loaded
-    from it, and has not been written to, keeps its file. Other tensors
-    over the old tree can't be used after.
+    from it, and has not been written to, keeps its file, and what `tree` has views of stays until a later save. Other
+    tensors over the old tree can't be used after.
 
     Args:
         tree: dicts (with keys of any type allowed here except tensors), lists, tuples, dataclasses, named tuples,
@@ -94,25 +96,36 @@ def save_tree(tree: object, folder: str | os.PathLike[str]) -> Path:
     Raises:
         UnknownTypeError: a value can't be stored in a tree; the message says where it is, and its type.
         UnsupportedOpError: a tensor has no dense value.
-        ForeignFileError: there is a `tree.json` of another program.
+        ForeignFileError: there is a `tree.json` of another program, or of a training checkpoint.
         WriteError: the disk is full, the folder is read-only, another process is saving there...
 
     Example:
         >>> save_tree({"step": 3, "state": [torch.ones(2), None]}, "saved_tree").name
         'tree.json'
     """
+    return save_as(KIND, tree, folder)
+
+
+def save_as(kind: Kind, tree: object, folder: str | os.PathLike[str], *, together: bool = False) -> Path:
+    """Like `save_tree`, as a tree of this kind.
+
+    Args:
+        together: put all tensors, which are dense, into one file: for many small ones, where a file each costs more
+            than the data. None keeps its file at the next save.
+    """
     folder = absolute(folder)
     named = Named()
     structure = encode(tree, lambda tensor, way: {_kind_of(tensor, way): named.name_for(tensor, way)}, name_of)
     made_folder(folder)
     with _alone_in(folder):
-        old = _files_that_stand(folder)
+        old, in_use = _files_that_stand(folder, kind), _files_behind(named.tensors.values(), folder)
         with writing(folder):
-            _sweep(folder, old)
+            _sweep(folder, old | in_use)
             number = 1 + max((int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
-        files = {name: file for name, tensor in named.tensors.items() if (file := _file_in(folder, tensor, old))}
+        reusable = () if together else old
+        files = {name: file for name, tensor in named.tensors.items() if (file := _file_in(folder, tensor, reusable))}
         new = {name: tensor for name, tensor in named.tensors.items() if name not in files}
-        files |= {name: f"{number}/{file_name(name)}" for name in new}
+        files |= {name: f"{number}/{_TOGETHER if together else file_name(name)}" for name in new}
         tensors = {
             name: {"file": files[name], "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
             for name, tensor in named.tensors.items()
@@ -121,12 +134,12 @@ def save_tree(tree: object, folder: str | os.PathLike[str]) -> Path:
         try:
             if new:
                 with replacing_folder(folder / str(number)) as place:
-                    _write_files(place, new)
-            write_state(folder / _MANIFEST, _KIND, {"tensors": tensors, "structure": structure})
+                    (_write_together if together else _write_apart)(place, new)
+            write_state(folder / MANIFEST, kind, {"tensors": tensors, "structure": structure})
         finally:
             with suppress(OffloadError, OSError):  # what can't be removed now is removed by the next save
-                _sweep(folder, _files_that_stand(folder))
-    return folder / _MANIFEST
+                _sweep(folder, _files_that_stand(folder, kind) | in_use)
+    return folder / MANIFEST
 
 
 def load_tree(
@@ -197,11 +210,16 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_apart(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with progress_in_bytes(sum(tensor.nbytes for tensor in tensors.values()), "saving") as advance:
         for name, tensor in tensors.items():
             write_file(folder / file_name(name), name, tensor, _NOTES)
             advance(tensor.nbytes)
+
+
+def _write_together(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    with progress_in_bytes(sum(tensor.nbytes for tensor in tensors.values()), "saving") as advance:
+        write_dense(folder / _TOGETHER, tensors, _NOTES, advance)
 
 
 def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | None:
@@ -221,6 +239,12 @@ def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | 
 
 
 # Removing
+
+
+def _files_behind(tensors: Iterable[torch.Tensor], folder: Path) -> set[str]:
+    """The files in numbered folders that these tensors are views of."""
+    paths = [path for tensor in tensors for path in files_of(tensor)]
+    return {f"{path.parent.name}/{path.name}" for path in paths if path.parent.parent == folder}
 
 
 def _sweep(folder: Path, files: Collection[str]) -> None:
@@ -252,18 +276,26 @@ def _is_ours(path: Path) -> bool:
 
 
 def _manifest(folder: Path) -> dict[str, Json]:
-    path = folder / _MANIFEST
-    found = read_state(path, _KIND)
+    path = folder / MANIFEST
+    found = read_state(path, KIND)
     if not isinstance(found.get("tensors"), dict) or "structure" not in found:
         raise CorruptFileError(f"{path} names no tensors, or no structure: save the tree again")
     return found
 
 
-def _files_that_stand(folder: Path) -> set[str]:
-    """The files of the current tree in a folder, if there is one."""
-    if not is_there(folder / _MANIFEST):
+def _files_that_stand(folder: Path, kind: Kind) -> set[str]:
+    """The files of the current tree in a folder, if there is one.
+
+    Raises:
+        ForeignFileError: it is not a tree of this kind.
+    """
+    path = folder / MANIFEST
+    if not is_there(path):
         return set()
-    return {spec["file"] for spec in _manifest(folder)["tensors"].values() if _is_spec(spec)}
+    manifest = _manifest(folder)
+    if manifest[MARK] != kind.stamp[MARK]:
+        raise ForeignFileError(f"{path} is not {kind.what}: it is left as it is. Take another folder.")
+    return {spec["file"] for spec in manifest["tensors"].values() if _is_spec(spec)}
 
 
 def _is_spec(spec: Json) -> bool:
@@ -299,6 +331,6 @@ def _tree_of(
     try:
         return decode(manifest["structure"], tensor, classes_among(types))
     except UnknownTypeError as error:
-        raise UnknownTypeError(f"{folder / _MANIFEST}: {error}") from error
+        raise UnknownTypeError(f"{folder / MANIFEST}: {error}") from error
     except CorruptFileError as error:
-        raise CorruptFileError(f"{folder / _MANIFEST} can't be used: {error}. Save the tree again.") from error
+        raise CorruptFileError(f"{folder / MANIFEST} can't be used: {error}. Save the tree again.") from error

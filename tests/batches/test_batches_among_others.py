@@ -20,52 +20,9 @@ import torch
 from torch import nn
 
 import offload
-from offload.batches import waiting
 from offload.batches.mapping import map_batches
 from offload.batches.waiting import tensors_in, waiting_bytes
 from offload.prefetch.plan import Pool
-from offload.storage.mapping import swapped_in, swapped_out
-
-WIDTH, ROWS = 64, 512
-
-
-class Positions(nn.Module):
-    """Returns tensors that it holds: a buffer, a part of a parameter, and one created by its first call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.randn(ROWS, WIDTH))
-        self.learned = nn.Parameter(torch.randn(2 * ROWS, WIDTH))
-        self.cached: dict[int, torch.Tensor] = {}
-
-    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
-        if len(x) not in self.cached:
-            self.cached[len(x)] = torch.ones(len(x), WIDTH)
-        return self.table, self.learned[: len(x)], self.cached[len(x)]
-
-
-class Layer(nn.Module):
-    """Passes on its input, beside its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.linear(x) + sum(others), *others)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = Positions()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        others = self.positions(x)
-        for layer in self.layers:
-            x, *others = layer(x, *others)
-        return x
 
 
 def equal(expected: Any, found: Any) -> bool:
@@ -76,68 +33,6 @@ def equal(expected: Any, found: Any) -> bool:
 def layers(depth: int = 3, width: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
-
-
-@torch.no_grad()
-def test_tensors_that_a_module_holds_and_returns_are_not_spilled():
-    """Other batches use it at the same time."""
-    model = Model()
-    batches = [torch.randn(ROWS, WIDTH) for _ in range(4)]
-
-    assert equal(map(model, batches), map_batches(model, batches, model, in_flight=4, spill=True))
-
-
-@torch.no_grad()
-def test_tensors_that_batches_share_are_not_spilled_when_a_module_returns_them():
-    model = Model()
-    shared = torch.randn(ROWS, WIDTH)
-    batches = [torch.randn(ROWS, WIDTH) for _ in range(4)]
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        mask = shared
-        for layer in model.layers:
-            x, mask = layer(x, mask)
-        return x
-
-    assert equal(map(fn, batches), map_batches(fn, batches, model, in_flight=4, spill=True))
-
-
-@torch.no_grad()
-def test_tensors_that_pass_through_a_module_are_spilled(monkeypatch):
-    """In-place layers pass on what the first of them was given."""
-    on_disk: set[int] = set()
-
-    def out(address: int, *rest: int) -> None:
-        swapped_out(address, *rest)
-        on_disk.add(address)
-
-    def back(address: int, nbytes: int) -> None:
-        swapped_in(address, nbytes)
-        on_disk.remove(address)
-
-    monkeypatch.setattr(waiting, "swapped_out", out)
-    monkeypatch.setattr(waiting, "swapped_in", back)
-
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.randn(WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(len(on_disk))
-            return x.add_(self.bias)
-
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(InPlace() for _ in range(3)))
-    batches = [torch.randn(ROWS, WIDTH) for _ in range(3)]
-    seen: list[int] = []
-    expected = [model(batch) for batch in batches]
-    seen.clear()
-
-    found = list(map_batches(model, batches, model, in_flight=3, spill=True))
-
-    assert equal(expected, found)
-    assert sum(count > 0 for count in seen) > 2 * len(batches)
-    assert not on_disk
 
 
 @torch.no_grad()
@@ -265,54 +160,6 @@ def test_a_copy_made_between_results_is_an_ordinary_model(copied):
     assert torch.equal(expected, other(x))
     assert 5 == len(list(results))
     assert torch.equal(expected, other(x))
-
-
-MASKS: dict[int, torch.Tensor] = {}
-
-
-def cached_mask(size: int) -> torch.Tensor:
-    if size not in MASKS:
-        MASKS[size] = torch.full((size, 64), 2.0)
-    return MASKS[size]
-
-
-class Masking(nn.Module):
-    """Passes on what a function has made, and holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(64))
-
-    def forward(self, x: torch.Tensor, _: object = None) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = cached_mask(len(x))
-        return x * self.weight + mask, mask
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("writes", [False, True])
-def test_tensors_cached_by_a_function_stay_available_while_spilled(writes):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Masking() for _ in range(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            mask = None
-            for layer in self.layers:
-                x, mask = layer(x, mask)
-                if writes:
-                    mask += 1
-                x = x * mask.mean()
-            return x
-
-    MASKS.clear()
-    model = Model()
-    batches = [torch.full((4096, 64), float(at)) for at in range(4)]
-    found = list(map_batches(model, batches, model, in_flight=4, spill=True))
-    if writes:  # then batches are not independent, however they are called
-        assert torch.equal(torch.full((4096, 64), 2.0 + 4 * 4), MASKS[4096])
-    else:
-        assert equal(map(model, batches), found)
 
 
 def test_kv_caches_count_as_waiting_memory():

@@ -273,6 +273,15 @@ def test_without_capacity_a_value_is_computed_for_each_batch(tmp_path, computed)
 
 
 @torch.no_grad()
+def test_small_values_are_computed_once_for_all_batches(tmp_path, computed):
+    model, batches = cast_on_disk(tmp_path, 64), batches_of(64)
+
+    list(map_batches(model, batches, model, in_flight=8))
+
+    assert LAYERS == len(computed)
+
+
+@torch.no_grad()
 def test_values_of_less_than_half_a_megabyte_are_computed_for_each_batch(tmp_path, computed):
     """Memory is taken in blocks of half a MiB."""
     model, batches = cast_on_disk(tmp_path, 160), batches_of(160)

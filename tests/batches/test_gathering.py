@@ -166,15 +166,6 @@ def test_no_more_are_together_than_memory_is_for(tmp_path, computed, monkeypatch
 
 
 @torch.no_grad()
-def test_spilled_batches_are_computed_one_by_one(tmp_path, computed):
-    model = loaded(tmp_path)
-
-    list(map_batches(model, batches_of(4, 4, 4), model, in_flight=3, spill=True))
-
-    assert {1} == {*computed}
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("own", [torch.inference_mode, lambda: torch.autocast("cpu", torch.float16), torch.no_grad])
 def test_batches_that_compute_in_another_way_are_apart(own, tmp_path, computed):
     model, batches = loaded(tmp_path, dtype=torch.float32), batches_of(2, 3, 2, 3)

@@ -73,13 +73,12 @@ def equal(expected: list[Any], found: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 8, None])
-@pytest.mark.parametrize("spill", [False, True])
-def test_results_are_those_of_one_by_one_in_order(model, in_flight, spill):
+def test_results_are_those_of_one_by_one_in_order(model, in_flight):
     batches = tokens(7)
     with torch.no_grad():
         expected = [model(batch) for batch in batches]
 
-        found = list(map_batches(model, batches, model, in_flight=in_flight, spill=spill))
+        found = list(map_batches(model, batches, model, in_flight=in_flight))
 
     assert equal(expected, found)
 
@@ -593,9 +592,7 @@ def test_any_pattern_of_calls_ends_with_correct_results():
             expected.append(fn(at))
         found = []
         try:
-            for result in map_batches(
-                fn, range(len(ways)), models, in_flight=rng.randrange(1, 6), spill=rng.random() < 0.3
-            ):
+            for result in map_batches(fn, range(len(ways)), models, in_flight=rng.randrange(1, 6)):
                 found.append(result)
         except Failure:
             assert raising
@@ -681,60 +678,6 @@ def test_checkpointing_works_inside_a_batch(model):
     assert equal(expected, [one.grad for one in model.layers.parameters()])
 
 
-# Waiting on disk
-
-
-@torch.no_grad()
-def test_waiting_tensors_are_spilled_and_brought_back(monkeypatch):
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    batches = [torch.randn(512, 64) for _ in range(4)]
-    kept: list[int] = []
-
-    def fn(batch: torch.Tensor) -> torch.Tensor:
-        x = model[0](batch)
-        kept.append(x.untyped_storage().nbytes())
-        hidden = x
-        for layer in model[1:]:
-            hidden = layer(hidden)
-            seen = [one.untyped_storage().nbytes() for one in alive]
-            smallest.append(min(seen, default=0))
-            alive.append(hidden)
-        return hidden
-
-    alive: list[torch.Tensor] = []
-    smallest: list[int] = []
-    found = list(map_batches(fn, batches, model, in_flight=4, spill=True))
-
-    assert 0 in smallest
-    assert equal([model(batch) for batch in batches], found)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("share", ["numpy", "view", "batch"])
-def test_shared_tensors_stay_in_memory_or_come_back_unchanged(share):
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    shared = torch.randn(512, 64)
-    arrays = []
-
-    def fn(at: int) -> torch.Tensor:
-        x = model[0](shared + at)
-        if share == "numpy":
-            arrays.append((x.numpy(), x.clone()))
-        if share == "view":
-            x = x[:, 1:].t()[:-1]
-            x = torch.nn.functional.pad(x.t(), (0, 2))
-        if share == "batch":
-            x = shared
-        return model[2](model[1](x))
-
-    expected = [fn(at) for at in range(4)]
-    arrays.clear()
-    found = list(map_batches(fn, range(4), model, in_flight=4, spill=True))
-
-    assert equal(expected, found)
-    assert all(torch.equal(torch.from_numpy(array), copy) for array, copy in arrays)
-
-
 # Arguments
 
 
@@ -792,9 +735,8 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("is_grad", [True, False])
-@pytest.mark.parametrize("spill", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_a_function_may_use_transforms_of_torch_func_and_forward_mode(transform, spill, is_grad):
+def test_a_function_may_use_transforms_of_torch_func_and_forward_mode(transform, is_grad):
     torch.manual_seed(0)
     model = offload.disk_offload(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))))
     batches = list(torch.randn(5, ROWS, WIDTH))
@@ -806,7 +748,7 @@ def test_a_function_may_use_transforms_of_torch_func_and_forward_mode(transform,
     with torch.set_grad_enabled(is_grad):
         expected = [fn(batch) for batch in batches]
 
-        assert equal(expected, list(map_batches(fn, batches, model, in_flight=3, spill=spill)))
+        assert equal(expected, list(map_batches(fn, batches, model, in_flight=3)))
 
 
 def test_stop_iteration_is_an_error_of_its_batch_and_does_not_end_the_results(model):

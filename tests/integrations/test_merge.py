@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import warnings
@@ -276,10 +277,42 @@ def test_after_a_failure_the_base_is_without_adapters_and_can_be_loaded_again(
         offload.merge_lora(model, adapter)
     assert [nn.Linear] * 3 == [type(layer) for layer in model]
     assert model(torch.ones(6)).isfinite().all()
+    assert_merges_no_more(model, adapter)
     model = load("again")
     offload.merge_lora(model, adapter)
 
     assert_same(merged_in_memory(plain, adapter), model)
+
+
+def assert_merges_no_more(model: nn.Module, adapter: Path) -> None:
+    before = offload.materialize(dict(model.state_dict()))
+    with pytest.raises(UnsupportedOpError, match=r"adapter into this Sequential failed half-way.*load the base again"):
+        offload.merge_lora(model, adapter)
+    torch.testing.assert_close(offload.materialize(dict(model.state_dict())), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_no_layer_is_merged_twice_into_a_model_whose_merge_failed(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that failed before the first value can be merged again."""
+    adapter = adapter_for(three(), LoraConfig(r=2, target_modules=["0", "1"], **NOT_NEUTRAL), tmp_path / "adapter")
+    torch.manual_seed(0)
+    base = three()
+    expected = merged_in_memory(copy.deepcopy(base), adapter)
+    model = offload.disk_offload(base, tmp_path / "values") if place == "disk" else base
+    half = copy.deepcopy(model)
+
+    for done, each, kind in ((0, model, UnsupportedOpError), (1, half, MapError)):
+        with monkeypatch.context() as patched:
+            patched.setattr(peft.tuners.lora.Linear, "get_delta_weight", failing_after(done))
+            with pytest.raises(kind, match="no"):
+                offload.merge_lora(each, adapter)
+    offload.merge_lora(model, adapter)
+
+    assert_same(expected, model)
+    assert_merges_no_more(half, adapter)
+    assert_merges_no_more(copy.deepcopy(half), adapter)
 
 
 # Refused

@@ -734,7 +734,7 @@ def test_special_files_are_named_and_not_waited_for(tmp_path, name, stand_in):
 
 def test_an_endless_manifest_is_not_read_to_its_end(tmp_path, monkeypatch):
     save_tree({"x": torch.ones(2)}, tmp_path)
-    monkeypatch.setattr(saved, "_KIND", dataclasses.replace(saved._KIND, most=100))
+    monkeypatch.setattr(saved, "KIND", dataclasses.replace(saved.KIND, most=100))
 
     with pytest.raises(CorruptFileError, match=r"tree\.json is larger than 100 bytes"):
         load_tree(tmp_path)
