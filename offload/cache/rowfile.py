@@ -458,6 +458,8 @@ class WarmRows:
             except (TypeError, ValueError, RuntimeError):  # not numbers, or too large
                 return None
         if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.c_contiguous and index.flags.writeable:
+            if index.ndim != 1 or index.strides[0] < 0:  # contiguous, if it has one row
+                return None
             index = torch.from_numpy(index)
         if type(index) is torch.Tensor:
             return index if index.dtype == torch.int64 and index.ndim == 1 and index.is_cpu else None

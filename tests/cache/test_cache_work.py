@@ -51,14 +51,14 @@ def filled_cache(folder, rows=64):
 
 def test_a_cache_that_grows_seldom_waits_for_the_length_of_its_states(tmp_path, calls):
     cache = TensorCache.create(tmp_path, {"x": (torch.int8, ())})
-    cache._store._grow(0, 1024)
+    cache.append({"x": torch.zeros(1024, dtype=torch.int8)})
     calls["fsync"].clear()
 
-    for rows in range(1025, 16 * 1024 + 1, 1024):
-        cache._store._grow(1024, rows)
+    for _ in range(15):
+        cache.append({"x": torch.zeros(1024, dtype=torch.int8)})
 
     assert [] == calls["fsync"]
-    cache._store._grow(1024, 16 * 1024 + 1)
+    cache.append({"x": torch.zeros(1, dtype=torch.int8)})
     assert [cache._store._states.fd] == calls["fsync"]
 
 
