@@ -393,17 +393,19 @@ def test_a_column_that_a_power_cut_left_too_short_is_read_by_rows(folder):
 def test_rows_that_were_appended_and_not_flushed_go_with_a_killed_writer(folder):
     def append_and_die():
         cache = TensorCache.open(folder, "r+")
-        cache.append(values(10, 20))
-        cache.flush()
+        if len(cache) == 8:
+            cache.append(values(10, 20))
+            cache.flush()
         cache.append(values(30, 40))
         os.kill(os.getpid(), 9)
 
-    assert not in_fork(append_and_die)
+    for _ in range(2):  # the second time, rows are appended where others were cut off
+        assert not in_fork(append_and_die)
 
-    assert 68 == len(TensorCache.open(folder))  # they may be another writer's
-    with TensorCache.open(folder, "r+") as cache:
-        assert (28, [0, 4, 6]) == (len(cache), cache.missing_rows().tolist())
-        assert values(10, 20)["note"] == cache[8:]["note"]
+        assert 68 == len(TensorCache.open(folder))  # they may be another writer's
+        with TensorCache.open(folder, "r+") as cache:
+            assert (28, [0, 4, 6]) == (len(cache), cache.missing_rows().tolist())
+            assert values(10, 20)["note"] == cache[8:]["note"]
 
 
 @pytest.mark.parametrize("times", [1, 127, 128])
