@@ -408,6 +408,16 @@ def test_rows_that_were_appended_and_not_flushed_go_with_a_killed_writer(folder)
             assert values(10, 20)["note"] == cache[8:]["note"]
 
 
+def test_rows_that_were_never_filled_are_cut_off_at_closing(folder):
+    cache = TensorCache.open(folder, "r+")
+    cache.append(values(10, 20))
+    cache._store._written = []  # as if they could not be flushed
+
+    cache.close()
+
+    assert 8 == len(TensorCache.open(folder))
+
+
 @pytest.mark.parametrize("times", [1, 127, 128])
 def test_an_appended_row_that_is_written_again_when_its_writer_is_killed_stays_a_row(tmp_path, times):
     TensorCache.create(tmp_path, {"x": (torch.int64, ())}).close()
@@ -498,6 +508,10 @@ FULL = """
         said["errno"], said["message"] = errno.errorcode[error.errno], str(error)
     said["filled"] = cache.num_filled
     try:
+        cache.append({"x": torch.full((960, 4096), 2, dtype=torch.uint8), "note": ["c"] * 960})
+    except WriteError as error:
+        said["appended"], said["rows"] = str(error), len(cache)
+    try:
         cache["x"].fill_(3)
     except WriteError as error:
         said["in place"] = str(error)
@@ -528,6 +542,11 @@ def test_on_a_full_disk_the_batch_is_not_filled_and_what_was_is_right(tmp_path):
         "960 rows from row 40 on could not be written (No space left on device): they count as missing"
         in said["message"]
     )
+    assert (
+        "960 rows from row 4000 on could not be written (No space left on device): they were not added"
+        in (said["appended"])
+    )
+    assert 4000 == said["rows"]
     assert "tensor 'x'" in said["in place"]
     assert (40, 40, True) == (said["filled"], said["again"], said["right"])
 
