@@ -32,7 +32,7 @@ from offload.cache.columns import FixedColumn, HeapColumn
 from offload.cache.indexing import Numbers, Rows, last_of_each, rows_of
 from offload.cache.parts import opened
 from offload.cache.rowfile import WarmRows, Watch
-from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest
+from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest, columns_named
 from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
     CacheError,
@@ -52,7 +52,6 @@ from offload.storage.locks import FolderLock, flock, fork_safe_lock
 from offload.storage.reasons import some, writing
 from offload.storage.regular import is_there, open_regular
 from offload.storage.replacing import create_folder, sweep
-from offload.tensor.arguments import as_names
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
@@ -237,13 +236,7 @@ class Store:
         Raises:
             ColumnError: there is no such column.
         """
-        if columns is None:
-            return list(range(len(self._names)))
-        names = as_names(columns) or []
-        for name in names:
-            if name not in self._places:
-                raise ColumnError(f"the cache in {self.folder} has no column {name!r}: it has {', '.join(self._names)}")
-        return [self._places[name] for name in names]
+        return [self._places[name] for name in columns_named(columns, self.schema, self.folder)]
 
     def missing(self, columns: Iterable[str] | None) -> Numbers:
         self._watch.look(time.monotonic())

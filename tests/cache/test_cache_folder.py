@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from offload import TensorCache
 from offload.cache import store as store_module
@@ -406,6 +406,14 @@ def test_rows_that_were_appended_and_not_flushed_go_with_a_killed_writer(folder)
         with TensorCache.open(folder, "r+") as cache:
             assert (28, [0, 4, 6]) == (len(cache), cache.missing_rows().tolist())
             assert values(10, 20)["note"] == cache[8:]["note"]
+
+
+def test_a_column_of_an_open_cache_is_a_safetensors_file_after_each_append(folder):
+    cache = TensorCache.open(folder, "r+")
+
+    for number in (9, 10):
+        cache.append(values(number, 1))
+        assert torch.equal(values(number, 1)["x"][0], load_file(folder / "x.safetensors")["x"][number - 1])
 
 
 def test_rows_that_were_never_filled_are_cut_off_at_closing(folder):
