@@ -48,6 +48,7 @@ CONSTANTS = (
 # Global state, and why it is not an argument.
 STATE = {
     "offload.batches.scheduler._CURRENT": "what a thread is in the middle of",
+    "offload.cache.columns._empty_head": "a pure function, remembered",
     "offload.cache.columns._start": "a pure function, remembered",
     "offload.drafts.alike._AT_WORK": "calls with drafts that are under way, by the model's configuration",
     "offload.drafts.alike._LOCK": "of `_AT_WORK`",

@@ -22,7 +22,7 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,8 +33,8 @@ import numpy.typing as npt
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.parts import opened, read_parts, size_of
-from offload.cache.rowfile import RowFile, look_at
+from offload.cache.parts import size_of
+from offload.cache.rowfile import RowFile
 from offload.cache.schema import JSON, RAGGED, TENSOR, Column
 from offload.cache.states import States
 from offload.errors import (
@@ -43,18 +43,14 @@ from offload.errors import (
     DtypeMismatchError,
     ForeignFileError,
     OffloadError,
-    ReadError,
     ShapeMismatchError,
 )
-from offload.prefetch.filling import Filling
-from offload.prefetch.pages import PAGE
 from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.folders import SUFFIX, file_name
 from offload.storage.header import build
 from offload.storage.layout import Entry, contiguous
-from offload.storage.mapping import map_bytes
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import closed_on_error, open_regular, read_all
+from offload.storage.regular import open_regular, read_all
 from offload.storage.replacing import put_file, write_all
 from offload.storage.write import bytes_of, refuse_foreign
 from offload.tensor.arguments import checked_dense, refuse_unstorable
@@ -67,7 +63,6 @@ _ROW_SHAPE = re.compile(rb'\d+((?:, \d+)*)\], "data_offsets"')
 _MOST = 2**63 - 1  # most bytes that torch can count
 _SUFFIXES = {RAGGED: ".values", JSON: ".jsonl"}
 _ALIGNED = 64  # alignment of a batch of values in bytes
-_LOOKS = 16  # values to check for being in memory
 
 
 class FixedColumn:
@@ -84,11 +79,6 @@ class FixedColumn:
         self._start = _start(column)
         self._with_rows: TensorFile | None = None
         self.rowfile = RowFile(self.path, self._start, column.dtype, column.row_shape, writes=writes)
-        try:
-            self._is_blank = self._refuse_another()
-        except BaseException:
-            self.rowfile.close()
-            raise
 
     @staticmethod
     def create(folder: Path, column: Column, rows: int) -> None:
@@ -102,17 +92,30 @@ class FixedColumn:
         refuse_foreign(path)
         put_file(path, _head(column, rows), _start(column) + rows * column.row_bytes, durable=False)
 
-    def _refuse_another(self) -> bool:
+    @property
+    def index(self) -> FixedColumn:
+        """The file with a row of one size for each row."""
+        return self
+
+    def refuse_another(self, filled: Iterator[Rows]) -> None:
         """Check that the header is of this column; a crash may have torn it after the row count, but not before.
 
-        Returns:
-            Whether there is no header: `check` then finds the file truncated, or a power cut left no header and no row.
+        Args:
+            filled: rows; a power cut may have left no header if there are none.
+
+        Raises:
+            CorruptFileError
         """
         wanted = _head(self.column, 0)
         with reading(self.path):
             found = read_all(self.rowfile.fd, len(wanted), 0)
         if len(found) < len(wanted) or not any(found):
-            return True
+            if next(filled, None) is not None:
+                raise CorruptFileError(
+                    f"column {self.column.name!r}: {self.path} has filled rows but no header: it was overwritten. "
+                    "Copy the complete folder again."
+                )
+            return
         rows = wanted.index(_SHAPE) + len(_SHAPE)
         [expected, actual] = [_ROW_SHAPE.match(head, rows) for head in (wanted, found)]
         if found[:rows] != wanted[:rows] or (expected and actual and expected[1] != actual[1]):
@@ -120,28 +123,13 @@ class FixedColumn:
                 f"column {self.column.name!r}: {self.path} does not hold rows of {self.column.shape_text} "
                 f"{self.column.dtype}, and is left as it is. Copy the complete folder again."
             )
-        return False
-
-    def refuse_blank(self, filled: Iterator[Rows]) -> None:
-        """
-        Raises:
-            CorruptFileError: there is no header, although rows are filled.
-        """
-        if self._is_blank and next(filled, None) is not None:
-            raise CorruptFileError(
-                f"column {self.column.name!r}: {self.path} has filled rows but no header: it was overwritten. "
-                "Copy the complete folder again."
-            )
 
     def check(self, rows: int) -> None:
         """
         Raises:
             CorruptFileError: the file lacks some of these rows; under the lock, it was truncated.
         """
-        self._check(size_of(self.rowfile.fd, self.path), rows)
-
-    def _check(self, found: int, rows: int) -> None:
-        expected = self._size(rows)
+        found, expected = size_of(self.rowfile.fd, self.path), self._size(rows)
         if found < expected:
             raise CorruptFileError(
                 f"column {self.column.name!r}: {self.path} has {found} bytes, and {rows} rows of "
@@ -153,8 +141,6 @@ class FixedColumn:
     def descriptors(self) -> dict[Path, int]:
         """One of each open file."""
         return {self.path: self.rowfile.fd}
-
-    check_index = check
 
     def has(self, rows: int) -> bool:
         return size_of(self.rowfile.fd, self.path) >= self._size(rows)
@@ -183,17 +169,20 @@ class FixedColumn:
             CorruptFileError: it lacks known rows: they would read as zeros.
             WriteError
         """
-        fd = self.rowfile.fd
-        found, wanted = size_of(fd, self.path), self._size(rows)
-        self._check(found, known)
-        head = _head(self.column, rows)
+        self.check(known)
+        head, fd = _head(self.column, rows), self.rowfile.fd
         with writing(self.path):
-            if found > wanted:
-                os.ftruncate(fd, wanted)
-            elif found < wanted:
-                write_all(fd, memoryview(b"\0"), wanted - 1)  # a tenth of the time of `ftruncate`
-            if found != wanted or read_all(fd, len(head), 0) != head:
-                write_all(fd, memoryview(head), 0)
+            if os.fstat(fd).st_size != self._size(rows) or read_all(fd, len(head), 0) != head:
+                os.ftruncate(fd, self._size(rows))
+                self.write_head(rows)
+
+    def write_head(self, rows: int) -> None:
+        """Say how many rows there are. Under the lock.
+
+        Raises:
+            OSError
+        """
+        write_all(self.rowfile.fd, memoryview(_head(self.column, rows)), 0)
 
     def prepare(self, value: object, count: int, positions: Numbers | None) -> torch.Tensor:
         """`value` as `count` rows, reduced to those at these positions.
@@ -346,11 +335,11 @@ class HeapColumn:
         self.path = _path(folder, column)
         self._states, self._number = states, number
         self._each = column.row_bytes  # bytes per counted element
-        self._filling = Filling()
-        self._file = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
-        with closed_on_error(self._file):
-            self._fd = self._file.fileno()
-            self._index = FixedColumn(folder, _index_of(column), writes=writes)
+        self._values = RowFile(self.path, 0, torch.uint8, (), writes=writes)  # a row per byte
+        with ExitStack() as on_error:
+            on_error.callback(self._values.close)
+            self.index = FixedColumn(folder, _index_of(column), writes=writes)
+            on_error.pop_all()
 
     @staticmethod
     def create(folder: Path, column: Column, rows: int) -> None:
@@ -369,33 +358,17 @@ class HeapColumn:
     @property
     def descriptors(self) -> dict[Path, int]:
         """One of each open file."""
-        return {self.path: self._fd, **self._index.descriptors}
+        return {self.path: self._values.fd, **self.index.descriptors}
 
     def check(self, rows: int) -> None:
         """
         Raises:
             CorruptFileError: the index lacks rows; under the lock, if values are missing, too.
         """
-        self._index.check(rows)
-        self._refuse_lost()
-
-    def _refuse_lost(self) -> None:
-        end, expected = size_of(self._fd, self.path), self._states.length(self._number)
+        self.index.check(rows)
+        end, expected = self._values.size, self._states.length(self._number)
         if end < expected:
             raise self._cut(end, expected)
-
-    def check_index(self, rows: int) -> None:
-        self._index.check(rows)
-
-    def refuse_blank(self, filled: Iterator[Rows]) -> None:
-        self._index.refuse_blank(filled)
-
-    def has(self, rows: int) -> bool:
-        return self._index.has(rows)
-
-    def fit(self, rows: int, known: int) -> None:
-        self._refuse_lost()
-        self._index.fit(rows, known)
 
     def settle(self, filled: Iterable[Rows]) -> None:
         """Determine the length of the file if it is unknown, or if a power cut took values that no row had yet.
@@ -405,11 +378,11 @@ class HeapColumn:
         Raises:
             CorruptFileError: it took more than that.
         """
-        end = size_of(self._fd, self.path)
+        end = self._values.size
         if 0 < self._states.length(self._number) <= end:
             return
         for rows in filled:
-            self._refuse_outside(self._index.read(rows, None).numpy(), end)
+            self._refuse_outside(self.index.read(rows, None).numpy(), end)
         self._states.set_length(self._number, end)
 
     def prepare(self, value: object, count: int, positions: Numbers | None) -> Prepared:
@@ -442,17 +415,19 @@ class HeapColumn:
         """
         counts, parts = prepared
         sizes = counts * self._each
-        at = os.fstat(self._fd).st_size
+        at, data = self._values.size, memoryview(b"".join(parts))
         if self.column.kind == RAGGED:
             at = -(-at // _ALIGNED) * _ALIGNED
         starts = np.where(sizes > 0, at + np.cumsum(sizes) - sizes, 0)  # the file may end before `at`
-        nbytes = write_all(self._fd, memoryview(b"".join(parts)), at)
-        if nbytes:
-            self._states.set_length(self._number, at + nbytes)
-        return nbytes + self._index.write(rows, torch.from_numpy(np.stack([starts, counts], axis=1)).view(torch.uint8))
+        self._values.write(Rows.run(at, at + len(data)), data)
+        if data:
+            self._states.set_length(self._number, at + len(data))
+        return len(data) + self.index.write(
+            rows, torch.from_numpy(np.stack([starts, counts], axis=1)).view(torch.uint8)
+        )
 
     def lengths(self, rows: Rows, filled: Filled) -> Numbers:
-        counts: Numbers = self._index.read(rows, filled).numpy()[:, 1]
+        counts: Numbers = self.index.read(rows, filled).numpy()[:, 1]
         return counts
 
     def read(
@@ -467,39 +442,18 @@ class HeapColumn:
             raise ShapeMismatchError(
                 f"column {self.column.name!r} has rows of different lengths: `out` can't hold them"
             )
-        index = self._index.read(rows, filled).numpy()
+        index = self.index.read(rows, filled).numpy()
         starts, counts = index[:, 0], index[:, 1]
-        self._refuse_outside(index, size_of(self._fd, self.path))
+        self._refuse_outside(index, self._values.size)
         sizes = counts * self._each
         flat = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        places = np.cumsum(sizes) - sizes
-        is_cached = self._are_cached(starts[sizes > 0])
-        if is_cached:
-            self._filling.take()  # values that are copied out need no mapping
-        elif not rows.span:
-            pages = int((-(-sizes // PAGE) * PAGE).sum())
-            self._filling.missed(len(rows), pages, size_of(self._fd, self.path), self._mapped)
-        read_parts(self._fd, self.path, starts, sizes, places, flat.numpy().data, announce=not is_cached)
+        self._values.read_runs(starts, sizes, flat, are_picked=not rows.span)
         if self.column.kind == RAGGED:
             values = flat.view(self.column.dtype) if self._each else torch.empty(0, dtype=self.column.dtype)
             return Ragged(values.view(int(counts.sum()), *self.column.row_shape), counts)
-        data = flat.numpy().tobytes()
+        data, places = flat.numpy().tobytes(), np.cumsum(sizes) - sizes
         parts = [data[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
         return [self._decoded(part) for part in parts]
-
-    def _are_cached(self, starts: Numbers) -> bool:
-        """Whether some of the values, spread over all, are in memory."""
-        with suppress(OSError):
-            look_at(self._fd, starts[:: -(-len(starts) // _LOOKS) or 1].tolist())
-            return True
-        return False
-
-    def _mapped(self) -> torch.Tensor | None:
-        size = size_of(self._fd, self.path)
-        with suppress(ReadError):  # there are too many mappings
-            storage = map_bytes(self._fd, self.path, 0, size, shared=False)
-            return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (size,), (1,))
-        return None
 
     def _refuse_outside(self, index: Numbers, end: int) -> None:
         """
@@ -522,20 +476,19 @@ class HeapColumn:
         )
 
     def nbytes(self, num_rows: int) -> int:
-        return self._index.nbytes(num_rows) + size_of(self._fd, self.path)
+        return self.index.nbytes(num_rows) + self._values.size
 
     def sync(self) -> None:
         """
         Raises:
             OSError: written data is not on the disk.
         """
-        os.fdatasync(self._fd)
-        self._index.sync()
+        os.fdatasync(self._values.fd)
+        self.index.sync()
 
     def close(self) -> None:
-        self._filling.end()
-        self._file.close()
-        self._index.close()
+        self._values.close()
+        self.index.close()
 
     def _prepared_tensors(self, rows: list[Any]) -> Prepared:
         shape = self.column.row_shape

@@ -24,12 +24,11 @@ import torch
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.parts import Descriptors
 from offload.cache.rowfile import RowFile
-from offload.cache.schema import Column, Manifest, schema_of
+from offload.cache.schema import Column, Manifest, columns_named, schema_of
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.errors import (
     CacheError,
     ChangedFileError,
-    ColumnError,
     CorruptFileError,
     ShapeMismatchError,
     UnsupportedOpError,
@@ -42,7 +41,7 @@ from offload.storage.pickled import NOTES
 from offload.storage.reasons import reading
 from offload.storage.replacing import replacing
 from offload.storage.write import refuse_foreign, write_values
-from offload.tensor.arguments import as_names, checked_dense, refuse_unstorable
+from offload.tensor.arguments import checked_dense, refuse_unstorable
 from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.views import handle_of, is_part
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handles
@@ -193,12 +192,7 @@ class HeldStore:
         Raises:
             ColumnError: there is no such column.
         """
-        named = as_names(columns)
-        names = list(self.schema) if named is None else named
-        for name in names:
-            if name not in self.schema:
-                raise ColumnError(f"the cache in {self.place} has no column {name!r}: it has {', '.join(self.schema)}")
-        return names
+        return columns_named(columns, self.schema, self.place)
 
     def missing(self, columns: Iterable[str] | None) -> Numbers:
         self.names(columns)

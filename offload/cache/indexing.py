@@ -156,6 +156,7 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDA
             array = _whole(index.detach().cpu()).numpy()
         elif isinstance(index, np.ndarray):
             array = np.require(np.asarray(index), requirements=["C", "W"])  # as torch requires them
+            array = array if min(array.strides, default=0) >= 0 else array.copy()  # of one row, backwards
             if array.dtype.kind == "f":
                 array = _whole(torch.from_numpy(array)).numpy()
         else:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from offload.cache.indexing import Numbers
-from offload.errors import ChangedFileError, CorruptFileError, ForeignFileError, MissingFileError
+from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
 from offload.storage.reasons import explained, reading
 from offload.storage.regular import Descriptor, closed_on_error, open_regular, owned
 
@@ -138,26 +138,6 @@ def size_of(fd: int, path: Path) -> int:
         return os.fstat(fd).st_size
     except OSError as error:
         raise explained(path, error) from error
-
-
-def refuse_replaced(path: Path, opened: os.stat_result) -> None:
-    """Check that an open file of a cache is still the one at its path.
-
-    Raises:
-        MissingFileError: nothing is there any more.
-        ChangedFileError: another file is there.
-        ReadError
-    """
-    lost = "what was written to this cache and not flushed is lost. Open the one that is there now"
-    try:
-        now = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        reason = f"it was removed, or moved, while the cache was open; {lost}, if any"
-        raise MissingFileError(error.errno, reason, str(path)) from error
-    except OSError as error:
-        raise explained(path, error) from error
-    if not os.path.samestat(now, opened):
-        raise ChangedFileError(f"{path} was replaced while the cache was open; {lost}")
 
 
 def opened(path: Path, flags: int, what: str = "a file of the cache") -> Descriptor:

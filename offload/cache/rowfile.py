@@ -38,9 +38,9 @@ import numpy as np
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.parts import Descriptors, read_parts, read_run, refuse_replaced, size_of
+from offload.cache.parts import Descriptors, read_parts, read_run, size_of
 from offload.cache.states import States
-from offload.errors import CorruptFileError, OffloadError, ReadError
+from offload.errors import ChangedFileError, CorruptFileError, MissingFileError, OffloadError, ReadError
 from offload.memory import available_bytes
 from offload.prefetch.filling import Filling
 from offload.prefetch.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
@@ -129,7 +129,7 @@ class RowFile:
                 return self._taken(mapped, rows, out, pinned=pinned)
             if not is_cached and not rows.span:
                 pages = rows.count * -(-self._size // PAGE) * PAGE
-                self._filling.missed(rows.count, pages, size_of(self.fd, self.path), self._to_be_filled)
+                self._filling.missed(rows.count, pages, self.size, self._to_be_filled)
             words = self._fresh(rows.count, pinned=pinned) if out is None else self._words_of(out)
             self._read(rows, words, announce=not is_cached)
         except OffloadError:
@@ -137,6 +137,40 @@ class RowFile:
         except OSError as error:
             raise explained(self.path, error) from error
         return self._values(words) if out is None else out
+
+    def read_runs(self, starts: Numbers, sizes: Numbers, into: torch.Tensor, *, are_picked: bool) -> None:
+        """Rows of one byte: runs of them, given by their first rows and sizes, one after the other into bytes.
+
+        Args:
+            are_picked: whether the runs are from anywhere in the file, and not all that there are between two of them.
+
+        Raises: as `read`.
+        """
+        is_cached = self._are_cached(Rows(starts[sizes > 0]))
+        if is_cached:
+            self._filling.take()  # runs are copied by system calls, which need no mapping
+        elif are_picked:
+            pages = int((-(-sizes // PAGE) * PAGE).sum())
+            self._filling.missed(len(sizes), pages, self.size, self._to_be_filled)
+        places = np.cumsum(sizes) - sizes
+        read_parts(
+            self._random if are_picked else self.fd,
+            self.path,
+            starts,
+            sizes,
+            places,
+            into.numpy().data,
+            announce=not is_cached,
+        )
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes.
+
+        Raises:
+            ReadError
+        """
+        return size_of(self.fd, self.path)
 
     def whole(self, count: int) -> torch.Tensor:
         """The first rows, (count, *row_shape), over a mapping of their own, for code that goes through them once.
@@ -148,7 +182,7 @@ class RowFile:
         shape, nbytes = (count, *self._row_shape), count * self._size
         if not nbytes:
             return torch.empty(shape, dtype=self._dtype, device="cpu")
-        if size_of(self.fd, self.path) < self._at(count):
+        if self.size < self._at(count):
             raise CorruptFileError(f"{self.path} ends before its {count} rows: it was truncated")
         storage = map_bytes(self.fd, self.path, self._start, nbytes, shared=False)
         empty = torch.empty(0, dtype=self._dtype, device="cpu")
@@ -321,7 +355,7 @@ class Watch:
         self._until = 0.0
 
     def look(self, now: float) -> None:
-        """Check now and then: system calls take as long as a small batch.
+        """Check now and then, for reads, which take no lock: system calls take as long as a small batch.
 
         Args:
             now: the time, in seconds.
@@ -337,10 +371,21 @@ class Watch:
     def refuse_replaced(self) -> None:
         """
         Raises:
-            MissingFileError, ChangedFileError
+            MissingFileError: nothing is at the path of one of them any more.
+            ChangedFileError: another file is there.
+            ReadError
         """
+        lost = "what was written to this cache and not flushed is lost. Open the one that is there now"
         for path, opened in self._opened.items():
-            refuse_replaced(path, opened)
+            try:
+                now = os.stat(path)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                reason = f"it was removed, or moved, while the cache was open; {lost}, if any"
+                raise MissingFileError(error.errno, reason, str(path)) from error
+            except OSError as error:
+                raise explained(path, error) from error
+            if not os.path.samestat(now, opened):
+                raise ChangedFileError(f"{path} was replaced while the cache was open; {lost}")
 
 
 class WarmRows:
@@ -413,6 +458,8 @@ class WarmRows:
             except (TypeError, ValueError, RuntimeError):  # not numbers, or too large
                 return None
         if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.c_contiguous and index.flags.writeable:
+            if index.ndim != 1 or index.strides[0] < 0:  # contiguous, if it has one row
+                return None
             index = torch.from_numpy(index)
         if type(index) is torch.Tensor:
             return index if index.dtype == torch.int64 and index.ndim == 1 and index.is_cpu else None

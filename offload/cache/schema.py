@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from offload.annotations import Json
-from offload.errors import ArgumentTypeError, CacheError, CorruptFileError
+from offload.errors import ArgumentTypeError, CacheError, ColumnError, CorruptFileError
 from offload.storage.folders import file_name
 from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.reasons import short
 from offload.storage.state_file import Kind, read_state, write_state
+from offload.tensor.arguments import as_names
 
 JSON, TENSOR, RAGGED = "json", "tensor", "ragged"
 _MOST = 2**63 - 1  # most bytes that torch can count
@@ -116,6 +117,19 @@ def schema_of(columns: Mapping[str, object]) -> dict[str, Column]:
         if column.kind != TENSOR and f"{name}/index" in schema:
             raise CacheError(f"{name}/index can't be a column: column {name!r} keeps its index there")
     return schema
+
+
+def columns_named(columns: Iterable[str] | None, schema: Mapping[str, Column], place: object) -> list[str]:
+    """The names of some columns of the cache at a place; of all if None.
+
+    Raises:
+        ColumnError: there is no such column.
+    """
+    named = as_names(columns)
+    for name in named or ():
+        if name not in schema:
+            raise ColumnError(f"the cache in {place} has no column {name!r}: it has {', '.join(schema)}")
+    return list(schema) if named is None else named
 
 
 def _column(name: str, description: object) -> Column:

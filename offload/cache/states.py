@@ -226,22 +226,17 @@ class States:
 
     def missing(self, columns: list[int]) -> Numbers:
         """The rows in which one of these cells is not filled, in order."""
-        found = [np.empty(0, dtype=np.int64)]
-        for at in range(0, self.num_rows, _SCANNED):
-            part = self._all()[at : min(at + _SCANNED, self.num_rows)]
-            found.append(np.flatnonzero(~cells_filled(part[:, columns]).all(axis=1)) + at)
-        return np.concatenate(found)
+        found = [np.flatnonzero(~cells_filled(part[:, columns]).all(axis=1)) + at for at, part in self._parts()]
+        return np.concatenate([np.empty(0, dtype=np.int64), *found])
 
     def count(self, columns: list[int]) -> int:
         """How many rows are filled in all of these columns."""
-        parts = range(0, self.num_rows, _SCANNED)
-        rows = (self._all()[at : min(at + _SCANNED, self.num_rows)] for at in parts)
-        return sum(int(np.count_nonzero(cells_filled(part[:, columns]).all(axis=1))) for part in rows)
+        return sum(int(np.count_nonzero(cells_filled(part[:, columns]).all(axis=1))) for _, part in self._parts())
 
     def filled(self, column: int) -> Iterator[Rows]:
         """The rows that are filled in a column, in order, in chunks."""
-        for at in range(0, self.num_rows, _PART):
-            numbers = np.flatnonzero(cells_filled(self._all()[at : min(at + _PART, self.num_rows), column])) + at
+        for at, part in self._parts(_PART):
+            numbers = np.flatnonzero(cells_filled(part[:, column])) + at
             if len(numbers):
                 yield Rows(numbers)
 
@@ -254,13 +249,18 @@ class States:
         return self._up_to_last(lambda cells: cells > BEGUN)
 
     def _up_to_last(self, holds: Callable[[Bytes], npt.NDArray[np.bool_]]) -> int:
-        for end in range(self.num_rows, 0, -_SCANNED):
-            start = max(end - _SCANNED, 0)
-            part = self._all()[start:end]
-            found = np.flatnonzero(holds(part).any(axis=1))
+        for at in reversed(range(0, self.num_rows, _SCANNED)):
+            found = np.flatnonzero(holds(self._some(at, _SCANNED)).any(axis=1))
             if len(found):
-                return start + int(found[-1]) + 1
+                return at + int(found[-1]) + 1
         return 0
+
+    def _parts(self, count: int = _SCANNED) -> Iterator[tuple[int, Bytes]]:
+        """All rows, so many at a time: the first row of each part, and its cells."""
+        return ((at, self._some(at, count)) for at in range(0, self.num_rows, count))
+
+    def _some(self, first: int, count: int) -> Bytes:
+        return self._all()[first : min(first + count, self.num_rows)]
 
     def count_in(self) -> None:
         """Register as a separate writer in a forked child, which shares the parent's lock and may outlive it."""

@@ -32,7 +32,7 @@ from offload.cache.columns import FixedColumn, HeapColumn
 from offload.cache.indexing import Numbers, Rows, last_of_each, rows_of
 from offload.cache.parts import opened
 from offload.cache.rowfile import WarmRows, Watch
-from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest
+from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest, columns_named
 from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
     CacheError,
@@ -52,7 +52,6 @@ from offload.storage.locks import FolderLock, flock, fork_safe_lock
 from offload.storage.reasons import some, writing
 from offload.storage.regular import is_there, open_regular
 from offload.storage.replacing import create_folder, sweep
-from offload.tensor.arguments import as_names
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
@@ -150,8 +149,8 @@ class Store:
                 for name, column in self.schema.items():
                     self._files[name] = self._open_file(column)
                     self._opened.callback(self._files[name].close)
+                    self._files[name].index.refuse_another(self._states.filled(self._places[name]))
                     self._rows_in(self._files[name])
-                    self._files[name].refuse_blank(self._states.filled(self._places[name]))
             self._watch = Watch(self._states, (file.descriptors for file in self._files.values()))
             self._rowfiles = {name: getattr(file, "rowfile", None) for name, file in self._files.items()}
             if writes:
@@ -171,14 +170,6 @@ class Store:
             self._watch.refuse_replaced()
             yield
 
-    def _look(self) -> None:
-        """Check now and then that the files are what they were: for reads, which take no lock.
-
-        Raises:
-            CorruptFileError, MissingFileError, ChangedFileError
-        """
-        self._watch.look(time.monotonic())
-
     def _settle(self) -> None:
         """Register this writer; if it is the only one, repair what killed writers left.
 
@@ -192,7 +183,7 @@ class Store:
                 for name, file in self._files.items():
                     if isinstance(file, HeapColumn):
                         file.settle(self._states.filled(self._places[name]))
-                    file.fit(self.num_rows, self._rows_in(file))
+                    file.index.fit(self.num_rows, self._rows_in(file))
         flock(self._states.fd, self._states.path, shared=True)
         beside = "as the only writer" if is_only else "beside other writers"
         log.debug("%s: opened for writing, %s", self.folder, beside)
@@ -214,10 +205,10 @@ class Store:
         Raises:
             CorruptFileError: it lacks more than that.
         """
-        if file.has(self.num_rows):
+        if file.index.has(self.num_rows):
             return self.num_rows
         used = self._states.used()
-        file.check_index(used)
+        file.index.check(used)
         log.debug("%s: a crash left it with fewer rows than recorded, and with all that are filled", file.path)
         return used
 
@@ -245,28 +236,22 @@ class Store:
         Raises:
             ColumnError: there is no such column.
         """
-        if columns is None:
-            return list(range(len(self._names)))
-        names = as_names(columns) or []
-        for name in names:
-            if name not in self._places:
-                raise ColumnError(f"the cache in {self.folder} has no column {name!r}: it has {', '.join(self._names)}")
-        return [self._places[name] for name in names]
+        return [self._places[name] for name in columns_named(columns, self.schema, self.folder)]
 
     def missing(self, columns: Iterable[str] | None) -> Numbers:
-        self._look()
+        self._watch.look(time.monotonic())
         self.flush_own()
         return self._states.missing(self.places(columns))
 
     def are_missing(self, columns: Iterable[str] | None, rows: Numbers) -> npt.NDArray[np.bool_]:
         """Which of these rows are not filled; rows written here and not flushed count as missing."""
-        self._look()
+        self._watch.look(time.monotonic())
         cells = self._states.of(rows_of(rows, self.num_rows), self.places(columns))
         filled: npt.NDArray[np.bool_] = np.logical_and.reduce(cells_filled(cells), axis=1)
         return ~filled
 
     def count(self, columns: Iterable[str] | None) -> int:
-        self._look()
+        self._watch.look(time.monotonic())
         self.flush_own()
         return self._states.count(self.places(columns))
 
@@ -311,7 +296,7 @@ class Store:
             raise UnsupportedOpError(
                 f"column {name!r} of {self.folder} has rows of one shape: {self.schema[name].shape_text}"
             )
-        self._look()
+        self._watch.look(time.monotonic())
         self.flush_own()
         return file.lengths(rows, cells_filled(self._states.of(rows, [place]))[:, 0])
 
@@ -334,7 +319,7 @@ class Store:
         if missing not in ("error", "zeros"):
             raise CacheError(f"unknown missing={missing!r}: use 'error' or 'zeros'")
         places = self.places(columns)
-        self._look()
+        self._watch.look(time.monotonic())
         for _ in range(_LOOKS):
             changes = self._states.changes
             before = None if rows.last < self._states.known_filled(changes) else self._states.of(rows, places)
@@ -432,11 +417,12 @@ class Store:
         prepared = {name: self._files[name].prepare(value, count, None) for name, value in values.items()}
         with self._held():
             first = self.num_rows
+            end = first + count
             if count:
-                self._grow(first, first + count)
-                self._put(Rows.run(first, first + count), places, prepared)
+                self._refuse_cut(self._names)
+                self._put(Rows.run(first, end), places, prepared)
         self._flush_if_due()
-        return range(first, first + count)
+        return range(first, end)
 
     def _count(self, name: str, value: Any) -> int:
         try:
@@ -448,10 +434,16 @@ class Store:
             ) from None
 
     def _put(self, rows: Rows, places: list[int], prepared: Mapping[str, Any]) -> None:
-        """Write rows in ascending order. Under the lock."""
+        """Write rows in ascending order. Those after the last one are rows once they are written. Under the lock."""
+        are_new = rows.last >= self.num_rows
         with self._explained(rows):
-            begun = self._states.begin(rows, places)
+            begun = None if are_new else self._states.begin(rows, places)
             nbytes = sum(self._files[name].write(rows, values) for name, values in prepared.items())
+            if begun is None:
+                for name in prepared:
+                    self._files[name].index.write_head(rows.last + 1)
+                self._states.grow(rows.last + 1)
+                begun = self._states.begin(rows, places)
         if not self._written:
             self._written_since = time.monotonic()
             self._most_bytes = min(_MOST_BYTES, max(available_bytes() // 8, _LEAST_FLUSHED))
@@ -534,21 +526,16 @@ class Store:
             yield
         except OSError as error:
             reason = error.strerror or ""
+            left = "they count as missing" if rows.last < self.num_rows else "they were not added"
             raise WriteError(
                 error.errno,
                 f"{len(rows)} rows from row {rows.numbers[0]} on could not be written "
-                f"({reason.partition('; nothing')[0]}): they count as missing. "
+                f"({reason.partition('; nothing')[0]}): {left}. "
                 "Free some space or take another folder, and write them again",
                 str(self.folder),
             ) from error
 
-    # Adding rows
-
-    def _grow(self, known: int, rows: int) -> None:
-        """From `known` rows to `rows`. Under the lock."""
-        for file in self._files.values():
-            file.fit(rows, known)
-        self._states.grow(rows)
+    # Rows that were added
 
     def _forget_unfilled(self) -> None:
         """Drop appended rows after the last one that was ever filled. Under the lock, by the only writer."""
@@ -560,8 +547,9 @@ class Store:
     def _record_rows(self) -> None:
         """In the manifest, so that states of another time are noticed. Under the lock, by the only writer."""
         self._forget_unfilled()
+        self._refuse_cut(self._files)
         for file in self._files.values():
-            file.fit(self.num_rows, self.num_rows)
+            file.index.fit(self.num_rows, self.num_rows)
         if self.num_rows > self.manifest.num_rows:
             self.manifest = self.manifest.with_rows(self.num_rows)
             self.manifest.write(self.folder)

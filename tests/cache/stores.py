@@ -26,16 +26,9 @@ FORMS = [
     torch.tensor([True, False, True, False, True]),
     torch.tensor(3),
 ]
-WHOLE_NUMBERS = [
-    torch.tensor([4.0, 0.0, -1.0]),
-    torch.tensor([4.0, 0.0], dtype=torch.float64),
-    torch.tensor([1, 3], dtype=torch.bfloat16),
-    torch.tensor([1, 3], dtype=torch.float16),
-    torch.tensor(2.0),
-    torch.empty(0),
-    torch.ones(2, 2),
-    np.array([4.0, 1.0]),
-    np.array([4.0, 1.0], dtype=np.float32)[::-1],
+NUMBERS = [
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)),
 ]
 NO_ROWS = [
     torch.tensor([0.5]),
@@ -86,13 +79,27 @@ class StoreTests:
                 assert expected[name].dtype == values.dtype
                 assert torch.equal(expected[name], values)
 
-    @pytest.mark.parametrize("rows", WHOLE_NUMBERS, ids=str)
-    def test_floats_that_are_whole_numbers_select_rows(self, cache: TensorCache, rows: object) -> None:
-        """Trainers keep row numbers beside their values, in float tensors."""
-        numbers = torch.as_tensor(np.ascontiguousarray(rows)) if isinstance(rows, np.ndarray) else rows
-        assert isinstance(numbers, torch.Tensor)
+    @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+    def test_numbers_of_any_dtype_and_shape_select_what_they_select_in_tensors(
+        self, cache: TensorCache, dtype: torch.dtype
+    ) -> None:
+        """As `values[indices.long()]` does: a tensor, an array, or nested lists. Trainers keep numbers in floats."""
+        for shape in [(), (0,), (7,), (1,), (2, 3), (0, 2), (2, 0), (2, 1, 3), (1, 1, 1, 2)]:
+            indices = torch.randint(-5 if dtype.is_signed else 0, 5, shape).to(dtype)
+            has_list = indices.dim() and indices.numel() and not dtype.is_floating_point
+            arrays = [] if dtype == torch.bfloat16 else [indices.numpy(), indices.numpy()[::-1] if shape else indices]
+            for index in (indices, *arrays, *([indices.tolist()] if has_list else [])):
+                numbers = torch.as_tensor(index.copy() if isinstance(index, np.ndarray) else index)
+                found = cache[index]
+                for name, value in logps().items():
+                    assert value[numbers.long()].shape == found[name].shape
+                    assert torch.equal(value[numbers.long()], found[name])
 
-        assert all(torch.equal(tensor[numbers.long()], cache[rows][name]) for name, tensor in logps().items())
+    def test_booleans_are_a_mask_and_bytes_are_not(self, cache: TensorCache) -> None:
+        mask, hidden = torch.arange(5) % 3 == 0, logps()["hidden"]
+
+        assert torch.equal(hidden[mask], cache[mask]["hidden"])
+        assert torch.equal(hidden[mask.long()], cache[mask.byte()]["hidden"])
 
     @pytest.mark.parametrize("rows", NO_ROWS, ids=str)
     def test_other_floats_are_refused(self, cache: TensorCache, rows: object) -> None:
@@ -118,11 +125,16 @@ class StoreTests:
         batch = cache.get([3, 1], columns=["chosen_logps"], out={"chosen_logps": out})
 
         assert ["chosen_logps"] == list(batch)
+        assert out is batch["chosen_logps"]
         assert torch.equal(logps()["chosen_logps"][[3, 1]], out)
 
-    def test_a_tensor_to_read_into_has_the_shape_of_the_rows(self, cache: TensorCache) -> None:
-        with pytest.raises(ShapeMismatchError, match=r"column 'chosen_logps': `out` must be"):
-            cache.get([3, 1], out={"chosen_logps": torch.empty(3)})
+    @pytest.mark.parametrize("out", [torch.empty(3), torch.empty(2).double()], ids=["shape", "dtype"])
+    def test_a_tensor_to_read_into_has_the_shape_and_dtype_of_the_rows(
+        self, cache: TensorCache, out: torch.Tensor
+    ) -> None:
+        said = r"column 'chosen_logps': `out` must be .*\(2,\) torch.float32, and is"
+        with pytest.raises(ShapeMismatchError, match=said):
+            cache.get([3, 1], out={"chosen_logps": out})
 
     def test_a_copy_in_another_process_reads_the_same(self, cache: TensorCache) -> None:
         expected = cache[[4, 0]]
@@ -156,7 +168,10 @@ class StoreTests:
             cache.append({name: tensor[:1] for name, tensor in logps().items()})
 
     @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-    def test_all_rows_go_to_one_file(self, cache: TensorCache, tmp_path: Path, name: str) -> None:
+    def test_all_rows_go_to_one_file(
+        self, cache: TensorCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setattr("offload.cache.incoming._BATCH", 100)  # bytes
         cache.to_disk(tmp_path / "out" / name)
 
         found = TensorCache.from_disk(tmp_path / "out" / name)[:]
@@ -165,6 +180,10 @@ class StoreTests:
 
     def test_a_closed_cache_is_an_error(self, cache: TensorCache) -> None:
         cache.close()
+        cache.close()
 
-        with pytest.raises(CacheError, match="is closed"):
-            cache[0]
+        acts = (lambda: cache[0], lambda: len(cache), lambda: cache["good"], cache.missing_rows, cache.flush)
+        for act in acts:
+            with pytest.raises(CacheError, match="is closed: open it again"):
+                act()
+        assert repr(cache).endswith("closed)")

@@ -15,7 +15,7 @@ import torch
 import offload
 from bench.page_cache import cached_fraction
 from offload import OffloadedTensor, TensorCache
-from offload.cache import columns, rowfile
+from offload.cache import rowfile
 from offload.errors import CorruptFileError
 from offload.prefetch import engine, filling, pages
 from offload.storage import background
@@ -55,8 +55,7 @@ def _looks_read_nothing(monkeypatch):
             if not all(pages.cached_bytes(address + place, 1) for place in places):
                 raise OSError(errno.EAGAIN, "not in memory")
 
-    for module in (rowfile, columns):
-        monkeypatch.setattr(module, "look_at", look_at)
+    monkeypatch.setattr(rowfile, "look_at", look_at)
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ from offload.errors import (
     ForeignFileError,
     MissingFileError,
     OffloadError,
-    ShapeMismatchError,
     UnsupportedOpError,
     WriteError,
 )
@@ -325,18 +324,6 @@ def test_a_folder_that_can_not_be_made_is_an_error(tmp_path: Path) -> None:
         TensorCache(tensors={"x": torch.ones(3)}).to_disk(tmp_path / "file" / "cache.pt")
 
 
-def test_a_cache_in_a_folder_goes_to_one_file_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.cache.incoming._BATCH", 100)  # bytes
-    values = {"x": torch.arange(70, dtype=torch.int16).view(35, 2), "y": torch.rand(35)}
-    with TensorCache.create(tmp_path / "folder", {"x": (torch.int16, (2,)), "y": (torch.float32, ())}, 35) as cache:
-        cache[:] = values
-        cache.to_disk(tmp_path / "file")
-
-    found = TensorCache.from_disk(tmp_path / "file")[:]
-
-    assert all(torch.equal(values[name], found[name]) for name in values)
-
-
 def test_rows_that_are_missing_are_not_written_as_if_they_were_there(tmp_path: Path) -> None:
     with TensorCache.create(tmp_path / "folder", {"x": (torch.float32, ())}, 3) as cache:
         cache[[0, 2]] = {"x": torch.ones(2)}
@@ -345,13 +332,6 @@ def test_rows_that_are_missing_are_not_written_as_if_they_were_there(tmp_path: P
             cache.to_disk(tmp_path / "file")
 
     assert not (tmp_path / "file").exists()
-
-
-def test_from_disk_opens_a_folder_too(tmp_path: Path) -> None:
-    with TensorCache.create(tmp_path, {"x": (torch.float32, ())}, 2) as cache:
-        cache[:] = {"x": torch.tensor([1.0, 2.0])}
-
-    assert [2.0, 1.0] == TensorCache.from_disk(tmp_path)[[1, 0]]["x"].tolist()
 
 
 def test_batches_land_on_the_device(tmp_path: Path) -> None:
@@ -505,12 +485,6 @@ def test_a_file_is_not_written_among_those_of_a_cache(tmp_path):
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="nowhere"):
         TensorCache.from_disk(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("out", [torch.zeros(2, 5), torch.zeros(5, dtype=torch.float64)], ids=["shape", "dtype"])
-def test_an_out_tensor_has_to_fit(out):
-    with pytest.raises(ShapeMismatchError, match=r"column 'x': `out` must be \(5,\) torch.float32, and is"):
-        TensorCache(tensors={"x": torch.ones(5)}).get(slice(None), out={"x": out})
 
 
 @pytest.mark.parametrize(

@@ -65,4 +65,4 @@ class TestFolderToRead(StoreTests):
     @staticmethod
     def make(folder: Path, tensors: dict[str, torch.Tensor]) -> TensorCache:
         TestFolderToWrite.make(folder, tensors).close()
-        return TensorCache.open(folder / "cache")
+        return TensorCache.from_disk(folder / "cache")

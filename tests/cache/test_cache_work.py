@@ -51,14 +51,14 @@ def filled_cache(folder, rows=64):
 
 def test_a_cache_that_grows_seldom_waits_for_the_length_of_its_states(tmp_path, calls):
     cache = TensorCache.create(tmp_path, {"x": (torch.int8, ())})
-    cache._store._grow(0, 1024)
+    cache.append({"x": torch.zeros(1024, dtype=torch.int8)})
     calls["fsync"].clear()
 
-    for rows in range(1025, 16 * 1024 + 1, 1024):
-        cache._store._grow(1024, rows)
+    for _ in range(15):
+        cache.append({"x": torch.zeros(1024, dtype=torch.int8)})
 
     assert [] == calls["fsync"]
-    cache._store._grow(1024, 16 * 1024 + 1)
+    cache.append({"x": torch.zeros(1, dtype=torch.int8)})
     assert [cache._store._states.fd] == calls["fsync"]
 
 
@@ -243,3 +243,23 @@ def test_tensors_of_a_column_share_their_file_until_it_changes(tmp_path):
     writer.flush()
     assert (70, 1024) == tuple(reader["x"].shape)
     assert torch.equal(torch.arange(70), reader["x"][:, 5])
+
+
+def test_values_of_any_length_that_are_not_in_memory_are_announced_before_the_first_is_read(tmp_path, monkeypatch):
+    with TensorCache.create(tmp_path, {"t": (torch.int32, (None,))}, 40) as cache:
+        cache[:] = {"t": [torch.full((4096,), row, dtype=torch.int32) for row in range(40)]}
+    cache, real, seen = TensorCache.open(tmp_path), os.preadv, []
+    fd = cache._store._files["t"]._values._random
+
+    def preadv(at_fd, into, at, flags=0):
+        if flags:
+            raise BlockingIOError
+        seen.extend(["read"] * (at_fd == fd))
+        return real(at_fd, into, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "posix_fadvise", lambda at_fd, *_: seen.extend(["announced"] * (at_fd == fd)))
+    found = cache[[30, 1, 20]]["t"]
+
+    assert [30, 1, 20] == [int(row[-1]) for row in found]
+    assert ["announced"] * 3 + ["read"] * 3 == seen
