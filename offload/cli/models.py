@@ -230,7 +230,7 @@ def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[s
     takes_back = not (model._is_stateful or model.config.is_encoder_decoder)
     takes_drafts = takes_back and settings.get_generation_mode() in _MODES
     if options.assistant is None:
-        streams, picked, _ = read_by_a_pass(model)
+        streams, picked = read_by_a_pass(model)
         is_wanted = options.draft is not None or streams + picked > 0
         return {"prompt_lookup_num_tokens": options.draft or _LOOKED_UP} if is_wanted and takes_drafts else {}
     if not takes_drafts:
