@@ -14,9 +14,9 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.streamers import BaseStreamer
 
 import offload
-from offload.drafts import candidates, draft_summary
-from offload.drafts.candidates import Drafts
-from offload.drafts.costs import Draft, PassCosts
+from offload.generation import candidates, draft_summary
+from offload.generation.candidates import Drafts
+from offload.generation.costs import Draft, PassCosts
 from offload.prefetch.value import page_state_of
 from offload.tensor.products import are_multiplied_packed, parts_of
 from offload.tensor.recipes import Piece

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from offload.budget import count_assistant
-from offload.drafts.alike import is_switchable, switch_alike
-from offload.drafts.costs import MOST, PassCosts, Source
-from offload.drafts.lookup import looked_up
+from offload.generation.alike import is_switchable, switch_alike
+from offload.generation.costs import MOST, PassCosts, Source
+from offload.generation.lookup import looked_up
 from offload.storage import clock
 from offload.storage.locks import fork_safe_lock
 from offload.transformers_api import given_cache
@@ -110,6 +110,9 @@ def draft_summary(model: nn.Module) -> DraftSummary:
 
     Args:
         model: a transformers model on disk.
+
+    Returns:
+        A copy: later passes do not change it.
 
     Example:
         >>> print(draft_summary(torch.nn.Linear(1, 1)))
