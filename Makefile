@@ -26,7 +26,7 @@ test: $(VENV)/.installed
 
 # make newest: the newest releases of everything, in an environment that is made anew, and the tests that meet them
 MEET := tests/test_*api.py tests/test_no_driver.py tests/test_deprecations.py tests/test_tutorials.py \
-	$(addprefix tests/,checkpoints cli distributed drafts integrations models planning prompts serving tensor training)
+	$(addprefix tests/,checkpoints cli distributed generation integrations models planning serving tensor training)
 newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python -m pip install -q --disable-pip-version-check -U $(if $(filter file,$(origin TORCH)),torch,torch==$(TORCH))

@@ -27,7 +27,7 @@ from bench.peers import OURS
 from bench.process import read_bytes
 from bench.rounds import Figure, in_turn
 from bench.scale import Scale
-from offload.drafts import draft_summary
+from offload.generation import draft_summary
 
 FIXED = (2, 4, 8, 16, 32)  # tokens of a draft
 _PROMPT = 16  # tokens

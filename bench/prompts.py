@@ -19,8 +19,8 @@ import torch
 
 import offload
 from offload.checkpoints.companions import tokenizer_in
+from offload.generation import PromptCache
 from offload.integrations.hub import folder_of
-from offload.prompts import PromptCache
 from offload.transformers_api import cache_option
 
 _CACHE = cache_option()

@@ -35,8 +35,8 @@ In modules, which `import offload` brings along:
 | | set how far to read ahead | `set_read_ahead` |
 | `offload.training` | train with state on disk | `offload_optimizer` `offload_activations` |
 | | save training as a whole, and resume after a crash | `save_training` `load_training` |
-| `offload.prompts` | keep the keys and values of prompts for later runs | `PromptCache` |
-| `offload.drafts` | see what drafts bring: `generate(assistant_model=)` | `draft_summary` |
+| `offload.generation` | keep the keys and values of prompts for later runs | `PromptCache` |
+| | see what drafts bring: `generate(assistant_model=)` | `draft_summary` |
 | `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` |
 | | read files and tables of others into a cache | `cache_from` |
 | | open or write a folder of tensordict's | `tensordict` |
@@ -92,7 +92,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING or _importing.is_wanted():
-    from offload import budget, drafts, errors, integrations, prompts, training  # noqa: F401
+    from offload import budget, errors, generation, integrations, training  # noqa: F401
     from offload.batches.mapping import map_batches
     from offload.budget import memory_summary, set_max_memory
     from offload.cache.table import TensorCache

@@ -179,25 +179,24 @@ def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
             leaving.extend(pool.reconsider(anew=True))
 
 
-def read_by_a_pass(model: nn.Module) -> tuple[int, int, float]:
+def read_by_a_pass(model: nn.Module) -> tuple[int, int]:
     """What each pass of a model reads from the disk, by the plan of what stays in memory.
 
     Returns:
-        Bytes of values that every pass needs and that do not stay; bytes of those of which it picks some, such as
-        experts; and the disk's rate in bytes per second, 0 if it is not known yet.
+        Bytes of values that every pass needs and that do not stay; and bytes of those of which it picks some, such as
+        experts.
     """
-    streams, picked, rate = 0, 0, 0.0
+    streams, picked = 0, 0
     with replanning() as leaving:
         for handle in stored_in(handles_in([model])):
             state = page_state_of(handle)
             pool, whole = state.pool or POOL, state.ranges.get(handle.extent)
             leaving.extend(pool.reconsider())
-            rate = max(rate, pool.rate)
             if whole is None or whole.is_picked:
                 picked += handle.extent[1] if _is_picked(handle) else 0
             elif not whole.kept:
                 streams += whole.nbytes
-    return streams, picked, rate
+    return streams, picked
 
 
 def _is_picked(handle: Handle) -> bool:

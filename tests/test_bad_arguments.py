@@ -17,8 +17,8 @@ import offload
 from offload import OffloadedTensor, TensorCache
 from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import OffloadError
+from offload.generation import PromptCache
 from offload.integrations import tensordict
-from offload.prompts import PromptCache
 from tests.engines import settled
 
 ANYTHING = {

@@ -43,7 +43,7 @@ WAYS = {
     "kept prompts": """
     for _ in range(2):
         model.generate(text, prompt_cache=out + "/prompts", **options)
-    prompts = offload.prompts.PromptCache(out + "/prompts")
+    prompts = offload.generation.PromptCache(out + "/prompts")
     past = prompts.past_for(model, text)
     past.layers[0].keys, past.layers[0].values
     prompts.generate(model, text, prompt_lookup_num_tokens=3, **options)""",
@@ -55,7 +55,7 @@ WAYS = {
     "batch": "assert 0 == main(['batch', folder + '/model', folder + '/in', out + '/out', '--max-new-tokens', '2'])",
     "answers of the server, with the prompt's scores": """
     from transformers import AutoTokenizer
-    from offload.serving import answering, chat
+    from offload.generation import answering, chat
     answering._SCORED_BYTES = 1  # in several pieces
     told = []
     prompt = chat.Prompt(text[0].tolist(), 2, starts=range(130))

@@ -12,8 +12,8 @@ from offload import testing
 MODULES = (
     offload.budget,
     offload.errors,
+    offload.generation,
     offload.integrations,
-    offload.prompts,
     testing,
     offload.training,
 )

@@ -23,13 +23,13 @@ from offload.cli.models import opened
 from offload.cli.output import counted, print_json, print_pairs, say
 from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
-from offload.serving.bodies import Refused
-from offload.serving.chat import Prompts
+from offload.generation.bodies import Refused
+from offload.generation.chat import Prompts
 from offload.storage.reasons import first_line
 from offload.storage.regular import is_there
 
 if TYPE_CHECKING:
-    from offload.serving.answering import Answering
+    from offload.generation.answering import Answering
 
 Refusal: TypeAlias = tuple[str, int, str]
 """Of a line: its custom_id, its number, and why it can't be answered."""
@@ -126,7 +126,7 @@ def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[i
     """
     import torch
 
-    from offload.serving.answering import Job
+    from offload.generation.answering import Job
 
     number, request = numbered
     most = request.asked.max_tokens or most

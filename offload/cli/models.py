@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from offload.annotations import Kwargs
 from offload.cli.output import counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError, OffloadError, visible_lines
-from offload.serving.chat import ONE_ANSWER, ONLY_TOKENS, Prompt, Prompts, ends_of, in_chat, stops_of
+from offload.generation.chat import ONE_ANSWER, ONLY_TOKENS, Prompt, Prompts, ends_of, in_chat, stops_of
 from offload.storage.reasons import first_line
 
 if TYPE_CHECKING:
+    from offload.generation.answering import Answering
     from offload.recording import Recording
-    from offload.serving.answering import Answering
 
 _MODES = ("greedy_search", "sample")  # that take drafts
 # What transformers raises for settings that it can't follow.
@@ -30,7 +30,7 @@ _LOOKED_UP = 63  # most tokens of a draft from the text
 
 def prompt_cache_of(options: argparse.Namespace) -> Kwargs:
     """Options for `generate`."""
-    from offload.prompts import PromptCache
+    from offload.generation import PromptCache
 
     if options.prompt_cache is None:
         return {}
@@ -47,10 +47,10 @@ def generate(options: argparse.Namespace) -> None:
         import torch
 
         from offload.checkpoints.companions import tokenizer_in
+        from offload.generation.answering import Job, Streamer
+        from offload.generation.text import Text
         from offload.memory import anonymous_bytes
         from offload.recording import Recording
-        from offload.serving.answering import Job, Streamer
-        from offload.serving.text import Text
 
         tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
     inputs = _inputs(tokenizer, options)
@@ -186,7 +186,7 @@ def opened(options: argparse.Namespace, most: int) -> tuple[Any, Answering, Prom
         CheckpointError: as `loaded_model`.
     """
     from offload.checkpoints.companions import tokenizer_in
-    from offload.serving.answering import Answering
+    from offload.generation.answering import Answering
 
     folder = folder_of_model(options)
     prompt_cache, model = prompt_cache_of(options), loaded_model(folder, options)
@@ -230,7 +230,7 @@ def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[s
     takes_back = not (model._is_stateful or model.config.is_encoder_decoder)
     takes_drafts = takes_back and settings.get_generation_mode() in _MODES
     if options.assistant is None:
-        streams, picked, _ = read_by_a_pass(model)
+        streams, picked = read_by_a_pass(model)
         is_wanted = options.draft is not None or streams + picked > 0
         return {"prompt_lookup_num_tokens": options.draft or _LOOKED_UP} if is_wanted and takes_drafts else {}
     if not takes_drafts:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from offload.annotations import Json
 from offload.errors import ArgumentError, ForeignFileError, ReadError, WriteError
-from offload.serving.bodies import OF_TEMPLATE, OPTIONS, Asked, Refused, asked_in, object_in
+from offload.generation.bodies import OF_TEMPLATE, OPTIONS, Asked, Refused, asked_in, object_in
 from offload.storage.locks import flock
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import closed_on_error, owned

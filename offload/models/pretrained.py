@@ -31,14 +31,10 @@ from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.packing import Packed, packed_state
 from offload.checkpoints.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
 from offload.checkpoints.forms.values import Form, Values, values_in
-from offload.drafts.alike import alike_rows
-from offload.drafts.candidates import drafts_for
 from offload.errors import CheckpointError
 from offload.models import log
 from offload.models.filling import filled
-from offload.models.mtp import mtp_candidates
 from offload.models.saving import refuse_shares
-from offload.prompts.keeping import keeping_prompts
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
 from offload.storage.replacing import put_file
@@ -51,6 +47,18 @@ from offload.tensor.wrapper import is_offloaded
 
 # Files that are replaced or removed by transformers, diffusers and others that save in the same way.
 _WEIGHTS = re.compile(r"(\w+_)?model(\.\w+)?(-\d+){0,2}(-of-\d+)?\.(safetensors|bin)")
+
+_FEATURES: list[Callable[[Any], dict[str, Any]]] = []
+
+
+def feature(members: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Register what classes of models from disk can do beyond their own, as its module is imported.
+
+    Args:
+        members: gives the members, by name, that a class of transformers' models gets; none if they don't concern it.
+    """
+    _FEATURES.append(members)
+    return members
 
 
 def note_form(model: Pretrained, values: Values) -> None:
@@ -224,8 +232,7 @@ class _SavesFromDisk:
 def _kind_from_disk(kind: Any) -> Any:
     """A subclass of a model's class that saves itself, and generates, as a model whose weights may be on disk does.
 
-    Its `save_pretrained` first looks which files live tensors refer to. One that generates takes a `prompt_cache`, and
-    drafts as many tokens as pay for what a pass costs.
+    Its `save_pretrained` first looks which files live tensors refer to. Features add what else it can do.
     """
 
     @wraps(kind.save_pretrained)
@@ -233,29 +240,9 @@ def _kind_from_disk(kind: Any) -> Any:
         return _save(self, partial(kind.save_pretrained, self), args, options)
 
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    if hasattr(kind, "generate") and hasattr(kind, "prepare_inputs_for_generation"):  # else it generates by itself
-        own.update(keeping_prompts(kind))
-    if hasattr(kind, "_assisted_decoding"):
-        own.update(_drafting(kind))
+    for members in _FEATURES:
+        own.update(members(kind))
     return type(kind.__name__, (_SavesFromDisk, kind), {**own, "_own_class": kind, "save_pretrained": save_pretrained})
-
-
-def _drafting(kind: Any) -> dict[str, Callable[..., Any]]:
-    """Methods of a class of models that generates text, with which the length of drafts follows what a pass costs."""
-
-    @wraps(kind._assisted_decoding)
-    def _assisted_decoding(self: Any, *args: object, **options: object) -> Any:
-        with alike_rows(self):
-            return kind._assisted_decoding(self, *args, **options)
-
-    @wraps(kind._get_candidate_generator)
-    def _get_candidate_generator(self: Any, *args: object, **options: object) -> Any:
-        given = inspect.signature(kind._get_candidate_generator).bind(self, *args, **options).arguments
-        if getattr(given["generation_config"], "use_mtp", None):
-            return mtp_candidates(self, given)
-        return drafts_for(self, partial(kind._get_candidate_generator, self), given)
-
-    return {one.__name__: one for one in (_assisted_decoding, _get_candidate_generator)}
 
 
 def _save(model: nn.Module, save: Callable[..., object], args: Args, options: Settings) -> object:

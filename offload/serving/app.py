@@ -32,9 +32,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.annotations import Json
 from offload.errors import OffloadError, visible
-from offload.serving.answering import End, Job, Piece
-from offload.serving.bodies import Asked, Refused, chat_body, error_body, text_body
-from offload.serving.chat import Prompts
+from offload.generation.answering import End, Job, Piece
+from offload.generation.bodies import Asked, Refused, chat_body, error_body, text_body
+from offload.generation.chat import Prompts
 from offload.serving.engine import Engine
 from offload.serving.figures import exposition
 from offload.serving.responses import Response

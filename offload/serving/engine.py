@@ -29,10 +29,10 @@ import torch
 from offload.batches.scheduler import Call, Scheduler
 from offload.batches.stages import handles_of, models_of, stages_of
 from offload.batches.states import Settings, ThreadState
+from offload.generation.answering import End, Job, Piece, bytes_per_token
+from offload.generation.bodies import Refused
 from offload.memory import available_bytes
 from offload.prefetch.engine import counts
-from offload.serving.answering import End, Job, Piece, bytes_per_token
-from offload.serving.bodies import Refused
 from offload.storage.threads import Worker
 
 MOST = 64  # answers in flight by default

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.annotations import Json
-from offload.serving.answering import Piece, Score
+from offload.generation.answering import Piece, Score
 
 
 @dataclass

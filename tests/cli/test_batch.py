@@ -12,7 +12,7 @@ import pytest
 
 from offload.cli import main
 from offload.cli.requests import lines_of, parsed
-from offload.serving import limited
+from offload.generation import limited
 from tests.campaigns import amount
 from tests.cli.test_cli import _tokenizer
 from tests.processes import run_module, run_script

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from offload.serving.text import Text
+from offload.generation.text import Text
 from tests.serving.servers import tiny_tokenizer
 
 PIECES = {

@@ -10,12 +10,16 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from offload.prompts.prompt_cache import BEGINS, PromptCache
+from offload.generation.prompt_cache import BEGINS, PromptCache
+from offload.models.pretrained import feature
 from offload.transformers_api import given_cache
 
 
+@feature
 def keeping_prompts(kind: Any) -> dict[str, Any]:
     """Members of a class, by name, with which a class of transformers' models that generate takes a prompt cache."""
+    if not hasattr(kind, "generate") or not hasattr(kind, "prepare_inputs_for_generation"):  # it generates by itself
+        return {}
 
     @wraps(kind.generate)
     def generate(self: Any, *args: Any, prompt_cache: Any = None, **options: Any) -> Any:

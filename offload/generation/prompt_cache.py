@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from offload.errors import ArgumentError, ArgumentTypeError, FileError
-from offload.prompts.blocks import TOKENS, Block, Blocks
-from offload.prompts.identity import Identities
-from offload.prompts.past import Prefix, past_of
+from offload.generation.blocks import TOKENS, Block, Blocks
+from offload.generation.identity import Identities
+from offload.generation.past import Prefix, past_of
 from offload.transformers_api import CACHES, cache_name, cache_option, fills_after_cache
 
-log = logging.getLogger("offload.prompts")
+log = logging.getLogger("offload.generation")
 
 BEGINS = "drafts_begin_after_a_prefix"  # an attribute of a class of models
 _LEAVE_OUT = ": leave prompt_cache out"

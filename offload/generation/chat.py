@@ -18,9 +18,9 @@ from typing import Any
 
 from offload.annotations import Json
 from offload.errors import CheckpointError
-from offload.serving.bodies import OF_TEMPLATE, Asked, Refused
-from offload.serving.limited import within_limits
-from offload.serving.text import Text
+from offload.generation.bodies import OF_TEMPLATE, Asked, Refused
+from offload.generation.limited import within_limits
+from offload.generation.text import Text
 from offload.storage.reasons import first_line
 
 ONLY_TOKENS = {"return_token_type_ids": False}

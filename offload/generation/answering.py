@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from offload.annotations import Json, Kwargs
-from offload.serving.chat import ONE_ANSWER, Prompt, stops_of
-from offload.serving.text import Text
+from offload.generation.chat import ONE_ANSWER, Prompt, stops_of
+from offload.generation.text import Text
 from offload.transformers_api import cache_name, cache_of
 
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p"}  # options that have the same names for `generate`

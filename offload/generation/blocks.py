@@ -41,7 +41,7 @@ from offload.storage.replacing import TEMPORARY, create_folder, remove, sweep
 from offload.storage.state_file import Kind, read_state, write_state
 from offload.storage.write import bytes_of, write_values
 
-log = logging.getLogger("offload.prompts")
+log = logging.getLogger("offload.generation")
 
 TOKENS = 64  # in a block
 MANIFEST = "prompts.json"

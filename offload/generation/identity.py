@@ -43,7 +43,7 @@ from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import is_offloaded
 from offload.torch_api import have_global_hooks, hooks_of, pre_hooks_of, version_of
 
-log = logging.getLogger("offload.prompts")
+log = logging.getLogger("offload.generation")
 
 _SAMPLES = 1024  # values of a file of which some bytes are looked at
 _SAMPLE = 2048  # bytes

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from offload.errors import ArgumentError
-from offload.serving.bodies import Asked, Refused
-from offload.serving.chat import Prompts, in_chat
+from offload.generation.bodies import Asked, Refused
+from offload.generation.chat import Prompts, in_chat
 from tests.serving.servers import TEMPLATE, tiny_tokenizer
 
 READS_PARTS = (

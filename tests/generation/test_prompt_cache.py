@@ -28,7 +28,7 @@ from transformers import (
 
 import offload
 from offload.errors import ArgumentError, ForeignFileError, UnsupportedOpError
-from offload.prompts import PromptCache, prompt_cache
+from offload.generation import PromptCache, prompt_cache
 from offload.transformers_api import CACHES, cache_option
 from tests.campaigns import amount
 from tests.processes import ended, forked, in_fork

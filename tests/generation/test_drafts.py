@@ -14,9 +14,9 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.streamers import BaseStreamer
 
 import offload
-from offload.drafts import candidates, draft_summary
-from offload.drafts.candidates import Drafts, measured
-from offload.drafts.costs import Length, Trials
+from offload.generation import candidates, draft_summary
+from offload.generation.candidates import Drafts
+from offload.generation.costs import Draft, PassCosts
 from offload.prefetch.value import page_state_of
 from offload.tensor.products import are_multiplied_packed, parts_of
 from offload.tensor.recipes import Piece
@@ -60,17 +60,15 @@ def packed(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def _all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of these lengths, whatever they cost, from each source in turn; as of a model that streams."""
+    """Drafts of these lengths, whatever they cost, from each source in turn."""
     script = cycle([0, 3, 1, 12, 2, 0, 0, 5])
 
-    def best(_: Trials, __: object, sources: list[Any]) -> Length:
+    def best(_: PassCosts, sources: list[Any]) -> Draft:
         number = next(script)
-        place = number % len(sources) if sources else None
-        most = 0 if place is None else min(number, sources[place][1])
-        return Length(most, place if most else None, 1.0, 1.0)
+        source, most = sources[number % len(sources)] if sources and number else (None, 0)
+        return Draft(min(number, most), source)
 
-    monkeypatch.setattr(Trials, "best", best)
-    monkeypatch.setattr(candidates, "read_by_a_pass", lambda _: (1, 0, 0.0))
+    monkeypatch.setattr(PassCosts, "best", best)
 
 
 def logits_of(found: Any) -> torch.Tensor:
@@ -285,9 +283,10 @@ def test_an_assistant_on_disk_stays_in_memory(folder: Path, tmp_path: Path):
 
 
 def test_a_summary_counts_tokens_and_passes(folder: Path):
-    model = offload.from_pretrained(folder)
+    model, passes = offload.from_pretrained(folder), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
     model.generate(PROMPT, assistant_model=llama(), do_sample=False, max_new_tokens=24)
     summary = draft_summary(model)
 
-    assert (24, summary.passes) == (summary.tokens, measured(model).costs.number)
+    assert (24, len(passes)) == (summary.tokens, summary.passes)
     assert f"{24 / summary.passes:.2f} tokens per pass" in str(summary)

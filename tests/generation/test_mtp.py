@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 from transformers.modeling_layers import MtpModel
 
 import offload
-from offload.drafts.candidates import draft_summary
 from offload.errors import ArgumentError, CheckpointError
-from offload.models import mtp
-from offload.models.mtp import mtp_candidates
+from offload.generation import mtp
+from offload.generation.candidates import draft_summary
+from offload.generation.mtp import mtp_candidates
 from offload.prefetch.value import page_state_of
 from offload.tensor.views import handle_of
 

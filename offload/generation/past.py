@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import torch
 
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
-from offload.prompts.blocks import TOKENS, Block, Form
+from offload.generation.blocks import TOKENS, Block, Form
 from offload.tensor.rules import is_followed
 from offload.transformers_api import given_cache
 
-log = logging.getLogger("offload.prompts")
+log = logging.getLogger("offload.generation")
 
 _AHEAD = 4  # layers that are read together
 

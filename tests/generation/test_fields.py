@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from offload.serving.bodies import FOLLOWED, REFUSED, WITHOUT_MEANING, Asked, Refused, chat_body, text_body
+from offload.generation.bodies import FOLLOWED, REFUSED, WITHOUT_MEANING, Asked, Refused, chat_body, text_body
 from tests.processes import ROOT
 
 openai = pytest.importorskip("openai")

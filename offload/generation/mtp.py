@@ -20,8 +20,8 @@ from offload.budget import handles_in
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.companions import quantization_of
 from offload.checkpoints.forms.values import Form, values_in
-from offload.drafts.candidates import measured
 from offload.errors import ArgumentError, CheckpointError, OffloadError
+from offload.generation.candidates import measured
 from offload.models.device_map import places
 from offload.models.filling import filled_with, waiting
 from offload.models.slots import place_tensors, tensor_slots

@@ -14,22 +14,23 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.budget import count_assistant, read_by_a_pass
-from offload.drafts.alike import is_switchable, switch_alike
-from offload.drafts.costs import FIRST, MOST, Acceptance, Pass, PassCosts, Source, Trials, of_assistant
-from offload.drafts.lookup import looked_up
-from offload.prefetch.engine import counts
+from offload.budget import count_assistant
+from offload.generation.alike import is_switchable, switch_alike
+from offload.generation.costs import MOST, PassCosts, Source
+from offload.generation.lookup import looked_up
 from offload.storage import clock
 from offload.storage.locks import fork_safe_lock
 from offload.transformers_api import given_cache
 
 _CAUGHT_UP = 16  # tokens without a draft that an assistant goes through quickly: more tell nothing about drafting
-_LOOKED_UP = ((1, 0.2), (2, 0.4), (4, 0.6), (8, 0.8))  # from how long a match on, and what is assumed to be accepted
+_LOOKED_UP = {1: 0.2, 2: 0.4, 4: 0.6, 8: 0.8}  # from how long a match on, and what is assumed to be accepted
+_OF_ASSISTANT = 0.7  # the same of an assistant
 
 
 @dataclass
@@ -72,17 +73,18 @@ class Measured:
     """What is known of a model: what its passes take, and what drafts for it are worth. Used under its lock.
 
     Attributes:
-        costs: of its passes.
-        lookups: sources of drafts from the text, by the least length of the match.
-        assistants: sources of drafts, by the assistant.
+        costs: What its passes take.
+        lookups: Sources of drafts from the text, by the least length of the match.
+        assistants: Sources of drafts, by the assistant.
+        summary: What drafts have brought.
+        lock: Of all of these.
     """
 
-    costs: PassCosts
+    costs: PassCosts = field(default_factory=PassCosts)
     lookups: dict[int, Source] = field(
-        default_factory=lambda: {least: Source(Acceptance(rate)) for least, rate in _LOOKED_UP}
+        default_factory=lambda: {least: Source(rate) for least, rate in _LOOKED_UP.items()}
     )
     assistants: weakref.WeakKeyDictionary[nn.Module, Source] = field(default_factory=weakref.WeakKeyDictionary)
-    trials: Trials = field(default_factory=Trials)
     summary: DraftSummary = field(default_factory=DraftSummary)
     lock: Any = field(default_factory=fork_safe_lock)
 
@@ -99,7 +101,7 @@ def measured(model: nn.Module) -> Measured:
     """What is known of a model."""
     with _LOCK:
         if model not in _MEASURED:
-            _MEASURED[model] = Measured(PassCosts(*read_by_a_pass(model)))
+            _MEASURED[model] = Measured()
         return _MEASURED[model]
 
 
@@ -108,6 +110,9 @@ def draft_summary(model: nn.Module) -> DraftSummary:
 
     Args:
         model: a transformers model on disk.
+
+    Returns:
+        A copy: later passes do not change it.
 
     Example:
         >>> print(draft_summary(torch.nn.Linear(1, 1)))
@@ -148,23 +153,19 @@ class Drafts:
         self._known = measured(model)
         self._inner = inner
         self._max_length = max_length
-        self._most = min(most, MOST)
-        self._looks_up = looks_up
+        self._most = min(most, MOST) if looks_up else 0
         self._ends = set() if ends is None else set(ends.reshape(-1).tolist())
         self._source: Source | None = None
         self._drafted: list[int] = []
-        self._from_inner = False
-        self._begun = self._read = 0.0
+        self._begun = 0.0
         self._length = self._caught_up = 0
         self._is_first = True
-        self._waited = 0.0
         self._assistant: Source | None = None
         if inner is not None:
             with self._known.lock:
-                self._assistant = self._known.assistants.setdefault(inner.assistant_model, of_assistant())
-            if self._known.costs.streams:  # a token costs much less than a pass: even an unlikely one is worth it
-                for config in (inner.generation_config, inner.assistant_generation_config):
-                    config.assistant_confidence_threshold = 0.0
+                self._assistant = self._known.assistants.setdefault(inner.assistant_model, Source(_OF_ASSISTANT, None))
+            for config in (inner.generation_config, inner.assistant_generation_config):
+                config.assistant_confidence_threshold = 0.0  # the length is decided here
 
     def get_candidates(self, input_ids: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The text so far with a draft after it: (1, tokens).
@@ -179,41 +180,27 @@ class Drafts:
         candidates, scores = self._drafted_after(input_ids)
         self._drafted = candidates[0, self._length :].tolist()
         switch_alike(on=bool(self._drafted))
-        now = counts()
-        self._begun, self._read, self._waited = clock.now(), now.bytes_read, now.waited
+        self._begun = clock.now()
         return candidates, scores
 
     def _drafted_after(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         left = self._max_length - self._length - 1
-        self._source, self._from_inner = None, False
+        self._source = None
         if left <= 0 or (self._is_first and is_switchable()):  # all tokens of a prompt are computed as without
             return input_ids, None
-        found, matched = looked_up(input_ids[0].tolist(), min(self._most, left)) if self._looks_up else ([], 0)
-        found = self._cut_at_end(found)
+        found, matched = looked_up(input_ids[0].tolist(), min(self._most, left), self._ends)
         sources = [(self._known.lookup_of(matched), len(found))] if found else []
         if self._assistant is not None:
             sources.append((self._assistant, min(MOST, left)))
         with self._known.lock:
-            tokens, place = self._chosen(sources)
-        if not tokens or place is None:
+            draft = self._known.costs.best(sources)
+        self._source = draft.source
+        if draft.source is None:
             return input_ids, None
-        self._source = sources[place][0]
-        if self._source is not self._assistant:
-            draft = torch.tensor([found[:tokens]], dtype=input_ids.dtype, device=input_ids.device)
-            return torch.cat([input_ids, draft], dim=1), None
-        return self._from_assistant(input_ids, tokens)
-
-    def _chosen(self, sources: list[tuple[Source, int]]) -> tuple[int, int | None]:
-        """How many tokens to draft, and from which source."""
-        if not self._known.costs.number and sources:
-            place = len(sources) - 1
-            return min(FIRST, sources[place][1]), place
-        best = self._known.trials.best(self._known.costs, sources)
-        return best.tokens, best.source
-
-    def _cut_at_end(self, found: list[int]) -> list[int]:
-        end = next((place for place, token in enumerate(found) if token in self._ends), len(found))
-        return found[:end]
+        if draft.source is self._assistant:
+            return self._from_assistant(input_ids, draft.tokens)
+        followed = torch.tensor([found[: draft.tokens]], dtype=input_ids.dtype, device=input_ids.device)
+        return torch.cat([input_ids, followed], dim=1), None
 
     def _from_assistant(self, input_ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         started, self._inner.num_assistant_tokens = clock.now(), tokens
@@ -222,38 +209,30 @@ class Drafts:
             _continue(given, self._length)
         candidates: torch.Tensor
         candidates, scores = self._inner.get_candidates(input_ids)
-        self._from_inner, drafted = True, candidates.shape[1] - self._length
+        drafted = candidates.shape[1] - self._length
         assert self._assistant is not None
-        assert self._assistant.drafting is not None
         if drafted > 0 and self._length - self._caught_up <= _CAUGHT_UP:
             with self._known.lock:
-                self._assistant.drafting.learn(drafted, clock.now() - started, self._known.costs.number)
+                self._assistant.learn_seconds((clock.now() - started) / drafted)
         self._caught_up = self._length + drafted
         return candidates, scores
 
-    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(self, input_ids: torch.Tensor, *_: object) -> None:
         """Learn from a pass.
 
         Args:
             input_ids: the text with what was accepted, and the model's own token: (1, tokens).
-            scores: of the model: (1, drafted + 1, vocabulary).
-            num_matches: how many of the drafted tokens were accepted.
         """
-        now, seconds = counts(), clock.now() - self._begun
+        seconds, drafted = clock.now() - self._begun, len(self._drafted)
         new = input_ids[0, self._length :].tolist()
-        pairs = zip(new, self._drafted, strict=False)  # an accepted token that ends the text counts as the model's own
-        accepted = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
-        accepted = min(len(new), len(self._drafted)) if accepted is None else accepted
-        tokens = len(self._drafted) + (self._length if self._is_first else 1)
-        done = Pass(tokens, seconds, now.waited - self._waited, int(now.bytes_read - self._read), self._is_first)
+        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(new, self._drafted, strict=False))
+        accepted = len(list(agreed))  # an accepted token that ends the text counts as the model's own
         with self._known.lock:
-            self._known.costs.learn(done)
-            self._known.trials.earn(seconds)
+            if not self._is_first:  # that of the prompt finds less in memory than later ones
+                self._known.costs.learn(drafted + 1, seconds)
             if self._source is not None:
-                self._source.acceptance.learn(accepted, len(self._drafted))
-            self._known.summary.add(len(new), len(self._drafted), accepted)
-        if self._from_inner:
-            self._inner.update_candidate_strategy(input_ids, scores, num_matches)
+                self._source.learn(accepted, drafted)
+            self._known.summary.add(len(new), drafted, accepted)
         self._is_first = False
 
 
