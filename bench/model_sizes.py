@@ -31,7 +31,7 @@ from transformers import (
 
 from offload.planning.estimate import IN_FLIGHT, Estimate
 from offload.planning.machine import Computing
-from offload.planning.sizes import Entry, ModelSizes, sizes_from
+from offload.planning.sizes import ModelSizes, StoredTensor, sizes_from
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,12 @@ def sizes_of(name: str) -> ModelSizes:
         return replace(sizes_from(name, Path(folder), entries, form=form), dispatch=0.0)  # another machine's
 
 
-def _entry(name: str, value: torch.Tensor, form: str) -> Entry:
+def _entry(name: str, value: torch.Tensor, form: str) -> StoredTensor:
     is_packed = (
         ".experts." in name if form == "mxfp4" else value.ndim > 1 and "embed" not in name and "head" not in name
     )
     dtype = form if is_packed and value.ndim > 1 else "bfloat16"
-    return Entry(dtype, int(value.numel() * _BITS[dtype] / 8))
+    return StoredTensor(dtype, int(value.numel() * _BITS[dtype] / 8))
 
 
 def table() -> str:

@@ -168,7 +168,7 @@ def usable_devices() -> list[torch.device]:
 # Needed by single features
 
 
-class _Gone(type):
+class _MissingName(type):
     """Metaclass of placeholders for names that torch no longer has: they raise when used."""
 
     error: UnsupportedTorchError
@@ -191,12 +191,12 @@ def _for(feature: str, find: Callable[[], _T]) -> _T:
     try:
         return find()
     except AttributeError as error:
-        return _Gone("gone", (), {"error": _unsupported(feature, error)})  # type: ignore[return-value]
+        return _MissingName("gone", (), {"error": _unsupported(feature, error)})  # type: ignore[return-value]
 
 
 def needed(found: _T) -> _T:
     """The name itself, for uses that a placeholder can't detect, such as `is` or a pickle."""
-    if isinstance(found, _Gone):
+    if isinstance(found, _MissingName):
         raise found.error
     return found
 
@@ -249,7 +249,7 @@ def is_compiled() -> bool:
 
 def not_compiled(function: _T) -> _T:
     """Decorates functions that a compiler should not trace into."""
-    return _not_compiled if type(_not_compiled) is _Gone else _not_compiled(function)  # type: ignore[return-value]
+    return _not_compiled if type(_not_compiled) is _MissingName else _not_compiled(function)  # type: ignore[return-value]
 
 
 local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")  # of a DTensor

@@ -385,10 +385,10 @@ def test_a_module_has_at_most_some_700_lines():
 
 # Lines, with blank ones and docstrings. They only go down: a new mechanism names the one that it replaces.
 MOST_LINES = {
-    ("offload", "py"): 45_500,  # on the way to 36,000, and then to 32,000
+    ("offload", "py"): 43_200,  # on the way to 36,000, and then to 32,000
     ("offload", "[ch]"): 3_400,
-    ("tests", "py"): 66_500,  # on the way to 52,000
-    ("bench", "py"): 9_000,
+    ("tests", "py"): 64_600,  # on the way to 52,000
+    ("bench", "py"): 8_700,
 }
 
 
@@ -397,6 +397,15 @@ def test_the_lines_of_a_folder_stay_within_their_budget(folder, kind):
     count = sum(len(path.read_bytes().splitlines()) for path in (ROOT / folder).rglob(f"*.{kind}"))
 
     assert 1_000 < count <= MOST_LINES[folder, kind]
+
+
+TWICE = {"Engine", "Form", "Piece", "Place", "Rows", "_Saved"}  # to be renamed: nothing is added here
+
+
+def test_a_class_name_stands_for_one_class():
+    names = Counter(node.name for path in MODULES for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef))
+
+    assert {name for name, count in names.items() if count > 1} == TWICE
 
 
 PAGES = [

@@ -217,7 +217,7 @@ def test_each_missing_private_name_of_torch_raises_a_clear_error():
         remove(path)
         from offload import torch_api
         for name, value in vars(torch_api).items():
-            if type(value) is torch_api._Gone:
+            if type(value) is torch_api._MissingName:
                 try:
                     value()
                 except torch_api.UnsupportedTorchError as error:

@@ -61,7 +61,7 @@ _KIND = Kind(
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model that is to be written anew.
 
     Attributes:
@@ -145,7 +145,7 @@ def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, 
         sync_folder(target.parent)
 
 
-def source_of(source: Checkpoint, dtype: torch.dtype | None) -> Source:
+def source_of(source: Checkpoint, dtype: torch.dtype | None) -> ModelSource:
     """A dense model, from a folder or a GGUF file.
 
     Args:
@@ -164,15 +164,15 @@ def source_of(source: Checkpoint, dtype: torch.dtype | None) -> Source:
             name: tensor if subclass_value(tensor) is not None else _stored(_cast(tensor, dtype), name)
             for name, tensor in tensors.items()
         }
-    return Source(tensors, companions_beside(source.path, dtype))
+    return ModelSource(tensors, companions_beside(source.path, dtype))
 
 
-def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> Source:
+def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> ModelSource:
     if source.is_gguf:
         model = empty_model(source, dtype)
         values = values_in(source, None, model=model)
         tensors = {name: _stored(tensor, name) for name, tensor in values.tensors.items()}
-        return Source(tensors, companions_of(model))
+        return ModelSource(tensors, companions_of(model))
     path = source.path / CONFIG
     config = _read_config(path) if is_folder(source.path) and is_file(path) else {}
     quantization = _parts_of(config, "quantization_config")
@@ -186,7 +186,7 @@ def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> Source:
         )
     wanted = dtype or _dtype_of(config)
     dense = {name: _stored(_in_dtype(tensor, wanted), name) for name, tensor in values.tensors.items()}
-    return Source(dense, companions_beside(source.path, dtype, is_dense=True))
+    return ModelSource(dense, companions_beside(source.path, dtype, is_dense=True))
 
 
 def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -25,7 +25,7 @@ from offload.errors import CheckpointError, CorruptFileError
 from offload.storage.file import TensorFile
 from offload.storage.header import is_file_name
 from offload.storage.layout import are_counts, is_countable
-from offload.storage.pickled import NESTS, Noted, read_notes
+from offload.storage.pickled import NESTS, NotedObject, read_notes
 from offload.storage.reasons import short
 from offload.storage.regular import read_regular
 
@@ -134,9 +134,9 @@ def check_shard(file: TensorFile, value: Sharded, shard: Shard) -> None:
 # The metadata
 
 
-def _fields(noted: object, kind: type = Noted) -> dict[Any, Any]:
+def _fields(noted: object, kind: type = NotedObject) -> dict[Any, Any]:
     """The fields of a noted dataclass, or a dictionary itself."""
-    fields = noted.state if kind is Noted and isinstance(noted, Noted) else noted
+    fields = noted.state if kind is NotedObject and isinstance(noted, NotedObject) else noted
     if not isinstance(noted, kind) or not isinstance(fields, dict):
         raise CorruptFileError(f"has a {type(noted).__name__} in place of a {kind.__name__}: download or copy it again")
     return fields
@@ -144,7 +144,7 @@ def _fields(noted: object, kind: type = Noted) -> dict[Any, Any]:
 
 def _sizes(noted: object) -> Sizes:
     """A `torch.Size`."""
-    sizes = list(noted.args[0]) if isinstance(noted, Noted) and len(noted.args) == 1 else None
+    sizes = list(noted.args[0]) if isinstance(noted, NotedObject) and len(noted.args) == 1 else None
     if sizes is None or not are_counts(sizes):
         raise CorruptFileError(f"has a malformed size, {short(sizes)}: download or copy it again")
     return tuple(sizes)

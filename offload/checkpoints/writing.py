@@ -120,7 +120,7 @@ def largest_shard(size: int | str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WrittenValue:
     """A value as it will be in its file.
 
     Attributes:
@@ -144,7 +144,7 @@ class Contents:
         parameters: number of elements of each value, for the index.
     """
 
-    parts: dict[str, Part]
+    parts: dict[str, WrittenValue]
     ties: dict[str, str]
     sources: dict[str, list[Path]]
     metadata: dict[str, str]
@@ -233,7 +233,7 @@ def _ties(tensors: Mapping[str, torch.Tensor], discarded: Collection[str]) -> di
 
 def _parts(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, metadata: Mapping[str, str]
-) -> tuple[dict[str, Part], dict[str, str]]:
+) -> tuple[dict[str, WrittenValue], dict[str, str]]:
     """The entries of the files, and additions to their metadata."""
     of_quantized = prefixes_of_quantized(tensors, metadata)
     quantized = {name: value for name, tensor in tensors.items() if (value := subclass_value(tensor)) is not None}
@@ -244,7 +244,7 @@ def _parts(
     return {key: _part(key, tensor, None if key in stay else dtype) for key, tensor in plain.items()}, notes
 
 
-def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Part:
+def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> WrittenValue:
     refuse_unstorable(tensor, name)
     converts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
     layout = contiguous(dtype if dtype is not None and converts else tensor.dtype, tuple(tensor.shape))
@@ -253,7 +253,7 @@ def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Part:
             f"{name!r} is of {layout.dtype}, which safetensors does not support: convert it first, "
             "or keep it in an offload folder (OffloadedTensor.from_original_tensor, offload.disk_offload)"
         )
-    return Part(tensor.detach(), layout)
+    return WrittenValue(tensor.detach(), layout)
 
 
 # Files

@@ -81,7 +81,7 @@ class Matrix(ctypes.Structure):
     """)
 
 
-class Part(ctypes.Structure):
+class RowsOfPart(ctypes.Structure):
     """Packed rows whose products are columns of a result: `part` in experts.h."""
 
     _fields_ = _fields("""
@@ -407,7 +407,7 @@ class Projection:
         Raises:
             ArgumentError: a matrix has fewer rows, or other columns than the first.
         """
-        self.matrices, self._array, height = [matrix for matrix, _ in parts], (Part * len(parts))(), 0
+        self.matrices, self._array, height = [matrix for matrix, _ in parts], (RowsOfPart * len(parts))(), 0
         self.parts, self.count, width = ctypes.addressof(self._array), len(parts), parts[0][0].columns
         for part, (matrix, count) in zip(self._array, parts, strict=True):
             fits = 0 <= count <= matrix.outputs and matrix.columns == width

@@ -80,7 +80,7 @@ _IN_MEMORY = "in memory"
 
 
 @dataclass(frozen=True)
-class Form:
+class HeldForm:
     """Values of a model that are held in the same way.
 
     Attributes:
@@ -124,7 +124,7 @@ class LoadReport:
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     overruled_keys: list[tuple[str, str]] = field(default_factory=list)
-    forms: Mapping[str, Form] = field(default_factory=dict)
+    forms: Mapping[str, HeldForm] = field(default_factory=dict)
 
     @property
     def differs(self) -> bool:
@@ -597,12 +597,12 @@ def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
             advance(handle.layout.nbytes)
 
 
-def _forms(slots: Iterable[Slot]) -> dict[str, Form]:
+def _forms(slots: Iterable[Slot]) -> dict[str, HeldForm]:
     """How a model's values are held."""
     held: dict[str, list[Slot]] = {}
     for slot in slots:
         held.setdefault(_form(slot.tensor), []).append(slot)
-    return {what: Form(len(found), _stored_bytes(found), _times(found)) for what, found in sorted(held.items())}
+    return {what: HeldForm(len(found), _stored_bytes(found), _times(found)) for what, found in sorted(held.items())}
 
 
 def _times(slots: list[Slot]) -> float:

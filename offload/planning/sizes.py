@@ -33,7 +33,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 DENSE = ("bfloat16", "float16", "float32", "bf16", "f16", "f32")  # as in safetensors, and in GGUF files
 
 
-class Entry(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file, according to the header."""
 
     dtype: str
@@ -121,12 +121,12 @@ def sizes_of(name_or_path: PathLike, *, trust_remote_code: bool = False, **hub_o
             return replace(sizes_of(base, trust_remote_code=trust_remote_code), name=name)
     if is_there(place):
         opened = open_checkpoint(place)
-        entries = {key: Entry(_dtype_of(value), value.nbytes) for key, value in opened.items()}
+        entries = {key: StoredTensor(_dtype_of(value), value.nbytes) for key, value in opened.items()}
         files = {file.path: file.identity.size for value in opened.values() for file in value.files}
         largest = max(files, key=lambda path: files[path], default=None)
         return sizes_from(name, place, entries, largest, trust_remote_code=trust_remote_code)
     folder, headers = headers_of(name, **hub_options)
-    found = {key: Entry(*place) for key, place in headers.items()}
+    found = {key: StoredTensor(*place) for key, place in headers.items()}
     return sizes_from(name, folder, found, trust_remote_code=trust_remote_code)
 
 
@@ -139,7 +139,7 @@ def _dtype_of(value: Value) -> str:
 def sizes_from(
     name: str,
     folder: Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, StoredTensor],
     largest: Path | None = None,
     *,
     form: str | None = None,
@@ -180,7 +180,7 @@ def sizes_from(
     )
 
 
-def _packed(entries: Mapping[str, Entry]) -> int:
+def _packed(entries: Mapping[str, StoredTensor]) -> int:
     """Bytes of packed values, with their scales."""
     return sum(entry.nbytes for key, entry in entries.items() if entry.dtype not in DENSE or "scale" in key)
 
@@ -200,12 +200,12 @@ def _tables(model: nn.Module) -> set[str]:
     return {key for key in found if head is None or model.get_parameter(key) is not head}
 
 
-def _is_table(key: str, entries: Mapping[str, Entry]) -> bool:
+def _is_table(key: str, entries: Mapping[str, StoredTensor]) -> bool:
     """Whether an entry of a GGUF file is the embedding, and not also the output layer."""
     return key == _GGUF_TABLE and _GGUF_HEAD in entries
 
 
-def _form(config: Any, entries: Mapping[str, Entry]) -> str:
+def _form(config: Any, entries: Mapping[str, StoredTensor]) -> str:
     quantization = quantization_of(config)
     if quantization is not None:
         return str(quantization.get("format") or method_of(quantization))

@@ -35,7 +35,7 @@ _SIZES = 256 << 10  # sizes of memory are multiples of this, so that more of it 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FilePart:
     """Bytes of a file."""
 
     file: TensorFile
@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ReadTogether:
     """Parts of one file that are read in one go, with what is between them.
 
     Attributes:
@@ -70,15 +70,15 @@ class Load(Staged):
         error: what the read raised.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[FilePart]) -> None:
         self.count = len(parts)
         self.nbytes = 0
         self.stage = AWAY
         self.error: BaseException | None = None
         self._memory: torch.Tensor | None = None
-        self._runs: list[_Run] = []
+        self._runs: list[_ReadTogether] = []
         for _, group in groupby(sorted(parts, key=_place), key=lambda part: part.file):
-            run: list[Part] = []
+            run: list[FilePart] = []
             for part in group:
                 if run and part.start > run[-1].start + run[-1].nbytes + _BETWEEN:
                     self._add(run)
@@ -91,11 +91,11 @@ class Load(Staged):
         """Bytes of memory that it takes."""
         return -(-self.nbytes // _SIZES) * _SIZES
 
-    def _add(self, parts: Sequence[Part]) -> None:
+    def _add(self, parts: Sequence[FilePart]) -> None:
         first = parts[0].start // _BLOCK * _BLOCK
         needed = max(part.start + part.nbytes for part in parts) - first
         size = -(-needed // _BLOCK) * _BLOCK
-        self._runs.append(_Run(parts[0].file, first, self.nbytes, size, needed))
+        self._runs.append(_ReadTogether(parts[0].file, first, self.nbytes, size, needed))
         self.nbytes += size
 
     def make_room(self, nbytes: int) -> None:
@@ -106,7 +106,7 @@ class Load(Staged):
         """It is not needed any more, or not at all; a thread that reads it keeps its memory until it has."""
         self._memory = None
 
-    def tensor(self, part: Part, like: torch.Tensor) -> torch.Tensor | None:
+    def tensor(self, part: FilePart, like: torch.Tensor) -> torch.Tensor | None:
         """A part, with the dtype, shape and strides of `like`, which spans it; None if it was not read."""
         assert self._memory is not None
         end = part.start + part.nbytes
@@ -140,7 +140,7 @@ class Load(Staged):
                         )
 
 
-def _place(part: Part) -> tuple[str, int]:
+def _place(part: FilePart) -> tuple[str, int]:
     return str(part.file.path), part.start
 
 
@@ -148,7 +148,7 @@ def _opened(file: TensorFile) -> Descriptor:
     return file.descriptor(os.O_RDONLY | os.O_DIRECT)
 
 
-def _read_run(memory: memoryview, fd: int, run: _Run) -> int:
+def _read_run(memory: memoryview, fd: int, run: _ReadTogether) -> int:
     """How many bytes were read; if the file system refuses these, through its cache, as all others from now on."""
     try:
         return _read_into(memory, fd, run.first)

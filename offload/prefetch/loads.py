@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.prefetch.direct import Load, Part, can_be_read
+from offload.prefetch.direct import FilePart, Load, can_be_read
 from offload.prefetch.engine import Views, direct_candidates, fits, reader, reserve, span_of
 from offload.prefetch.reader import LEAST
 from offload.storage.handle import Handle
@@ -24,7 +24,7 @@ _MOST_AROUND = 2  # bytes that are read, as a multiple of those that are needed:
 _THREAD = threading.local()
 
 
-def load_of(reads: Views, parts: Sequence[Part] | None = None) -> Load | None:
+def load_of(reads: Views, parts: Sequence[FilePart] | None = None) -> Load | None:
     """What is not in memory of several views, to be read past the page cache; None: nothing, or better not so.
 
     It counts as used. Not if another thread is about to need it, too.
@@ -40,7 +40,7 @@ def load_of(reads: Views, parts: Sequence[Part] | None = None) -> Load | None:
     return Load([parts[number] for number in chosen]) if chosen else None
 
 
-def parts_of_files(reads: Views) -> list[Part]:
+def parts_of_files(reads: Views) -> list[FilePart]:
     """Where views lie in their files; nothing if they can't be read from there past the page cache."""
     parts = []
     for handle, view_spec in reads:
@@ -54,8 +54,8 @@ def parts_of_files(reads: Views) -> list[Part]:
     return parts
 
 
-def _part_of(handle: Handle, view_spec: torch.Tensor) -> Part:
-    return Part(handle.file, start_of(handle, view_spec), span_of(view_spec))
+def _part_of(handle: Handle, view_spec: torch.Tensor) -> FilePart:
+    return FilePart(handle.file, start_of(handle, view_spec), span_of(view_spec))
 
 
 def start_of(handle: Handle, view_spec: torch.Tensor) -> int:

@@ -77,7 +77,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Slot:
+class PinnedSlot:
     """Pinned memory, and the event that marks the end of the last copy from it."""
 
     memory: torch.Tensor
@@ -96,7 +96,7 @@ class Staging:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
-        self._slots = itertools.cycle([Slot(_pinned(_SLOT), self._module.Event()) for _ in range(_SLOTS)])
+        self._slots = itertools.cycle([PinnedSlot(_pinned(_SLOT), self._module.Event()) for _ in range(_SLOTS)])
         self._uses: deque[tuple[Any, int]] = deque()  # ends of uses, as events, and the bytes used after each
         self._used = 0  # bytes, in total
         self._lock = fork_safe_lock()

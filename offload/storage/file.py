@@ -61,7 +61,7 @@ class Identity:
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-class Reader(Protocol):
+class FormatReader(Protocol):
     """A format of files of tensors. The modules that read one are readers."""
 
     def recognizes(self, start: bytes, /) -> bool:
@@ -450,7 +450,7 @@ def _inflated(record: Record, file: TensorFile) -> Iterator[bytes]:
 
 
 _START = 512  # first bytes, enough to recognise a format
-_READERS: tuple[Reader, ...] = (pickled, gguf_header, safetensors_header)  # the last one takes anything else
+_READERS: tuple[FormatReader, ...] = (pickled, gguf_header, safetensors_header)  # the last one takes anything else
 _LFS = b"version https://git-lfs"
 _LOCK = fork_safe_lock()
 _OPENED: weakref.WeakValueDictionary[Path, TensorFile] = weakref.WeakValueDictionary()

@@ -39,7 +39,7 @@ MOST_MAPPINGS = 16_384  # Linux allows 65,530 mappings per process; the rest is 
 _MOST_LOOKS = 100  # retries when another process replaces the file between our look and our mapping
 
 
-class PageState(Protocol):
+class KnownPages(Protocol):
     """What the prefetcher knows about a value's bytes in memory."""
 
     def begin_anew(self) -> None:
@@ -85,7 +85,7 @@ class Handle:
         self.generation = 0
         self.access = Access.TOGETHER
         self.meta: torch.Tensor | None = None
-        self.page_state: PageState | None = None
+        self.page_state: KnownPages | None = None
         self._base: torch.Tensor | None = None
         self._addresses: torch.UntypedStorage | None = None
         self._own_lock: threading.RLock | None = None

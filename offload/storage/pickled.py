@@ -77,7 +77,7 @@ NOTES = f"{MARK}.json"  # a record with what `offload` noted in a file of its ow
 _SAVE_TENSORS = "save the tensors alone, torch.save(model.state_dict(), path), or as .safetensors"
 
 # The unpickled object, its storages by address, their records by key, and metadata as in a safetensors header.
-Saved: TypeAlias = "tuple[Any, dict[int, Piece], dict[str, Record], dict[str, str]]"
+Saved: TypeAlias = "tuple[Any, dict[int, StorageRecord], dict[str, Record], dict[str, str]]"
 
 
 def recognizes(start: bytes) -> bool:
@@ -277,7 +277,7 @@ def _read_legacy(file: BinaryIO, size: int) -> Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StorageRecord:
     """A storage without data, as named in a pickle.
 
     Attributes:
@@ -296,9 +296,9 @@ class Piece:
     storage: torch.UntypedStorage
 
 
-def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
+def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, StorageRecord]]:
     """The next object in a file, with the storages it names, by address."""
-    pieces: dict[int, Piece] = {}
+    pieces: dict[int, StorageRecord] = {}
     known: dict[str, tuple[torch.dtype, int]] = {}
 
     def storage_for(saved_id: Any) -> torch.TypedStorage:
@@ -314,7 +314,7 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
         if not 0 <= begin <= begin + count <= numel:
             raise CorruptFileError(f"its pickle names a part of storage {key} that is not in it")
         storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")
-        pieces[storage_id(storage)] = Piece(
+        pieces[storage_id(storage)] = StorageRecord(
             key, begin * dtype.itemsize, count * dtype.itemsize, numel * dtype.itemsize, dtype.itemsize, storage
         )
         return typed(storage, dtype)
@@ -406,7 +406,7 @@ def _without_sparse_checks() -> Iterator[None]:
 # Pickles of objects other than tensors
 
 
-class Noted:
+class NotedObject:
     """An object in a pickle as plain data: how it would be built, with nothing that could run.
 
     Attributes:
@@ -430,7 +430,7 @@ def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
         CheckpointError: it names anything else except a dtype.
         CorruptFileError: it is cut off or damaged.
     """
-    known = {(module, name): type(name, (Noted,), {}) for module, names in classes.items() for name in names}
+    known = {(module, name): type(name, (NotedObject,), {}) for module, names in classes.items() for name in names}
 
     def find(module: str, name: str) -> Any:
         found = (dtype_named(name) if module == "torch" else None) or known.get((module, name))
@@ -492,7 +492,9 @@ def _described(saved: object) -> str:
     return f"a dictionary of {len(saved)} ({items})" if saved else "an empty dictionary"
 
 
-def _header(tensors: Mapping[str, torch.Tensor], pieces: Mapping[int, Piece], records: Mapping[str, Record]) -> Header:
+def _header(
+    tensors: Mapping[str, torch.Tensor], pieces: Mapping[int, StorageRecord], records: Mapping[str, Record]
+) -> Header:
     entries: dict[str, Entry] = {}
     loose: dict[str, Loose] = {}
     unreadable: dict[str, str] = {}
@@ -507,7 +509,9 @@ def _header(tensors: Mapping[str, torch.Tensor], pieces: Mapping[int, Piece], re
     return Header({}, entries, unreadable, loose)
 
 
-def _place(key: str, tensor: torch.Tensor, pieces: Mapping[int, Piece], records: Mapping[str, Record]) -> Loose | str:
+def _place(
+    key: str, tensor: torch.Tensor, pieces: Mapping[int, StorageRecord], records: Mapping[str, Record]
+) -> Loose | str:
     """The place of a value, or why it can't be read."""
     if type(tensor) not in _PLAIN:
         return f"is a {type(tensor).__name__}: save its parts as plain tensors"

@@ -23,7 +23,7 @@ from offload.torch_api import DisableTorchFunctionSubclass
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ValuePart:
     """A part of a value.
 
     Attributes:
@@ -34,13 +34,13 @@ class Part:
     source: OffloadedTensor
     start: tuple[int, ...]
 
-    def moved(self, dim: int, by: int) -> Part:
-        return Part(self.source, (*self.start[:dim], self.start[dim] + by, *self.start[dim + 1 :]))
+    def moved(self, dim: int, by: int) -> ValuePart:
+        return ValuePart(self.source, (*self.start[:dim], self.start[dim] + by, *self.start[dim + 1 :]))
 
 
-def as_parts(source: OffloadedTensor) -> tuple[Part, ...]:
+def as_parts(source: OffloadedTensor) -> tuple[ValuePart, ...]:
     """A tensor as its own only part."""
-    return (Part(source, (0,) * len(view_spec_of(source).shape)),)
+    return (ValuePart(source, (0,) * len(view_spec_of(source).shape)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Assembly:
         meta: a meta tensor with the shape, dtype and strides of the result.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ValuePart, ...]
     meta: torch.Tensor
 
     def as_it_is(self) -> OffloadedTensor | None:

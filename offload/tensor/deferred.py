@@ -25,7 +25,7 @@ from offload.storage.layout import Layout
 from offload.storage.modes import inside, no_functions, no_grad, no_modes
 from offload.storage.regular import is_same_folder
 from offload.storage.write import layout_of
-from offload.tensor.assembly import Assembly, Part, as_parts
+from offload.tensor.assembly import Assembly, ValuePart, as_parts
 from offload.tensor.decoded import Decode, Decoded
 from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.recipes import Piece, stored_in
@@ -54,7 +54,7 @@ class Body:
         fills: how often rows of it were set to a number by a recipe.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ValuePart, ...]
     made: bool = False
     own: bool = False
     is_fixed: bool = False
@@ -74,7 +74,7 @@ class DeferredTensor(torch.Tensor):
     _body: Body
     _root: torch.Tensor  # all of the body, as a meta tensor
     _cuts: tuple[Cut, ...]  # how this tensor is cut from the body's only part; empty if it is all of it
-    _seen: tuple[tuple[Part, ...], tuple[Part, ...]]  # parts of the body, and this tensor's at that time
+    _seen: tuple[tuple[ValuePart, ...], tuple[ValuePart, ...]]  # parts of the body, and this tensor's at that time
     _meta: torch.Tensor  # a meta tensor with this tensor's own metadata
 
     @classmethod
@@ -85,7 +85,7 @@ class DeferredTensor(torch.Tensor):
         return rule(func, args, kwargs or {})
 
     @property
-    def _parts(self) -> tuple[Part, ...]:
+    def _parts(self) -> tuple[ValuePart, ...]:
         """The parts of the body, with the cuts applied."""
         if not self._cuts:
             return self._body.parts
@@ -179,7 +179,7 @@ class DeferredTensor(torch.Tensor):
         recipe = Assembly(self._body.parts, self._root).recipe()
         self._body.become(wrap_handle(Handle.compose(recipe, "deferred"), CPU))
 
-    def _copied(self) -> tuple[Part, ...]:
+    def _copied(self) -> tuple[ValuePart, ...]:
         """The parts, for another body: the next write to this one goes to a new file."""
         self._body.own = False
         return self._parts
@@ -247,13 +247,13 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (deferred(tensor) if is_offloaded(tensor) else tensor).to(dtype)
 
 
-def _made(parts: Sequence[Part], meta: torch.Tensor) -> DeferredTensor:
+def _made(parts: Sequence[ValuePart], meta: torch.Tensor) -> DeferredTensor:
     body = Body(tuple(parts))
     return _wrapped(body, meta, (), meta, body.parts)
 
 
 def _wrapped(
-    body: Body, root: torch.Tensor, cuts: tuple[Cut, ...], meta: torch.Tensor, parts: tuple[Part, ...]
+    body: Body, root: torch.Tensor, cuts: tuple[Cut, ...], meta: torch.Tensor, parts: tuple[ValuePart, ...]
 ) -> DeferredTensor:
     made: DeferredTensor = make_wrapper(DeferredTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=CPU)
     made._body = body
@@ -314,7 +314,7 @@ def _stack(func: Op, args: Args, kwargs: Kwargs) -> Any:
     for at, tensor in enumerate(tensors):
         for part in tensor._copied():
             raised = _aten.unsqueeze.default(part.source, dim)
-            parts.append(Part(raised, (*part.start[:dim], at, *part.start[dim:])))
+            parts.append(ValuePart(raised, (*part.start[:dim], at, *part.start[dim:])))
     return _made(parts, meta)
 
 
@@ -326,7 +326,7 @@ def _cat(func: Op, args: Args, kwargs: Kwargs) -> Any:
     meta = _meta_of_many(func, layouts, dim)
     rank = len(meta.shape)
     dim %= rank
-    parts: list[Part] = []
+    parts: list[ValuePart] = []
     at = 0
     for tensor, layout in zip(tensors, layouts, strict=True):
         if len(layout.shape) == rank:  # torch skips tensors of shape (0,)

@@ -167,7 +167,7 @@ class _Known:
         self.first = _place(self.reads[0])
         self._is_stored = all(piece.handle.composed is None for piece in pieces)
         self._mapped: _Mapped | None = None
-        self._parts: list[direct.Part] | None = None
+        self._parts: list[direct.FilePart] | None = None
 
     def load(self) -> direct.Load | None:
         """What it needs from its files, if that is better read past the page cache. Then it counts as used."""

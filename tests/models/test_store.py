@@ -13,7 +13,7 @@ from torch import nn
 
 import offload
 from offload.errors import ArgumentError, ForeignFileError
-from offload.models.loader import Form
+from offload.models.loader import HeldForm
 from offload.tensor.recipes import Joined
 from tests.processes import run_script
 
@@ -56,7 +56,7 @@ def test_values_are_stored_once_and_used_by_later_loads(
     model, report = load(checkpoint, tmp_path / "stored")
 
     stored = contents(tmp_path / "stored")
-    assert {"referenced": Form(1, FLOATS // 2), "stored": Form(3, 3 * FLOATS // 2)} == report.forms
+    assert {"referenced": HeldForm(1, FLOATS // 2), "stored": HeldForm(3, 3 * FLOATS // 2)} == report.forms
     assert [f"{number}.weight.safetensors" for number in (1, 2, 3)] == sorted(stored)
     assert_equal(values, model)
     assert before == contents(checkpoint)
@@ -170,7 +170,7 @@ def test_a_pretrained_model_is_stored(llama_folder: Path, tmp_path: Path, tokens
 def test_the_report_says_what_is_a_recipe_and_what_is_read(checkpoint: Path, tmp_path: Path) -> None:
     _, report = load(checkpoint, tmp_path / "values", store=False)
 
-    assert {"cast": Form(3, 3 * FLOATS), "referenced": Form(1, FLOATS // 2)} == report.forms
+    assert {"cast": HeldForm(3, 3 * FLOATS), "referenced": HeldForm(1, FLOATS // 2)} == report.forms
     assert "all match; cast: 3 (144 bytes); referenced: 1 (24 bytes)" == str(report)
     assert not (tmp_path / "values").exists()
 

@@ -16,7 +16,7 @@ import torch
 
 from offload.errors import ChangedFileError, CorruptFileError, MissingFileError, ReadError
 from offload.prefetch import direct, engine, loads, scratch
-from offload.prefetch.direct import Load, Part, can_be_read
+from offload.prefetch.direct import FilePart, Load, can_be_read
 from offload.prefetch.engine import Engine
 from offload.prefetch.loads import Arriving
 from offload.prefetch.reader import DirectReader
@@ -50,7 +50,7 @@ def file(tmp_path: Path) -> tuple[TensorFile, bytes]:
     return stored(tmp_path / "data")
 
 
-def text(load: Load, part: Part) -> bytes:
+def text(load: Load, part: FilePart) -> bytes:
     return load.tensor(part, torch.empty(part.nbytes, dtype=torch.uint8, device="meta")).numpy().tobytes()
 
 
@@ -73,7 +73,7 @@ def test_parts_of_any_place_and_size_are_what_the_file_holds(file, tmp_path):
     texts, chance = {first: data, second: others}, random.Random(2)
     places = [(0, 1), (SIZE - 1, 1), (0, SIZE), (4095, 2), (4096, 4096), (SIZE - 5000, 5000)]
     places += [(start, chance.randrange(1, SIZE - start + 1)) for start in (chance.randrange(SIZE) for _ in range(30))]
-    parts = [Part(chance.choice([first, second]), *place) for place in places]
+    parts = [FilePart(chance.choice([first, second]), *place) for place in places]
     groups = [parts[at : at + 3] for at in range(0, len(parts), 3)]
 
     for load, group in zip(in_order([Load(group) for group in groups]), groups, strict=True):
@@ -83,10 +83,10 @@ def test_parts_of_any_place_and_size_are_what_the_file_holds(file, tmp_path):
 
 def test_values_lie_in_memory_as_in_the_file(file):
     opened, data = file
-    load = Load([Part(opened, 1000, 64)])
+    load = Load([FilePart(opened, 1000, 64)])
     like = torch.empty(4, 2, dtype=torch.float32, device="meta").t()
 
-    [found] = [load.tensor(Part(opened, 1000, 32), like) for load in in_order([load])]
+    [found] = [load.tensor(FilePart(opened, 1000, 32), like) for load in in_order([load])]
 
     assert torch.equal(
         torch.frombuffer(bytearray(data[1000:1032]), dtype=torch.float32).view(4, 2).t().isnan(), found.isnan()
@@ -97,23 +97,23 @@ def test_values_lie_in_memory_as_in_the_file(file):
 
 def test_a_part_that_was_not_read_to_its_end_is_not_found(file):
     opened, _ = file
-    load, like = Load([Part(opened, 5000, 100)]), torch.empty(200, dtype=torch.uint8, device="meta")
+    load, like = Load([FilePart(opened, 5000, 100)]), torch.empty(200, dtype=torch.uint8, device="meta")
 
     for _ in in_order([load]):
-        assert load.tensor(Part(opened, 5000, 200), like) is None
-        assert load.tensor(Part(opened, 300_000, 200), like) is None
+        assert load.tensor(FilePart(opened, 5000, 200), like) is None
+        assert load.tensor(FilePart(opened, 300_000, 200), like) is None
 
 
 def test_gaps_are_left_out_unless_they_are_small(file):
     opened, _ = file
 
-    assert 8192 == Load([Part(opened, 0, 10), Part(opened, 5000, 10)]).nbytes
-    assert 8192 == Load([Part(opened, 0, 10), Part(opened, 500_000, 10)]).nbytes
+    assert 8192 == Load([FilePart(opened, 0, 10), FilePart(opened, 5000, 10)]).nbytes
+    assert 8192 == Load([FilePart(opened, 0, 10), FilePart(opened, 500_000, 10)]).nbytes
 
 
 def test_no_more_memory_is_taken_than_there_is_room_for(file):
     opened, _ = file
-    parts = [Part(opened, 4096 * number, 600_000) for number in range(40)]
+    parts = [FilePart(opened, 4096 * number, 600_000) for number in range(40)]
     size = 3 * direct._SIZES
 
     assert 40 == len(list(in_order([Load([part]) for part in parts], 5 * size)))
@@ -124,7 +124,7 @@ def test_no_more_memory_is_taken_than_there_is_room_for(file):
 
 def test_memory_that_is_in_use_is_not_handed_out(file):
     opened, data = file
-    parts = [Part(opened, 4096 * number, 200_000) for number in range(20)]
+    parts = [FilePart(opened, 4096 * number, 200_000) for number in range(20)]
     loads_ = [Load([part]) for part in parts]
     with closing(arriving(loads_, 0)) as coming:  # one in use, one that is read
         for part, following in zip(parts, [*loads_[1:], loads_[-1]], strict=True):
@@ -143,7 +143,7 @@ def test_unused_memory_is_freed_after_a_while(file, monkeypatch):
     """Also if the readers have ended before it is released."""
     monkeypatch.setattr(background, "IDLE", 0.01)
     monkeypatch.setattr(scratch, "_MOST_UNUSED", 1 << 20)
-    loads_ = [Load([Part(file[0], 0, 600_000)]) for _ in range(8)]
+    loads_ = [Load([FilePart(file[0], 0, 600_000)]) for _ in range(8)]
     coming = arriving(loads_, 8 << 20)
     for load in loads_:
         engine.reader().bring_load(load)
@@ -174,7 +174,7 @@ def test_a_file_that_is_another_one_now_is_an_error(file, act: Callable[[Path], 
     act(opened.path)
 
     with pytest.raises(error, match=str(opened.path)):
-        list(in_order([Load([Part(opened, 0, 100)])]))
+        list(in_order([Load([FilePart(opened, 0, 100)])]))
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_an_error(file, monkeypatch):
@@ -182,7 +182,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(file, monkeypatch):
     monkeypatch.setattr(direct, "_read_into", lambda *_: 4096)
 
     with pytest.raises(CorruptFileError, match="was truncated"):
-        list(in_order([Load([Part(opened, 0, 5000)])]))
+        list(in_order([Load([FilePart(opened, 0, 5000)])]))
 
 
 def test_an_error_of_the_disk_is_that_of_its_load_alone(file, monkeypatch):
@@ -195,7 +195,7 @@ def test_an_error_of_the_disk_is_that_of_its_load_alone(file, monkeypatch):
         return read(memory, fd, first)
 
     monkeypatch.setattr(direct, "_read_into", failing)
-    with closing(arriving([Load([Part(opened, 8192 * number, 100)]) for number in range(3)])) as coming:
+    with closing(arriving([Load([FilePart(opened, 8192 * number, 100)]) for number in range(3)])) as coming:
         coming.take()
         with pytest.raises(ReadError, match=str(opened.path)):
             coming.take()
@@ -212,7 +212,7 @@ def test_reads_that_a_file_system_refuses_go_through_its_cache(file, monkeypatch
         return read(fd, buffers, first)
 
     monkeypatch.setattr(os, "preadv", refusing)
-    part = Part(opened, SIZE - 5000, 5000)
+    part = FilePart(opened, SIZE - 5000, 5000)
     assert can_be_read(opened)
 
     assert [data[-5000:]] == [text(load, part) for load in in_order([Load([part])])]
@@ -225,7 +225,7 @@ def test_without_threads_it_is_read_by_the_caller(file, monkeypatch):
 
     monkeypatch.setattr(DirectReader, "wake", refuse)
     opened, data = file
-    parts = [Part(opened, 5000 * number, 5000) for number in range(4)]
+    parts = [FilePart(opened, 5000 * number, 5000) for number in range(4)]
 
     found = [text(load, part) for load, part in zip(in_order([Load([part]) for part in parts]), parts, strict=True)]
 
@@ -243,7 +243,7 @@ def test_memory_that_is_still_written_to_is_not_used_again(file, monkeypatch):
         return read(*given)
 
     monkeypatch.setattr(direct, "_read_into", slow)
-    coming = arriving([Load([Part(opened, 0, 100)])])
+    coming = arriving([Load([FilePart(opened, 0, 100)])])
     assert reads.wait(60)
     coming.close()
     [(flat, _)] = scratch._SCRATCH._blocks
@@ -254,10 +254,10 @@ def test_memory_that_is_still_written_to_is_not_used_again(file, monkeypatch):
 
 def test_a_forked_child_reads(file):
     opened, data = file
-    list(in_order([Load([Part(opened, 0, 100)])]))
+    list(in_order([Load([FilePart(opened, 0, 100)])]))
 
     def child() -> None:
-        part = Part(opened, 100, 100)
+        part = FilePart(opened, 100, 100)
         assert [data[100:200]] == [text(load, part) for load in in_order([Load([part])])]
 
     assert 0 == ended(forked(child))
