@@ -123,7 +123,7 @@ def only_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def still_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of rules that depend on time, which stands still until the test moves it."""
-    from offload.storage import clock
+    from offload.system import clock
     from tests.engines import Clock
 
     still = Clock()
@@ -204,7 +204,7 @@ def memory() -> Memory:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """A prefetcher of its own, whose reader ends soon after the test."""
     from offload.prefetch.engine import Engine
-    from offload.storage import background
+    from offload.system import background
 
     monkeypatch.setattr(background, "IDLE", 0.05)
     return Engine()

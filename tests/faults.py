@@ -38,8 +38,8 @@ from unittest import mock
 import offload
 from offload.storage.folders import _PRIVATE
 from offload.storage.mapping import libc
-from offload.storage.regular import owned
 from offload.storage.replacing import sweep
+from offload.system.regular import owned
 from tests.campaigns import campaign
 from tests.processes import ended, forked
 

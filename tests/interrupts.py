@@ -28,8 +28,8 @@ import offload
 from offload.integrations import torchao
 from offload.prefetch import engine as engines
 from offload.prefetch.value import SMALL
-from offload.storage.locks import _LOCKS
 from offload.storage.replacing import TEMPORARY
+from offload.system.locks import _LOCKS
 
 _PACKAGE = str(Path(offload.__file__).parent) + os.sep
 _LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}

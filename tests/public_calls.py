@@ -26,7 +26,7 @@ import offload
 from offload import OffloadedTensor, TensorCache
 from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CacheError, MissingRowsError
-from offload.storage.modes import no_grad
+from offload.system.modes import no_grad
 
 OLD, NEW = torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4) * 2 + 1
 LARGE = torch.arange(1 << 16, dtype=torch.float32).reshape(256, 256)  # larger than what always stays in memory

@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.storage import background
+from offload.system import background
 from tests.interrupts import held_locks, left_on, torch_state, wrong_counts
 from tests.processes import in_fork
 from tests.public_calls import Call, new_folder

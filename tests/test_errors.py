@@ -52,7 +52,7 @@ OTHERS = {
     ("offload.models.journal", "raise ValueError"): "`Journal.open` tells of it, with the path",
     ("offload.checkpoints.writing", "raise AssertionError"): "the loop before it ends in no other way",
     ("offload.storage.gguf_header", "raise ValueError"): "`read_header` tells of it, as a damaged file",
-    ("offload.storage.regular", "raise OSError"): "what a file object says to a place before its beginning",
+    ("offload.system.regular", "raise OSError"): "what a file object says to a place before its beginning",
     ("offload.prefetch.reader", "raise error"): "what a load met: of `Load.read`, whose errors are ours",
     ("offload.prefetch.parallel", "raise errors[0]"): "what a part met; `Range` tells of it, with the path",
     ("offload.prefetch.pages", "raise OSError"): "readers ahead leave it to the op, which meets it again",

@@ -28,6 +28,7 @@ FLOORS = {
     "progress": 0,
     "torch_api": 0,
     "transformers_api": 0,
+    "system": 0,
     "testing": 1,
     "kernels": 1,
     "storage": 1,
@@ -56,6 +57,7 @@ GROUND = (
     "progress",
     "torch_api",
     "transformers_api",
+    "system",
 )  # one may import those before it
 
 NEIGHBOURS = {

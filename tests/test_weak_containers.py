@@ -18,7 +18,7 @@ import offload
 from offload.budget import count_assistant
 from offload.prefetch.engine import POOL, lock
 from offload.prefetch.plan import OnDevice
-from offload.storage.locks import _LOCKS
+from offload.system.locks import _LOCKS
 from offload.training import offload_activations
 from tests.engines import settled
 from tests.test_house import MODULES, dotted, room
@@ -33,7 +33,7 @@ PLACES = {
     "offload.prefetch.plan.admit": "called where `reconsider` is",
     "offload.prefetch.plan.all": SEEN,
     "offload.prefetch.plan.values": SEEN,
-    "offload.storage.locks._renew": "a forked child has one thread",
+    "offload.system.locks._renew": "a forked child has one thread",
     "offload.training.activations._expect": SEEN,
     "offload.training.activations.look": SEEN,
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from offload.storage.modes import no_functions, no_modes
+from offload.system.modes import no_functions, no_modes
 from offload.torch_api import storage_id
 
 _DEPTH = 4  # nesting depth of objects that are searched for tensors

@@ -49,10 +49,10 @@ from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.folders import SUFFIX, file_name
 from offload.storage.header import build
 from offload.storage.layout import Entry, contiguous
-from offload.storage.reasons import reading, writing
-from offload.storage.regular import open_regular, read_all
 from offload.storage.replacing import put_file, write_all
 from offload.storage.write import bytes_of, refuse_foreign
+from offload.system.reasons import reading, writing
+from offload.system.regular import open_regular, read_all
 from offload.tensor.arguments import checked_dense, refuse_unstorable
 from offload.tensor.wrapper import is_offloaded
 

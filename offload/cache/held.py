@@ -36,11 +36,11 @@ from offload.errors import (
 from offload.storage.file import Identity, TensorFile
 from offload.storage.header import VERSION
 from offload.storage.layout import contiguous
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.pickled import NOTES
-from offload.storage.reasons import reading
 from offload.storage.replacing import replacing
 from offload.storage.write import refuse_foreign, write_values
+from offload.system.modes import no_functions, no_modes
+from offload.system.reasons import reading
 from offload.tensor.arguments import checked_dense, refuse_unstorable
 from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.views import handle_of, is_part

@@ -23,7 +23,7 @@ import torch
 
 from offload.cache.schema import JSON, RAGGED, schema_of
 from offload.errors import CacheError
-from offload.storage.reasons import some
+from offload.system.reasons import some
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.wrapper import guest_of
 

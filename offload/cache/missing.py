@@ -22,7 +22,7 @@ from offload.cache.indexing import Numbers
 from offload.cache.parts import opened
 from offload.cache.store import LOCK, Store
 from offload.progress import Bar
-from offload.storage.locks import lock_range, unlock_range
+from offload.system.locks import lock_range, unlock_range
 
 _FLUSH_EVERY = 2.0  # seconds of work that a kill may lose
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from offload.cache.indexing import Numbers
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
-from offload.storage.reasons import explained, reading
-from offload.storage.regular import Descriptor, closed_on_error, open_regular, owned
+from offload.system.reasons import explained, reading
+from offload.system.regular import Descriptor, closed_on_error, open_regular, owned
 
 _MOST_PARTS = 512  # parts per call, with the gaps between them: the system allows 1024
 _CLOSE = 4096  # gap in bytes that is read along: another call would take longer

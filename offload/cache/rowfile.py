@@ -46,9 +46,9 @@ from offload.prefetch.filling import Filling
 from offload.prefetch.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
 from offload.storage.layout import contiguous
 from offload.storage.mapping import map_bytes
-from offload.storage.modes import is_plain_world
-from offload.storage.reasons import explained, reading
 from offload.storage.replacing import write_all
+from offload.system.modes import is_plain_world
+from offload.system.reasons import explained, reading
 
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # rows to check for being in memory
 _STILL = 0.01  # seconds for which a mapping is assumed to be in memory after a check: one batch, or a few

@@ -23,8 +23,8 @@ from offload.annotations import Json
 from offload.errors import ArgumentTypeError, CacheError, ColumnError, CorruptFileError
 from offload.storage.folders import file_name
 from offload.storage.layout import dtype_name, dtype_named
-from offload.storage.reasons import short
 from offload.storage.state_file import Kind, read_state, write_state
+from offload.system.reasons import short
 from offload.tensor.arguments import as_names
 
 JSON, TENSOR, RAGGED = "json", "tensor", "ragged"

@@ -30,12 +30,12 @@ import numpy.typing as npt
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.parts import opened
 from offload.errors import CacheError, ChangedFileError, CorruptFileError
-from offload.storage.locks import flock, unlock
-from offload.storage.reasons import explained as unread
-from offload.storage.reasons import reading, writing
-from offload.storage.regular import closed_on_error, read_all
 from offload.storage.replacing import put_file
 from offload.storage.write import refuse_foreign
+from offload.system.locks import flock, unlock
+from offload.system.reasons import explained as unread
+from offload.system.reasons import reading, writing
+from offload.system.regular import closed_on_error, read_all
 
 FILE = "rows.state"
 PAGE = 4096

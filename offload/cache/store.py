@@ -48,10 +48,10 @@ from offload.errors import (
 from offload.memory import available_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.locks import FolderLock, flock, fork_safe_lock
-from offload.storage.reasons import some, writing
-from offload.storage.regular import is_there, open_regular
 from offload.storage.replacing import create_folder, sweep
+from offload.system.locks import FolderLock, flock, fork_safe_lock
+from offload.system.reasons import some, writing
+from offload.system.regular import is_there, open_regular
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 

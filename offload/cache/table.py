@@ -39,10 +39,10 @@ from offload.memory import count_freed
 from offload.progress import Bar
 from offload.progress import progress as progress_of
 from offload.storage.folders import private_folder
-from offload.storage.modes import no_functions, no_modes
-from offload.storage.reasons import some, writing
-from offload.storage.regular import absolute, is_folder, is_there
 from offload.storage.replacing import made_folder
+from offload.system.modes import no_functions, no_modes
+from offload.system.reasons import some, writing
+from offload.system.regular import absolute, is_folder, is_there
 from offload.tensor.arguments import (
     as_names,
     checked_count,

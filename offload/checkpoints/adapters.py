@@ -11,9 +11,9 @@ from pathlib import Path
 
 from offload.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from offload.errors import CheckpointError
-from offload.storage.reasons import reading
-from offload.storage.regular import is_file, is_folder
 from offload.storage.state_file import read_json
+from offload.system.reasons import reading
+from offload.system.regular import is_file, is_folder
 
 CONFIG = "adapter_config.json"
 _BASE = "base_model_name_or_path"

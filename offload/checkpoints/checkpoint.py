@@ -29,9 +29,9 @@ from offload.storage.handle import Handle
 from offload.storage.header import MARK, is_file_name
 from offload.storage.layout import Layout, contiguous
 from offload.storage.owning import open_owned
-from offload.storage.reasons import reading, short, some
-from offload.storage.regular import absolute, is_folder, is_same_folder, is_there
 from offload.storage.state_file import read_json
+from offload.system.reasons import reading, short, some
+from offload.system.regular import absolute, is_folder, is_same_folder, is_there
 from offload.tensor.blocks import dense_layout, in_shape, referenced
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Joined, Piece

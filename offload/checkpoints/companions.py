@@ -28,10 +28,10 @@ from offload.checkpoints.adapters import base_of
 from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.importing import imported
 from offload.storage.layout import dtype_name
-from offload.storage.reasons import first_line, reading
-from offload.storage.regular import is_file, is_folder, is_there, read_regular
 from offload.storage.replacing import made_folder, put_file
 from offload.storage.state_file import MOST_JSON, parse_json
+from offload.system.reasons import first_line, reading
+from offload.system.regular import is_file, is_folder, is_there, read_regular
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 NOTE = "offload.companions"  # in the metadata of a safetensors file

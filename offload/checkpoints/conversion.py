@@ -32,8 +32,6 @@ from offload.errors import ArgumentError, CheckpointError, CorruptFileError, For
 from offload.progress import progress
 from offload.storage.folders import file_name
 from offload.storage.layout import dtype_name, dtype_named
-from offload.storage.reasons import reading, writing
-from offload.storage.regular import absolute, is_file, is_folder
 from offload.storage.replacing import (
     is_filled,
     made_folder,
@@ -43,6 +41,8 @@ from offload.storage.replacing import (
     sync_folder,
 )
 from offload.storage.state_file import Kind, read_json, read_state, write_state
+from offload.system.reasons import reading, writing
+from offload.system.regular import absolute, is_file, is_folder
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.guests import CPU
 from offload.tensor.saved import subclass_value

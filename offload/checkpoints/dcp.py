@@ -26,8 +26,8 @@ from offload.storage.file import TensorFile
 from offload.storage.header import is_file_name
 from offload.storage.layout import are_counts, is_countable
 from offload.storage.pickled import NESTS, NotedObject, read_notes
-from offload.storage.reasons import short
-from offload.storage.regular import read_regular
+from offload.system.reasons import short
+from offload.system.regular import read_regular
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"

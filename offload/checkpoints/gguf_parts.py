@@ -15,7 +15,7 @@ from pathlib import Path
 from offload.errors import CheckpointError, MissingFileError
 from offload.storage.file import TensorFile
 from offload.storage.gguf_header import PART, PARTS
-from offload.storage.regular import is_there
+from offload.system.regular import is_there
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 

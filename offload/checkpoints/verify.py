@@ -20,9 +20,9 @@ from offload.checkpoints.dcp import METADATA, archives_of, check_shard, read_met
 from offload.checkpoints.gguf_parts import check_part, paths_of_parts
 from offload.errors import CheckpointError, OffloadError, ReadError
 from offload.storage.file import TensorFile
-from offload.storage.reasons import reading
-from offload.storage.regular import absolute, is_folder
 from offload.storage.subclasses import layout_from
+from offload.system.reasons import reading
+from offload.system.regular import absolute, is_folder
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,12 @@ from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile, is_ours
 from offload.storage.header import MARK, VERSION, is_standard, is_unicode
 from offload.storage.layout import Layout, contiguous
-from offload.storage.reasons import reading, writing
-from offload.storage.regular import is_there
 from offload.storage.replacing import made_folder, new_file, replacing_all, sync_folder, write_all
 from offload.storage.state_file import Kind
 from offload.storage.subclasses import is_subclass_value, refuse_lossy
 from offload.storage.write import refuse_foreign, write_beside
+from offload.system.reasons import reading, writing
+from offload.system.regular import is_there
 from offload.tensor.arguments import checked_dense, refuse_unstorable
 from offload.tensor.saved import files_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.errors import MissingFileError
-from offload.storage.regular import is_there
+from offload.system.regular import is_there
 
 if TYPE_CHECKING:
     import torch

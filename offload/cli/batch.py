@@ -25,8 +25,8 @@ from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_o
 from offload.errors import ArgumentError, OffloadError
 from offload.generation.bodies import Refused
 from offload.generation.chat import Prompts
-from offload.storage.reasons import first_line
-from offload.storage.regular import is_there
+from offload.system.reasons import first_line
+from offload.system.regular import is_there
 
 if TYPE_CHECKING:
     from offload.generation.answering import Answering

@@ -16,7 +16,7 @@ from offload.annotations import Kwargs
 from offload.cli.output import counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError, OffloadError, visible_lines
 from offload.generation.chat import ONE_ANSWER, ONLY_TOKENS, Prompt, Prompts, ends_of, in_chat, stops_of
-from offload.storage.reasons import first_line
+from offload.system.reasons import first_line
 
 if TYPE_CHECKING:
     from offload.generation.answering import Answering

@@ -23,10 +23,10 @@ from pathlib import Path
 from offload.annotations import Json
 from offload.errors import ArgumentError, ForeignFileError, ReadError, WriteError
 from offload.generation.bodies import OF_TEMPLATE, OPTIONS, Asked, Refused, asked_in, object_in
-from offload.storage.locks import flock
-from offload.storage.reasons import reading, writing
-from offload.storage.regular import closed_on_error, owned
 from offload.storage.replacing import sync_folder
+from offload.system.locks import flock
+from offload.system.reasons import reading, writing
+from offload.system.regular import closed_on_error, owned
 
 _KNOWN = {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", *OPTIONS, *OF_TEMPLATE}
 _ENVELOPE = {"custom_id", "method", "url", "body"}  # around the body, if there is one

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from offload.storage.locks import fork_safe_lock
+from offload.system.locks import fork_safe_lock
 from offload.tensor.products import any_rows, are_multiplied_packed
 
 _NAME, _USUAL = "offload_rows", "sdpa"

@@ -34,12 +34,12 @@ from offload.prefetch.pages import announce, bring_in
 from offload.storage.file import TensorFile
 from offload.storage.header import build
 from offload.storage.layout import Layout, dtype_name, dtype_named
-from offload.storage.locks import FolderLock
-from offload.storage.reasons import first_line, writing
-from offload.storage.regular import absolute, is_there, open_regular
 from offload.storage.replacing import TEMPORARY, create_folder, remove, sweep
 from offload.storage.state_file import Kind, read_state, write_state
 from offload.storage.write import bytes_of, write_values
+from offload.system.locks import FolderLock
+from offload.system.reasons import first_line, writing
+from offload.system.regular import absolute, is_there, open_regular
 
 log = logging.getLogger("offload.generation")
 

@@ -24,8 +24,8 @@ from offload.budget import count_assistant
 from offload.generation.alike import is_switchable, switch_alike
 from offload.generation.costs import MOST, PassCosts, Source
 from offload.generation.lookup import looked_up
-from offload.storage import clock
-from offload.storage.locks import fork_safe_lock
+from offload.system import clock
+from offload.system.locks import fork_safe_lock
 from offload.transformers_api import given_cache
 
 _CAUGHT_UP = 16  # tokens without a draft that an assistant goes through quickly: more tell nothing about drafting

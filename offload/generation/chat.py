@@ -21,7 +21,7 @@ from offload.errors import CheckpointError
 from offload.generation.bodies import OF_TEMPLATE, Asked, Refused
 from offload.generation.limited import within_limits
 from offload.generation.text import Text
-from offload.storage.reasons import first_line
+from offload.system.reasons import first_line
 
 ONLY_TOKENS = {"return_token_type_ids": False}
 """For a tokenizer: language models take no segment ids, which some tokenizers return by default."""

@@ -30,12 +30,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.errors import ArgumentError
 from offload.storage.file import TensorFile
-from offload.storage.modes import no_functions, no_modes
-from offload.storage.reasons import reading
-from offload.storage.regular import read_all
 from offload.storage.replacing import process_tag
 from offload.storage.subclasses import is_subclass_value
 from offload.storage.write import bytes_of
+from offload.system.modes import no_functions, no_modes
+from offload.system.reasons import reading
+from offload.system.regular import read_all
 from offload.tensor.guests import CPU
 from offload.tensor.locals import is_dtensor
 from offload.tensor.recipes import Piece, stored_in

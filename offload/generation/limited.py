@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offload.errors import ArgumentError
-from offload.storage.reasons import first_line, reading
+from offload.system.reasons import first_line, reading
 
 _MOST_SECONDS = 10  # of a processor
 _MOST_WAIT = 60  # seconds, whatever the processor does

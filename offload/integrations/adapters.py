@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.errors import CheckpointError, OffloadError
-from offload.storage.reasons import first_line
+from offload.system.reasons import first_line
 
 
 def layers_over(model: nn.Module, adapter: str, **options: object) -> Any:

@@ -27,9 +27,9 @@ from offload.integrations.transformers import model_on_meta
 from offload.memory import count_freed
 from offload.models.saving import save_checkpoint
 from offload.progress import progress_in_bytes
-from offload.storage.reasons import reading
 from offload.storage.replacing import put_file, replacing_folder
 from offload.storage.state_file import read_json
+from offload.system.reasons import reading
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike
 

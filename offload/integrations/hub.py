@@ -18,8 +18,8 @@ from offload.checkpoints.checkpoint import COMPANIONS
 from offload.checkpoints.gguf_parts import first_part, pattern_of
 from offload.errors import CheckpointError, MissingFileError
 from offload.storage.gguf_header import MAGIC
-from offload.storage.reasons import first_line, reading
-from offload.storage.regular import as_file, is_folder, is_there, open_regular, text_of
+from offload.system.reasons import first_line, reading
+from offload.system.regular import as_file, is_folder, is_there, open_regular, text_of
 
 _WANTED = [*COMPANIONS, "*.safetensors"]
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

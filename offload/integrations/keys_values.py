@@ -25,8 +25,8 @@ from offload.errors import (
 )
 from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.owning import replace_by_zeros
-from offload.storage.reasons import reading
-from offload.storage.regular import absolute, is_folder
+from offload.system.reasons import reading
+from offload.system.regular import absolute, is_folder
 from offload.tensor.arguments import checked_count
 from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.rules import is_followed

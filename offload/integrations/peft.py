@@ -35,10 +35,10 @@ from offload.memory import return_freed
 from offload.models.slots import Slot, same_bits
 from offload.models.values import ANY_KIND, MapReport, Replacing, adopt, marks_on, replace, values_of
 from offload.progress import progress_in_bytes
-from offload.storage.modes import inside, no_grad
-from offload.storage.reasons import first_line, reading
-from offload.storage.regular import absolute, as_file, is_folder, is_same_folder, open_regular, text_of
 from offload.storage.replacing import replacing_folder, sync_whole
+from offload.system.modes import inside, no_grad
+from offload.system.reasons import first_line, reading
+from offload.system.regular import absolute, as_file, is_folder, is_same_folder, open_regular, text_of
 from offload.tensor.saved import subclass_value
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import PathLike, is_offloaded

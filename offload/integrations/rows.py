@@ -29,8 +29,8 @@ from offload.errors import CacheError, CorruptFileError, MissingFileError, Offlo
 from offload.importing import imported
 from offload.integrations.tensordict.reading import INNER, META, load_memmap
 from offload.models.loader import load_file
-from offload.storage.reasons import explained, reading
-from offload.storage.regular import absolute, as_file, is_file, is_folder, is_there, open_regular
+from offload.system.reasons import explained, reading
+from offload.system.regular import absolute, as_file, is_file, is_folder, is_there, open_regular
 from offload.tensor.arguments import as_names, refuse_unstorable
 from offload.tensor.materialize import materialize
 

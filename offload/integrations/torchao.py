@@ -28,7 +28,7 @@ from offload.models.journal import Journal
 from offload.models.pretrained import note_quantizer
 from offload.models.values import Replacing, is_done, journal_for, values_of
 from offload.progress import progress_in_bytes
-from offload.storage.modes import no_grad
+from offload.system.modes import no_grad
 from offload.tensor.locals import is_dtensor
 from offload.tensor.saved import subclass_value
 from offload.torch_api import parameters_of

@@ -35,10 +35,10 @@ from offload.models.filling import filled, waiting
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
 from offload.models.pretrained import note_form, without_quantization
 from offload.models.slots import tensor_slots
-from offload.storage.modes import no_inference
-from offload.storage.reasons import first_line, reading, some
-from offload.storage.regular import is_folder, read_regular
 from offload.storage.state_file import MOST_JSON, parse_json
+from offload.system.modes import no_inference
+from offload.system.reasons import first_line, reading, some
+from offload.system.regular import is_folder, read_regular
 from offload.tensor.arguments import floating_dtype
 from offload.tensor.locals import is_dtensor, local_of
 from offload.torch_api import buffers_of, unsaved_buffers_of

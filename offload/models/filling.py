@@ -21,8 +21,8 @@ from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.values import Values
 from offload.errors import CheckpointError, OffloadError
 from offload.memory import uncollected
-from offload.storage.locks import fork_safe_lock
-from offload.storage.modes import no_grad, no_inference
+from offload.system.locks import fork_safe_lock
+from offload.system.modes import no_grad, no_inference
 from offload.tensor.deferred import deferred, refuse_to_share
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.errors import UnsupportedOpError
-from offload.storage.reasons import some
+from offload.system.reasons import some
 from offload.tensor.arguments import checked_device
 from offload.torch_api import buffers_of, parameters_of
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from offload.errors import JournalError, MissingFileError, WriteError
 from offload.storage.file import TensorFile
-from offload.storage.reasons import short, some
 from offload.storage.state_file import Kind, read_state, write_state
+from offload.system.reasons import short, some
 
 NAME = ".offload-journal"  # no value's file name begins with a dot
 RUNS = "runs"  # the note in a value's file

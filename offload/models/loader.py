@@ -56,11 +56,11 @@ from offload.prefetch.value import SMALL
 from offload.progress import progress, progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.modes import inside, no_inference
 from offload.storage.owning import open_stored, store_recipe
-from offload.storage.reasons import some
-from offload.storage.regular import is_folder
 from offload.storage.subclasses import refuse_lossy
+from offload.system.modes import inside, no_inference
+from offload.system.reasons import some
+from offload.system.regular import is_folder
 from offload.tensor.arguments import computing_device, floating_dtype
 from offload.tensor.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
 from offload.tensor.guests import CPU

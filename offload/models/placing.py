@@ -18,8 +18,8 @@ import torch
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.storage.modes import no_functions, no_modes
-from offload.storage.regular import absolute
+from offload.system.modes import no_functions, no_modes
+from offload.system.regular import absolute
 from offload.tensor.recipes import Joined, Piece
 from offload.tensor.views import handle_of, meta_of, metadata_of, target_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle

@@ -35,10 +35,10 @@ from offload.errors import CheckpointError
 from offload.models import log
 from offload.models.filling import filled
 from offload.models.saving import refuse_shares
-from offload.storage.modes import no_functions, no_modes
-from offload.storage.regular import absolute
 from offload.storage.replacing import put_file
 from offload.storage.state_file import read_json
+from offload.system.modes import no_functions, no_modes
+from offload.system.regular import absolute
 from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.guests import mapped_value
 from offload.tensor.locals import is_dtensor, local_of

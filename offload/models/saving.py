@@ -21,7 +21,7 @@ from offload.checkpoints.forms.packing import packed_state
 from offload.checkpoints.writing import Contents, contents_in, contents_of, largest_shard, write_checkpoint
 from offload.errors import ArgumentTypeError, UnsupportedOpError
 from offload.models.placing import is_whole
-from offload.storage.regular import absolute
+from offload.system.regular import absolute
 from offload.tensor.arguments import floating_dtype
 from offload.tensor.locals import is_dtensor, local_of
 from offload.tensor.wrapper import PathLike

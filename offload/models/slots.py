@@ -21,9 +21,9 @@ from offload.models.device_map import Place
 from offload.models.placing import alone, folder_of_rank
 from offload.prefetch.value import page_state_of
 from offload.progress import progress
-from offload.storage.modes import inside, no_inference
-from offload.storage.reasons import some
-from offload.storage.regular import is_same_folder
+from offload.system.modes import inside, no_inference
+from offload.system.reasons import some
+from offload.system.regular import is_same_folder
 from offload.tensor.deferred import DeferredTensor
 from offload.tensor.guests import CPU
 from offload.tensor.locals import is_dtensor, local_of, with_local

@@ -39,12 +39,12 @@ from offload.prefetch.value import page_state_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.folders import file_name, named_folder
-from offload.storage.modes import inside, no_grad, no_inference
 from offload.storage.owning import Notes, create_value, open_owned, switch_to
-from offload.storage.reasons import some
-from offload.storage.regular import is_there
 from offload.storage.subclasses import refuse_lossy
 from offload.storage.write import refuse_earlier
+from offload.system.modes import inside, no_grad, no_inference
+from offload.system.reasons import some
+from offload.system.regular import is_there
 from offload.tensor.arguments import checked_count, checked_dense, refuse_other_kind
 from offload.tensor.recipes import files_in
 from offload.tensor.replacing import become, redress, replace_value

@@ -24,9 +24,9 @@ from offload.memory import as_bytes, available_bytes
 from offload.offloading.made import made_on_disk
 from offload.offloading.place import Place, bytes_inside, log, over_mappings
 from offload.storage.folders import named_folder
-from offload.storage.locks import fork_safe_lock
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
+from offload.system.locks import fork_safe_lock
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.rules import decompose, is_composite, tensors_in
 from offload.tensor.wrapper import OffloadedTensor, carry_attributes, dressed, is_offloaded
 from offload.torch_api import (

@@ -20,8 +20,8 @@ from offload.annotations import Args, Kwargs, Op
 from offload.offloading.place import Place, log
 from offload.storage.folders import discard
 from offload.storage.layout import Layout
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import allocate_value, writable_base
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.guests import CPU
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in
 from offload.tensor.views import handle_of, target_of, view_spec_of

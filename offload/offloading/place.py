@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from offload.storage.layout import Layout
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import create_value
 from offload.storage.subclasses import is_subclass_value, with_inner
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.guests import mapped_value
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 

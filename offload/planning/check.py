@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload.integrations.transformers import from_pretrained
-from offload.storage.reasons import first_line
+from offload.system.reasons import first_line
 from offload.testing.checkpoints import tiny_checkpoint
 from offload.testing.equal import assert_equal
 

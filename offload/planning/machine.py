@@ -31,9 +31,9 @@ from offload.memory import available_bytes, cgroup_available, total_bytes
 from offload.prefetch.parallel import read_in_parallel
 from offload.prefetch.plan import Pool
 from offload.prefetch.staging import send
-from offload.storage.reasons import reading, writing
-from offload.storage.regular import absolute, owned
 from offload.storage.replacing import remove, temporary_for
+from offload.system.reasons import reading, writing
+from offload.system.regular import absolute, owned
 from offload.tensor.blocks import decode
 from offload.torch_api import TESTED as TESTED_TORCH
 from offload.torch_api import usable_devices

@@ -22,7 +22,7 @@ from offload.checkpoints.companions import quantization_of
 from offload.checkpoints.forms.decoding import method_of
 from offload.integrations.hub import finding_base, headers_of
 from offload.integrations.transformers import model_on_meta, writes_text
-from offload.storage.regular import is_there, text_of
+from offload.system.regular import is_there, text_of
 from offload.tensor.wrapper import PathLike
 from offload.transformers_api import cache_of
 

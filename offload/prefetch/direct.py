@@ -26,8 +26,8 @@ from offload.prefetch.scratch import take_scratch
 from offload.prefetch.value import AWAY, Staged
 from offload.storage.file import TensorFile
 from offload.storage.mapping import view_memory
-from offload.storage.reasons import reading
-from offload.storage.regular import Descriptor
+from offload.system.reasons import reading
+from offload.system.regular import Descriptor
 
 _BLOCK = 4096  # to which positions, sizes and memory are aligned; no disk asks for more
 _BETWEEN = 64 << 10  # largest gap in bytes that is read along

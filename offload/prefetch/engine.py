@@ -31,8 +31,8 @@ from offload.prefetch.pages import PAGE, announce, are_cached
 from offload.prefetch.plan import Pool
 from offload.prefetch.reader import LEAST, Counts, Reader
 from offload.prefetch.value import SMALL, PageState, Value, dropping_after, page_state_of
-from offload.storage import clock
 from offload.storage.handle import Access, Handle
+from offload.system import clock
 
 Views: TypeAlias = "Sequence[tuple[Handle, torch.Tensor]]"
 

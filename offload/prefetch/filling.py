@@ -19,7 +19,7 @@ from offload.prefetch.engine import POOL, lock, reader
 from offload.prefetch.pages import announce, populate, read_in_huge_pages
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import log
-from offload.storage import clock
+from offload.system import clock
 
 _LEAST_ROWS = 256
 _ONE_IN = 64  # all is read once 1/64 of the bytes was read row by row

@@ -19,7 +19,7 @@ from typing import Protocol
 from offload.prefetch.plan import Pool
 from offload.prefetch.reader import Reader
 from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, RESIDENT, SMALL, Value
-from offload.storage import clock
+from offload.system import clock
 
 _LEAST_AHEAD = 3  # values, if they fit: one in use, one resident, one on its way
 _MOST_STEPS = 256  # steps to follow the order at a time

@@ -30,7 +30,7 @@ from offload.errors import CorruptFileError, OffloadError
 from offload.prefetch.parallel import read_in_parallel
 from offload.storage.file import TensorFile
 from offload.storage.mapping import libc, view_memory
-from offload.storage.reasons import explained
+from offload.system.reasons import explained
 
 PAGE = mmap.PAGESIZE
 _SAMPLES = 8  # pages to check in a large range

@@ -28,9 +28,9 @@ from offload.memory import available_bytes
 from offload.prefetch.pages import joined
 from offload.prefetch.picked import Picked
 from offload.prefetch.value import AWAY, SMALL, Value, log, page_state_of
-from offload.storage import clock
 from offload.storage.handle import Handle
-from offload.storage.locks import fork_safe_lock
+from offload.system import clock
+from offload.system.locks import fork_safe_lock
 
 WINDOW = 64 << 20  # least bytes in flight: read ahead, in use, or not yet dropped
 _AHEAD = 0.25  # seconds of disk reads to have ahead

@@ -23,9 +23,9 @@ from offload.prefetch.direct import Load
 from offload.prefetch.plan import Pool
 from offload.prefetch.scratch import release_scratch
 from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage, Value, log
-from offload.storage import clock
-from offload.storage.background import Background
-from offload.storage.locks import Waiters
+from offload.system import clock
+from offload.system.background import Background
+from offload.system.locks import Waiters
 
 _NEAR = 4  # entries at the front of the queue among which the next in the file goes first
 _BATCH = 32 << 20  # bytes of values to request at once

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from offload.storage.layout import Layout, contiguous
-from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import scratch
+from offload.system.locks import fork_safe_lock
 from offload.torch_api import storage_id, storage_uses
 
 LEAST = 512 << 10  # smallest size in bytes

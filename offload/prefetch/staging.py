@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from offload.storage.locks import fork_safe_lock
-from offload.storage.modes import no_functions, no_modes
+from offload.system.locks import fork_safe_lock
+from offload.system.modes import no_functions, no_modes
 
 _SLOT = 16 << 20  # bytes
 _SLOTS = 4  # factors are sent between the numbers: two for each

@@ -17,8 +17,8 @@ from offload.prefetch.engine import CHECKED_FOR, POOL, span_of
 from offload.prefetch.filling import Filling
 from offload.prefetch.pages import PAGE, announce, are_cached, has_holes
 from offload.prefetch.value import PageState, page_state_of
-from offload.storage import clock
 from offload.storage.handle import Handle
+from offload.system import clock
 
 _LOOKED_AT = 8  # rows to check for being in memory
 

@@ -22,7 +22,7 @@ import torch
 from offload.prefetch.pages import Range
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.locks import fork_safe_lock
+from offload.system.locks import fork_safe_lock
 
 if TYPE_CHECKING:
     from offload.prefetch.plan import Pool

@@ -38,7 +38,7 @@ from offload.generation.chat import Prompts
 from offload.serving.engine import Engine
 from offload.serving.figures import exposition
 from offload.serving.responses import Response
-from offload.storage.reasons import first_line
+from offload.system.reasons import first_line
 
 Items: TypeAlias = "asyncio.Queue[tuple[int, Piece | End] | None]"
 

@@ -9,18 +9,13 @@
 | `mapping` | file bytes mapped into memory, and scratch memory for a value in transit |
 | `replacing` | how a file or a folder is put in place: whole, or not at all; cleaning up after dead processes |
 | `write` | writing values into a file |
-| `regular` | paths, and opening the regular file that is there |
 | `state_file` | small JSON files that describe a folder |
-| `reasons` | what a system error means, for which file and which tensor |
 | `folders` | the user's folders and private temporary ones; how files are named |
 | `layout` | how values lie in memory and in files; the words for dtypes |
 | `nodes` | plain data as JSON, and back |
 | `header` `subclasses` | the file format |
 | `pickled` | files that torch.save wrote |
 | `gguf_header` | files from llama.cpp |
-| `locks` `modes` | locking, and leaving torch's modes |
-| `threads` `background` | a thread that an interrupt can't lose; one that runs while there is work |
-| `clock` | the clock of rules that depend on time |
 """
 
 import logging

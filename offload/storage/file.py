@@ -33,15 +33,16 @@ from offload.errors import (
     OffloadError,
     UnsupportedTorchError,
 )
-from offload.storage import clock, gguf_header, pickled
+from offload.storage import gguf_header, pickled
 from offload.storage import header as safetensors_header
 from offload.storage.header import Header
 from offload.storage.layout import Entry, Loose, Record, contiguous
-from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import map_bytes, scratch, scratch_bytes
-from offload.storage.reasons import explained, not_regular, reading, some
-from offload.storage.regular import Descriptor, absolute, as_file, closed_on_error, open_regular
 from offload.storage.state_file import Kind, state_if_ours
+from offload.system import clock
+from offload.system.locks import fork_safe_lock
+from offload.system.reasons import explained, not_regular, reading, some
+from offload.system.regular import Descriptor, absolute, as_file, closed_on_error, open_regular
 from offload.torch_api import as_negated
 
 LOOKED_AT_FOR = 0.1  # seconds for which a file that was looked at is taken to be the same

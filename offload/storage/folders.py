@@ -25,10 +25,10 @@ from pathlib import Path
 from offload.errors import ArgumentError, ArgumentTypeError, NameInUseError, WriteError
 from offload.importing import imported
 from offload.storage import log
-from offload.storage.locks import fork_safe_lock, lock_range, unlock_range
-from offload.storage.reasons import naming, writing
-from offload.storage.regular import Descriptor, absolute, is_folder, owned
 from offload.storage.replacing import create_folder, sweep, temporary_name
+from offload.system.locks import fork_safe_lock, lock_range, unlock_range
+from offload.system.reasons import naming, writing
+from offload.system.regular import Descriptor, absolute, is_folder, owned
 
 SUFFIX = ".safetensors"
 _PLAIN = frozenset(string.ascii_lowercase + string.digits + "._-")

@@ -21,7 +21,7 @@ import torch
 from offload.errors import CheckpointError, CorruptFileError
 from offload.storage.header import Header, is_unicode
 from offload.storage.layout import Entry, Layout, can_be_over, contiguous, is_countable
-from offload.storage.reasons import short
+from offload.system.reasons import short
 
 MAGIC = b"GGUF"
 ARCHITECTURE, PARTS, PART = "general.architecture", "split.count", "split.no"

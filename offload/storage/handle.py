@@ -27,13 +27,13 @@ from offload.errors import ChangedFileError, WriteError
 from offload.storage.file import TensorFile, file_status
 from offload.storage.folders import discard
 from offload.storage.layout import Entry, Layout
-from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import addresses
-from offload.storage.modes import no_functions, no_modes
-from offload.storage.reasons import naming
-from offload.storage.regular import absolute
 from offload.storage.source import MADE_OF, Composed, Composition, Source, Stored
 from offload.storage.subclasses import SubclassSpec, with_inner
+from offload.system.locks import fork_safe_lock
+from offload.system.modes import no_functions, no_modes
+from offload.system.reasons import naming
+from offload.system.regular import absolute
 
 MOST_MAPPINGS = 16_384  # Linux allows 65,530 mappings per process; the rest is for others
 _MOST_LOOKS = 100  # retries when another process replaces the file between our look and our mapping

@@ -41,8 +41,8 @@ from offload.storage.layout import (
     is_storable,
     layout_as,
 )
-from offload.storage.reasons import short
 from offload.storage.state_file import parse_json
+from offload.system.reasons import short
 
 ALIGNMENT = 4096
 MARK = "offload"

@@ -21,7 +21,7 @@ import torch
 
 from offload.errors import ReadError
 from offload.storage.layout import Layout
-from offload.storage.reasons import explained
+from offload.system.reasons import explained
 
 _FAILED = ctypes.c_void_p(-1).value
 _NO_RESERVE = 0x4000  # Python exposes it since 3.13

@@ -31,8 +31,6 @@ from offload.storage.file import TensorFile, file_of_ours, value_of
 from offload.storage.folders import claim, claim_among_ranks, file_name, named_folder, release
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
-from offload.storage.modes import no_functions, no_modes
-from offload.storage.reasons import naming, writing
 from offload.storage.source import MADE_OF, Composed, InBlocks, Stored
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import (
@@ -47,6 +45,8 @@ from offload.storage.write import (
     refuse_earlier,
     write_tensor,
 )
+from offload.system.modes import no_functions, no_modes
+from offload.system.reasons import naming, writing
 
 Folder: TypeAlias = "str | os.PathLike[str] | None"
 Notes: TypeAlias = "Mapping[str, Json] | None"

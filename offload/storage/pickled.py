@@ -43,9 +43,9 @@ from offload.storage.layout import (
     layout_as,
     span_of,
 )
-from offload.storage.modes import no_functions, no_modes
-from offload.storage.reasons import short
-from offload.storage.regular import Section
+from offload.system.modes import no_functions, no_modes
+from offload.system.reasons import short
+from offload.system.regular import Section
 from offload.torch_api import (
     CLASSES_OF_TENSORS,
     Unpickler,

@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 from offload.errors import ForeignFileError, WriteError
 from offload.storage import log
-from offload.storage.reasons import reading, writing
-from offload.storage.regular import is_there, owned
+from offload.system.reasons import reading, writing
+from offload.system.regular import is_there, owned
 
 TEMPORARY = ".offload-tmp-"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2

@@ -17,8 +17,8 @@ import torch
 
 from offload.storage.file import TensorFile
 from offload.storage.layout import Entry, Layout
-from offload.storage.reasons import naming
 from offload.storage.subclasses import SubclassSpec, layout_from, unflatten
+from offload.system.reasons import naming
 
 if TYPE_CHECKING:
     from offload.storage.handle import Handle

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from offload.annotations import Json
 from offload.errors import CorruptFileError, MissingFileError, OffloadError
-from offload.storage.reasons import short
-from offload.storage.regular import read_regular
 from offload.storage.replacing import put_file
+from offload.system.reasons import short
+from offload.system.regular import read_regular
 
 MOST_JSON = 64 << 20  # bytes; the index of a checkpoint of 100,000 values takes about 10 MB
 MOST_NESTED = 1 << 30  # bytes; for files that may contain lists of numbers beside tensors

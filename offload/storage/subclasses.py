@@ -29,7 +29,7 @@ from offload.errors import (
 )
 from offload.storage.layout import Layout, dtype_name, dtype_named, layout_as
 from offload.storage.nodes import Node, decode, encode
-from offload.storage.reasons import naming
+from offload.system.reasons import naming
 from offload.torch_api import is_traceable_wrapper_subclass
 
 # Classes known without registration: package -> class -> the modules that may define it, newest first.

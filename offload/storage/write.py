@@ -27,9 +27,9 @@ from offload.storage.file import TensorFile, is_ours
 from offload.storage.header import Head, build
 from offload.storage.layout import Entry, Layout, contiguous
 from offload.storage.mapping import scratch
-from offload.storage.reasons import naming, reading, writing
 from offload.storage.replacing import new_file, replacing, write_all
 from offload.storage.state_file import Kind
+from offload.system.reasons import naming, reading, writing
 
 Take: TypeAlias = Callable[[TensorFile], object]
 Fill: TypeAlias = Callable[[int, str, int], object]  # writes a value: descriptor, key, and its first byte there

@@ -25,9 +25,9 @@ from offload.errors import (
 )
 from offload.storage.file import TensorFile
 from offload.storage.layout import Layout, contiguous
-from offload.storage.modes import no_functions, no_modes
-from offload.storage.reasons import some
 from offload.storage.subclasses import refuse_lossy
+from offload.system.modes import no_functions, no_modes
+from offload.system.reasons import some
 from offload.torch_api import usable_devices
 
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import create_from_blocks
 from offload.storage.write import layout_of
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.guests import copied, mapped_value
 from offload.tensor.recipes import Joined, Piece
 from offload.tensor.views import handle_of, metadata_of, view_spec_of

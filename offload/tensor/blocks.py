@@ -24,8 +24,8 @@ from offload.storage.file import TensorFile
 from offload.storage.gguf_header import dense_shape
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout, contiguous
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import open_value
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.decoded import Decoded
 from offload.tensor.recipes import Piece
 from offload.tensor.views import meta_of

@@ -18,9 +18,9 @@ from torch import nn
 from offload.kernels.native import MOST_ROWS, Product
 from offload.prefetch.engine import ensure_resident
 from offload.prefetch.value import Value
-from offload.storage import clock
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
+from offload.system import clock
 from offload.tensor.guests import CPU, guest
 from offload.tensor.small import releases
 from offload.torch_api import (

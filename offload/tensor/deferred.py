@@ -22,9 +22,9 @@ from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
-from offload.storage.modes import inside, no_functions, no_grad, no_modes
-from offload.storage.regular import is_same_folder
 from offload.storage.write import layout_of
+from offload.system.modes import inside, no_functions, no_grad, no_modes
+from offload.system.regular import is_same_folder
 from offload.tensor.assembly import Assembly, ValuePart, as_parts
 from offload.tensor.decoded import Decode, Decoded
 from offload.tensor.guests import CPU, mapped_value

@@ -16,11 +16,11 @@ from offload.prefetch.copies import copy_on, retry_on_oom
 from offload.prefetch.engine import ensure_resident
 from offload.prefetch.loads import view_in_load
 from offload.prefetch.staging import send
-from offload.storage import clock
 from offload.storage.handle import Handle
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import replace_whole
 from offload.storage.subclasses import is_subclass_value, with_inner
+from offload.system import clock
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.boxes import recut
 from offload.tensor.views import Traced, cut, handle_of, uncut, view_spec_of
 from offload.torch_api import version_of

@@ -17,8 +17,8 @@ from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
 from offload.prefetch.copies import retry_on_oom
 from offload.prefetch.tables import has_rows_here, prefetch_rows
-from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.subclasses import is_subclass_value
+from offload.system.modes import no_functions, no_grad, no_modes
 from offload.tensor.arguments import checked_device
 from offload.tensor.guests import CPU, copied, mapped_value, sent_to
 from offload.tensor.picks import picked

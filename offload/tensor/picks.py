@@ -18,7 +18,7 @@ import torch
 from offload.kernels.native import DTYPES, pick
 from offload.prefetch.engine import prefetch, span_of
 from offload.prefetch.tables import has_rows_here, prefetch_rows, runs_of
-from offload.storage.modes import no_functions, no_modes
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.blocks import is_left_to_numpy
 from offload.tensor.decoded import ON_DEVICE, Decode, Decoded
 from offload.tensor.guests import CPU, sent_to

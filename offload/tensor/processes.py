@@ -28,9 +28,9 @@ from offload.errors import ChangedFileError, UnsupportedOpError
 from offload.storage.file import Identity, TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout
-from offload.storage.locks import fork_safe_lock
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.source import Composed, Composition
+from offload.system.locks import fork_safe_lock
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.recipes import Piece
 from offload.tensor.views import handle_of, meta_of_layout, metadata_of, view_spec_of, view_with
 from offload.tensor.wrapper import OffloadedTensor, dressed, set_by_others, wrap

@@ -29,7 +29,7 @@ from offload.prefetch.copies import retry_on_oom
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
-from offload.storage.modes import no_functions, no_modes
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.bound import BoundProduct
 from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU, value_on

@@ -14,9 +14,9 @@ import torch
 
 from offload.annotations import Digest
 from offload.prefetch.engine import ensure_resident
-from offload.storage.modes import no_functions, no_modes
-from offload.storage.reasons import naming
 from offload.storage.subclasses import layout_from, unflatten
+from offload.system.modes import no_functions, no_modes
+from offload.system.reasons import naming
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Piece, Recipe
 from offload.tensor.views import uncut

@@ -28,7 +28,7 @@ from offload.prefetch.scratch import LEAST, scratch_for
 from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
-from offload.storage.modes import no_functions, no_modes
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.boxes import Box, first_row, lies_as, recut, rows_in, start_in
 from offload.tensor.guests import CPU, stored_on
 from offload.tensor.small import MOST as SMALL

@@ -20,9 +20,9 @@ import torch
 from offload.errors import UnsupportedOpError
 from offload.prefetch.engine import UNTRACKED
 from offload.storage.handle import Handle
-from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.owning import Notes, create_value, replace_whole
 from offload.storage.subclasses import is_subclass_value
+from offload.system.modes import no_functions, no_grad, no_modes
 from offload.tensor.arguments import refuse_new_value, refuse_other_kind
 from offload.tensor.guests import CPU, guest
 from offload.tensor.views import Traced, handle_of, is_part, meta_of, view_spec_of, with_bits_of

@@ -17,9 +17,9 @@ from torch.autograd import forward_ad
 
 from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import make_writable, writable_base
 from offload.storage.subclasses import is_subclass_value
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.guests import CPU, guest, mapped_value, sent_to
 from offload.tensor.registry import BY_SCHEMA, OUT, Rule, implements, overrides
 from offload.tensor.replacing import redress, store

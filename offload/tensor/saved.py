@@ -18,10 +18,10 @@ import torch
 from offload.errors import ForeignFileError
 from offload.prefetch.loads import start_of
 from offload.storage.file import TensorFile
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.source import InBlocks
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_tensor
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.guests import mapped_value
 from offload.tensor.recipes import files_in
 from offload.tensor.views import handle_of, is_part, metadata_of, view_spec_of

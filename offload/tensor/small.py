@@ -15,8 +15,8 @@ from weakref import WeakSet
 import torch
 
 from offload.storage.file import TensorFile
-from offload.storage.locks import fork_safe_lock
-from offload.storage.modes import no_functions, no_modes
+from offload.system.locks import fork_safe_lock
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.boxes import recut
 from offload.torch_api import version_of
 

@@ -16,8 +16,8 @@ import torch
 from offload.errors import StaleViewError, UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
+from offload.system.modes import no_functions, no_modes
 from offload.torch_api import set_conj, set_neg
 
 if TYPE_CHECKING:

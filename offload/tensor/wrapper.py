@@ -25,9 +25,9 @@ from offload.errors import ArgumentTypeError, ExportError, MissingFileError, Off
 from offload.prefetch.pages import Range
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.owning import allocate_value, create_value, duplicate, writable_base
 from offload.storage.subclasses import extras_of, is_subclass_value
+from offload.system.modes import no_functions, no_grad, no_modes
 from offload.tensor.arguments import (
     checked_layout,
     computing_device,

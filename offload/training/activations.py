@@ -23,11 +23,11 @@ import torch
 from offload.errors import SavedTensorError
 from offload.memory import as_bytes, available_bytes, count_freed
 from offload.prefetch.engine import expect
-from offload.storage.background import Background
-from offload.storage.locks import Waiters
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.owning import create_temporary
-from offload.storage.regular import absolute
+from offload.system.background import Background
+from offload.system.locks import Waiters
+from offload.system.modes import no_functions, no_modes
+from offload.system.regular import absolute
 from offload.tensor.guests import CPU, sent_to, value_on_cpu
 from offload.tensor.views import handle_of, metadata_of, view_with
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle

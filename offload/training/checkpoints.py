@@ -37,9 +37,9 @@ from offload.errors import (
 from offload.storage.header import MARK
 from offload.storage.nodes import Way, encode
 from offload.storage.owning import writable_base
-from offload.storage.reasons import short, some
-from offload.storage.regular import absolute
 from offload.storage.state_file import MOST_NESTED, Kind, read_state
+from offload.system.reasons import short, some
+from offload.system.regular import absolute
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import subclass_value

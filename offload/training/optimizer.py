@@ -27,8 +27,8 @@ from torch.utils.hooks import RemovableHandle
 from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
 from offload.memory import as_bytes, available_bytes, count_freed
 from offload.storage.owning import create_temporary
-from offload.storage.regular import absolute
 from offload.storage.subclasses import refuse_lossy
+from offload.system.regular import absolute
 from offload.tensor.materialize import materialize
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle

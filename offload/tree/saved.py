@@ -40,12 +40,12 @@ from offload.storage.folders import file_name
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.layout import dtype_name
-from offload.storage.locks import locked_folder
 from offload.storage.nodes import Way, decode, encode, name_of, place_of
-from offload.storage.reasons import short, writing
-from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
+from offload.system.locks import locked_folder
+from offload.system.reasons import short, writing
+from offload.system.regular import absolute, is_there
 from offload.tensor.arguments import checked_device, refuse_unstorable
 from offload.tensor.saved import files_of, write_dense, write_file
 from offload.tensor.views import handle_of, is_part, view_spec_of

@@ -18,7 +18,7 @@ from offload import OffloadedTensor, TensorCache
 from offload.cache import rowfile
 from offload.errors import CorruptFileError
 from offload.prefetch import engine, filling, pages
-from offload.storage import background
+from offload.system import background
 from tests.page_cache import dropped, needs_page_cache
 from tests.processes import in_fork, run_script
 

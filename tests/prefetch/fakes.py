@@ -9,7 +9,7 @@ from itertools import pairwise
 from offload.prefetch.engine import Engine
 from offload.prefetch.plan import Pool
 from offload.prefetch.value import Value
-from offload.storage import clock
+from offload.system import clock
 from tests.engines import rest
 
 MIB = 1 << 20

@@ -20,9 +20,9 @@ from offload.prefetch.direct import FilePart, Load, can_be_read
 from offload.prefetch.engine import Engine
 from offload.prefetch.loads import Arriving
 from offload.prefetch.reader import DirectReader
-from offload.storage import background
 from offload.storage.file import TensorFile
 from offload.storage.layout import Entry, contiguous
+from offload.system import background
 from tests.page_cache import needs_direct_reads
 from tests.processes import ended, forked
 

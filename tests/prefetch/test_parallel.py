@@ -16,8 +16,8 @@ import offload
 from bench.page_cache import make_cold
 from offload.prefetch import parallel
 from offload.prefetch.parallel import read_in_parallel
-from offload.storage import threads
-from offload.storage.threads import Worker
+from offload.system import threads
+from offload.system.threads import Worker
 from tests.page_cache import needs_page_cache
 from tests.processes import in_fork
 

@@ -10,7 +10,7 @@ import torch
 
 from offload.errors import ReadError
 from offload.storage.mapping import map_bytes
-from offload.storage.regular import owned
+from offload.system.regular import owned
 
 DATA = bytes(range(256)) * 64
 

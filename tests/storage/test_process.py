@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from offload.storage import replacing
-from offload.storage.locks import fork_safe_lock
 from offload.storage.replacing import is_dead, process_tag
+from offload.system.locks import fork_safe_lock
 from tests import faults
 from tests.processes import in_fork
 

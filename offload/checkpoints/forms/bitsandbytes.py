@@ -21,7 +21,7 @@ import torch
 
 from offload.checkpoints.forms.decoding import Format, Pieces, decoded, number_rows, of_layer, read_now, unfit
 from offload.checkpoints.forms.numbers import of_halves, scaled
-from offload.storage.reasons import short
+from offload.system.reasons import short
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
 

@@ -19,7 +19,7 @@ from offload.errors import CheckpointError
 from offload.kernels.packed import NumberRows, Packed, takes
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.storage.modes import no_functions, no_modes
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.decoded import Decode, Decoded
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Piece

@@ -19,7 +19,7 @@ from offload.annotations import Settings
 from offload.checkpoints.forms import bitsandbytes, compressed_tensors, fp8, integers, mxfp4
 from offload.checkpoints.forms.decoding import Format, Pieces, Tensors, is_followed, method_of, unfit
 from offload.errors import CheckpointError
-from offload.storage.reasons import short
+from offload.system.reasons import short
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import DisableTorchFunctionSubclass

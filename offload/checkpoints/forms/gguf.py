@@ -36,8 +36,8 @@ from offload.storage.file import TensorFile
 from offload.storage.gguf_header import ARCHITECTURE, ROPE, without_vocabulary
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.storage.reasons import first_line, reading
-from offload.storage.regular import as_file, open_regular, owned
+from offload.system.reasons import first_line, reading
+from offload.system.regular import as_file, open_regular, owned
 from offload.tensor.decoded import Decode, Decoded
 from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU

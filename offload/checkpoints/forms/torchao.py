@@ -17,8 +17,8 @@ import torch
 from offload.checkpoints.forms.decoding import Tensors, unfit
 from offload.errors import ArgumentError, CheckpointError, OffloadError, UnknownSubclassError
 from offload.storage.handle import Handle
-from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import flatten, is_subclass_value, with_inner
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.guests import CPU
 from offload.tensor.rebuilt import Rebuilt
 from offload.tensor.recipes import Piece

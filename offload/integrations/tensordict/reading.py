@@ -38,9 +38,9 @@ from offload.storage.handle import Handle
 from offload.storage.header import is_unicode
 from offload.storage.layout import Entry, contiguous, contiguous_stride, dtype_named
 from offload.storage.owning import open_value
-from offload.storage.reasons import reading as as_read
-from offload.storage.regular import absolute, is_file, is_there, open_regular
 from offload.storage.state_file import read_json
+from offload.system.reasons import reading as as_read
+from offload.system.regular import absolute, is_file, is_there, open_regular
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
 from offload.torch_api import FakeTensorMode, active_fake_mode, nested_view_from_buffer

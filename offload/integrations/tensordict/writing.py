@@ -29,10 +29,10 @@ from offload.errors import (
 from offload.integrations.tensordict.reading import Way, load_memmap, pickled_in, structure_of
 from offload.progress import progress_in_bytes
 from offload.storage.header import MARK, is_unicode
-from offload.storage.reasons import reading
-from offload.storage.regular import absolute
 from offload.storage.replacing import is_filled, new_file, replacing_folder, sync_whole, write_all
 from offload.storage.state_file import Kind, state_if_ours
+from offload.system.reasons import reading
+from offload.system.regular import absolute
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
 from offload.tensor.wrapper import PathLike

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from offload.storage.reasons import explained, writing
-from offload.storage.regular import Descriptor, owned
+from offload.system.reasons import explained, writing
+from offload.system.regular import Descriptor, owned
 
 _UNKNOWN = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 

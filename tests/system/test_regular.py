@@ -7,8 +7,8 @@ import os
 import pytest
 
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
-from offload.storage.regular import open_regular
 from offload.storage.state_file import read_json
+from offload.system.regular import open_regular
 
 FLAGS = [os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT]
 

@@ -7,8 +7,8 @@ from collections import deque
 
 import pytest
 
-from offload.storage import background
-from offload.storage.background import Background
+from offload.system import background
+from offload.system.background import Background
 from tests.processes import in_fork
 
 

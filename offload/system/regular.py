@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from offload.errors import ArgumentError, ArgumentTypeError, CorruptFileError, ForeignFileError
-from offload.storage.reasons import explained, not_regular, reading
+from offload.system.reasons import explained, not_regular, reading
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 

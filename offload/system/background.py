@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from offload.storage.locks import fork_safe_lock
-from offload.storage.threads import Worker
+from offload.system.locks import fork_safe_lock
+from offload.system.threads import Worker
 
 IDLE = 2.0  # seconds without work until the thread ends
 

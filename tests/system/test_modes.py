@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from offload.storage.modes import no_functions, no_modes
+from offload.system.modes import no_functions, no_modes
 
 
 @pytest.mark.parametrize("graph", [True, False])
