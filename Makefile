@@ -61,7 +61,7 @@ gpu:
 docs: $(VENV)/.docs
 	$(PY) -m mkdocs build --strict
 
-WRONG_SIZES := tests/integrations/test_experts_implementation.py::test_sizes_that_do_not_fit_are_answered_as_by_plain_transformers
+WRONG_SIZES := tests/models/test_experts_implementation.py::test_sizes_that_do_not_fit_are_answered_as_by_plain_transformers
 # The tests of the kernels with the address and undefined-behaviour sanitizers of gcc.
 kernels-asan: $(VENV)/.installed
 	mkdir -p build/asan

@@ -2,7 +2,7 @@
 
 Always true:
 - a memory cgroup counts what loading and computing use, including the page cache
-- every arm gives the same results for the same batches, but where experts are multiplied for all batches at once, which
+- every arm gives the same results for the same batches, but where experts are multiplied as one act, which
   gives other last bits; figures are per batch, after at least two sweeps
 - in lockstep, sweeps are measured within one call: three, or those of one text; what is read ahead after the last one,
   and not used, counts
@@ -36,7 +36,7 @@ from bench.rounds import Figure, Rounds, in_turn
 from bench.scale import Scale
 
 ONE_BY_ONE = "offload, one by one"
-TOGETHER = "offload, experts of all batches at once"
+EXACT = "offload, exact"
 _COMPUTING = "computing"
 _FACTOR = 3.0  # size of the model relative to the budget
 _A_BATCH = 6 * MIB  # memory per batch in flight: a thread, and kernel scratch memory
@@ -127,13 +127,14 @@ def _figures_of(
     lockstep = {_lockstep(count): partial(capped, OURS, count, work.measured) for count in counts}
     alone = {ONE_BY_ONE: partial(capped, OURS, 0, 2)}
     if name == "experts":
-        lockstep |= {_together(count): partial(capped, TOGETHER, count, work.measured) for count in counts}
+        lockstep |= {_exactly(count): partial(capped, EXACT, count, work.measured) for count in counts}
     computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, work, 0, 2)
     make_cold(files)
     rate = sum(path.stat().st_size for path in files) / fastest_reader(files).seconds(files)
     done = in_turn({_COMPUTING: computing, **peers, **alone, **lockstep}, scale.rounds, absent(PACKAGES))
     computed = done.take(_COMPUTING)
-    others = {arm: done.results.pop(arm) for arm in map(_together, counts) if arm in done.results}
+    one_act = (ONE_BY_ONE, *map(_lockstep, counts)) if name == "experts" else ()  # they have other last bits
+    others = {arm: done.results.pop(arm) for arm in one_act if arm in done.results}
     done.strike(lambda one: one.results[:2], computed[0].results[:2], "results")
     done.results.update(others)
     found = []
@@ -149,14 +150,14 @@ def _lockstep(count: int) -> str:
     return f"lockstep {count}"
 
 
-def _together(count: int) -> str:
-    return f"{TOGETHER}: {count}"
+def _exactly(count: int) -> str:
+    return f"{EXACT}: {count}"
 
 
 def _for(done: Rounds[Trial], count: int, counts: Sequence[int]) -> Rounds[Trial]:
     """The results with `count` batches in flight as offload's."""
-    others = {arm(one) for one in counts for arm in (_lockstep, _together)}
-    name = {_lockstep(count): OURS, _together(count): TOGETHER}
+    others = {arm(one) for one in counts for arm in (_lockstep, _exactly)}
+    name = {_lockstep(count): OURS, _exactly(count): EXACT}
 
     def renamed(arms: dict[str, Any]) -> dict[str, Any]:
         return {name.get(arm, arm): value for arm, value in arms.items() if arm not in others or arm in name}
@@ -194,7 +195,7 @@ def trial(
     group: Group | None = None,
 ) -> Trial:
     """Load, run the first batches, and measure the others: `times` batches, or that many times those in flight."""
-    package = OURS if arm == TOGETHER else arm
+    package = OURS if arm == EXACT else arm
     rehearse(package, folder, scratch)
     if group:
         group.join()
@@ -202,8 +203,8 @@ def trial(
         limit_memory(package, budget)
     with tempfile.TemporaryDirectory(dir=scratch) as own, torch.inference_mode(), MemoryTrace() as memory:
         model = WAYS[package].load(folder, Path(own))
-        if arm == TOGETHER:
-            model.set_experts_implementation("offload")
+        if arm == EXACT:
+            model.set_experts_implementation("grouped_mm")
         fn = partial(work, model)
         each = max(in_flight, 1)
         first = work.first * each
@@ -218,6 +219,6 @@ def trial(
 
 def mapped(arm: str, fn: Callable[[int], Any], numbers: Sequence[int], model: Any, in_flight: int) -> Iterator[Any]:
     """The results of a function of numbers: `in_flight` at a time, or one by one for 0."""
-    if arm in (OURS, TOGETHER) and in_flight:
+    if arm in (OURS, EXACT) and in_flight:
         return offload.map_batches(fn, numbers, model, in_flight=in_flight, progress=False)
     return map(fn, numbers)

@@ -35,7 +35,7 @@ from bench.rounds import Figure, Rounds, in_turn
 from bench.scale import Scale
 
 _ARMS = (*IN_PLACE, _COPIES := "accelerate")  # needs disk space for another copy of the checkpoint
-_ONE_ACT = "offload, experts as one act"
+_EXACT = "offload, exact"
 _PROMPT, _TOKENS = 16, 3
 NEW, _SETTLED = 20, 10  # tokens of a mixture in which many experts are used for the first time; and some after them
 _ENOUGH = 2 << 30  # bytes that suffice to measure the disk rate
@@ -99,7 +99,7 @@ def _figures_of(kind: str, scale: Scale, scratch: Path) -> list[Figure]:
             missing[_COPIES] = "it copies the checkpoint, for which the disk has no room"
         is_mixture = bytes_of_a_token(folder) < bytes_of_a_pass(folder)
         tokens = NEW + _SETTLED if is_mixture else _TOKENS
-        wanted = (*_ARMS, _ONE_ACT) if is_mixture else _ARMS
+        wanted = (*_ARMS, _EXACT) if is_mixture else _ARMS
         arms = {arm: partial(run_apart, trial, arm, folder, scratch, tokens) for arm in wanted}
         done = in_turn(arms, scale.rounds, missing)
         return _as_figures(f"larger, {kind}", done, max(rate, disk_rate(folder)), folder, tokens)
@@ -109,11 +109,11 @@ def _as_figures(case: str, done: Rounds[LargerTrial], rate: float, folder: Path,
     size = bytes_of_a_pass(folder)
     budget = min(done.results[OURS][0].budget, size) if OURS in done.results else 0
     least = bytes_of_a_token(folder) * (size - budget) / size
-    one_act = done.results.pop(_ONE_ACT, None)  # it has other last bits
+    one_act = done.results.pop(OURS, None) if _EXACT in done.results else None  # it has other last bits
     if IN_MEMORY in done.results:
         done.strike(lambda one: one.answers, done.results[IN_MEMORY][0].answers, "answers")
     if one_act is not None:
-        done.results[_ONE_ACT] = one_act
+        done.results[OURS] = one_act
 
     def figure(
         what: str, unit: str, value: Callable[[LargerTrial], float], limit: Sequence[float] = (), name: str = ""
@@ -138,14 +138,14 @@ def _as_figures(case: str, done: Rounds[LargerTrial], rate: float, folder: Path,
 
 def trial(arm: str, folder: Path, scratch: Path, tokens: int) -> LargerTrial:
     """Load, run a prompt, then so many single tokens."""
-    package = OURS if arm == _ONE_ACT else arm
+    package = OURS if arm == _EXACT else arm
     rehearse(package, folder, scratch)
     make_cold(files_in(folder))
     with tempfile.TemporaryDirectory(dir=scratch) as own, MemoryTrace() as memory:
         start = time.perf_counter()
         model = WAYS[package].load(folder, Path(own))
-        if arm == _ONE_ACT:
-            model.set_experts_implementation("offload")
+        if arm == _EXACT:
+            model.set_experts_implementation("grouped_mm")
         loaded = time.perf_counter()
         answers = [next_token(model, torch.arange(1, _PROMPT + 1)[None])]
         first, seconds, read = time.perf_counter() - loaded, [], []

@@ -52,8 +52,8 @@ ATTRIBUTES = {
         "_attn_implementation _attn_implementation_internal _auto_class _experts_implementation _name_or_path"
     ),
     "PreTrainedModel": (
-        "_can_set_experts_implementation _from_config _hf_peft_config_loaded _is_stateful _no_split_modules "
-        "_skip_keys_device_placement _tied_weights_keys"
+        "_from_config _hf_peft_config_loaded _is_stateful _no_split_modules _skip_keys_device_placement "
+        "_tied_weights_keys"
     ),
     "GenerationMixin": "_assisted_decoding _get_candidate_generator",
 }

@@ -3,7 +3,6 @@
 | module | what |
 | --- | --- |
 | `transformers` `hub` | `from_pretrained` and accelerate's empty weights, and finding a model's files |
-| `experts` | an implementation of transformers' experts: all of a layer in one act |
 | `keys_values` | `kv_cache`: keys and values of a transformers model, on disk |
 | `adapters` `peft` | adapters over values on disk, as they are loaded with a model; `merge_lora` |
 | `compressed_tensors` | quantizing a checkpoint to 8 or 4 bits, from file to file |

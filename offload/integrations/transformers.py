@@ -27,10 +27,10 @@ from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.adapters import load_adapter
-from offload.integrations.experts import NAME, prefer_experts, register_experts
 from offload.integrations.hub import base_folder, folder_of
 from offload.memory import return_freed
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
+from offload.models.experts import NAME, prefer_experts, register_experts
 from offload.models.filling import filled, waiting
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
 from offload.models.pretrained import note_form, without_quantization
@@ -116,15 +116,16 @@ def from_pretrained(
         max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
         output_loading_info: also return transformers' report, which has `LoadReport.forms` too.
         store: see `offload.load_checkpoint_and_dispatch`.
-        exact: whether products with packed weights are those with the dense weights, bit for bit: see `offload.exact`.
+        exact: whether products with packed weights, and with experts, are plain transformers' with the dense weights,
+            bit for bit: see `offload.exact`.
         adapter: whether an adapter of peft in the folder is loaded with the model, unmerged and frozen, as transformers
             does. A folder with an adapter alone stands for the model that the adapter names, its base.
         trust_remote_code: whether code that comes with the model may run, which can do whatever you can.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
             for the class's own `from_pretrained`: there a `distributed_config`, or `tp_plan="auto"`, has each rank of
-            torch.distributed have its share, on disk as all else; `experts_implementation="offload"` multiplies experts
-            where they lie, all of a layer in one call, faster, and with other last bits than dense or joined ones; it
-            is the default for experts that are packed.
+            torch.distributed have its share, on disk as all else; an `experts_implementation` of transformers computes
+            experts as it does in memory. By default, those on disk are multiplied where they lie, all of a layer in one
+            call, on the CPU: faster, and with other last bits.
 
     Returns:
         The model, in evaluation mode; with `output_loading_info` a pair of it and a dictionary.
@@ -144,9 +145,9 @@ def from_pretrained(
         torch.Size([1, 2, 9])
     """
     asks_to_decode = bool(options.get("quantization_config"))
-    is_chosen = options.get("experts_implementation") is not None
-    if exact and options.get("experts_implementation") == NAME:
-        del options["experts_implementation"]
+    experts = options.get("experts_implementation") or getattr(config, "_experts_implementation", None)
+    if exact and experts == NAME:
+        options["experts_implementation"] = None
     _refuse_options(options)
     register_experts()
     refuse_to_store_nowhere(offload_dir, store=store)
@@ -212,7 +213,7 @@ def from_pretrained(
         exact=exact,
     )
     note_form(model, values)
-    if not (exact or is_chosen):
+    if not exact and experts is None:
         prefer_experts(model)
     if adapter and has_adapter(beside):
         load_adapter(model, str(beside))

@@ -15,6 +15,7 @@ Always true:
 | `placing` | a rank's shard of a value, as a DTensor says |
 | `filling` | transformers' own loader, given tensors that are on disk |
 | `pretrained` `hooks` | what transformers and accelerate decide: names, formats, and where weights are held |
+| `experts` | an implementation of transformers' experts, the default for those on disk: a layer's in one act |
 | `values` `journal` | replacing many values one at a time, `map_values`, and the record of its runs |
 | `saving` | `save_checkpoint` |
 """

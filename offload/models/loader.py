@@ -36,6 +36,7 @@ from offload.models.device_map import (
     places,
     warn_of_strangers,
 )
+from offload.models.experts import prefer_experts
 from offload.models.hooks import move_activations, refuse_held, refuse_other_device
 from offload.models.placing import share_of
 from offload.models.pretrained import Fitted, as_in, let_save, quantized_by_torchao
@@ -225,6 +226,7 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         store=store,
     )
+    prefer_experts(model)
     return model
 
 
@@ -325,6 +327,7 @@ def disk_offload(
     placed = {slot.name: Place(True, device or slot.tensor.device) for slot in slots}
     place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
     _settle(model, None)
+    prefer_experts(model)
     return model
 
 

@@ -56,11 +56,12 @@ any_rows: ContextVar[bool] = ContextVar("any_rows", default=False)
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Within it, products with packed weights are those with the dense weights, bit for bit.
+    """Within it, products with packed weights, and experts, are those with the dense weights, bit for bit.
 
     Otherwise, products with few rows of activations are computed from the packed bytes and accumulated in an order of
-    their own; weights are rounded to their dtype only if the processor multiplies in it. Other threads are not
-    concerned: `from_pretrained(..., exact=True)` asks for it wherever the model is used.
+    their own, and so are a layer's experts, packed or dense; weights are rounded to their dtype only if the processor
+    multiplies in it. Other threads are not concerned: `from_pretrained(..., exact=True)` asks for it wherever the model
+    is used.
 
     Returns:
         A context manager.

@@ -17,7 +17,7 @@ from offload.tensor.locals import local_of
 from tests.checkpoints.forms import FORMS, Form
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_ranks import full_model, of_experts
-from tests.integrations.test_experts_implementation import ARCHITECTURES, MIXTURES
+from tests.models.test_experts_implementation import ARCHITECTURES, MIXTURES
 
 pytestmark = [
     pytest.mark.fused,

@@ -1,4 +1,4 @@
-"""`experts_implementation="offload"`: the experts of a layer as one act."""
+"""Experts on disk are one act by default; `experts_implementation="offload"` asks for it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import offload
 from bench import experts as bench_of_experts
 from bench.architectures import prepared
 from offload.errors import ChangedFileError, ReadError, RowIndexError
 from offload.integrations.compressed_tensors import quantize_checkpoint
-from offload.integrations.experts import prefer_experts
 from offload.kernels import native
+from offload.models import experts as preferring
+from offload.models.experts import prefer_experts
 from offload.prefetch import direct, engine, loads, plan
 from offload.prefetch.direct import Load
 from offload.prefetch.engine import Views
@@ -463,15 +464,18 @@ def experts_place(experts: Any, name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "expected"),
+    ("options", "expected"),
     [
-        ("fp8-qwen3_moe", {}, "offload"),
-        ("fp8-qwen3_moe", {"experts_implementation": "grouped_mm"}, "grouped_mm"),
-        ("fp8-qwen3_moe", {"exact": True}, "grouped_mm"),
-        ("qwen3_moe", {}, "grouped_mm"),  # dense experts are exact unless the user says otherwise
+        ({}, "offload"),
+        ({"experts_implementation": "grouped_mm"}, "grouped_mm"),
+        ({"experts_implementation": "eager"}, "eager"),
+        ({"exact": True}, "grouped_mm"),
+        ({"exact": True, "experts_implementation": "offload"}, "grouped_mm"),
+        ({"device_map": "cpu"}, "grouped_mm"),
     ],
 )
-def test_packed_experts_are_run_so_by_default(name, options, expected, tmp_path):
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "fp8-qwen3_moe"])
+def test_experts_on_disk_are_one_act_unless_something_else_is_asked_for(name, options, expected, tmp_path):
     FORMS[name].write(tmp_path)
 
     model = offload.from_pretrained(tmp_path, **FORMS[name].options, **options)
@@ -479,6 +483,112 @@ def test_packed_experts_are_run_so_by_default(name, options, expected, tmp_path)
     assert expected == model.config._experts_implementation
     model.save_pretrained(tmp_path / "saved")
     assert "offload" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_a_configuration_may_ask_for_another_implementation(tmp_path):
+    FORMS["qwen3_moe"].write(tmp_path)
+    config = Qwen3MoeConfig.from_pretrained(tmp_path, experts_implementation="grouped_mm")
+
+    model = offload.from_pretrained(tmp_path, config=config)
+
+    assert "grouped_mm" == model.config._experts_implementation
+    one_act = offload.from_pretrained(tmp_path).config
+    exact = offload.from_pretrained(tmp_path, config=one_act, exact=True)
+    assert ["offload", "grouped_mm"] == [one_act._experts_implementation, exact.config._experts_implementation]
+
+
+def test_experts_that_another_device_computes_are_left_as_they_are(tmp_path, monkeypatch):
+    """`generate` gives those an implementation of its own."""
+    FORMS["qwen3_moe"].write(tmp_path)
+    monkeypatch.setattr(preferring, "CPU", torch.device("cuda"))
+
+    assert "grouped_mm" == offload.from_pretrained(tmp_path).config._experts_implementation
+
+
+def dispatched(folder: Path, dtype: torch.dtype) -> Any:
+    with offload.init_empty_weights():
+        empty = AutoModelForCausalLM.from_config(Qwen3MoeConfig.from_pretrained(folder), dtype=dtype)
+    return offload.load_checkpoint_and_dispatch(empty, folder).eval()
+
+
+LOADERS: dict[str, Any] = {
+    "from_pretrained": lambda folder, dtype: offload.from_pretrained(folder, dtype=dtype),
+    "load_checkpoint_and_dispatch": dispatched,
+    "disk_offload": lambda folder, dtype: offload.disk_offload(
+        Qwen3MoeForCausalLM.from_pretrained(folder, dtype=dtype)
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("load", LOADERS)
+def test_dense_experts_are_as_near_to_the_true_result_as_plain_ones(load, dtype, tmp_path):
+    """Of hidden states of the model; they are those of the act by name, and exact ones are plain transformers'."""
+    FORMS["qwen3_moe"].write(tmp_path)
+    plain = Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    given: list[tuple[torch.Tensor, ...]] = []
+    inner = experts_of(plain)[-1]
+    hook = inner.register_forward_pre_hook(lambda _, args: given.append(args))
+    logits = plain(torch.arange(3, 24)[None]).logits
+    hook.remove()
+    [(x, numbers, weights)] = given
+    expected = inner(x, numbers, weights)
+    inner = copy.deepcopy(inner).double()
+    inner.config = copy.copy(inner.config)
+    inner.config._experts_implementation = "eager"
+    true = inner(x.double(), numbers, weights.double())
+
+    model = LOADERS[load](tmp_path, dtype)
+    experts = experts_of(model)[-1]
+    assert "offload" == model.config._experts_implementation
+    found, alone = experts(x, numbers, weights), experts(x[5:6], numbers[5:6], weights[5:6])
+
+    assert torch.equal(found[5:6], alone)
+    error, allowed, unit = (found - true).abs(), (expected - true).abs(), torch.finfo(dtype).eps * true.abs().max()
+    assert error.max() <= allowed.max() + unit / 2
+    assert error.mean() <= allowed.mean() + unit / 100
+    named = offload.from_pretrained(tmp_path, dtype=dtype, experts_implementation="offload")
+    assert torch.equal(experts_of(named)[-1](x, numbers, weights), found)
+    with offload.exact():
+        assert torch.equal(logits, model(torch.arange(3, 24)[None]).logits)
+        assert torch.equal(expected, experts(x, numbers, weights))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("way", ["a write to one expert", "a new value"])
+def test_a_new_value_of_one_expert_is_seen_and_the_others_are_as_before(name, way, tmp_path):
+    FORMS[name].write(tmp_path)
+    experts = experts_of(offload.from_pretrained(tmp_path))[0]
+    given = routed(experts.down_proj.dtype, [1, 1], [2, 3])
+    before = experts(*given)
+    new = experts.down_proj.materialize()
+    new[1] = 0
+
+    if way == "a new value":
+        experts.down_proj.update_values(new)
+    else:
+        experts.down_proj[1] = 0
+    found = experts(*given)
+
+    assert torch.equal(before[1], found[1])
+    assert not torch.equal(before[0], found[0])
+    if name == "qwen3_moe":  # without a bias
+        assert not found[0].any()
+
+
+@torch.no_grad()
+def test_a_model_that_is_copied_is_one_act_and_one_that_is_pickled_is_plain(tmp_path):
+    """A reader without `offload` knows transformers' implementations alone."""
+    FORMS["qwen3_moe"].write(tmp_path)
+    model = offload.from_pretrained(tmp_path)
+    torch.save(model, tmp_path / "model.pt")
+
+    assert "offload" == copy.deepcopy(model).config._experts_implementation
+    loaded_again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert "grouped_mm" == loaded_again.config._experts_implementation
+    assert torch.equal(outcome(FORMS["qwen3_moe"].plain(tmp_path)).logits, outcome(loaded_again).logits)
 
 
 @torch.no_grad()

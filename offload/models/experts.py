@@ -1,10 +1,11 @@
-"""An implementation of transformers' experts: `from_pretrained(..., experts_implementation="offload")`.
+"""Experts of transformers' mixtures as one act: the experts implementation "offload", and where it is the default.
 
 Always true:
 - experts on disk are multiplied where they lie, in one act for all experts of a layer, which gives other last bits than
-  decoded or joined ones
-- a model whose experts are all packed runs them so unless another implementation is asked for
-- what that does not take, and everything within `offload.exact()`, is computed as transformers' `grouped_mm` does it
+  transformers' implementations
+- modules whose experts are on disk, and computed on the CPU, run them so unless another implementation is asked for
+- what that does not take, gradients, and everything within `offload.exact()`, is computed as by transformers'
+  `grouped_mm`
 """
 
 from __future__ import annotations
@@ -12,16 +13,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload.tensor.experts import Between, multiplied_by_experts
-from offload.tensor.products import is_packed
-from offload.tensor.views import handle_of
-from offload.tensor.wrapper import is_offloaded
+from offload.tensor.guests import CPU
+from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import hooks_of, parameters_of, pre_hooks_of
 
 NAME = "offload"
 _USUAL = "grouped_mm"  # transformers' default
 _OF_MATRICES = 3  # dimensions of a stack of matrices
+
+
+class _Default(str):
+    """The name where it was not asked for: pickled as transformers' default, for readers without `offload`."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return str, (_USUAL,)
+
+    def __deepcopy__(self, memo: object) -> _Default:
+        return self
 
 
 def register_experts() -> None:
@@ -31,19 +44,21 @@ def register_experts() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, multiply_experts)
 
 
-def prefer_experts(model: Any) -> None:
-    """Have a model run its experts by this implementation if all of them are packed, on disk, and none was chosen."""
-    if model.config._experts_implementation != _USUAL or not model._can_set_experts_implementation():
-        return
-    stacks = [
-        stack
-        for module in model.modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")
-        for stack in parameters_of(module).values()
-        if stack is not None and stack.dim() == _OF_MATRICES
-    ]
-    if stacks and all(is_offloaded(stack) and is_packed(handle_of(stack).composed) for stack in stacks):
-        model.set_experts_implementation(NAME)
+def prefer_experts(model: nn.Module) -> None:
+    """Have a model run experts on disk that are computed on the CPU by this implementation, in place of the usual."""
+    for module in model.modules():
+        if not (hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")):
+            continue
+        config: Any = module.config
+        if config._experts_implementation == _USUAL and _are_on_disk(module):
+            register_experts()
+            config._experts_implementation = _Default(NAME)
+
+
+def _are_on_disk(experts: nn.Module) -> bool:
+    """Whether all stacks of matrices of a module are, and are computed on the CPU."""
+    stacks = [one for one in parameters_of(experts).values() if one is not None and one.dim() == _OF_MATRICES]
+    return bool(stacks) and all(type(one) is OffloadedTensor and one.device == CPU for one in stacks)
 
 
 def multiply_experts(
