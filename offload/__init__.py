@@ -97,6 +97,8 @@ if TYPE_CHECKING or _importing.is_wanted():
     from offload.budget import memory_summary, set_max_memory
     from offload.cache.table import TensorCache
     from offload.errors import OffloadError
+    from offload.generation import drafting as _drafting  # noqa: F401  what `generate` can do beyond its own
+    from offload.generation import keeping as _keeping  # noqa: F401
     from offload.integrations.peft import merge_lora
     from offload.integrations.torchao import quantize_
     from offload.integrations.transformers import from_pretrained, init_empty_weights

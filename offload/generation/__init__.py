@@ -29,8 +29,20 @@ Always true:
 | `identity` | what distinguishes a model from all others that could give other keys and values |
 """
 
-from offload.generation import drafting, keeping  # noqa: F401
-from offload.generation.candidates import draft_summary
-from offload.generation.prompt_cache import PromptCache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.generation.candidates import draft_summary
+    from offload.generation.prompt_cache import PromptCache
 
 __all__ = ["PromptCache", "draft_summary"]
+
+_MODULES = {"PromptCache": "prompt_cache", "draft_summary": "candidates"}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, imported when asked for: the command reads its line with `bodies` and `chat`, without torch."""
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
