@@ -151,7 +151,7 @@ def examined(kind: str, name: str) -> Row:
 def _from_disk(subject: Subject) -> tuple[Any, dict[str, int]]:
     """The model on disk, and the fields of its row about loading."""
     before = written_bytes()
-    model = offload.from_pretrained(subject.folder, model_class=subject.model_class)
+    model = offload.from_pretrained(subject.folder, model_class=subject.model_class, exact=True)
     written = written_bytes() - before
     values = {id(value): value for value in (*model.parameters(), *model.buffers()) if is_offloaded(value)}
     recipes = sum(handle_of(value).composed is not None for value in values.values())
@@ -383,8 +383,8 @@ def _quiet() -> None:
 
 
 _LEGEND = f"""Each model is made tiny, with random weights, and saved. It is loaded by transformers alone and by
-`offload.from_pretrained` with all of it on disk, and the two are compared bit for bit: names, shapes, dtypes and values
-of the state dictionary, ties, the outputs of a forward pass with the inputs that the note names, four greedy tokens
+`offload.from_pretrained(..., exact=True)` with all of it on disk, and the two are compared bit for bit: names, shapes,
+dtypes and values of the state dictionary, ties, the outputs of a forward pass with the inputs that the note names, four greedy tokens
 where it generates, and the checkpoints that both write. Values begin at multiples of 64 bytes in the checkpoint, as in
 memory: where they do not, some processors give other last bits in float32.
 

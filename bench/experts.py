@@ -1,4 +1,4 @@
-"""The experts of a layer that is in memory: `experts_implementation="offload"` beside plain transformers.
+"""The experts of a layer that is in memory, as they are computed by default, beside plain transformers.
 
     python -m bench.experts --tokens 1,8,64,512 --experts 128 --hidden 2048 --inner 768 --picks 8
 
@@ -101,13 +101,13 @@ def models(sizes: Sizes, folder: Path) -> tuple[Any, Any]:
     )
     plain = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     plain.save_pretrained(folder)
-    return plain, offload.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation=OURS)
+    return plain, offload.from_pretrained(folder, dtype=torch.bfloat16)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="the experts of a layer, beside plain transformers")
-    parser.add_argument("--tokens", default="1,8,64,512")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512")
     for name, value in vars(Sizes()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     given = vars(parser.parse_args(args))
