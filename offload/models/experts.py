@@ -17,7 +17,7 @@ from torch import nn
 
 from offload.tensor.experts import Between, multiplied_by_experts
 from offload.tensor.guests import CPU
-from offload.tensor.wrapper import OffloadedTensor
+from offload.tensor.wrapper import is_offloaded
 from offload.torch_api import hooks_of, parameters_of, pre_hooks_of
 
 NAME = "offload"
@@ -58,7 +58,7 @@ def prefer_experts(model: nn.Module) -> None:
 def _are_on_disk(experts: nn.Module) -> bool:
     """Whether all stacks of matrices of a module are, and are computed on the CPU."""
     stacks = [one for one in parameters_of(experts).values() if one is not None and one.dim() == _OF_MATRICES]
-    return bool(stacks) and all(type(one) is OffloadedTensor and one.device == CPU for one in stacks)
+    return bool(stacks) and all(is_offloaded(one) and one.device == CPU for one in stacks)
 
 
 def multiply_experts(
