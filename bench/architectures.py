@@ -384,9 +384,9 @@ def _quiet() -> None:
 
 _LEGEND = f"""Each model is made tiny, with random weights, and saved. It is loaded by transformers alone and by
 `offload.from_pretrained(..., exact=True)` with all of it on disk, and the two are compared bit for bit: names, shapes,
-dtypes and values of the state dictionary, ties, the outputs of a forward pass with the inputs that the note names, four greedy tokens
-where it generates, and the checkpoints that both write. Values begin at multiples of 64 bytes in the checkpoint, as in
-memory: where they do not, some processors give other last bits in float32.
+dtypes and values of the state dictionary, ties, the outputs of a forward pass with the inputs that the note names, four
+greedy tokens where it generates, and the checkpoints that both write. Values begin at multiples of 64 bytes in the
+checkpoint, as in memory: where they do not, some processors give other last bits in float32.
 
 - {EQUAL}: all this is equal
 - {VALUES}: what is said about values, ties and files is equal; the inputs of a forward pass are not known here
