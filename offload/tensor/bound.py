@@ -18,7 +18,6 @@ from torch import nn
 from offload.kernels.native import MOST_ROWS, Product
 from offload.prefetch.engine import ensure_resident
 from offload.prefetch.value import Value
-from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.system import clock
 from offload.tensor.guests import CPU, guest
@@ -50,8 +49,8 @@ class BoundProduct:
     """
 
     __slots__ = (
-        "_composed", "_dtype", "_files", "_most_rows", "_pieces", "_product", "_ranges", "_reads", "_releases",
-        "_source", "_view_spec",
+        "_composed", "_dtype", "_most_rows", "_pieces", "_product", "_ranges", "_reads", "_releases",
+        "_source", "_sources", "_view_spec",
     )  # fmt: skip
 
     def __init__(
@@ -68,7 +67,7 @@ class BoundProduct:
         self._dtype = self._view_spec.dtype
         self._product, self._pieces, self._reads, self._most_rows = product, pieces, reads, most_rows
         self._ranges: list[Value] = [ensure_resident(*read) for read in reads]
-        self._files: set[TensorFile] = {handle.file for handle, _ in reads}
+        self._sources = [(handle, handle.source) for handle, _ in reads]
         self._releases = releases()
 
     def is_of(self, weight: OffloadedTensor) -> bool:
@@ -103,8 +102,9 @@ class BoundProduct:
             bias = bias if type(bias) in _PLAIN else guest(bias)
             if not is_usual(bias, self._dtype) or bias.shape != (height,):
                 return None
-        if not all(file.is_as_opened() for file in self._files):
-            return None
+        for handle, source in self._sources:
+            if handle.source is not source or not source.file.is_as_opened():
+                return None
         now = clock.now()
         for number, known in enumerate(self._ranges):
             if known.checked_until < now or known.is_picked:

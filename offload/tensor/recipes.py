@@ -209,11 +209,8 @@ class Plain(Recipe):
         """See `Composition`."""
         small = self.small if device == CPU else None
         if small is not None:
-            if (found := small.view(view_spec)) is None:
-                small.keep(self._value, {handle.file for handle in self.handles()})
-                found = small.view(view_spec)
-            if found is not None:
-                return found
+            found = small.view(view_spec)
+            return small.computed(self._value, self.handles(), view_spec) if found is None else found
         return self._value(view_spec, device)
 
     def _value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:

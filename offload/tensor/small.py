@@ -1,8 +1,8 @@
 """Small computed values, which are computed once.
 
 Always true:
-- a recipe never changes, so that what it gave is what it gives, as long as its files are those that were opened: they
-  are looked at ten times a second at the most
+- a recipe never changes, so that what it gave is what it gives, as long as its sources and their files are the same:
+  files are looked at ten times a second at the most
 - all of them together take at most 64 MiB: beyond that, or when memory is asked back, all are computed again
 - a value that somebody wrote to, such as compiled code, is computed again
 """
@@ -10,11 +10,13 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
 
-from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.source import Source
 from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.boxes import recut
@@ -27,13 +29,11 @@ _ALL = 64 << 20  # bytes of all of them
 class SmallValue:
     """The value of a recipe, once it has been computed. A copy, or an unpickled one, begins empty."""
 
-    __slots__ = ("__weakref__", "_files", "_last_view", "_value", "_version")
+    __slots__ = ("__weakref__", "_known", "_last_view")
 
     def __init__(self) -> None:
-        self._value: torch.Tensor | None = None
-        self._version = 0
-        self._files: list[TensorFile] = []
-        self._last_view: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._known: _Computed | None = None
+        self._last_view: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # spec, view, of which value
 
     def __reduce__(self) -> tuple[type[SmallValue], tuple[()]]:
         return SmallValue, ()
@@ -41,46 +41,67 @@ class SmallValue:
     @property
     def is_known(self) -> bool:
         """Whether it need not be computed."""
-        return self._value is not None
+        return self._known is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in memory."""
+        known = self._known
+        return 0 if known is None else known.value.nbytes
 
     def view(self, view_spec: torch.Tensor | None) -> torch.Tensor | None:
         """The view that a meta tensor describes, or the whole: do not write to it.
 
         None: it has to be computed, which raises if a file has changed.
         """
-        value = self._value
-        if value is None or version_of(value) != self._version:
+        known = self._known
+        if known is None or version_of(known.value) != known.version:
             return None
-        for file in self._files:
-            if not file.is_as_opened():
+        for handle, source in known.sources:
+            if handle.source is not source or not source.file.is_as_opened():
                 return None
         if view_spec is None:
-            return value
+            return known.value
         last = self._last_view
-        if last is not None and last[0] is view_spec:
+        if last is not None and last[0] is view_spec and last[2] is known.value:
             return last[1]
-        with no_functions(), no_modes():
-            view = recut(value, 0, view_spec)
-        self._last_view = view_spec, view
+        view = _view_of(known.value, view_spec)
+        self._last_view = view_spec, view, known.value
         return view
 
-    def keep(self, compute: Callable[[], torch.Tensor], files: Iterable[TensorFile]) -> None:
-        """Keep what `compute` gives.
+    def computed(
+        self, compute: Callable[[], torch.Tensor], handles: Iterable[Handle], view_spec: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Like `view`, of what `compute` gives now, which is kept from then on.
 
         Args:
-            files: that it is computed from, and that were looked at for it.
+            handles: that it is computed from. In files of ours they can change in place: then it is not kept.
         """
+        sources = tuple((handle, handle.source) for handle in handles)
         with no_functions(), no_modes():
             value = compute().clone()  # it may lie in a mapping, or in memory that is used again
-        self._files, self._last_view = list(files), None
-        self._version = version_of(value)
-        self._value = value
-        _ALL_KEPT.count(self, value.nbytes)
+        if not any(source.owned for _, source in sources):
+            self._known = _Computed(value, version_of(value), sources)
+            _ALL_KEPT.count(self, value.nbytes)
+        return value if view_spec is None else _view_of(value, view_spec)
 
     def release(self) -> int:
         """Give its memory back, and say how many bytes these were."""
-        value, self._value, self._last_view = self._value, None, None
-        return 0 if value is None else value.nbytes
+        nbytes, self._known, self._last_view = self.nbytes, None, None
+        return nbytes
+
+
+class _Computed(NamedTuple):
+    """A value, its version, and what it was computed from."""
+
+    value: torch.Tensor
+    version: int
+    sources: tuple[tuple[Handle, Source], ...]
+
+
+def _view_of(value: torch.Tensor, view_spec: torch.Tensor) -> torch.Tensor:
+    with no_functions(), no_modes():
+        return recut(value, 0, view_spec)
 
 
 class _Kept:
@@ -100,7 +121,7 @@ class _Kept:
                 self._release()
 
     def _counted(self) -> int:
-        self._at_most = sum(one._value.nbytes for one in list(self._values) if one._value is not None)
+        self._at_most = sum(one.nbytes for one in list(self._values))
         return self._at_most
 
     def _release(self) -> int:
