@@ -49,8 +49,8 @@ def prefer_experts(model: nn.Module) -> None:
     for module in model.modules():
         if not (hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")):
             continue
-        config: Any = module.config
-        if config._experts_implementation == _USUAL and _are_on_disk(module):
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) == _USUAL and _are_on_disk(module):
             register_experts()
             config._experts_implementation = _Default(NAME)
 

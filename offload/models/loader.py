@@ -583,9 +583,8 @@ def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
 
     Each file appears whole, and says what it was made of: after a kill only the missing ones are made.
     """
-    stored = dict.fromkeys(
-        handle_of(slot.tensor) for slot in slots if is_offloaded(slot.tensor)
-    )  # in the model's order
+    tensors = (slot.tensor for slot in slots if is_offloaded(slot.tensor))
+    stored = dict.fromkeys(map(handle_of, tensors))  # in the model's order
     named = {handle.folder for handle in stored if handle.folder is not None}
     folders: dict[Path | None, bool] = {folder: store or is_folder(folder) for folder in named}
     recipes = [(handle, handle.composed) for handle in stored if folders.get(handle.folder) and not handle.is_subclass]

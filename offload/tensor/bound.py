@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,11 @@ from offload.kernels.native import MOST_ROWS, Product
 from offload.prefetch.engine import ensure_resident
 from offload.prefetch.value import Value
 from offload.storage.handle import Handle
+from offload.storage.source import Source
 from offload.system import clock
-from offload.tensor.guests import CPU, guest
+from offload.tensor.guests import CPU
 from offload.tensor.small import releases
+from offload.tensor.wrapper import OffloadedTensor, guest_of
 from offload.torch_api import (
     DisableTorchFunctionSubclass,
     function_modes_are_on,
@@ -30,9 +32,6 @@ from offload.torch_api import (
     modes_are_on,
     transform_on_top,
 )
-
-if TYPE_CHECKING:
-    from offload.tensor.wrapper import OffloadedTensor
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -44,7 +43,8 @@ class BoundProduct:
         weight: computes on the CPU.
         product: with the packed rows of all of it.
         pieces: what the addresses in `product` lie in.
-        reads: the views of stored values that it reads, none of them of files of ours.
+        sources: what all pieces are made of, none of it in files of ours.
+        reads: the views of stored values that it reads.
         most_rows: of activations for which it is faster than the dense weight.
     """
 
@@ -58,6 +58,7 @@ class BoundProduct:
         weight: OffloadedTensor,
         product: Product,
         pieces: list[torch.Tensor],
+        sources: list[tuple[Handle, Source]],
         reads: list[tuple[Handle, torch.Tensor]],
         most_rows: int,
     ) -> None:
@@ -67,7 +68,7 @@ class BoundProduct:
         self._dtype = self._view_spec.dtype
         self._product, self._pieces, self._reads, self._most_rows = product, pieces, reads, most_rows
         self._ranges: list[Value] = [ensure_resident(*read) for read in reads]
-        self._sources = [(handle, handle.source) for handle, _ in reads]
+        self._sources = sources
         self._releases = releases()
 
     def is_of(self, weight: OffloadedTensor) -> bool:
@@ -96,10 +97,10 @@ class BoundProduct:
             return None
         if torch.is_grad_enabled():
             with DisableTorchFunctionSubclass():
-                if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
+                if x.requires_grad or weight.requires_grad or getattr(bias, "requires_grad", False):
                     return None
         if bias is not None:
-            bias = bias if type(bias) in _PLAIN else guest(bias)
+            bias = guest_of(bias)
             if not is_usual(bias, self._dtype) or bias.shape != (height,):
                 return None
         for handle, source in self._sources:

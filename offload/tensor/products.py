@@ -107,7 +107,7 @@ def compute_exactly(handle: Handle) -> None:
 @overrides(F.linear)
 def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A packed weight is not decoded first."""
-    if len(args) >= 2 and not kwargs and _is_composed(args[1]) and type(args[0]) is not OffloadedTensor:
+    if 2 <= len(args) <= 3 and not kwargs and _is_composed(args[1]) and type(args[0]) is not OffloadedTensor:
         x, weight, bias = args if len(args) > 2 else (*args, None)
         if weight._bound is not None:
             found = weight._bound.multiply(x, weight, bias, exactly=_exact.get(), any_rows=any_rows.get())
@@ -128,21 +128,21 @@ def _bound(weight: OffloadedTensor) -> BoundProduct | None:
     parts, dtype = parts_of(Piece(handle_of(weight), view_spec_of(weight))), view_spec_of(weight).dtype
     if weight._target != CPU or parts is None:
         return None
+    pieces = [piece for rows in parts for _, piece in rows.pieces]
+    sources = [(handle, handle.source) for handle in stored_in(piece.handle for piece in pieces)]
+    if any(source.owned for _, source in sources) or not all(map(_is_in_place, pieces)):
+        return None
     matrices, values = [], []
-    reads: list[tuple[Handle, torch.Tensor]] = []
     with no_functions(), no_modes():
+        reads = [read for piece in pieces for read in piece.reads(piece.view_spec)]
         for rows in parts:
-            for _, piece in rows.pieces:
-                if piece.handle.owned or not _is_in_place(piece):
-                    return None
-                reads.extend(piece.reads(piece.view_spec))
             of_these = values_in_order(rows.pieces, CPU)
             matrix = rows.packed.matrix(of_these, view_spec_of(weight).shape[1])
             if matrix is None:
                 return None
             matrices.append((matrix, rows.count))
             values.extend(of_these)
-    return BoundProduct(weight, Product(matrices), values, reads, most_rows_of(parts, dtype))
+    return BoundProduct(weight, Product(matrices), values, sources, reads, most_rows_of(parts, dtype))
 
 
 def _is_in_place(piece: Piece) -> bool:

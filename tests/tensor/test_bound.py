@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
@@ -25,6 +26,7 @@ from offload.kernels import native
 from offload.tensor import products, small
 from offload.tensor.bound import BoundProduct
 from offload.tensor.products import compute_exactly
+from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS
 from tests.engines import Clock
@@ -119,6 +121,32 @@ def test_a_bound_product_has_the_bits_of_another_one(form: str, tmp_path: Path, 
                     expected = unbound(given, layer.weight, added)
                     F.linear(given, layer.weight)
                 assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("form", [name for name in BOUND if name in FORMS])
+def test_all_that_a_weight_is_made_of_is_watched(form: str, tmp_path: Path) -> None:
+    """Also scales that are computed, and kept."""
+    for layer in multiplied_layers(loaded(form, tmp_path)):
+        watched = {handle for handle, _ in layer.weight._bound._sources}
+
+        assert set(stored_in([handle_of(layer.weight)])) == watched
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_bias_of_another_kind_is_treated_as_without_a_bound_product(
+    weight: OffloadedTensor, x: torch.Tensor, calls: list[str], grad: bool
+) -> None:
+    weight.requires_grad_(False)
+    bias = TwoTensor(torch.ones(len(weight)), torch.ones(len(weight)))
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(F.linear(x, weight.materialize(), bias).a, F.linear(x, weight, bias).a)
+        for wrong in ([1.0], 3):
+            with pytest.raises(TypeError):
+                F.linear(x, weight, wrong)
+        with pytest.raises(TypeError):
+            F.linear(x, weight, None, None)
+
+    assert "bound" not in calls
 
 
 def new_value(weight: OffloadedTensor) -> None:
