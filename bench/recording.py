@@ -147,7 +147,7 @@ def _sent(words: list[str], folder: Path, limit: int) -> Iterator[str]:
     termios.tcsetwinsize(follower, (40, _COLUMNS))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
     environment |= {"TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-m", "offload.cli", *words]
+    command = [sys.executable, "-m", "offload", *words]
     decoder = codecs.getincrementaldecoder("utf-8")()
     with memory_cap(limit) as group:
         ends = {"stdin": follower, "stdout": follower, "stderr": follower}

@@ -86,7 +86,7 @@ def served(folder: Path, scratch: Path, *options: str) -> Iterator[Served]:
     """A server over a checkpoint, to which a tokenizer is added."""
     with tempfile.TemporaryDirectory(dir=scratch) as made:
         place = with_tokenizer(folder, Path(made) / "model")
-        command = [sys.executable, "-m", "offload.cli", "serve", str(place), "--port", "0", *options]
+        command = [sys.executable, "-m", "offload", "serve", str(place), "--port", "0", *options]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, encoding="utf-8")
         server = Served(("", 0), process)
         try:

@@ -72,8 +72,9 @@ class OffloadError(Exception):
     """Base of every error that `offload` raises on purpose."""
 
     def __str__(self) -> str:
-        plain = OSError.__str__(self) if isinstance(self, OSError) else BaseException.__str__(self)
-        return visible_lines(plain)  # BaseException: KeyError would quote the message
+        if isinstance(self, OSError) and self.strerror is not None:
+            return visible_lines(f"{self.filename}: {self.strerror}" if self.filename is not None else self.strerror)
+        return visible_lines(BaseException.__str__(self))  # KeyError would quote the message
 
 
 class ArgumentError(OffloadError, ValueError):

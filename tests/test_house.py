@@ -48,6 +48,7 @@ FLOORS = {
     "planning": 8,
     "serving": 8,
     "cli": 9,
+    "__main__": 10,
 }
 GROUND = (
     "errors",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _MOST = 2**31 - 1
+_HOTTEST = 100
 
 
 def path(text: str) -> Path:
@@ -59,6 +60,23 @@ def count(text: str) -> int:
 def draft(text: str) -> int | None:
     """A number of tokens; None for what follows from the cost of a pass."""
     return None if text == "auto" else 0 if text == "0" else count(text)
+
+
+def number(text: str) -> float:
+    """A temperature or a probability: at least 0."""
+    try:
+        if 0 <= (value := float(text)) <= _HOTTEST:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 to {_HOTTEST}")
+
+
+def seed(text: str) -> int:
+    """A seed of random numbers."""
+    if not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a seed: a number of up to 18 digits")
+    return int(text)
 
 
 def port(text: str) -> int:

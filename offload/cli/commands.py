@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from offload.cli import batch, files, machine, models, plan, rows, serve, weights
-from offload.cli.arguments import count, device, draft, dtype, path, port, prompt, size
+from offload.cli.arguments import count, device, draft, dtype, number, path, port, prompt, seed, size
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,15 @@ class Option:
             action.complete = getattr(shtab, self.completes)
 
 
-_METAVARS: Mapping[object, str] = {count: "N", draft: "N", size: "SIZE", path: "PATH", prompt: "TEXT"}
+_METAVARS: Mapping[object, str] = {
+    count: "N",
+    draft: "N",
+    number: "X",
+    seed: "N",
+    size: "SIZE",
+    path: "PATH",
+    prompt: "TEXT",
+}
 
 
 def _takes(kind: Callable[[str], object] | None, about: str, completes: str = "", **settings: object) -> Option:
@@ -109,9 +117,12 @@ OPTIONS = {
     "--max-new-tokens": _takes(count, "of an answer, where a request does not say", default=1024),
     "--max-new-tokens@generate": _takes(count, "at most", default=64),
     "--max-new-tokens@batch": _takes(count, "of an answer, where a line does not say", default=256),
-    "--prompt-cache": _takes(path, "keep keys and values of prompts there, for those that begin alike (default: none)"),
+    "--prompt-cache": _takes(path, "keep keys and values of prompts there (default: none)"),
     "--prompt-cache-size": _takes(size, "how much that may take", default="10GiB"),
-    "--sample": _is("sample (default: take the most likely token)"),
+    "--temperature": _takes(number, "of sampling (default: 0, the most likely token)"),
+    "--temperature@chat": _takes(number, "of sampling; 0: none (default: as the model's settings say)"),
+    "--top-p": _takes(number, "of the most likely tokens to sample among (default: 1)"),
+    "--seed": _takes(seed, "of sampling (default: a random one)"),
     "--assistant": _takes(None, "a smaller model that drafts tokens (default: none)", "DIRECTORY", metavar="SMALL"),
     "--draft": _takes(draft, "tokens of a draft (default: auto, as many as pay)", default="auto"),
     "input": _takes(path, "JSON lines: custom_id, and messages or a prompt; - for standard input", "FILE"),
@@ -170,6 +181,7 @@ OPTIONS = {
 _RUNS = "model --device --dtype --max-memory --device-memory --offload-dir --store --revision --trust-remote-code"
 _KEEPS = "--prompt-cache --prompt-cache-size"
 _DRAFTS = "--assistant --draft"
+_SAMPLES = "--temperature --top-p --seed"
 _WRITES = "--dtype@written --max-shard-size"
 
 COMMANDS = {
@@ -181,7 +193,12 @@ COMMANDS = {
     "generate": Command(
         models,
         "run a language model from disk",
-        f"{_RUNS} --prompt --system --raw --max-new-tokens@generate {_KEEPS} --sample {_DRAFTS} --json",
+        f"{_RUNS} --prompt --system --raw --max-new-tokens@generate {_KEEPS} {_SAMPLES} {_DRAFTS} --json",
+    ),
+    "chat": Command(
+        models,
+        "talk with a language model",
+        f"{_RUNS} --system --max-new-tokens --temperature@chat --top-p --seed {_KEEPS} {_DRAFTS}",
     ),
     "batch": Command(
         batch,

@@ -11,10 +11,12 @@ Always true:
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from offload.cli.commands import add_commands
 from offload.cli.output import complain, escaping, logging_to_stderr
@@ -22,7 +24,7 @@ from offload.errors import OffloadError
 from offload.importing import library, version
 
 _EPILOG = """examples:
-  offload generate MODEL --prompt "Once upon a time" --max-memory 8GiB
+  offload chat MODEL --max-memory 8GiB
   offload batch MODEL requests.jsonl answers.jsonl
   offload quantize MODEL model-int8 --int8
 
@@ -31,6 +33,9 @@ offload COMMAND --help lists a command's options.
 
 exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line;
 130 interrupted"""
+
+
+_WRONG = re.compile(r"invalid choice: '([^']+)'|unrecognized arguments: (?:[^-]\S* )*(-\S+)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser for the whole command line."""
     import shtab
 
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="offload",
         description="PyTorch tensors that live on disk.",
         epilog=_EPILOG,
@@ -79,6 +84,25 @@ def parser() -> argparse.ArgumentParser:
     shtab.add_argument_to(made, ["--print-completion"], help=about)
     _allow_everywhere(add_commands(made))
     return made
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what a mistyped command or option may be meant for (argparse does in Python 3.14)."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = _WRONG.search(message)
+        word = (wrong[1] or wrong[2].partition("=")[0]) if wrong else ""
+        close = difflib.get_close_matches(word, set(self._names()), 1)
+        super().error(message + "".join(f"; did you mean {name}?" for name in close))
+
+    def _names(self) -> Iterator[str]:
+        """Those of commands and options, and of what options take."""
+        for action in self._actions:
+            yield from action.option_strings
+            yield from action.choices or ()
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from command._names()
 
 
 def _allow_everywhere(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

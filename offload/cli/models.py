@@ -1,4 +1,4 @@
-"""`offload generate`: language models on disk.
+"""`offload generate` and `offload chat`: language models on disk.
 
 Always true:
 - a token is printed as soon as it is generated
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.annotations import Kwargs
+from offload.annotations import Json, Kwargs
 from offload.cli.output import counted, doing, hide_bars_off_a_terminal, print_json
 from offload.errors import ArgumentError, CheckpointError, OffloadError, visible_lines
-from offload.generation.chat import ONE_ANSWER, ONLY_TOKENS, Prompt, Prompts, ends_of, in_chat, stops_of
+from offload.generation.bodies import Asked, Refused
+from offload.generation.chat import ONE_ANSWER, Prompt, Prompts, ends_of
 from offload.system.reasons import first_line
 
 if TYPE_CHECKING:
-    from offload.generation.answering import Answering
+    from offload.generation.answering import Answering, Job
     from offload.recording import Recording
 
 _MODES = ("greedy_search", "sample")  # that take drafts
@@ -42,27 +46,90 @@ def generate(options: argparse.Namespace) -> None:
 
     A model with a chat template answers the prompt as a message of a chat. Others, and all with --raw, continue it.
     """
-    folder = folder_of_model(options)
-    with doing("importing transformers"):
-        import torch
-
-        from offload.checkpoints.companions import tokenizer_in
-        from offload.generation.answering import Job, Streamer
-        from offload.generation.text import Text
-        from offload.memory import anonymous_bytes
-        from offload.recording import Recording
-
-        tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
-    inputs = _inputs(tokenizer, options)
-    if inputs["input_ids"].numel() == 0:
-        raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: give some text")
-    before = anonymous_bytes()
-    prompt_cache = prompt_cache_of(options)
-    model = loaded_model(folder, options)
-    ends = ends_of(model, folder)
-    drafts = drafts_of(model, tokenizer, options)
-    inputs = inputs.to(model.device)
+    _, answering, prompts = opened(options, options.max_new_tokens, is_alone=True)
+    try:
+        [prompt] = prompts.of(_asked(prompts, options))
+    except Refused as error:
+        way_out = ": --raw continues it as it is" if error.param == "messages" else ""
+        raise ArgumentError(f"{error}{way_out}") from error
     pieces: list[str] = []
+    job, recording = _answered(answering, prompt, {"temperature": 0}, options, pieces)
+    figures = _figures(recording, job)
+    if options.json:
+        print_json({"text": "".join(pieces), "tokens": job.tokens, **figures})
+    else:
+        print()
+        print(_in_words(len(job.tokens), figures), file=sys.stderr)
+
+
+def _asked(prompts: Prompts, options: argparse.Namespace) -> Asked:
+    """The prompt, as a message if there is a chat template for it."""
+    if not options.raw and prompts.tokenizer.chat_template:
+        roles = {"system": options.system, "user": options.prompt}
+        return _in_chat([{"role": role, "content": text} for role, text in roles.items() if text is not None])
+    if options.system is not None:
+        raise ArgumentError("--system is for a model with a chat template, without --raw: put it into the prompt")
+    return Asked(None, [options.prompt])
+
+
+def chat(options: argparse.Namespace) -> None:
+    """Talk with a language model on disk: a line is a message. Ctrl-C ends an answer, Ctrl-D the conversation.
+
+    Keys and values of what was said are kept until the end; with --prompt-cache, for later conversations, too.
+    """
+    messages: list[Json] = [] if options.system is None else [{"role": "system", "content": options.system}]
+    with tempfile.TemporaryDirectory(prefix="offload-chat-") as scratch:
+        options.prompt_cache = options.prompt_cache or Path(scratch)
+        _, answering, prompts = opened(options, options.max_new_tokens, is_alone=True)
+        for line in _lines():
+            messages.append({"role": "user", "content": line})
+            [prompt] = prompts.of(_in_chat(messages))
+            pieces: list[str] = []
+            try:
+                job, recording = _answered(answering, prompt, {}, options, pieces)
+            except KeyboardInterrupt:
+                print()
+            else:
+                print(flush=True)
+                print(_in_words(len(job.tokens), _figures(recording, job)), file=sys.stderr)
+            messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _in_chat(messages: list[Json]) -> Asked:
+    return Asked(messages, template={"add_generation_prompt": True})
+
+
+def _lines() -> Iterator[str]:
+    """What is typed or piped, line by line, but for empty ones."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  (with it, lines can be edited)
+    with suppress(EOFError):
+        while True:
+            line = input("> " if sys.stdin.isatty() else "")
+            if line.strip():
+                yield line
+
+
+def _answered(
+    answering: Answering, prompt: Prompt, usual: Json, options: argparse.Namespace, pieces: list[str]
+) -> tuple[Job, Recording]:
+    """Print an answer as it comes, unless it is wanted as JSON.
+
+    Args:
+        usual: how tokens are chosen, where the command does not say; nothing for as the model's settings say.
+        pieces: to which the text is appended as it comes.
+
+    Raises:
+        CheckpointError: the model's generation settings can't be followed.
+    """
+    import torch
+
+    from offload.generation.answering import Job
+    from offload.recording import Recording
+
+    given = {name: getattr(options, name) for name in ("temperature", "top_p", "seed")}
+    chosen = {name: value for name, value in given.items() if value is not None}
     with Recording().running() as recording, doing("reading the prompt") as begun, torch.inference_mode():
 
         def tell(piece: Any) -> None:
@@ -70,56 +137,22 @@ def generate(options: argparse.Namespace) -> None:
             for _ in range(piece.tokens):
                 recording.mark()
             pieces.append(piece.text)
-            if not options.json:
+            if not getattr(options, "json", False):
                 show(piece.text)
 
-        text = Text(tokenizer, stops_of(model), ends)
-        streamer = Streamer(Job(Prompt([], options.max_new_tokens), tell), text)
+        job = Job(prompt, tell, {**({} if "top_p" in chosen else usual), **chosen})
         try:
-            model.generate(
-                **inputs,
-                **ONE_ANSWER,
-                **prompt_cache,
-                **drafts,
-                max_new_tokens=options.max_new_tokens,
-                do_sample=options.sample,
-                streamer=streamer,
-                stopping_criteria=[streamer.stops],
-            )
+            answering(job)
         except (OffloadError, torch.OutOfMemoryError):
             raise
         except _OF_SETTINGS as error:
             raise CheckpointError(
-                f"{folder} can't generate, perhaps because of its generation_config.json: {first_line(error)}"
+                f"{options.model} can't generate, perhaps because of its generation_config.json: {first_line(error)}"
             ) from error
-        streamer.finish()
-    per_pass = len(text.tokens) / streamer.passes if drafts else None
-    figures = {**_figures(recording), "tokens_per_pass": per_pass, "anonymous_bytes": recording.peak - before}
-    if options.json:
-        print_json({"text": "".join(pieces), "tokens": text.tokens, **figures})
-    else:
-        print()
-        print(_in_words(len(recording.marks), figures), file=sys.stderr)
+    return job, recording
 
 
-def _inputs(tokenizer: Any, options: argparse.Namespace) -> Any:
-    """The prompt in tokens: as a message, if there is a chat template for it."""
-    if options.raw or not tokenizer.chat_template:
-        if options.system is not None:
-            raise ArgumentError("--system is for a model with a chat template, without --raw: put it into the prompt")
-        return tokenizer(options.prompt, return_tensors="pt", **ONLY_TOKENS)
-    roles = {"system": options.system, "user": options.prompt}
-    messages = [{"role": role, "content": text} for role, text in roles.items() if text is not None]
-    try:
-        text = in_chat(tokenizer, messages, {"add_generation_prompt": True})
-        return tokenizer(text, add_special_tokens=False, return_tensors="pt", **ONLY_TOKENS)
-    except Exception as error:  # chat templates can raise anything
-        raise ArgumentError(
-            f"the model's chat template rejects the prompt ({first_line(error)}): --raw continues it as it is"
-        ) from error
-
-
-def _figures(recording: Recording) -> dict[str, float | None]:
+def _figures(recording: Recording, job: Job) -> dict[str, float | None]:
     """Figures for the first token, and means for the others: with drafts, several come at once."""
     first, last, others = recording.marks[0], recording.marks[-1], len(recording.marks) - 1
     return {
@@ -128,6 +161,8 @@ def _figures(recording: Recording) -> dict[str, float | None]:
         "first_token_read_bytes": first.read,
         "token_read_bytes": (last.read - first.read) / others if others else None,
         "waited_seconds": recording.samples[-1].waited,
+        "tokens_per_pass": len(job.tokens) / job.passes if job.is_drafted else None,
+        "anonymous_bytes": recording.peak,
     }
 
 
@@ -135,13 +170,14 @@ def _in_words(tokens: int, figures: dict[str, Any]) -> str:
     """A line about the speed."""
     from rich.filesize import decimal
 
-    peak = f"{decimal(max(figures['anonymous_bytes'], 0))} of memory at the peak"
+    memory = f"{decimal(figures['anonymous_bytes'])} of memory at the peak, with Python and its libraries"
     if figures["token_seconds"] is None:
-        return f"{counted(tokens, 'token')} in {figures['first_token_seconds']:.3g} s, {peak}"
+        return f"{counted(tokens, 'token')} in {figures['first_token_seconds']:.3g} s, {memory}"
     read = decimal(int(figures["token_read_bytes"]))
     rate = f"{1 / figures['token_seconds']:.3g} tokens/s"
-    per_pass = "" if figures["tokens_per_pass"] is None else f"{figures['tokens_per_pass']:.3g} tokens per pass, "
-    return f"{counted(tokens, 'token')}: {rate}, {per_pass}{read} read per token, {peak}"
+    per_pass = figures["tokens_per_pass"]
+    drafts = "" if per_pass is None else f"{per_pass:.3g} tokens per pass with drafts, "
+    return f"{counted(tokens, 'token')}: {rate}, {drafts}{read} read per token, {memory}"
 
 
 def folder_of_model(options: argparse.Namespace) -> Path:
@@ -176,14 +212,15 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
         return model
 
 
-def opened(options: argparse.Namespace, most: int) -> tuple[Any, Answering, Prompts]:
+def opened(options: argparse.Namespace, most: int, *, is_alone: bool = False) -> tuple[Any, Answering, Prompts]:
     """The model on disk, what answers with it, and what makes prompts of requests.
 
     Args:
         most: tokens of an answer whose request does not say.
+        is_alone: whether there is one answer at a time: then the text itself may draft.
 
     Raises:
-        CheckpointError: as `loaded_model`.
+        CheckpointError: as `loaded_model`; or there is no tokenizer.
     """
     from offload.checkpoints.companions import tokenizer_in
     from offload.generation.answering import Answering
@@ -191,7 +228,7 @@ def opened(options: argparse.Namespace, most: int) -> tuple[Any, Answering, Prom
     folder = folder_of_model(options)
     prompt_cache, model = prompt_cache_of(options), loaded_model(folder, options)
     tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
-    drafts = drafts_of(model, tokenizer, options) if getattr(options, "assistant", None) else {}
+    drafts = drafts_of(model, tokenizer, options) if is_alone or getattr(options, "assistant", None) else {}
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     prompts = Prompts(tokenizer, longest, most)
     return model, Answering(model, tokenizer, ends_of(model, folder), prompt_cache, drafts), prompts

@@ -70,6 +70,9 @@ class Job:
         echo: whether the prompt is scored, too.
         is_cancelled: nobody waits for it any more.
         is_cut: it ends with the tokens that it has.
+        is_drafted: its tokens are drafted.
+        tokens: those of the answer so far.
+        passes: in which they were generated.
     """
 
     prompt: Prompt
@@ -79,6 +82,9 @@ class Job:
     echo: bool = False
     is_cancelled: bool = False
     is_cut: bool = False
+    is_drafted: bool = False
+    tokens: list[int] = field(default_factory=list)
+    passes: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -138,6 +144,7 @@ class Answering:
             chosen["logits_processor"] += [streamer.see]
         elif "seed" not in asked:
             chosen |= self._drafts
+            job.is_drafted = bool(self._drafts)
         if asked.get("ignore_eos"):
             chosen["eos_token_id"] = None
         if self._model.generation_config.pad_token_id is None:
@@ -191,14 +198,9 @@ def _penalties(job: Job) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Streamer:
-    """Tells what `generate` does: it is its streamer, its stopping criterion, and a logits processor.
-
-    Attributes:
-        passes: in which tokens were generated.
-    """
+    """Tells what `generate` does: it is its streamer, its stopping criterion, and a logits processor."""
 
     def __init__(self, job: Job, text: Text) -> None:
-        self.passes = 0
         self._job, self._text = job, text
         self._is_prompt = True
         self._scores = torch.empty(0)
@@ -208,12 +210,13 @@ class Streamer:
         if self._is_prompt:
             self._is_prompt = False
             return
-        self.passes += 1
+        self._job.passes += 1
         for token in value.flatten().tolist():
             if self._text.has_stopped or len(self._text.tokens) == self._job.prompt.most:
                 return  # drafted tokens after a stop string
             start = len(self._job.prompt.text) + self._text.length
             scores = [] if self._job.top is None else [_score(self._scores, token, self._job.top, start)]
+            self._job.tokens.append(token)
             self._job.tell(Piece(self._text.add(token), scores, tokens=1))
 
     def end(self) -> None:

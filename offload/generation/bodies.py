@@ -246,7 +246,8 @@ def _messages(body: Json) -> list[Json] | None:
     if found is None:
         return None
     if not isinstance(found, list) or not found:
-        raise Refused("messages is not a list of messages", param="messages")
+        wrong = "is empty" if found == [] else "is not a list of messages"
+        raise Refused(f"messages {wrong}", param="messages")
     return [_message(one) for one in found]
 
 

@@ -39,20 +39,13 @@ from offload.storage.state_file import MOST_JSON, parse_json
 from offload.system.modes import no_inference
 from offload.system.reasons import first_line, reading, some
 from offload.system.regular import is_folder, read_regular
-from offload.tensor.arguments import floating_dtype
+from offload.tensor.arguments import ELSEWHERE, floating_dtype, refuse_others
 from offload.tensor.locals import is_dtensor, local_of
 from offload.torch_api import buffers_of, unsaved_buffers_of
 from offload.transformers_api import check_attributes
 
 log = logging.getLogger("offload.integrations")
 
-_UNSUPPORTED = {
-    "torch_dtype": "give dtype",
-    "offload_folder": "give offload_dir",
-    "subfolder": "give that folder",
-    "variant": "give a folder with that variant alone",
-    "state_dict": "fill an empty model with offload.load_checkpoint_and_dispatch",
-}
 _QUANTIZING = ("quantization_config", "load_in_8bit", "load_in_4bit")
 _OF_RANKS = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
@@ -308,10 +301,10 @@ def model_on_meta(
                 f"{folder} has code of its own, which does not run unless you ask for it. Read it first; then pass "
                 "trust_remote_code=True, or --trust-remote-code on the command line"
             ) from error
-        raise CheckpointError(
-            f"transformers can't make a model from {folder}: {first_line(error)}. If it needs another class, give it "
-            "as model_class=, such as transformers.AutoModel"
-        ) from error
+        reason = first_line(error).rstrip(".")
+        if hasattr(config, "model_type"):  # its configuration could be read
+            reason += ". If it needs another class, give it in Python as model_class=, such as transformers.AutoModel"
+        raise CheckpointError(f"transformers can't make a model from {folder}: {reason}") from error
 
 
 def _refuse_without_config(folder: Path, config: Config | None) -> None:
@@ -320,8 +313,8 @@ def _refuse_without_config(folder: Path, config: Config | None) -> None:
             has_config = (folder / "config.json").is_file()
         if not has_config:
             raise CheckpointError(
-                f"{folder} has no config.json, so it is not a transformers model: pass config=, name a GGUF file in it "
-                "with gguf_file=, or fill a model of your own with offload.load_checkpoint_and_dispatch"
+                f"{folder} has no config.json, so it is not a transformers model: name a GGUF file itself, pass "
+                "config=, or fill a model of your own with offload.load_checkpoint_and_dispatch"
             )
 
 
@@ -344,8 +337,7 @@ def _refuse_options(options: Kwargs) -> None:
             _refuse_to_quantize(name)
     for name in _QUANTIZING:
         options.pop(name, None)
-    for name in _UNSUPPORTED.keys() & options.keys():
-        raise ArgumentTypeError(f"offload.from_pretrained does not take {name!r}: {_UNSUPPORTED[name]}")
+    refuse_others("from_pretrained", ELSEWHERE.keys() & options.keys())
 
 
 def _asks_to_decode(quantization: object) -> bool:

@@ -62,7 +62,7 @@ from offload.storage.subclasses import refuse_lossy
 from offload.system.modes import inside, no_inference
 from offload.system.reasons import some
 from offload.system.regular import is_folder
-from offload.tensor.arguments import computing_device, floating_dtype
+from offload.tensor.arguments import computing_device, floating_dtype, refuse_others
 from offload.tensor.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
 from offload.tensor.guests import CPU
 from offload.tensor.locals import local_of
@@ -157,6 +157,7 @@ def load_checkpoint_and_dispatch(
     offload_buffers: bool = False,
     skip_keys: str | list[str] | None = None,
     store: bool = False,
+    **others: object,
 ) -> Model:
     """Fill a model from a checkpoint and make it ready to run.
 
@@ -177,6 +178,7 @@ def load_checkpoint_and_dispatch(
         skip_keys: for a map over several devices: keyword arguments of forward that are not moved.
         store: whether values that have to be joined, cast or decoded are so once, into files in `offload_dir`, and not
             each time that they are read. What an earlier loading has stored there is used, in any case.
+        others: are refused; for accelerate's, the error says what is given here.
 
     Returns:
         The same model.
@@ -194,6 +196,7 @@ def load_checkpoint_and_dispatch(
         >>> load_checkpoint_and_dispatch(model, "model.safetensors")(torch.ones(2)).tolist()
         [2.0, 2.0, 2.0]
     """
+    refuse_others("load_checkpoint_and_dispatch", others)
     refuse_to_store_nowhere(offload_dir, store=store)
     dtype = None if dtype is None else floating_dtype(dtype)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
@@ -240,6 +243,7 @@ def load_checkpoint_in_model(
     strict: bool = False,
     offload_buffers: bool = False,
     store: bool = False,
+    **others: object,
 ) -> LoadReport:
     """Fill a model's parameters and persistent buffers from a checkpoint; what does not match is left as it was.
 
@@ -255,6 +259,7 @@ def load_checkpoint_in_model(
         >>> report.missing_keys, report.unexpected_keys
         (['bias'], ['other'])
     """
+    refuse_others("load_checkpoint_in_model", others)
     refuse_to_store_nowhere(offload_dir, store=store)
     dtype = None if dtype is None else floating_dtype(dtype)
     slots = [slot for slot in tied_slots(model) if slot.keys]

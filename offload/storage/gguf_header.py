@@ -129,7 +129,7 @@ def _opened(file: BinaryIO) -> tuple[Any, dict[str, str]]:
     except Exception as error:  # malformed bytes can raise anything, here or in numpy
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
-        raise CorruptFileError(f"its header is cut off or damaged ({type(error).__name__}: {short(error)})") from error
+        raise CorruptFileError(f"it is cut off or damaged ({type(error).__name__}: {short(error)})") from error
     if reader.byte_order != "I":
         raise CorruptFileError("its numbers are in the byte order of another machine")
     return reader, metadata

@@ -186,7 +186,7 @@ def test_the_command_says_in_one_line_that_all_is_whole(folder: Path, capsys: py
 def test_the_command_lists_what_is_wrong_and_fails(folder: Path, suffix: str) -> None:
     (folder / f"one{suffix}").unlink()
 
-    done = run_module("offload.cli", "verify", folder)
+    done = run_module("offload", "verify", folder)
 
     lines = done.stdout.splitlines()
     assert 1 == done.returncode

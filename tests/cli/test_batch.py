@@ -239,7 +239,7 @@ def test_a_line_that_is_too_long_is_one_line(tmp_path, monkeypatch):
 
 def test_requests_may_be_piped_in(folder, tmp_path):
     source = written(tmp_path / "in.jsonl", [request(1)])
-    done = run_module("offload.cli", "batch", folder, "-", tmp_path / "out.jsonl", given=source.read_bytes())
+    done = run_module("offload", "batch", folder, "-", tmp_path / "out.jsonl", given=source.read_bytes())
 
     assert not done.returncode, done.stderr
     assert {"request 1"} == texts(tmp_path / "out.jsonl").keys()

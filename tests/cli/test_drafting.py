@@ -42,7 +42,7 @@ def test_drafts_of_a_fixed_length_give_one_token_more_per_pass(folder: str, caps
     drafted = answer(capsys, folder, "--assistant", folder, "--draft", "3")
 
     assert 0 == cli.main(["generate", folder, "--assistant", folder, "--draft", "3", *ASKED[:-1]])
-    assert ", 4 tokens per pass, " in capsys.readouterr().err.splitlines()[-1]
+    assert ", 4 tokens per pass with drafts, " in capsys.readouterr().err.splitlines()[-1]
     assert plain["tokens"] == drafted["tokens"]
     assert (None, 4.0) == (plain["tokens_per_pass"], drafted["tokens_per_pass"])
 
@@ -53,7 +53,9 @@ def test_an_assistant_may_have_another_vocabulary(folder: str, tmp_path: Path, c
     assert answer(capsys, folder)["tokens"] == answer(capsys, folder, "--assistant", other)["tokens"]
 
 
-@pytest.mark.parametrize(("streams", "options"), [(0, ["--draft", "4"]), (1 << 40, []), (1 << 40, ["--sample"])])
+@pytest.mark.parametrize(
+    ("streams", "options"), [(0, ["--draft", "4"]), (1 << 40, []), (1 << 40, ["--temperature", "0.7"])]
+)
 def test_the_text_is_looked_up_where_a_pass_reads_from_the_disk_or_on_request(
     folder: str, streams: int, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -61,7 +63,7 @@ def test_the_text_is_looked_up_where_a_pass_reads_from_the_disk_or_on_request(
     found = answer(capsys, folder, *options)
 
     assert found["tokens_per_pass"] >= 1
-    assert options == ["--sample"] or answer(capsys, folder, "--draft", "0")["tokens"] == found["tokens"]
+    assert options == ["--temperature", "0.7"] or answer(capsys, folder, "--draft", "0")["tokens"] == found["tokens"]
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["alone", "drafted"])

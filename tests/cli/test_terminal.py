@@ -68,7 +68,7 @@ def test_an_error_on_a_terminal_is_printed_whole(tmp_path: Path) -> None:
 def test_a_table_in_a_pipe_has_one_line_per_row_and_no_escapes(tmp_path: Path) -> None:
     save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
 
-    done = run_module("offload.cli", "inspect", tmp_path)
+    done = run_module("offload", "inspect", tmp_path)
 
     assert (0, "") == (done.returncode, done.stderr)
     assert "\x1b" not in done.stdout
@@ -152,7 +152,7 @@ def test_opening_a_model_leaves_no_progress_bars_on_a_terminal(llama_folder: Pat
 
 
 def _command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "offload.cli", *words]
+    return [sys.executable, "-m", "offload", *words]
 
 
 def _on_a_terminal(*words: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m offload.cli`.
+"""`python -m offload`.
 
 Always true:
 - it is the same as the command `offload`

@@ -1,0 +1,141 @@
+"""`offload chat`, and how answers are sampled."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from offload import cli
+from offload.generation.answering import Answering
+from tests.cli.test_cli import TEMPLATE, _tokenizer
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+Type = Callable[..., str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=96, eos_token_id=None, **SIZES)).save_pretrained(tmp_path / "model")
+    tokenizer = _tokenizer(tmp_path / "model", 96)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def typed(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Type:
+    """Types lines into a conversation; returns what it prints."""
+
+    def say(text: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert 0 == cli.main(["chat", str(folder), "--max-new-tokens", "6", *options])
+        return capsys.readouterr().out
+
+    return say
+
+
+def test_each_line_is_answered_after_all_that_was_said(folder: Path, typed: Type):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    messages: list[dict[str, str]] = [{"role": "system", "content": "w9"}]
+    expected = []
+    for line in ("w5 w7", "w8"):
+        messages.append({"role": "user", "content": line})
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        new = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        expected.append(tokenizer.decode(new, skip_special_tokens=True))
+        messages.append({"role": "assistant", "content": expected[-1]})
+
+    said = typed("w5 w7\n\n \nw8", "--system", "w9", "--temperature", "0")
+
+    assert [line.strip() for line in expected] == [line.strip() for line in said.splitlines()]
+
+
+def test_an_interrupt_ends_an_answer_and_the_conversation_goes_on(typed: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, answered = Answering.__call__, []
+
+    def interrupted(self: Answering, job: Any) -> str:
+        reason = whole(self, job)
+        answered.append(job.prompt.tokens)
+        if len(answered) == 1:
+            raise KeyboardInterrupt
+        return reason
+
+    monkeypatch.setattr(Answering, "__call__", interrupted)
+
+    first, second = typed("w5\nw6", "--temperature", "0").splitlines()
+
+    assert len(first.split()) == len(second.split()) == 6
+    assert answered[0] == answered[1][: len(answered[0])]
+    assert len(answered[1]) > len(answered[0]) + 6, "what was said before the interrupt is part of the conversation"
+
+
+def test_a_seed_gives_the_same_answer_again_and_temperatures_give_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tokens(*options: str) -> list[int]:
+        words = ["generate", str(folder), "--prompt", "w5", "--max-new-tokens", "24", "--json"]
+        assert 0 == cli.main([*words, *options])
+        found: list[int] = json.loads(capsys.readouterr().out)["tokens"]
+        return found
+
+    greedy = tokens()
+
+    assert greedy == tokens("--temperature", "0") == tokens("--top-p", "1e-9", "--seed", "1")
+    assert tokens("--temperature", "5", "--seed", "1") == tokens("--temperature", "5", "--seed", "1")
+    assert tokens("--temperature", "5", "--seed", "1") != tokens("--temperature", "5", "--seed", "2")
+
+
+def test_a_model_without_a_chat_template_does_not_chat(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _tokenizer(folder, 96)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\n"))
+
+    assert 1 == cli.main(["chat", str(folder)])
+
+    assert "the model has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--temperature -1", "--temperature hot", "--top-p nan", "--seed -1", "--seed 1e3"])
+def test_sampling_takes_numbers(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["chat", "model", *words.replace(" -1", "=-1").split()])
+
+    assert " is not a " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("generat model --prompt x", "generate"),
+        ("generate model --prompt x --max-new-tokn 3", "--max-new-tokens"),
+        ("generate model --prompt x --max-memry=3", "--max-memory"),
+        ("cache inf x", "info"),
+        ("convert a b --to safetensor", "safetensors"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_one_that_is_near(
+    words: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words.split())
+
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+def test_a_word_that_is_near_to_nothing_has_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["xyzzy"])
+
+    assert "did you mean" not in capsys.readouterr().err
