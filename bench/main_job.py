@@ -185,13 +185,11 @@ def embed() -> None:
     likeness = vectors @ vectors.T  # (sentences, sentences)
     rows, columns = torch.triu_indices(len(SENTENCES), len(SENTENCES), offset=1)
     ranking = likeness[rows, columns].argsort(descending=True)[:6]
-    title = "all-MiniLM-L6-v2 on disk: the most similar of 12 sentences"
-    table = Table("likeness", "sentence", "sentence", title=title, box=box.SIMPLE)
+    console.print("all-MiniLM-L6-v2, on disk: the most similar of 12 sentences\n")
     for pair in ranking:
         row, column = int(rows[pair]), int(columns[pair])
-        table.add_row(f"{likeness[row, column]:.3f}", SENTENCES[row], SENTENCES[column])
-    console.print(table)
-    console.print("embeddings equal those of the model in memory, bit for bit\n")
+        console.print(f"  {likeness[row, column]:.3f}  {SENTENCES[row]}\n         {SENTENCES[column]}")
+    console.print("\nembeddings equal those of the model in memory, bit for bit\n")
 
 
 @torch.inference_mode()
