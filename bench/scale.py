@@ -42,6 +42,7 @@ class Scale:
         value_megabytes: size of the largest values in models that are read cold, and under a cap; each in two dtypes.
         value_gigabytes: approximate size of these models.
         packed_gigabytes: approximate size of a packed checkpoint when dense; 0 for two small layers.
+        layer_counts: numbers of tokens for which the experts of a layer are measured, of `experts.TOKENS`.
         gguf_layers: layers of a Llama in a GGUF file, some 50 MB each.
         rounds: runs per arm.
         pairs: tokens decoded in turn in one process.
@@ -74,6 +75,7 @@ class Scale:
     value_megabytes: tuple[float, ...]
     value_gigabytes: float
     packed_gigabytes: float
+    layer_counts: int
     gguf_layers: int
     rounds: int
     pairs: int
@@ -117,6 +119,7 @@ FULL = Scale(
     value_megabytes=(8, 46, 128, 470),
     value_gigabytes=1.0,
     packed_gigabytes=2.0,
+    layer_counts=10,
     gguf_layers=28,
     rounds=3,
     pairs=60,
@@ -149,6 +152,7 @@ TOY = Scale(
     value_megabytes=(0.1,),
     value_gigabytes=0.006,
     packed_gigabytes=0.0,
+    layer_counts=2,
     gguf_layers=1,
     rounds=1,
     pairs=3,

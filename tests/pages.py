@@ -2,7 +2,8 @@
 
 Always true:
 - every python fence runs, top to bottom in one namespace, unless the line before it says why not
-- a text fence right after a python fence is the exact output of that fence
+- a fence of sh runs in a shell; where it asks http://127.0.0.1:8000, the page's `address` is asked, if it has one
+- a text fence right after one that runs is its exact output
 - errors are reported with the line in the page
 - no connections to other machines are made
 """
@@ -21,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+RUN = {"python", "sh"}
 SHOWN = {"text", "console", "json", "yaml", "toml"}  # languages that are never run
 _FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>\w*).*")
 _EXCUSE = re.compile(r"\s*<!-- not run:(?P<reason>.*)-->\s*")
 _PROMPT = ">>>"
+_ADDRESS = "http://127.0.0.1:8000"
 
 
 class PageError(Exception):
@@ -51,7 +54,7 @@ class Fence:
 
     @property
     def runs(self) -> bool:
-        return self.language == "python" and self.excuse is None
+        return self.language in RUN and self.excuse is None
 
 
 def fences(page: str) -> Iterator[Fence]:
@@ -90,11 +93,11 @@ def _excuse(before: str, line: int) -> str | None:
 
 
 def _known(fence: Fence) -> Fence:
-    if fence.language != "python" and fence.language not in SHOWN:
-        known = ", ".join(["python", *sorted(SHOWN)])
+    if fence.language not in RUN | SHOWN:
+        known = ", ".join([*sorted(RUN), *sorted(SHOWN)])
         raise PageError(f"line {fence.line}: {fence.language!r} is no language of a fence; there are {known}")
-    if fence.language != "python" and fence.excuse is not None:
-        raise PageError(f"line {fence.line}: only a python fence is excused, this one is never run")
+    if fence.language in SHOWN and fence.excuse is not None:
+        raise PageError(f"line {fence.line}: only a fence that would run is excused, this one is never run")
     return fence
 
 
@@ -126,12 +129,22 @@ def _run(fence: Fence, page: Path, module: ModuleType) -> None:
     if fence.text.lstrip().startswith(_PROMPT):
         _run_prompts(fence, page, module)
         return
+    if fence.language == "sh":
+        _run_in_shell(fence, module)
+        return
     lines_before = "\n" * fence.line  # so that tracebacks have the line numbers of the page
     try:
         exec(compile(lines_before + fence.text, str(page), "exec"), module.__dict__)
     except BaseException as error:
         told = error.stderr or "" if isinstance(error, subprocess.CalledProcessError) else ""
         raise PageError(f"line {fence.line}: this fence raises\n{traceback.format_exc()}{told}") from error
+
+
+def _run_in_shell(fence: Fence, module: ModuleType) -> None:
+    command = fence.text.replace(_ADDRESS, module.__dict__.get("address", _ADDRESS))
+    sys.stdout.flush()
+    if code := subprocess.run(["bash", "-eo", "pipefail", "-c", command]).returncode:
+        raise PageError(f"line {fence.line}: this fence exits with {code}")
 
 
 def _run_prompts(fence: Fence, page: Path, module: ModuleType) -> None:

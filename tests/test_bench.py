@@ -29,6 +29,7 @@ CASES = (
     "generate",
     "forms",
     "gguf",
+    "experts",
     "routed",
     "cold",
     "capped",

@@ -195,6 +195,15 @@ def test_a_fence_that_raises_is_an_error_with_the_line_of_the_page(told):
     assert "ValueError: 2" in said
 
 
+def test_a_fence_of_a_shell_runs_and_asks_the_server_of_the_page(told):
+    asks = "```sh\necho http://127.0.0.1:8000/v1\n```\n\n```text\n{}/v1\n```\n"
+
+    assert not told(asks.format("http://127.0.0.1:8000"))
+    assert not told("```python\naddress = 'http://here:1'\n```\n\n" + asks.format("http://here:1"))
+    assert "but this is printed\nhttp://127.0.0.1:8000/v1" in told(asks.format("http://127.0.0.1:1"))
+    assert told("# A\n\n```sh\nfalse | true\n```\n").startswith("line 3: this fence exits with 1")
+
+
 def test_an_example_that_gives_something_else_is_an_error(told):
     said = told("```python\n>>> 1 + 1\n3\n```\n")
 
@@ -210,7 +219,7 @@ def test_a_fence_is_left_out_where_the_page_says_why(told):
     ("page", "error"),
     [
         ("<!-- not run: -->\n```python\n```\n", "line 1: say why the fence is not run"),
-        ("<!-- not run: long -->\n```text\n```\n", "line 2: only a python fence is excused"),
+        ("<!-- not run: long -->\n```text\n```\n", "line 2: only a fence that would run is excused"),
         ("# A\n```py\n1\n```\n", "line 2: 'py' is no language of a fence"),
         ("```\n1\n```\n", "line 1: '' is no language of a fence"),
         ("```python\n1\n", "line 1: this fence is not closed"),
