@@ -1,8 +1,9 @@
-"""A token from a GGUF file that is in the page cache: beside llama.cpp, and beside transformers with dense weights.
+"""A token from a GGUF file, in the page cache or in less memory: beside llama.cpp, and transformers with dense weights.
 
 Always true:
 - all compute with the same file and the same number of threads, in turn, each in a process of its own
 - a value is the median over some tokens, after the first few; the prompt has four tokens
+- in less memory, all that a process has counts: its libraries' data, keys and values, and the pages of the file
 - transformers decodes all blocks when it loads: its weights are dense, in memory, in the dtype of the case
 - llama.cpp runs from the package node-llama-cpp, whose folder is named by the variable NODE_LLAMA_CPP
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -24,9 +26,10 @@ import torch
 import offload
 from bench.apart import stepping_apart
 from bench.decode import Decoder
+from bench.memory_cap import memory_cap
 from bench.models import smollm2
 from bench.packed import random_bits
-from bench.page_cache import warm
+from bench.page_cache import make_cold, warm
 from bench.peers import OURS
 from bench.rounds import Figure, in_turn
 from bench.scale import Scale
@@ -35,6 +38,8 @@ LLAMA_CPP = "llama.cpp"
 _DENSE = "transformers, dense"
 _PROMPT = (1, 504, 314, 253)
 _WARM_UP = 3
+_SHARES = (1.0, 0.75)  # of a file, as memory for everything
+_LEAST = 700 << 20  # bytes that Python, torch and transformers need
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
@@ -50,6 +55,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     for name, path, dtype in cases:
         warm([path])
         found.append(_figure(f"gguf: a token, {name}", path, dtype, scale))
+    found += [_capped_figure(larger, share, scale) for share in _SHARES]
     larger.unlink()
     return found
 
@@ -64,6 +70,32 @@ def _figure(case: str, path: Path, dtype: torch.dtype, scale: Scale) -> Figure:
         done = in_turn(arms, scale.rounds, _absent())
     limit = done.take(_DENSE)
     return Figure(case, "s", done.results, limit, _DENSE, done.missing)
+
+
+def _capped_figure(path: Path, share: float, scale: Scale) -> Figure:
+    """Seconds per token in a process whose memory, with the page cache, is this share of the file."""
+    limit = max(int(share * path.stat().st_size), _LEAST)
+    case = f"gguf, capped: a token, {path.stat().st_size / 1e9:.1f} GB, Q4_K_M, in {limit / 1e6:,.0f} MB"
+    arms = {arm: partial(_capped, arm, path, limit, scale.packed_pairs) for arm in (OURS, LLAMA_CPP)}
+    done = in_turn(arms, scale.rounds, _absent())
+    return Figure(case, "s", done.results, [], "", done.missing)
+
+
+def _capped(arm: str, path: Path, limit: int, tokens: int) -> float:
+    """In a fresh process: all that it imports and reads counts.
+
+    Raises:
+        OSError: no memory cgroup can be made.
+        RuntimeError: it was killed, for want of memory.
+    """
+    command = _node(path, tokens) if arm == LLAMA_CPP else [sys.executable, "-m", "bench.gguf_files", path, str(tokens)]
+    make_cold([path])
+    with memory_cap(limit) as group:
+        run = partial(subprocess.run, capture_output=True, encoding="utf-8", timeout=1800)
+        done = run(command, preexec_fn=group.join, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    if done.returncode:
+        raise RuntimeError("it was killed, for want of memory" if done.returncode < 0 else done.stderr)
+    return median(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _steps(arm: str, path: Path, dtype: torch.dtype, tokens: int) -> Iterator[float]:
@@ -83,11 +115,15 @@ def _loaded(arm: str, path: Path, dtype: torch.dtype) -> Any:
 
 
 def _llama_cpp(path: Path, tokens: int) -> float:
+    done = subprocess.run(_node(path, tokens), capture_output=True, encoding="utf-8", timeout=600, check=True)
+    return median(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _node(path: Path, tokens: int) -> list[str | Path]:
+    """A command that prints the seconds of each token of llama.cpp."""
     program = Path(__file__).with_name("llama_cpp.mjs")
     numbers = map(str, (torch.get_num_threads(), _WARM_UP, tokens))
-    command = ["node", program, os.environ["NODE_LLAMA_CPP"], path.resolve(), *numbers]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=600, check=True)
-    return median(json.loads(done.stdout.splitlines()[-1]))
+    return ["node", program, os.environ["NODE_LLAMA_CPP"], path.resolve(), *numbers]
 
 
 def _absent() -> dict[str, str]:
@@ -157,3 +193,14 @@ def _add(writer: Any, name: str, kind: str, rows: int, columns: int = 0) -> None
     place, factors = (slice(0, 4), [2e-4, 1.5e-3]) if kind == "Q4_K" else (slice(208, 210), [1e-5])
     blocks[..., place] = torch.tensor(factors, dtype=torch.float16).view(torch.uint8)
     writer.add_tensor(f"{name}.weight", blocks.flatten(1).numpy(), raw_dtype=raw)
+
+
+def main() -> None:
+    """Print the seconds of each token of a file in bfloat16."""
+    path, tokens = Path(sys.argv[1]), int(sys.argv[2])
+    decoder = Decoder(_loaded(OURS, path, torch.bfloat16), _PROMPT)
+    print([decoder.step() for _ in range(_WARM_UP + tokens)][_WARM_UP:])
+
+
+if __name__ == "__main__":
+    main()
