@@ -18,9 +18,11 @@ from rich import box
 from rich.filesize import decimal
 from rich.table import Table
 
-from bench.peers import OURS
+from bench.peers import IN_MEMORY, OURS
 from bench.rounds import Figure, Trace
 
+RESULTS = Path(__file__).parent / "results"
+NAMES = {IN_MEMORY: "plain transformers", "transformers": "transformers, disk map"}
 COLUMNS = ("case", OURS, "best peer", "limit", "ratio to peer", "ratio to limit")
 NONE = "-"
 

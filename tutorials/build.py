@@ -29,7 +29,7 @@ from mkdocs.structure.files import File, Files
 from rich.filesize import decimal
 
 import offload
-from bench.picture import NAMES
+from bench.report import NAMES
 from offload.cli.main import parser
 from tutorials.public import MODULES
 

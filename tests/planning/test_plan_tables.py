@@ -6,7 +6,7 @@ import pytest
 
 from bench import planned
 from bench.model_sizes import MODELS, sizes_of, table
-from bench.picture import RESULTS
+from bench.report import RESULTS
 from tests.processes import ROOT
 
 # In billions, as given by the publishers.
