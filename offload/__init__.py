@@ -41,8 +41,6 @@ In modules, which `import offload` brings along:
 | | read files and tables of others into a cache | `cache_from` |
 | | open or write a folder of tensordict's | `tensordict` |
 | `offload.errors` | catch specific errors | |
-
-`offload.testing`, which has to be imported, compares values and tests tensor subclasses against plain tensors.
 """
 
 import sys as _sys

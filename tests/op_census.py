@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from offload import OffloadedTensor
-from offload.testing import assert_equal
 from tests.campaigns import amount
+from tests.equal import assert_equal
 from tests.ops import Kind, is_inexact, is_plain
 
 _NUMBERS = itertools.count()  # each value has a name of its own: a second one of a name gets a folder of its own

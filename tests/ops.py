@@ -30,7 +30,6 @@ from torch.autograd import forward_ad
 from torch.testing._internal.common_methods_invocations import OpInfo, op_db
 
 from offload.annotations import Args, Kwargs, Op
-from offload.testing.equal import assert_same, assert_same_tensor, difference_between, in_memory
 from offload.torch_api import (
     TorchDispatchMode,
     op_schema,
@@ -40,6 +39,7 @@ from offload.torch_api import (
     tree_unflatten,
     version_of,
 )
+from tests.equal import assert_same, assert_same_tensor, difference_between, in_memory
 
 
 def op_database() -> dict[str, OpInfo]:

@@ -25,7 +25,6 @@ OTHERS = {
     ): "ends a call whose result is not needed; `_run` catches it",
     ("offload.batches.mapping", "raise error"): "what the user's function met; handed over as it was",
     ("offload.batches.mapping", "raise failure[1]"): "what the user's function met; handed over as it was",
-    ("offload.testing.equal", "raise _failure"): "an assertion that fails, as of `assert`",
     ("offload.generation", "raise AttributeError"): "the interface of `__getattr__`",
     ("offload.transformers_api", "raise AttributeError"): "the interface of `__getattr__`",
     ("offload.torch_api", "raise cls.error"): "an `UnsupportedTorchError` that was made at import",

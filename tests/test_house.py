@@ -29,7 +29,6 @@ FLOORS = {
     "torch_api": 0,
     "transformers_api": 0,
     "system": 0,
-    "testing": 1,
     "kernels": 1,
     "storage": 1,
     "prefetch": 2,
@@ -90,7 +89,6 @@ GUESTS = {
     "kernels.packed": {"gguf"},
     "storage.gguf_header": {"gguf"},
     "tensor.blocks": {"gguf"},
-    "testing.checkpoints": {"transformers"},
     "transformers_api": {"transformers"},
 }
 

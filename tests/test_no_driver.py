@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload.cli import main
 from offload.errors import ArgumentError, DeviceError
-from offload.testing import tiny_checkpoint
+from offload.planning.check import tiny_checkpoint
 from tests.cli.test_injected_commands import inputs as inputs
 from tests.public_calls import CALLS, new_folder
 

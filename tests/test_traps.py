@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import offload
 from offload import OffloadedTensor
 from offload.errors import ArgumentTypeError, UnknownSubclassError, UnsupportedOpError
-from offload.testing import assert_equal
 from tests.distributed.ranks import in_a_rank
+from tests.equal import assert_equal
 from tests.processes import in_fork, run_script
 
 

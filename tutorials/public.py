@@ -7,13 +7,11 @@ Always true:
 from __future__ import annotations
 
 import offload
-from offload import testing
 
 MODULES = (
     offload.budget,
     offload.errors,
     offload.generation,
     offload.integrations,
-    testing,
     offload.training,
 )

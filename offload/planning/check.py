@@ -18,8 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from offload.integrations.transformers import from_pretrained
 from offload.system.reasons import first_line
-from offload.testing.checkpoints import tiny_checkpoint
-from offload.testing.equal import assert_equal
 
 _BLOCK = 64  # rows and columns with one scale
 _SIZES: dict[str, Any] = {"hidden_size": 2 * _BLOCK, "intermediate_size": 2 * _BLOCK, "max_shard_size": "1GB"}
@@ -47,6 +45,38 @@ def check() -> Iterator[tuple[str, str | None]]:
                 yield what, f"{type(error).__name__}: {first_line(error)}"
             else:
                 yield what, None
+
+
+def tiny_checkpoint(
+    folder: Path,
+    model_type: str = "llama",
+    *,
+    seed: int = 0,
+    max_shard_size: str = "60KB",
+    **config: object,
+) -> Path:
+    """A causal language model of transformers with few, random weights, saved: some hundred kilobytes in shards.
+
+    Args:
+        folder: for the checkpoint; made if it is not there.
+        model_type: as transformers names it: "llama", "mixtral", "gpt2"...
+        seed: of the weights. The random generators of the process are left as they were.
+        max_shard_size: of a file.
+        config: what else the model's configuration takes. Sizes that are not given are small: vocab_size=96,
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2.
+
+    Returns:
+        The folder.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **heads, **config}))
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
 
 
 def _dense(folder: Path) -> None:
@@ -99,7 +129,8 @@ def _compare(folder: Path, in_memory: dict[str, Any], **on_disk: Any) -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder, **in_memory).eval()
     model = from_pretrained(folder, **on_disk).eval()
     for of_model in (_logits, _generated):
-        assert_equal(of_model(plain, tokens), of_model(model, tokens))
+        expected, found = of_model(plain, tokens), of_model(model, tokens)
+        assert torch.equal(expected, found), f"{of_model.__name__[1:]} differ"
 
 
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from offload import TensorCache
 from offload.cache.batches import read_ahead
 from offload.errors import CacheError, MissingRowsError, RowIndexError
-from offload.testing import is_equal
+from tests.equal import is_equal
 
 N = 23
 

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from offload import cli
 from offload.checkpoints.checkpoint import open_checkpoint
+from offload.planning.check import tiny_checkpoint
 from offload.storage.replacing import TEMPORARY, process_tag
-from offload.testing.checkpoints import tiny_checkpoint
 from tests.checkpoints.gguf_files import write_gguf
 from tests.processes import run_module
 

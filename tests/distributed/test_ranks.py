@@ -30,13 +30,13 @@ from offload.errors import (
     ShapeMismatchError,
     UnsupportedOpError,
 )
+from offload.planning.check import tiny_checkpoint
 from offload.prefetch.pages import Range
 from offload.prefetch.value import page_state_of
 from offload.storage.file import TensorFile
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
-from offload.testing.checkpoints import tiny_checkpoint
 from tests.checkpoints.forms import FORMS, fp8
 from tests.distributed.ranks import run_ranks
 from tests.engines import be_alone

@@ -12,7 +12,7 @@ import torch
 from conftest import contents
 
 import offload
-from offload.testing import assert_equal
+from tests.equal import assert_equal
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers, which is not installed")
 

@@ -30,8 +30,8 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.prefetch.value import page_state_of
-from offload.testing import is_equal
 from offload.transformers_api import cache_option
+from tests.equal import is_equal
 from tests.processes import run_script
 
 SIZES: dict[str, Any] = {

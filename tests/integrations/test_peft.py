@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import offload
 from offload.memory import anonymous_bytes
-from offload.testing import assert_equal
 from tests.checkpoints.forms import FORMS, PROMPT
+from tests.equal import assert_equal
 from tests.models.test_loader_memory import checkpoint_of_zeros
 from tests.processes import run_script
 

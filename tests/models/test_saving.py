@@ -30,7 +30,7 @@ from offload.errors import (
 )
 from offload.storage import write as write_module
 from offload.storage.layout import WORDS, dtype_name
-from offload.testing import assert_equal
+from tests.equal import assert_equal
 from tests.faults import Call, killed_at_each
 from tests.processes import run_script
 

@@ -17,7 +17,7 @@ from offload import OffloadedTensor
 from offload.errors import CorruptFileError
 from offload.storage import subclasses
 from offload.storage.header import MARK
-from offload.testing import assert_equal
+from tests.equal import assert_equal
 from tests.pages import fences
 from tests.processes import ROOT, run_script
 from tests.storage.test_subclasses import edited

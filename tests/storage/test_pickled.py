@@ -31,8 +31,8 @@ from offload.errors import (
 from offload.storage.file import TensorFile
 from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.pickled import NESTS
-from offload.testing import is_equal
 from tests.conftest import contents
+from tests.equal import is_equal
 from tests.processes import run_script
 
 DTYPES = sorted(

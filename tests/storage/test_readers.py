@@ -19,8 +19,8 @@ from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, 
 from offload.storage.file import TensorFile
 from offload.storage.layout import Entry, contiguous
 from offload.storage.owning import create_value, open_value, writable_base
-from offload.testing import is_equal
 from tests.conftest import contents
+from tests.equal import is_equal
 
 
 class ReaderTests(ABC):

@@ -22,8 +22,8 @@ from offload.storage.header import ALIGNMENT
 from offload.storage.layout import WORDS, Layout, dtype_name, dtype_named
 from offload.storage.replacing import process_tag, put_file, sweep
 from offload.storage.write import from_file, layout_of, of_zeros, put_values, write_values
-from offload.testing import is_equal
 from tests import faults
+from tests.equal import is_equal
 from tests.processes import run_script
 
 DTYPES = [

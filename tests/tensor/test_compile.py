@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import offload
 from offload import OffloadedTensor
 from offload.tensor.deferred import deferred
-from offload.testing import assert_equal
+from tests.equal import assert_equal
 
 BACKENDS = ["eager", "aot_eager"]
 

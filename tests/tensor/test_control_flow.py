@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import offload
 from offload import OffloadedTensor
-from offload.testing import assert_equal
+from tests.equal import assert_equal
 
 Case = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import offload
 from offload import OffloadedTensor
-from offload.testing import assert_equal
+from tests.equal import assert_equal
 
 VALUE = torch.arange(1.0, 17).view(4, 4) / 7
 TANGENT = torch.eye(4) + 0.5

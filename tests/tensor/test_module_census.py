@@ -17,9 +17,9 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offload import OffloadedTensor
-from offload.testing import assert_equal
 from tests import op_census, ops
 from tests.campaigns import amount, campaign
+from tests.equal import assert_equal
 
 pytestmark = pytest.mark.usefixtures("quick_values")
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import OffloadedTensor
-from offload.testing import assert_equal
+from tests.equal import assert_equal
 
 
 def to_disk(module: Any) -> Any:

@@ -25,7 +25,7 @@ from offload import OffloadedTensor
 from offload.errors import ChangedFileError, MissingFileError
 from offload.tensor import processes
 from offload.tensor.wrapper import set_by_others
-from offload.testing import assert_equal
+from tests.equal import assert_equal
 from tests.processes import run_script
 
 WAYS = ["fork", "forkserver"]  # a spawned process imports all of torch: one test has some

@@ -35,7 +35,7 @@ from offload.errors import (
 )
 from offload.tensor.registry import FUNCTIONS
 from offload.tensor.wrapper import wrap
-from offload.testing import assert_equal
+from tests.equal import assert_equal
 from tests.processes import in_fork, run_script
 
 

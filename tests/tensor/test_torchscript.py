@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import offload
 from offload import OffloadedTensor
-from offload.testing import assert_equal
 from tests import ops
+from tests.equal import assert_equal
 from tests.op_census import OFFLOADED, close
 from tests.ops import Sample
 from tests.processes import run_script

@@ -1,4 +1,4 @@
-"""`offload.testing`: comparisons with useful messages, and a checkpoint."""
+"""Comparisons with useful messages, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import offload
 from offload import OffloadedTensor
-from offload.testing import assert_equal, is_equal, tiny_checkpoint
+from offload.planning.check import tiny_checkpoint
+from tests.equal import assert_equal, is_equal
 
 NAN, OTHER_NAN = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
 
