@@ -31,12 +31,15 @@ from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.boxes import Box, first_row, lies_as, recut, rows_in, start_in
 from offload.tensor.guests import CPU, stored_on
+from offload.tensor.runs import RowRun
 from offload.tensor.small import MOST as SMALL
 from offload.tensor.small import SmallValue
 from offload.tensor.views import meta_of, metadata_of
 
 _CAST = 1 << 20  # bytes that are cast at a time
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
+_RUNS_KNOWN = 1024  # cuts of a recipe whose runs are noted: experts of a layer
+_OF_ROWS = 2  # dimensions
 _BOXES_KNOWN = 16  # boxes of a recipe whose pieces are noted: they are asked for several times while a box is read
 _GENERATION = b"1"  # change it when a decoder's numbers change: stored results are then made again
 
@@ -66,6 +69,15 @@ class Piece:
         """The views of stored values that are read to compute `view_spec`, a cut of this piece."""
         composed = self.handle.composed
         return iter([(self.handle, view_spec)]) if composed is None else composed.reads(view_spec)
+
+    def runs(self) -> list[RowRun]:
+        """The runs that it consists of, one after the other; none if it is not of whole rows."""
+        composed, spec = self.handle.composed, self.view_spec
+        if isinstance(composed, Plain):
+            return composed.runs(spec)
+        if composed is not None or not spec.dim():
+            return []
+        return [RowRun(((0, self),), len(spec), tuple(spec.shape[1:]), (spec.dtype,))]
 
     def alone(self) -> Piece:
         """The same numbers, from as small a value as possible: a part of a file, or of a recipe.
@@ -196,13 +208,16 @@ class Plain(Recipe):
 
     Attributes:
         small: the value in memory, if it is a small one.
+        is_exact: whether products are always computed with the dense value.
     """
 
-    __slots__ = ("small",)
+    __slots__ = ("_runs", "is_exact", "small")
 
     def __init__(self, layout: Layout, pieces: Iterable[Piece]) -> None:
         self.layout = layout
         self.pieces = tuple(pieces)
+        self.is_exact = False
+        self._runs: dict[object, list[RowRun]] = Noted()
         self.small = SmallValue() if 0 < layout.nbytes <= SMALL else None
 
     def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
@@ -251,6 +266,27 @@ class Plain(Recipe):
     def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
         """The pieces that a box is computed from, and the cut of each that it needs."""
 
+    def runs(self, view_spec: torch.Tensor) -> list[RowRun]:
+        """The runs that a cut consists of, one after the other; none if it is not of whole rows."""
+        cut = metadata_of(view_spec)
+        known = self._runs.get(cut)
+        if known is None:
+            if len(self._runs) >= _RUNS_KNOWN:
+                self._runs.clear()
+            with no_functions(), no_modes():
+                is_of_it = view_spec.dtype == self.layout.dtype and view_spec.numel()
+                known = self._runs[cut] = self._found_runs(view_spec) if is_of_it else []
+        return known
+
+    @abstractmethod
+    def _found_runs(self, view_spec: torch.Tensor) -> list[RowRun]:
+        """As `runs`, of a cut that is not empty."""
+
+    def compute_exactly(self) -> None:
+        """From now on, products are those with the dense value."""
+        self.is_exact = True
+        self._runs.clear()
+
     def blocks(self) -> Iterator[torch.Tensor]:
         """See `Composition`."""
         layout = self.layout
@@ -284,13 +320,9 @@ class Joined(Plain):
     Args:
         layout: of the value; dense.
         places: for each piece, the index of its first element in the value, which has as many dimensions.
-
-    Attributes:
-        is_exact: whether products of groups are always computed with the joined value.
-        products: how cuts of it are multiplied, for `products`.
     """
 
-    __slots__ = ("_known", "_places", "_rows", "is_exact", "products")
+    __slots__ = ("_known", "_places", "_rows")
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]]) -> None:
         order = layout.order
@@ -308,8 +340,6 @@ class Joined(Plain):
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
         self._rows = [place[0] for place in self._places] if order and covered else None  # pieces in a row
         self._known: dict[Box, list[Inside]] = Noted()
-        self.is_exact = False
-        self.products = Noted()
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
                 handle.read_apart(Access.PICKED)
@@ -379,7 +409,28 @@ class Joined(Plain):
                 for piece, part, at in self._inside(box):
                     yield Piece(piece.handle, part), first_row(part.shape, at, box.size)
 
-    def only_cast(self, view_spec: torch.Tensor) -> Piece | None:
+    def _found_runs(self, view_spec: torch.Tensor) -> list[RowRun]:
+        only = self._only_cast(view_spec)
+        if only is not None:
+            return [run.rounded_to(self.layout.dtype) for run in only.runs()]
+        shape, strides = self.layout.shape, contiguous_stride(tuple(view_spec.shape))
+        is_of_rows = shape and view_spec.shape[-1:] == shape[-1:] and not view_spec.storage_offset() % shape[-1]
+        if not is_of_rows or not lies_as(view_spec, strides):
+            return []
+        found: list[RowRun] = []
+        count = 0
+        for piece, begin in self.rows_of(view_spec):
+            if begin != count or piece.view_spec.shape[-1] != shape[-1]:
+                return []
+            for matrix in _matrices_of(piece.view_spec):
+                runs = Piece(piece.handle, matrix).runs()
+                if not runs:
+                    return []
+                found.extend(run.rounded_to(self.layout.dtype) for run in runs)
+                count += len(matrix)
+        return found if count * shape[-1] == view_spec.numel() else []
+
+    def _only_cast(self, view_spec: torch.Tensor) -> Piece | None:
         """The cut of the only piece, if its numbers lie as in the value; None for other values."""
         [first, *others] = self.pieces
         if others or first.view_spec.shape != self.layout.shape or not lies_as(first.view_spec, self.layout.stride):
@@ -456,10 +507,21 @@ def joined(layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, 
     return Piece(Handle.compose(Joined(layout, pieces, places), name))
 
 
-def values_in_order(pieces: Iterable[tuple[int, Piece]], device: torch.device = CPU) -> list[torch.Tensor]:
-    """The values of pieces, in the order of their numbers; read in the order in which they are given."""
-    made = {number: piece.value(device=device) for number, piece in pieces}
-    return [made[number] for number in range(len(made))]
+def _matrices_of(view_spec: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The cuts (rows, columns) of a cut of more dimensions, in the order of its rows: as few as its strides allow."""
+    if view_spec.dim() <= _OF_ROWS:
+        yield view_spec
+    elif len(view_spec) > 1 and _rows_follow(view_spec):
+        yield view_spec.flatten(0, -2)
+    else:
+        for part in view_spec.unbind():
+            yield from _matrices_of(part)
+
+
+def _rows_follow(view_spec: torch.Tensor) -> bool:
+    """Whether the rows of a cut are at equal distances."""
+    steps = list(zip(view_spec.shape[1:-1], view_spec.stride()[1:-1], view_spec.stride()[:-2], strict=True))
+    return all(size * step == outer for size, step, outer in steps)
 
 
 def files_in(handle: Handle) -> list[TensorFile]:

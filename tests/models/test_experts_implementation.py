@@ -113,7 +113,7 @@ def test_experts_are_multiplied_where_they_lie(name, tmp_path, monkeypatch):
         exact = experts(x, numbers, weights)
     with monkeypatch.context() as patch:
         patch.setattr(Joined, "_computed", refuse)
-        patch.setattr(Decoded, "_decode_into", refuse)
+        patch.setattr(Decoded, "_into", refuse)
         found = experts(x, numbers, weights)
         alone = experts(x[1:2], numbers[1:2], weights[1:2])
 
@@ -601,7 +601,7 @@ def test_experts_that_do_not_tell_of_a_norm_or_of_ranks_are_preferred_and_run(tm
         monkeypatch.delattr(experts, "has_post_expert_norm", raising=False)
         monkeypatch.delattr(experts, "_is_expert_parallel", raising=False)
     model.set_experts_implementation("grouped_mm")
-    monkeypatch.setattr(Decoded, "_decode_into", refuse)
+    monkeypatch.setattr(Decoded, "_into", refuse)
 
     prefer_experts(model)
 

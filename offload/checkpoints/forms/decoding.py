@@ -20,9 +20,10 @@ from offload.kernels.packed import NumberRows, Packed, takes
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.system.modes import no_functions, no_modes
-from offload.tensor.decoded import Decode, Decoded
+from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Piece
+from offload.tensor.runs import Decode, Decoder
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
@@ -138,7 +139,7 @@ def decoded(
     dtype: torch.dtype | None = None,
     packed: Packed | None = None,
 ) -> OffloadedTensor:
-    """The dense value called `name`, computed from packed pieces when it is read. For other arguments see `Decoded`.
+    """The dense value called `name`, computed from packed pieces when it is read. For other arguments see `Decoder`.
 
     Args:
         shape: of the dense value.
@@ -169,13 +170,9 @@ def decoded(
         raise unfit(name, pieces, f"they make rows of {list(found[1:])}, and {row} are needed")
     recipe = Decoded(
         contiguous(dtype or made, tuple(shape)),
-        decode,
+        Decoder(decode, tuple(per), granule, is_divisible, packed),
         [Piece(handle_of(piece), view_spec) for piece, view_spec in zip(pieces, view_specs, strict=True)],
-        granule=granule,
-        per=per,
-        is_divisible=is_divisible,
         stacked=stacked,
-        packed=packed,
     )
     return wrap_handle(Handle.compose(recipe, name, handle_of(pieces[0]).folder), CPU)
 
