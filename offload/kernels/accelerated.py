@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -24,7 +24,6 @@ from offload.kernels.native import require
 from offload.kernels.packed import GgufRows, NumberRows, Packed, WordColumns
 
 log = logging.getLogger("offload.kernels")
-Rows: TypeAlias = "GgufRows | NumberRows"
 MOST_ROWS = 16  # of activations
 _KINDS = frozenset(
     ("e4m3", "halves_low", "halves_high", "signed_bytes", "centred_bytes", "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -78,7 +77,7 @@ def supports(packed: Packed, pieces: Sequence[torch.Tensor], columns: int, dtype
     return dtype in _DTYPES and not packed.is_rounded and _layout(packed, pieces, columns) is not None
 
 
-def multiply(packed: Rows, pieces: Sequence[torch.Tensor], x: torch.Tensor, place: torch.Tensor) -> None:
+def multiply(packed: Packed, pieces: Sequence[torch.Tensor], x: torch.Tensor, place: torch.Tensor) -> None:
     """`place = x @ rows.T`, of up to 16 rows of activations; `place` has as many columns as there are packed rows.
 
     Raises:
@@ -95,7 +94,7 @@ def multiply(packed: Rows, pieces: Sequence[torch.Tensor], x: torch.Tensor, plac
     )  # fmt: skip
 
 
-def decode(packed: Rows, pieces: Sequence[torch.Tensor], first: int, place: torch.Tensor) -> None:
+def decode(packed: Packed, pieces: Sequence[torch.Tensor], first: int, place: torch.Tensor) -> None:
     """Decode packed rows, from row `first` on, into a tensor of shape (rows, columns), in its dtype.
 
     Raises: as `multiply`.
@@ -113,7 +112,7 @@ def decode(packed: Rows, pieces: Sequence[torch.Tensor], first: int, place: torc
     )  # fmt: skip
 
 
-def _given(packed: Rows, pieces: Sequence[torch.Tensor], columns: int) -> _Layout:
+def _given(packed: Packed, pieces: Sequence[torch.Tensor], columns: int) -> _Layout:
     found = _layout(packed, pieces, columns)
     if found is None:
         raise ArgumentError(f"the kernels do not take {[piece.shape for piece in pieces]} for {columns} columns")

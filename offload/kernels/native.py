@@ -323,11 +323,10 @@ class Product:
 
     Attributes:
         matrices: the packed rows; their memory is alive.
-        parts, count: as the library takes them for experts: their address, and how many there are.
         sizes: of all of them: rows, and columns.
     """
 
-    __slots__ = ("_array", "_level", "_parts", "count", "matrices", "parts", "sizes")
+    __slots__ = ("_array", "_level", "_parts", "matrices", "sizes")
 
     def __init__(self, parts: Sequence[tuple[Matrix, int]], *, level: int | None = None) -> None:
         """Each part is the first rows of a matrix, so many.
@@ -340,15 +339,20 @@ class Product:
             ArgumentError: a matrix has fewer rows, or other columns than the first.
         """
         self.matrices, self._level, height, columns = [matrix for matrix, _ in parts], level, 0, parts[0][0].columns
-        self._array, self._parts = (RowsOfPart * len(parts))(), list[tuple[int, int, int]]()
-        self.parts, self.count = ctypes.addressof(self._array), len(parts)
-        for part, (matrix, count) in zip(self._array, parts, strict=True):
+        self._parts: list[tuple[int, int, int]] = []
+        self._array: ctypes.Array[RowsOfPart] | None = None
+        for matrix, count in parts:
             fits = 0 <= count <= matrix.outputs and matrix.columns == columns
             require(fits, count, "rows of", matrix.outputs, "and columns", matrix.columns, "beside", columns)
             self._parts.append((ctypes.addressof(matrix), count, height))
-            part.packed, part.count, part.column = self._parts[-1]
             height += count
         self.sizes = height, columns
+
+    def parts(self) -> tuple[int, int]:
+        """As the library takes them for experts: their address, and how many there are. Valid while this is alive."""
+        if self._array is None:
+            self._array = (RowsOfPart * len(self._parts))(*(RowsOfPart(*part) for part in self._parts))
+        return ctypes.addressof(self._array), len(self._parts)
 
     def into(self, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor) -> None:
         """`place = x @ rows.T + bias`.
@@ -468,7 +472,7 @@ def _add_experts(layer: Layer, experts: Sequence[ExpertRows], results: int) -> c
         first = first or sizes
         require(first == sizes, "an expert of", sizes, "beside one of", first)
         require(0 < count <= MOST_ROWS and 0 <= to <= results - count, count, "rows from", to, "on, of", results)
-        field.up, field.up_count, field.down, field.down_count = up.parts, up.count, down.parts, down.count
+        (field.up, field.up_count), (field.down, field.down_count) = up.parts(), down.parts()
         field.begin, field.end, field.to = rows, rows + count, to
         rows += count
     layer.count, layer.rows = len(experts), rows

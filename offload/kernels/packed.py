@@ -9,7 +9,7 @@ Always true:
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, TypeAlias
@@ -212,19 +212,17 @@ class NumberRows:
             if factors is None:
                 return None
             found[role] = factors
-        is_nested = "nested_scales" in found
-        return None if is_nested and not self._are_nested(found, len(numbers) * groups) else found
+        nested = [found[role] for role in ("nested_scales", "nested_numbers") if role in found]
+        if nested:
+            are_floats = all(one.dtype == torch.float32 and one.is_contiguous() for one in nested)
+            are_enough = nested[0].numel() * self.nested_block >= len(numbers) * groups and nested[1].numel() >= 256
+            return found if are_floats and are_enough and found["scales"].dtype == torch.uint8 else None
+        return found
 
     def shared_by(self, scales: torch.Tensor, columns: int, rows: int) -> tuple[int, int]:
         """How many columns share a factor, and how many rows."""
         is_for_all = scales.numel() == 1 or not self.rows_per_scale
         return self.group or -(-columns // 32) * 32, max(1, rows) if is_for_all else self.rows_per_scale
-
-    def _are_nested(self, found: Mapping[str, torch.Tensor], scales: int) -> bool:
-        outer, inner = found["nested_scales"], found["nested_numbers"]
-        are_floats = all(one.dtype == torch.float32 and one.is_contiguous() for one in (outer, inner))
-        are_enough = outer.numel() * self.nested_block >= scales and inner.numel() >= 256
-        return are_floats and are_enough and found["scales"].dtype == torch.uint8
 
 
 @dataclass(frozen=True)
@@ -257,7 +255,8 @@ class WordColumns:
             return None
         are_known = words.dtype == zeros.dtype == torch.int32 and scales.dtype in _FLOATS
         are_enough = groups > 0 and outputs >= _LANES and not (self.is_awq and outputs % 8)
-        fits = are_known and are_enough and all(_is_order(one, columns) for one in pieces[3:])
+        orders = ((one.dtype, tuple(one.shape), one.is_contiguous()) for one in pieces[3:])
+        fits = are_known and are_enough and all(one == (torch.int32, (columns,), True) for one in orders)
         return {"numbers": words, "zeros": zeros, "scales": scales} if fits else None
 
     def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix:
@@ -274,10 +273,6 @@ class WordColumns:
             least, most = map(int, order.aminmax()) if columns else (0, 0)
             require(0 <= least <= most < groups, "groups from", least, "to", most, "of", groups)
         return made
-
-
-def _is_order(order: torch.Tensor, columns: int) -> bool:
-    return order.dtype == torch.int32 and tuple(order.shape) == (columns,) and order.is_contiguous()
 
 
 def _matrix(address: int, step: int, columns: int, kind: str, rows: int) -> Matrix:

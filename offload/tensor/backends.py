@@ -7,7 +7,7 @@ Always true:
 - `TAKEN` counts which backend took an act
 
 What it supports, a backend does: `decode` puts all rows of a run into `place`, (rows, *row); `multiply` puts
-`x @ packed rows.T + bias` there, (rows of x, packed rows); `pick` some rows, by their numbers.
+`x @ packed rows.T + bias` there, (rows of x, packed rows); `pick` some of the rows that the pieces give, by number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -44,28 +44,27 @@ class Compiled:
     name = "C"
 
     def supports(self, act: Act, run: RowRun, dtype: torch.dtype, rows: int) -> bool:
-        if native.library() is None or not {dtype, run.dtypes[0]} <= native.DTYPES.keys() or run.packed is None:
+        packed = run.packed if native.library() is not None and dtype in native.DTYPES else None
+        if packed is None or not run.fits:
             return False
         if act == "multiply":
-            return run.fits and rows <= most_rows_of([run], dtype)
+            return rows <= most_rows_of([run], dtype)
         is_taken = not run.is_turned or (act == "decode" and run.rounds_once(dtype))
-        return is_taken and not run.packed.is_rounded and run.fits
+        return is_taken and not packed.is_rounded and run.dtypes[0] in native.DTYPES
 
     def decode(self, run: RowRun, values: Values, place: torch.Tensor) -> None:
-        matrix, wide = run.matrix(values), place.shape[-1]
+        matrix = run.matrix(values)
         if run.is_turned:
             native.decode_turned(matrix, place)
-            return
-        place, first = place.view(-1, wide) if place.dim() > 2 else place, run.first * math.prod(run.row[:-1])
-        if run.rounds_once(place.dtype):
-            native.decode(matrix, first, place)
-            return
-        step = max(1, BLOCK // (wide * run.dtypes[0].itemsize))
-        for begin in range(0, len(place), step):  # rounded twice, as a copy of the whole would be
-            part = place[begin : begin + step]
-            rounded = torch.empty(part.shape, dtype=run.dtypes[0], device=CPU)
-            native.decode(matrix, first + begin, rounded)
-            part.copy_(rounded)
+        elif run.rounds_once(place.dtype):
+            native.decode(matrix, run.begin, place)
+        else:
+            step, begin = max(1, BLOCK // (place.shape[1] * run.dtypes[0].itemsize)), run.begin
+            for part in place.split(step):  # rounded twice, as a copy of the whole would be
+                rounded = torch.empty(part.shape, dtype=run.dtypes[0], device=CPU)
+                native.decode(matrix, begin, rounded)
+                part.copy_(rounded)
+                begin += len(part)
 
     def multiply(
         self, run: RowRun, values: Values, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor
@@ -73,7 +72,7 @@ class Compiled:
         product_with([run], [values]).into(x, bias, place)
 
     def pick(self, run: RowRun, values: Values, rows: torch.Tensor, place: torch.Tensor) -> None:
-        native.pick(run.matrix(values), rows + run.first, place)
+        native.pick(run.matrix(values), rows, place)
 
 
 class Accelerated:
@@ -88,15 +87,14 @@ class Accelerated:
         return is_taken and accelerated.supports(run.packed, run.specs(), run.columns, dtype)
 
     def decode(self, run: RowRun, values: Values, place: torch.Tensor) -> None:
-        flat = place.view(-1, place.shape[-1]) if place.dim() > 2 else place
-        packed: Any = run.packed
-        accelerated.decode(packed, values, run.first * math.prod(run.row[:-1]), flat)
+        assert run.packed is not None
+        accelerated.decode(run.packed, values, run.begin, place)
 
     def multiply(
         self, run: RowRun, values: Values, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor
     ) -> None:
-        packed: Any = run.packed
-        accelerated.multiply(packed, values, x, place)
+        assert run.packed is not None
+        accelerated.multiply(run.packed, values, x, place)
         if bias is not None:
             place.add_(bias)
 
@@ -113,15 +111,11 @@ class Chain:
         most = max(1, most // max(1, math.prod(run.row) * run.dtypes[0].itemsize))
         for low, high, taken, skipped in steps(run.first, run.count, most, run.decoder):
             given = [value if rows is None else value[slice(*rows)] for value, rows in zip(values, taken, strict=True)]
-            _put_rows(place[low:high], run.decoder.decode(*given), skipped, run.dtypes[0])
+            made = run.decoder.decode(*given)[skipped : skipped + high - low]
+            place[low:high].copy_(made if place.dtype == run.dtypes[0] else made.to(run.dtypes[0]))
+            del made  # before the next block is computed
         if place.is_cpu:
             count_freed(place.nbytes // _TRIMMED)  # of the blocks, among which settles what stays, as of new experts
-
-
-def _put_rows(place: torch.Tensor, made: torch.Tensor, first: int, dtype: torch.dtype) -> None:
-    """Copy rows to their place through a dtype: no block of them is alive while the next one is computed."""
-    rows = made[first : first + len(place)]
-    place.copy_(rows if place.dtype == dtype else rows.to(dtype))
 
 
 Backend: TypeAlias = Compiled | Accelerated | Chain
@@ -141,11 +135,16 @@ def choose(act: Act, device: torch.device, run: RowRun, dtype: torch.dtype, rows
     return chosen
 
 
-def decode(run: RowRun, values: Values, place: torch.Tensor) -> None:
-    """Decode a run into `place`: (rows, *row)."""
-    lies_in_rows = place.dim() > 1 and place.stride(-1) == 1 and (place.dim() == 2 or place.is_contiguous())
-    chosen = choose("decode", place.device, run, place.dtype) if lies_in_rows else CHAIN
-    chosen.decode(run, values, place)
+def decode_runs(runs: Iterable[RowRun], place: torch.Tensor) -> None:
+    """Decode runs, one below the other, into `place`: (rows, *row)."""
+    begin = 0
+    for run in runs:
+        part, values = place[begin : begin + run.count], run.values(place.device)
+        rows = part.flatten(0, -2) if part.dim() > 2 and part.is_contiguous() else part
+        is_of_rows = rows.dim() == 2 and rows.stride(1) == 1
+        chosen = choose("decode", place.device, run, place.dtype) if is_of_rows else CHAIN
+        chosen.decode(run, values, part if chosen is CHAIN else rows)
+        begin += run.count
 
 
 def most_rows_of(runs: Iterable[RowRun], dtype: torch.dtype) -> int:

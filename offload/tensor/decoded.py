@@ -18,7 +18,7 @@ from offload.annotations import Digest
 from offload.prefetch.scratch import scratch_for
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Layout, contiguous, contiguous_stride
-from offload.tensor.backends import decode
+from offload.tensor.backends import decode_runs
 from offload.tensor.boxes import Box, lies_as
 from offload.tensor.recipes import Piece, Plain, stored_in
 from offload.tensor.runs import Decoder, RowRun
@@ -84,14 +84,17 @@ class Decoded(Plain):
         return stored_in(self.pieces[number].handle for number in self._order)
 
     def _found_runs(self, view_spec: torch.Tensor) -> list[RowRun]:
-        step = math.prod(self._row)
-        start, left = divmod(int(view_spec.storage_offset()), step)
-        is_so = view_spec.shape[-1:] == self._row[-1:] and lies_as(view_spec, contiguous_stride(tuple(view_spec.shape)))
-        count, more = divmod(view_spec.numel(), step)
-        return list(self._runs_of(start, count)) if is_so and not left + more else []
+        step = max(1, math.prod(self._row))
+        (start, left), (count, more) = divmod(int(view_spec.storage_offset()), step), divmod(view_spec.numel(), step)
+        is_of_rows = view_spec.shape[-1:] == self._row[-1:] and view_spec.dtype == self.layout.dtype and not left + more
+        lies_so = is_of_rows and lies_as(view_spec, contiguous_stride(tuple(view_spec.shape)))
+        return self._runs_of(start, count) if lies_so else []
 
-    def _runs_of(self, start: int, count: int) -> Iterator[RowRun]:
+    def _runs_of(self, start: int, count: int) -> list[RowRun]:
         """Some rows, from row `start` of all on: within one element of a stack each."""
+        return self._noted_runs((start, count), lambda: list(self._cut_in_runs(start, count)))
+
+    def _cut_in_runs(self, start: int, count: int) -> Iterator[RowRun]:
         height, granule = self.layout.shape[int(self.stacked)], self.decoder.granule
         while count > 0:
             element, row = divmod(start, height) if self.stacked else (0, start)
@@ -103,10 +106,9 @@ class Decoded(Plain):
                 view_spec = piece.view_spec[element] if self.stacked else piece.view_spec
                 view_spec = view_spec if per is None else view_spec[first * per : last * per]
                 pieces.append((number, Piece(piece.handle, view_spec)))
-            yield RowRun(
-                tuple(pieces), some, self._row, (self.layout.dtype,),
-                self.decoder, row - first * granule, row + some == min(last * granule, height), self.is_exact,
-            )  # fmt: skip
+            begin, dtypes = first * granule, (self.layout.dtype,)
+            is_whole = some == min(last * granule, height) - begin
+            yield RowRun(tuple(pieces), some, self._row, dtypes, self.decoder, row - begin, is_whole, self.is_exact)
             start, count = start + some, count - some
 
     def _rows_around(self, box: Box) -> tuple[int, int]:
@@ -123,31 +125,6 @@ class Decoded(Plain):
         step = math.prod(self._row)
         start, end = self._rows_around(box)
         whole = scratch_for(contiguous(self.layout.dtype, (end - start, *self._row)), device)
-        self._into(whole, start)
+        decode_runs(self._runs_of(start, end - start), whole)
         inside = box.first - start * step
         return whole.view(-1)[inside:] if inside else whole
-
-    def put(self, place: torch.Tensor, view_spec: torch.Tensor) -> None:
-        """As `Piece.put`: whole rows are decoded straight to their place, also those of one expert in a stack."""
-        while view_spec.dim() > len(self.layout.shape) and len(view_spec) == 1:
-            place, view_spec = place[0], view_spec[0]
-        step = math.prod(self._row)
-        offset = int(view_spec.storage_offset())
-        first = max(0, len(self.layout.shape) - view_spec.dim())
-        is_rows = view_spec.dim() > len(self._row) and view_spec.shape[1:] == self.layout.shape[first + 1 :]
-        lies_so = is_rows and lies_as(view_spec, self.layout.stride[first:])
-        if lies_so and view_spec.dtype == self.layout.dtype and offset % step == 0:
-            self._into(place, offset // step)
-        else:
-            place.copy_(self.value(view_spec, place.device))
-
-    def _into(self, place: torch.Tensor, start: int) -> None:
-        """Compute the rows that `place` has room for, beginning with row `start`."""
-        if self.stacked and place.dim() > 1 + len(self._row):
-            for number, element in enumerate(place):
-                self._into(element, start + number * self.layout.shape[1])
-            return
-        begin = 0
-        for run in self._runs_of(start, len(place)):
-            decode(run, run.values(place.device), place[begin : begin + run.count])
-            begin += run.count

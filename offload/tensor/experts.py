@@ -280,16 +280,16 @@ _STACKS: WeakKeyDictionary[object, _Stack] = WeakKeyDictionary()
 class _Group:
     """An expert, and its matrices, once it is in memory; `load` is what was read of it past the page cache."""
 
-    __slots__ = ("expert", "load", "mapped", "number", "runs")
+    __slots__ = ("expert", "load", "mapped", "number", "shares")
     mapped: _Mapped
 
     def __init__(self, number: int, expert: _Known) -> None:
         self.number, self.expert = number, expert
         self.load: direct.Load | None = None
-        self.runs: list[_Run] = []
+        self.shares: list[_Share] = []
 
 
-class _Run:
+class _Share:
     """Rows that an expert is given, one after the other, and whether they are few."""
 
     __slots__ = ("are_few", "begin", "end", "group")
@@ -372,11 +372,11 @@ class Act:
                 if expert is None:
                     return None
                 groups.append(_Group(number, expert))
-            runs, are_few = groups[-1].runs, many <= self._most
-            if are_few and runs and runs[-1].are_few and begin + many - runs[-1].begin <= native.MOST_ROWS:
-                runs[-1].end = begin + many
+            shares, are_few = groups[-1].shares, many <= self._most
+            if are_few and shares and shares[-1].are_few and begin + many - shares[-1].begin <= native.MOST_ROWS:
+                shares[-1].end = begin + many
             else:
-                runs.append(_Run(groups[-1], begin, begin + many, are_few=are_few))
+                shares.append(_Share(groups[-1], begin, begin + many, are_few=are_few))
             begin += many
         return groups
 
@@ -421,26 +421,26 @@ class Act:
         for group in groups:
             with _naming(group, self._stack.name):
                 group.mapped = group.expert.mapped(group.load)
-        few: list[_Run] = []
+        few: list[_Share] = []
         rows = 0
-        for run in (run for group in groups for run in group.runs):
-            if not run.are_few:
-                self._multiply_many(run)
+        for share in (share for group in groups for share in group.shares):
+            if not share.are_few:
+                self._multiply_many(share)
                 continue
-            if rows + run.end - run.begin > _AT_ONCE:
+            if rows + share.end - share.begin > _AT_ONCE:
                 self._multiply_few(few, and_sum=False)
                 few, rows = [], 0
-            few.append(run)
-            rows += run.end - run.begin
+            few.append(share)
+            rows += share.end - share.begin
         self._multiply_few(few, and_sum=are_last)
         for group in groups:
             if group.load is not None:
                 del group.mapped  # its memory is used again
 
-    def _multiply_many(self, run: _Run) -> None:
+    def _multiply_many(self, share: _Share) -> None:
         """The results of an expert, by torch."""
-        group, numbers = run.group, torch.full((run.end - run.begin,), run.group.number)
-        x = self._x.index_select(0, self._tokens[run.begin : run.end])
+        group, numbers = share.group, torch.full((share.end - share.begin,), share.group.number)
+        x = self._x.index_select(0, self._tokens[share.begin : share.end])
         found, number = x, 0
         for runs in (group.expert.up, group.expert.down):
             parts = [group.expert.dense(group.mapped, number + n, x.dtype) for n in range(len(runs))]
@@ -453,32 +453,32 @@ class Act:
             number += len(runs)
         if self._between.finish is not None:
             found = self._between.finish(found, numbers)
-        self._down[run.begin : run.end] = found
+        self._down[share.begin : share.end] = found
 
-    def _multiply_few(self, runs: Sequence[_Run], *, and_sum: bool) -> None:
+    def _multiply_few(self, shares: Sequence[_Share], *, and_sum: bool) -> None:
         """The results of experts with few rows each, in one call if the kernels know what is between the products."""
         between, experts, rows = self._between, [], 0
-        for run in runs:
-            mapped, count = run.group.mapped, run.end - run.begin
-            experts.append(ExpertRows(mapped.up, mapped.down, count, run.begin))
+        for share in shares:
+            mapped, count = share.group.mapped, share.end - share.begin
+            experts.append(ExpertRows(mapped.up, mapped.down, count, share.begin))
             rows += count
         tokens = self._tokens[:rows]  # all of them; those that are routed to no expert come last
         if 0 < rows < len(self._down):
-            tokens = torch.cat([self._tokens[one.begin : one.end] for one in runs])
+            tokens = torch.cat([self._tokens[one.begin : one.end] for one in shares])
         total = WeightedSum(self._places.view(self._picks.shape), self._weights, self._out) if and_sum else None
-        if between.is_silu or not runs:
-            if runs or and_sum:
-                native.multiply_experts(experts, self._x, self._down, tokens=tokens if runs else None, total=total)
+        if between.is_silu or not shares:
+            if shares or and_sum:
+                native.multiply_experts(experts, self._x, self._down, tokens=tokens if shares else None, total=total)
             return
-        numbers = torch.tensor([one.group.number for one in runs]).repeat_interleave(
-            torch.tensor([one.end - one.begin for one in runs])
+        numbers = torch.tensor([one.group.number for one in shares]).repeat_interleave(
+            torch.tensor([one.end - one.begin for one in shares])
         )
         found = torch.empty(rows, self._stack.outputs[0], dtype=torch.float32)
         native.multiply_experts(experts, self._x, self._down, tokens=tokens, up=found)
         found = between.gate(found, numbers).to(self._x.dtype).contiguous()
         if between.finish is not None:
             native.multiply_experts(experts, found, self._down)
-            for one in runs:
+            for one in shares:
                 part = self._down[one.begin : one.end]
                 part.copy_(between.finish(part, torch.full((len(part),), one.group.number)))
             experts = []

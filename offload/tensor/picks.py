@@ -10,6 +10,7 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TypeAlias
 
@@ -37,17 +38,21 @@ def picked(table: Piece, rows: torch.Tensor, device: torch.device = CPU) -> torc
     Raises: as `Piece.value`.
     """
     with no_functions(), no_modes():
-        shape, begin, shares = table.view_spec.shape, 0, []
-        runs = table.runs()
-        for run in runs:
-            low, high = torch.searchsorted(rows, torch.tensor([begin, begin + run.count], device="cpu")).tolist()
-            begin += run.count
-            if low < high:
-                shares.append((run, rows[low:high] - (begin - run.count)))
-        if not all(run.row == shape[1:] and _is_of_whole_granules(run, some) for run, some in shares):
-            shares = []
-        found = [_picked_of_run(run, some, device) for run, some in shares] or [_picked_in_parts(table, rows, device)]
+        shares, row = list(_shares(table.runs(), rows)), table.view_spec.shape[1:]
+        if not shares or not all(run.row == row and _is_taken(run, some, device) for run, some in shares):
+            return _picked_in_parts(table, rows, device)
+        found = [_picked_of_run(run, some, device) for run, some in shares]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _shares(runs: list[RowRun], rows: torch.Tensor) -> Iterator[tuple[RowRun, torch.Tensor]]:
+    """The runs that some rows are in, and which of theirs these are, counted from the first one of the pieces."""
+    begin = 0
+    for run in runs:
+        some = rows if len(runs) == 1 else rows[(rows >= begin) & (rows < begin + run.count)]
+        if len(some):
+            yield run, some if begin == run.first else some + (run.first - begin)
+        begin += run.count
 
 
 def _picked_in_parts(table: Piece, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -64,37 +69,33 @@ def _picked_in_parts(table: Piece, rows: torch.Tensor, device: torch.device) -> 
 
 
 def _picked_of_run(run: RowRun, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    decoder = run.decoder
-    if decoder is None:
+    if run.decoder is None:
         found = _sent([(run.pieces[0][1], 1, rows)], device)[0]
     elif choose("pick", device, run, run.dtypes[0]) is COMPILED:
-        takes = [(piece, per, (rows + run.first) // decoder.granule) for piece, per in _arguments(run, decoder)]
-        values = [piece.value() if per is None else _mapped(piece, per, numbers) for piece, per, numbers in takes]
+        groups = rows // run.decoder.granule if run.decoder.granule > 1 else rows
+        values = [piece.value() if per is None else _mapped(piece, per, groups) for piece, per in _arguments(run)]
         found = torch.empty((len(rows), *run.row), dtype=run.dtypes[0], device=CPU)
         COMPILED.pick(run, values, rows, found)
-    elif device != CPU and is_left_to_numpy(decoder.decode):
+    elif device != CPU and is_left_to_numpy(run.decoder.decode):
         return sent_to(_picked_of_run(run, rows, CPU), device)
     else:
-        found = _decoded(run, decoder, rows + run.first, device)
-    for dtype in run.dtypes:
-        found = found.to(dtype)
-    return found
+        found = _decoded(run, run.decoder, rows, device)
+    return run.rounded(found)
 
 
-def _arguments(run: RowRun, decoder: Decoder) -> list[tuple[Piece, int | None]]:
+def _arguments(run: RowRun) -> list[tuple[Piece, int | None]]:
     """The pieces, as the decoder takes them, each with its rows per granule."""
-    return [(piece, decoder.per[number]) for number, piece in sorted(run.pieces, key=lambda one: one[0])]
+    assert run.decoder is not None
+    return [(piece, run.decoder.per[number]) for number, piece in sorted(run.pieces, key=lambda one: one[0])]
 
 
-def _is_of_whole_granules(run: RowRun, rows: torch.Tensor) -> bool:
-    """Whether the pieces have all of the last granule that is needed: it may be cut off."""
-    if run.decoder is None:
+def _is_taken(run: RowRun, rows: torch.Tensor, device: torch.device) -> bool:
+    """Whether rows can be picked alone: not if a decoder needs all of the last granule, which may be cut off."""
+    if run.decoder is None or (device == CPU and COMPILED.supports("pick", run, run.dtypes[0], 0)):
         return True
-    end, alone = (int(rows[-1]) + run.first) // run.decoder.granule + 1, _decoder_of_single_rows(run.decoder)
-    return not any(
-        each and (alone is None or each < run.decoder.granule) and end * each > len(piece.view_spec)
-        for piece, each in _arguments(run, run.decoder)
-    )
+    granule, is_alone = run.decoder.granule, _decoder_of_single_rows(run.decoder) is not None
+    needed = [(piece, per) for piece, per in _arguments(run) if per and (per < granule or not is_alone)]
+    return all((int(rows[-1]) // granule + 1) * per <= len(piece.view_spec) for piece, per in needed)
 
 
 def _mapped(piece: Piece, per: int, numbers: torch.Tensor) -> torch.Tensor:
@@ -111,46 +112,32 @@ def _mapped(piece: Piece, per: int, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _decoded(run: RowRun, decoder: Decoder, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rows, counted from the first one that the pieces give, by the decoder."""
-    alone, pieces = _decoder_of_single_rows(decoder), _arguments(run, decoder)
+    """By the decoder."""
+    alone, granule, pieces = _decoder_of_single_rows(decoder), decoder.granule, _arguments(run)
     made = torch.empty((len(rows), *run.row), dtype=run.dtypes[0], device=device)
-    nbytes = made[0].nbytes * (decoder.granule if alone is None else 1)
+    nbytes = made[0].nbytes * (granule if alone is None else 1)
     at_a_time = max(1, ON_DEVICE // max(nbytes, 1))
     for part, place in zip(rows.split(at_a_time), made.split(at_a_time), strict=True):
-        granules, which = torch.unique(part // decoder.granule, return_inverse=True)
+        numbers = part // granule
         if alone is None:
+            granules, which = torch.unique(numbers, return_inverse=True)
             found = decoder.decode(*_sent([(piece, per, granules) for piece, per in pieces], device))
-            place.copy_(_rows_at(found, which * decoder.granule + part % decoder.granule))
-        else:
-            place.copy_(alone(*_sent_alone(decoder.granule, pieces, part, granules, which, device)))
+            place.copy_(_rows_at(found, which * granule + part % granule))
+        else:  # without the other rows of the granules
+            takes = [
+                (piece, per, numbers) if per is None or per < granule else (piece, per // granule, part)
+                for piece, per in pieces
+            ]
+            place.copy_(alone(*_sent(takes, device)))
     return made
-
-
-def _sent_alone(
-    granule: int,
-    pieces: list[tuple[Piece, int | None]],
-    rows: torch.Tensor,
-    granules: torch.Tensor,
-    which: torch.Tensor,
-    device: torch.device,
-) -> list[torch.Tensor]:
-    """Without the other rows of their granules; what these have in common is sent once, and repeated there."""
-    shared = [per is not None and per < granule for _, per in pieces]
-    takes = [
-        (piece, per, granules) if is_shared or per is None else (piece, per // granule, rows)
-        for (piece, per), is_shared in zip(pieces, shared, strict=True)
-    ]
-    return [
-        _rows_at(found, which, per or 1) if is_shared else found
-        for found, (_, per), is_shared in zip(_sent(takes, device), pieces, shared, strict=True)
-    ]
 
 
 def _decoder_of_single_rows(decoder: Decoder) -> Decode | None:
     """Decodes rows that do not follow one another, each with all that its granule takes of a piece with fewer rows."""
-    if decoder.granule == 1 or not decoder.is_divisible or "rows" not in getattr(decoder.decode, "keywords", {}):
-        return None
-    return partial(decoder.decode, rows=1)
+    if decoder.granule == 1:
+        return decoder.decode
+    is_so = decoder.is_divisible and "rows" in getattr(decoder.decode, "keywords", {})
+    return partial(decoder.decode, rows=1) if is_so else None
 
 
 def _rows_at(values: torch.Tensor, places: torch.Tensor, per: int = 1) -> torch.Tensor:
@@ -176,8 +163,9 @@ def _sent(takes: list[Take], device: torch.device) -> list[torch.Tensor]:
 def _rows_of_groups(piece: Piece, per: int | None, numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     if per is None:
         return piece.value(device=device)
+    numbers, which = torch.unique(numbers, return_inverse=True)
     rows = numbers if per == 1 else (numbers.unsqueeze(1) * per + torch.arange(per, device="cpu")).flatten()
-    return picked(piece, rows, device)
+    return _rows_at(picked(piece, rows, device), which, per)
 
 
 def _gathered(mapped: torch.Tensor, per: int | None, numbers: torch.Tensor) -> torch.Tensor:

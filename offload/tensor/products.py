@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from offload.annotations import Args, Kwargs, Op
-from offload.kernels.native import DTYPES, library
+from offload.kernels.native import DTYPES, MOST_ROWS, library
 from offload.prefetch.copies import retry_on_oom
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
@@ -41,7 +41,6 @@ from offload.tensor.wrapper import OffloadedTensor, guest_of
 from offload.torch_api import DisableTorchFunctionSubclass, is_dual_level, modes_are_on, transform_on_top
 
 _PART = 16 << 20  # bytes of a dense weight that are decoded at a time if the whole is over the budget
-
 _MOST_RUNS = 16  # that a matrix is multiplied in
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
@@ -77,14 +76,16 @@ def are_multiplied_packed(model: nn.Module) -> bool:
     if library() is None or _exact.get():
         return False
     found = (handle_of(local).composed for local in map(local_of, model.parameters()) if type(local) is OffloadedTensor)
-    return any(map(_is_multiplied_packed, found))
+    return any(one.decoder.packed is not None for composed in found for one in _decoded_in(composed))
 
 
-def _is_multiplied_packed(composed: object) -> bool:
-    """Also what is cast, or joined, of such values."""
-    if isinstance(composed, Joined):
-        return not composed.is_exact and any(_is_multiplied_packed(piece.handle.composed) for piece in composed.pieces)
-    return isinstance(composed, Decoded) and composed.decoder.packed is not None and not composed.is_exact
+def _decoded_in(composed: object) -> Iterator[Decoded]:
+    """The decoded values that a value is computed from, whose products need not be those with the dense value."""
+    if isinstance(composed, Decoded) and not composed.is_exact:
+        yield composed
+    elif isinstance(composed, Joined) and not composed.is_exact:
+        for piece in composed.pieces:
+            yield from _decoded_in(piece.handle.composed)
 
 
 def compute_exactly(handle: Handle) -> None:
@@ -149,25 +150,15 @@ def multiply_on_guests(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return read_directly(func, args, kwargs)
 
 
-@implements(torch.ops.aten.mm.default)
+@implements(torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 def multiply_matrices(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """As for `F.linear`, below autograd: of a weight that is turned around."""
-    x, weight = args
-    found = None
-    if _is_composed(weight) and type(x) is not OffloadedTensor and not modes_are_on():
-        found = _product_with_rows(x, weight.t(), None)
-        if found is None:
-            found = _sum_of_parts(x, weight)
-    return read(func, args, kwargs) if found is None else found
-
-
-@implements(torch.ops.aten.addmm.default)
-def multiply_matrices_and_add(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """As for `F.linear`, below autograd: of a weight that is turned around."""
-    bias, x, weight = args
-    found = None
+    *added, x, weight = args
+    bias, found = added[0] if added else None, None
     if not kwargs and _is_composed(weight) and type(x) is not OffloadedTensor and not modes_are_on():
-        found = _product_with_rows(x, weight.t(), bias) if bias.dim() == 1 else None
+        found = _product_with_rows(x, weight.t(), bias) if bias is None or bias.dim() == 1 else None
+        if found is None and bias is None:
+            found = _sum_of_parts(x, weight)
     return read(func, args, kwargs) if found is None else found
 
 
@@ -193,6 +184,8 @@ def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None, device: torch.d
     if not may_be_fused(x, dtype, device) or len(shape) != 2 or x.shape[-1:] != shape[1:] or not x.numel():
         return None
     rows = x.numel() // shape[1]
+    if rows > MOST_ROWS:
+        return None
     with no_functions(), no_modes():
         runs = runs_of(weight)
         chosen = [(run, choose("multiply", device, run, dtype, rows)) for run in runs]
@@ -307,11 +300,4 @@ def _is_over_budget(weight: OffloadedTensor) -> bool:
     if nbytes <= _PART or type(handle) is Traced or handle.composed is None or _exact.get():
         return False
     budget = (page_state_of(next(stored_in([handle_of(weight)]))).pool or POOL).max_memory
-    return budget is not None and nbytes > budget and is_packed(handle.composed)
-
-
-def is_packed(composed: object) -> bool:
-    """Whether a value is decoded, and products with it need not be those with the dense value."""
-    if isinstance(composed, Decoded):
-        return not composed.is_exact
-    return isinstance(composed, Joined) and any(is_packed(piece.handle.composed) for piece in composed.pieces)
+    return budget is not None and nbytes > budget and any(True for _ in _decoded_in(handle.composed))

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import Any, TypeAlias
@@ -29,6 +30,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.system.modes import no_functions, no_modes
+from offload.tensor.backends import decode_runs
 from offload.tensor.boxes import Box, first_row, lies_as, recut, rows_in, start_in
 from offload.tensor.guests import CPU, stored_on
 from offload.tensor.runs import RowRun
@@ -43,7 +45,7 @@ _OF_ROWS = 2  # dimensions
 _BOXES_KNOWN = 16  # boxes of a recipe whose pieces are noted: they are asked for several times while a box is read
 _GENERATION = b"1"  # change it when a decoder's numbers change: stored results are then made again
 
-Inside: TypeAlias = "tuple[Piece, torch.Tensor, list[int]]"  # a piece, its cut in a box, and where that goes
+Inside: TypeAlias = "tuple[Piece, torch.Tensor, Sequence[int]]"  # a piece, its cut in a box, and where that goes
 
 
 class Piece:
@@ -119,12 +121,17 @@ class Piece:
         digest.update(repr(metadata_of(self.view_spec)).encode())
 
     def put(self, place: torch.Tensor, view_spec: torch.Tensor) -> None:
-        """Copy the value of `view_spec`, a cut of this piece, to `place`, in the dtype of `place`."""
+        """Put the value of `view_spec`, a cut of this piece, into `place`, in its dtype; decoded rows straight away."""
         composed = self.handle.composed
-        if isinstance(composed, Recipe):
-            composed.put(place, view_spec)
-        else:
+        runs = composed.runs(view_spec) if isinstance(composed, Plain) else []
+        row = runs[0].row if runs and all(run.decoder is not None and len(run.dtypes) == 1 for run in runs) else None
+        if row is None or view_spec.shape[place.dim() - len(row) :] != row or place.dim() == len(row):
             _put(place, self.value(view_spec, place.device))
+        elif place.dim() > 1 + len(row):  # a stack, whose elements may be apart there
+            for one, part in zip(place, view_spec, strict=True):
+                self.put(one, part)
+        else:
+            decode_runs(runs, place)
 
 
 def _put(place: torch.Tensor, value: torch.Tensor) -> None:
@@ -198,10 +205,6 @@ class Recipe(ABC):
         """See `Composition`."""
         return False
 
-    def put(self, place: torch.Tensor, view_spec: torch.Tensor) -> None:
-        """As `Piece.put`."""
-        _put(place, self.value(view_spec, place.device))
-
 
 class Plain(Recipe):
     """A recipe whose value is a plain tensor: what these kinds have in common.
@@ -268,19 +271,21 @@ class Plain(Recipe):
 
     def runs(self, view_spec: torch.Tensor) -> list[RowRun]:
         """The runs that a cut consists of, one after the other; none if it is not of whole rows."""
-        cut = metadata_of(view_spec)
-        known = self._runs.get(cut)
+        return self._noted_runs(metadata_of(view_spec), partial(self._found_runs, view_spec))
+
+    def _noted_runs(self, key: object, find: Callable[[], list[RowRun]]) -> list[RowRun]:
+        known = self._runs.get(key)
         if known is None:
+            with no_functions(), no_modes():
+                found = find()
             if len(self._runs) >= _RUNS_KNOWN:
                 self._runs.clear()
-            with no_functions(), no_modes():
-                is_of_it = view_spec.dtype == self.layout.dtype and view_spec.numel()
-                known = self._runs[cut] = self._found_runs(view_spec) if is_of_it else []
+            known = self._runs[key] = found
         return known
 
     @abstractmethod
     def _found_runs(self, view_spec: torch.Tensor) -> list[RowRun]:
-        """As `runs`, of a cut that is not empty."""
+        """As `runs`, found for the first time."""
 
     def compute_exactly(self) -> None:
         """From now on, products are those with the dense value."""
@@ -391,11 +396,7 @@ class Joined(Plain):
         whole = scratch_for(contiguous(self.layout.dtype, box.size), device)
         if len(inside) > 1 and not is_loaded():
             prefetch(view for piece, view_spec, _ in inside for view in piece.reads(view_spec))
-        for piece, view_spec, at in inside:
-            place = whole
-            for dim, size in enumerate(view_spec.shape):
-                place = place.narrow(dim, at[dim], size)
-            piece.put(place, view_spec)
+        _put_in_places(whole, inside)
         return whole
 
     def rows_of(self, view_spec: torch.Tensor) -> Iterator[tuple[Piece, int | None]]:
@@ -410,9 +411,11 @@ class Joined(Plain):
                     yield Piece(piece.handle, part), first_row(part.shape, at, box.size)
 
     def _found_runs(self, view_spec: torch.Tensor) -> list[RowRun]:
+        if view_spec.dtype != self.layout.dtype or not view_spec.numel():
+            return []
         only = self._only_cast(view_spec)
         if only is not None:
-            return [run.rounded_to(self.layout.dtype) for run in only.runs()]
+            return [self._cast(run) for run in only.runs()]
         shape, strides = self.layout.shape, contiguous_stride(tuple(view_spec.shape))
         is_of_rows = shape and view_spec.shape[-1:] == shape[-1:] and not view_spec.storage_offset() % shape[-1]
         if not is_of_rows or not lies_as(view_spec, strides):
@@ -426,9 +429,13 @@ class Joined(Plain):
                 runs = Piece(piece.handle, matrix).runs()
                 if not runs:
                     return []
-                found.extend(run.rounded_to(self.layout.dtype) for run in runs)
+                found.extend(map(self._cast, runs))
                 count += len(matrix)
         return found if count * shape[-1] == view_spec.numel() else []
+
+    def _cast(self, run: RowRun) -> RowRun:
+        dtype = self.layout.dtype
+        return run if run.dtypes[-1] == dtype else replace(run, dtypes=(*run.dtypes, dtype))
 
     def _only_cast(self, view_spec: torch.Tensor) -> Piece | None:
         """The cut of the only piece, if its numbers lie as in the value; None for other values."""
@@ -441,12 +448,8 @@ class Joined(Plain):
     def put_into(self, place: torch.Tensor) -> None:
         """As in all recipes, piece by piece."""
         with no_functions(), no_modes():
-            turned = place.permute(self.layout.order)
-            for piece, begin in zip(self.pieces, self._places, strict=True):
-                part = turned
-                for dim, size in enumerate(piece.view_spec.shape):
-                    part = part.narrow(dim, begin[dim], size)
-                piece.put(part, piece.view_spec)
+            inside = [(piece, piece.view_spec, at) for piece, at in zip(self.pieces, self._places, strict=True)]
+            _put_in_places(place.permute(self.layout.order), inside)
 
     def part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece | None:
         """As in all recipes."""
@@ -497,6 +500,14 @@ class Joined(Plain):
                     view_spec = view_spec.narrow(dim, low - begin, high - low)
             else:
                 yield piece, view_spec, at
+
+
+def _put_in_places(whole: torch.Tensor, inside: Iterable[Inside]) -> None:
+    for piece, view_spec, at in inside:
+        place = whole
+        for dim, size in enumerate(view_spec.shape):
+            place = place.narrow(dim, at[dim], size)
+        piece.put(place, view_spec)
 
 
 def joined(layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]], name: str) -> Piece:

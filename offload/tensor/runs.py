@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -64,7 +64,7 @@ class RowRun:
         dtypes: to which its numbers are rounded, one after the other.
         decoder: what computes the rows from the pieces; None if they are those of the only one.
         first: how many rows the pieces give before the first one.
-        is_last: whether the pieces give none after the last one.
+        is_whole: whether the pieces give no other rows.
         is_exact: whether products are those with the dense rows.
     """
 
@@ -74,7 +74,7 @@ class RowRun:
     dtypes: tuple[torch.dtype, ...]
     decoder: Decoder | None = None
     first: int = 0
-    is_last: bool = True
+    is_whole: bool = True
     is_exact: bool = False
 
     @cached_property
@@ -87,11 +87,6 @@ class RowRun:
         return _DENSE.get(piece.view_spec.dtype) if is_matrix else None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the pieces give its rows and no others."""
-        return self.is_last and not self.first
-
-    @property
     def is_turned(self) -> bool:
         """Whether the packed rows are columns of the value: they are computed as a whole."""
         return self.packed is not None and self.packed.is_turned
@@ -102,13 +97,20 @@ class RowRun:
         return self.count if self.is_turned else self.row[-1]
 
     @property
+    def begin(self) -> int:
+        """How many packed rows the pieces give before the first one."""
+        return self.first * math.prod(self.row[:-1])
+
+    @property
     def outputs(self) -> int:
         """How many packed rows there are."""
         return self.row[-1] if self.is_turned else self.count * math.prod(self.row[:-1])
 
-    def rounded_to(self, dtype: torch.dtype) -> RowRun:
-        """The same rows, rounded once more."""
-        return self if self.dtypes[-1] == dtype else replace(self, dtypes=(*self.dtypes, dtype))
+    def rounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows, as they are computed, in the last dtype."""
+        for dtype in self.dtypes:
+            rows = rows.to(dtype)
+        return rows
 
     def rounds_once(self, dtype: torch.dtype) -> bool:
         """Whether its numbers, which are computed in float32, can be rounded to a dtype at once."""

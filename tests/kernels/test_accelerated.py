@@ -22,8 +22,7 @@ from offload.checkpoints.forms.fp8 import decode
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
 from offload.errors import ArgumentError
 from offload.kernels import accelerated
-from offload.kernels.accelerated import Rows
-from offload.kernels.packed import BLOCKS, GgufRows, NumberRows
+from offload.kernels.packed import BLOCKS, GgufRows, NumberRows, Packed
 from offload.tensor import blocks
 from offload.tensor.views import handle_of
 from tests.prefetch import delayed_device
@@ -115,7 +114,7 @@ def pieces_of(form: str, dtype: torch.dtype = torch.float32) -> list[torch.Tenso
     return [stored.view(torch.float8_e4m3fn) if packed.kind == "e4m3" else stored, factors(*scales, dtype)]
 
 
-def product(packed: Rows, pieces: list[torch.Tensor], x: torch.Tensor, count: int = ROWS) -> torch.Tensor:
+def product(packed: Packed, pieces: list[torch.Tensor], x: torch.Tensor, count: int = ROWS) -> torch.Tensor:
     place = torch.empty(len(x), count)
     accelerated.multiply(packed, pieces, x, place)
     return place
@@ -296,14 +295,14 @@ def on_the_stand_in(library: Path) -> tuple[torch.device, list[str]]:
     delayed_device.ops.late(20)
     multiplier, decoder = accelerated.multiply, accelerated.decode
 
-    def multiply(packed: Rows, pieces: list[torch.Tensor], x: torch.Tensor, place: torch.Tensor) -> None:
+    def multiply(packed: Packed, pieces: list[torch.Tensor], x: torch.Tensor, place: torch.Tensor) -> None:
         assert {device} == {piece.device for piece in (*pieces, x)}
         used.append("multiply")
         found = torch.empty(place.shape, dtype=torch.float32)
         multiplier(packed, [piece.cpu() for piece in pieces], x.cpu().float(), found)
         place.copy_(found)
 
-    def decode(packed: Rows, pieces: list[torch.Tensor], first: int, place: torch.Tensor) -> None:
+    def decode(packed: Packed, pieces: list[torch.Tensor], first: int, place: torch.Tensor) -> None:
         used.append("decode")
         dense = torch.empty(place.shape, dtype=torch.float32)
         decoder(packed, [piece.cpu() for piece in pieces], first, dense)

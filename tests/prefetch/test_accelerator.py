@@ -18,7 +18,7 @@ from offload.checkpoints.forms.integers import _decode_awq, _decode_gptq
 from offload.checkpoints.forms.mxfp4 import _decode as mxfp4
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
 from offload.kernels import accelerated
-from offload.kernels.packed import GgufRows, NumberRows
+from offload.kernels.packed import GgufRows, NumberRows, Packed
 from offload.prefetch import staging
 from offload.tensor.blocks import decode
 from offload.tensor.wrapper import guest_of
@@ -68,7 +68,7 @@ DECODERS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], list[torch.T
 
 
 LEVELS = tuple(number - 8.0 for number in range(16))
-PACKED: dict[str, tuple[accelerated.Rows, Callable[..., torch.Tensor], Callable[[], list[torch.Tensor]]]] = {
+PACKED: dict[str, tuple[Packed, Callable[..., torch.Tensor], Callable[[], list[torch.Tensor]]]] = {
     "FP8": (NumberRows("e4m3", group=128, rows_per_scale=128), *DECODERS["FP8"]),
     "4-bit integers": (
         NumberRows("halves_low", group=32, table=LEVELS),

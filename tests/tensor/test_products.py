@@ -19,7 +19,7 @@ from offload.kernels import native
 from offload.kernels.packed import NumberRows
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.tensor import products
+from offload.tensor import backends, products
 from offload.tensor.backends import most_rows_of, product_with
 from offload.tensor.decoded import Decoded
 from offload.tensor.recipes import Joined, Piece
@@ -311,6 +311,20 @@ def packed_table(folder: Path, rows: int, columns: int) -> Any:
     return offload.load_file(folder / "table.gguf")["table"]
 
 
+def test_the_backend_that_takes_an_act_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded and picked rows have the bits of torch's chain."""
+    found = []
+    for backend in ("C", "torch"):
+        table = packed_table(tmp_path, rows=40, columns=1024)
+        monkeypatch.setattr(native, "library", native.library if backend == "C" else lambda: None)
+        backends.TAKEN.clear()
+        found.append([table.materialize(), table[[3, 39, 3]]])
+        F.linear(torch.ones(1, 1024), table)
+
+        assert {("decode", backend), ("pick", backend), ("multiply", backend)} <= set(backends.TAKEN)
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("is_inference", [False, True], ids=["with gradients", "without"])
 def test_forward_derivatives_through_packed_weights_are_those_of_the_dense_weight(model, is_inference):
     """A weight that requires no grad is no part of any graph: its product has a tangent all the same."""
@@ -357,7 +371,7 @@ def test_experts_are_multiplied_where_their_pieces_lie(name, tmp_path, monkeypat
             exact = F.grouped_mm(x, stack, offs=ends)
         assert torch.equal(F.grouped_mm(x, dense, offs=ends), exact)
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(Decoded, "_into", lambda *_: pytest.fail("decoded"))
+            patch.setattr(backends.Compiled, "decode", lambda *_: pytest.fail("decoded"))
             fused = F.grouped_mm(x, stack, offs=ends)
             alone = F.grouped_mm(x[-1:], stack, offs=torch.tensor([0, 0, 0, 1], dtype=torch.int32))
 
