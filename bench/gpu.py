@@ -430,6 +430,7 @@ def in_q4_k(scale: Scale, folder: Path, device: torch.device) -> list[OffloadedT
     from offload.tensor.blocks import decode
     from offload.tensor.decoded import Decoded
     from offload.tensor.recipes import Piece
+    from offload.tensor.runs import Decoder
     from offload.tensor.views import handle_of
 
     pieces = {}
@@ -442,7 +443,7 @@ def in_q4_k(scale: Scale, folder: Path, device: torch.device) -> list[OffloadedT
     for name, tensor in _stored(folder, pieces).items():
         layout = contiguous(torch.float32, (scale.side, scale.side))
         rows = GgufRows("Q4_K")
-        recipe = Decoded(layout, partial(decode, kind="Q4_K"), [Piece(handle_of(tensor))], per=(1,), packed=rows)
+        recipe = Decoded(layout, Decoder(partial(decode, kind="Q4_K"), (1,), packed=rows), [Piece(handle_of(tensor))])
         made.append(_as_bfloat16(Handle.compose(recipe, name), device))
     return made
 

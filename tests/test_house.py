@@ -386,7 +386,7 @@ def test_a_module_has_at_most_some_700_lines():
 
 # Lines, with blank ones and docstrings. They only go down: a new mechanism names the one that it replaces.
 MOST_LINES = {
-    ("offload", "py"): 43_200,  # on the way to 36,000, and then to 32,000
+    ("offload", "py"): 43_100,  # on the way to 36,000, and then to 32,000
     ("offload", "[ch]"): 3_400,
     ("tests", "py"): 64_600,  # on the way to 52,000
     ("bench", "py"): 8_700,
@@ -400,7 +400,7 @@ def test_the_lines_of_a_folder_stay_within_their_budget(folder, kind):
     assert 1_000 < count <= MOST_LINES[folder, kind]
 
 
-TWICE = {"Engine", "Form", "Piece", "Place", "Rows", "_Saved"}  # to be renamed: nothing is added here
+TWICE = {"Engine", "Form", "Place"}  # to be renamed: nothing is added here
 
 
 def test_a_class_name_stands_for_one_class():

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from offload.system.locks import fork_safe_lock
-from offload.tensor.products import any_rows, are_multiplied_packed
+from offload.tensor.backends import any_rows
+from offload.tensor.products import are_multiplied_packed
 
 _NAME, _USUAL = "offload_rows", "sdpa"
 

@@ -42,7 +42,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPart:
     """What was added to an answer."""
 
     text: str
@@ -64,7 +64,7 @@ class Job:
 
     Attributes:
         prompt: what it begins with, and how many tokens to generate; 0 to score the prompt alone.
-        tell: called with each `Piece`, and then with an `End`, in some thread.
+        tell: called with each `AnswerPart`, and then with an `End`, in some thread.
         options: those of `bodies.OPTIONS` that are given.
         top: alternatives per token; None for no log-probabilities.
         echo: whether the prompt is scored, too.
@@ -76,7 +76,7 @@ class Job:
     """
 
     prompt: Prompt
-    tell: Callable[[Piece | End], None]
+    tell: Callable[[AnswerPart | End], None]
     options: Json = field(default_factory=dict)
     top: int | None = None
     echo: bool = False
@@ -166,7 +166,7 @@ class Answering:
         """Tell the log-probabilities of the prompt's tokens; returns the logits of the next one: (vocabulary,)."""
         assert job.top is not None
         prompt, starts = job.prompt.tokens, job.prompt.starts
-        job.tell(Piece("", [Score(prompt[0], None, (), starts[0])]))
+        job.tell(AnswerPart("", [Score(prompt[0], None, (), starts[0])]))
         width = self._model.config.get_text_config().vocab_size
         step = max(_SCORED_BYTES // (4 * width), 16)
         length = tokens.shape[1]
@@ -180,7 +180,7 @@ class Answering:
             scores = torch.log_softmax(logits, dim=-1)
             following = range(start + 1, min(start + 1 + len(scores), length))
             told = [_score(one, prompt[at], job.top, starts[at]) for one, at in zip(scores, following, strict=False)]
-            job.tell(Piece("", told))
+            job.tell(AnswerPart("", told))
             if job.is_over:
                 break
         return logits[-1].clone()
@@ -217,7 +217,7 @@ class Streamer:
             start = len(self._job.prompt.text) + self._text.length
             scores = [] if self._job.top is None else [_score(self._scores, token, self._job.top, start)]
             self._job.tokens.append(token)
-            self._job.tell(Piece(self._text.add(token), scores, tokens=1))
+            self._job.tell(AnswerPart(self._text.add(token), scores, tokens=1))
 
     def end(self) -> None:
         """Nothing: the text may have a rest."""
@@ -226,7 +226,7 @@ class Streamer:
         """Tell the rest of the text."""
         rest = self._text.rest()
         if rest:
-            self._job.tell(Piece(rest))
+            self._job.tell(AnswerPart(rest))
 
     def stops(self, tokens: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
         """Whether the answer ends here."""

@@ -214,7 +214,8 @@ def _threads(numbers: int) -> tuple[int, int | None]:
     return count, None if team is None or count == 1 else ctypes.addressof(team)
 
 
-def _require(fits: bool, *facts: object) -> None:
+def require(fits: bool, *facts: object) -> None:
+    """Raises `ArgumentError` for sizes that C must not be given."""
     if not fits:
         raise ArgumentError(f"the kernels do not take these sizes: {' '.join(map(str, facts))}")
 
@@ -236,9 +237,9 @@ def _address(
 ) -> int:
     """The address of a tensor of this shape, whose rows are `step` numbers apart; None for any distance."""
     fits = tensor.shape == shape and tensor.dtype in dtypes
-    _require(fits, tensor.shape, "of", tensor.dtype, "for", shape)
-    _require(shape[-1] < 2 or tensor.stride(-1) == 1, "numbers that are apart in", shape)
-    _require(step is None or shape[0] < 2 or tensor.stride(0) == step, "rows that are apart in", shape)
+    require(fits, tensor.shape, "of", tensor.dtype, "for", shape)
+    require(shape[-1] < 2 or tensor.stride(-1) == 1, "numbers that are apart in", shape)
+    require(step is None or shape[0] < 2 or tensor.stride(0) == step, "rows that are apart in", shape)
     return memory_of(tensor)
 
 
@@ -250,7 +251,7 @@ def _indices(rows: torch.Tensor, count: int, end: int, *, least: int = 0) -> int
     """The address of so many indices, from `least` to `end - 1`."""
     address = _address(rows, (count,), (torch.int64,))
     low, high = map(int, rows.aminmax()) if count else (least, least)
-    _require(least <= low and (high < end or not count), "rows from", low, "to", high, "of", end)
+    require(least <= low and (high < end or not count), "rows from", low, "to", high, "of", end)
     return address
 
 
@@ -282,13 +283,13 @@ def decode(matrix: Matrix, first: int, place: torch.Tensor, *, level: int | None
         MemoryError
     """
     rows = _rows_of(place)
-    _require(0 <= first <= matrix.outputs - rows, rows, "rows from", first, "on, of", matrix.outputs)
+    require(0 <= first <= matrix.outputs - rows, rows, "rows from", first, "on, of", matrix.outputs)
     _decode(matrix, None, first, (rows, matrix.columns), place, level)
 
 
 def decode_turned(matrix: Matrix, place: torch.Tensor, *, level: int | None = None) -> None:
     """Decode all rows into the columns of a tensor of shape (columns, rows), in its dtype; not of words."""
-    _require(not matrix.bits, "words are not turned")
+    require(not matrix.bits, "words are not turned")
     _decode(matrix, None, 0, (matrix.columns, matrix.outputs), place, level, is_turned=True)
 
 
@@ -318,17 +319,17 @@ def _decode(
 
 
 class Product:
-    """Products of rows of activations with packed rows: what does not depend on the activations is made once.
+    """Products with packed rows, those of some matrices side by side: what does not depend on the activations.
 
     Attributes:
         matrices: the packed rows; their memory is alive.
         sizes: of all of them: rows, and columns.
     """
 
-    __slots__ = ("_level", "_parts", "matrices", "sizes")
+    __slots__ = ("_array", "_level", "_parts", "matrices", "sizes")
 
     def __init__(self, parts: Sequence[tuple[Matrix, int]], *, level: int | None = None) -> None:
-        """Each part is the first rows of a matrix, so many; their products are side by side.
+        """Each part is the first rows of a matrix, so many.
 
         Args:
             parts: matrices whose memory is alive.
@@ -339,12 +340,19 @@ class Product:
         """
         self.matrices, self._level, height, columns = [matrix for matrix, _ in parts], level, 0, parts[0][0].columns
         self._parts: list[tuple[int, int, int]] = []
+        self._array: ctypes.Array[RowsOfPart] | None = None
         for matrix, count in parts:
             fits = 0 <= count <= matrix.outputs and matrix.columns == columns
-            _require(fits, count, "rows of", matrix.outputs, "and columns", matrix.columns, "beside", columns)
+            require(fits, count, "rows of", matrix.outputs, "and columns", matrix.columns, "beside", columns)
             self._parts.append((ctypes.addressof(matrix), count, height))
             height += count
         self.sizes = height, columns
+
+    def parts(self) -> tuple[int, int]:
+        """As the library takes them for experts: their address, and how many there are. Valid while this is alive."""
+        if self._array is None:
+            self._array = (RowsOfPart * len(self._parts))(*(RowsOfPart(*part) for part in self._parts))
+        return ctypes.addressof(self._array), len(self._parts)
 
     def into(self, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor) -> None:
         """`place = x @ rows.T + bias`.
@@ -360,7 +368,7 @@ class Product:
         """
         height, columns = self.sizes
         (rows, step, given), (_, apart, out) = _rows_in(x, columns), _rows_in(place, height)
-        _require(x.shape[:-1] == place.shape[:-1] and rows <= MOST_ROWS, x.shape, "for", place.shape)
+        require(x.shape[:-1] == place.shape[:-1] and rows <= MOST_ROWS, x.shape, "for", place.shape)
         added = None if bias is None else _address(bias, (height,))
         bias_dtype, bias_size = (0, 0) if bias is None else (DTYPES[bias.dtype], bias.itemsize)
         x_dtype, out_dtype, out_size = DTYPES[x.dtype], DTYPES[place.dtype], place.itemsize
@@ -376,10 +384,10 @@ class Product:
 def _rows_in(tensor: torch.Tensor, columns: int) -> tuple[int, int, int]:
     """How many rows of so many numbers a tensor has, how far apart they are, and the address of the first."""
     shape = tensor.shape
-    _require(tensor.dtype in DTYPES and len(shape) > 0 and shape[-1] == columns, shape, tensor.dtype, "for", columns)
+    require(tensor.dtype in DTYPES and len(shape) > 0 and shape[-1] == columns, shape, tensor.dtype, "for", columns)
     if tensor.is_contiguous():
         return tensor.numel() // columns if columns else math.prod(shape[:-1]), columns, memory_of(tensor)
-    _require(len(shape) == _OF_ROWS and (columns < 2 or tensor.stride(1) == 1), "numbers that are apart in", shape)
+    require(len(shape) == _OF_ROWS and (columns < 2 or tensor.stride(1) == 1), "numbers that are apart in", shape)
     return shape[0], tensor.stride(0), memory_of(tensor)
 
 
@@ -390,38 +398,11 @@ def multiply(
     Product([(matrix, place.shape[-1] if place.dim() else 0)], level=level).into(x, bias, place)
 
 
-class Projection:
-    """The packed rows of an expert, part after part, whose products are side by side.
-
-    Attributes:
-        matrices: of the parts; their memory is alive.
-        parts, count: as the library takes them: their address, and how many there are.
-        sizes: of all parts: rows, and columns.
-    """
-
-    __slots__ = ("_array", "count", "matrices", "parts", "sizes")
-
-    def __init__(self, parts: Sequence[tuple[Matrix, int]]) -> None:
-        """Each part has that many rows of its matrix, the first ones.
-
-        Raises:
-            ArgumentError: a matrix has fewer rows, or other columns than the first.
-        """
-        self.matrices, self._array, height = [matrix for matrix, _ in parts], (RowsOfPart * len(parts))(), 0
-        self.parts, self.count, width = ctypes.addressof(self._array), len(parts), parts[0][0].columns
-        for part, (matrix, count) in zip(self._array, parts, strict=True):
-            fits = 0 <= count <= matrix.outputs and matrix.columns == width
-            _require(fits, count, "rows of", matrix.outputs, "and columns", matrix.columns, "beside", width)
-            part.packed, part.count, part.column = ctypes.addressof(matrix), count, height
-            height += count
-        self.sizes = height, width
-
-
 class ExpertRows(NamedTuple):
     """How many rows an expert is given, and the row of the results that theirs begin with."""
 
-    up: Projection
-    down: Projection
+    up: Product
+    down: Product
     rows: int
     to: int
 
@@ -464,7 +445,7 @@ def multiply_experts(
         ArgumentError: sizes do not fit.
         MemoryError
     """
-    _require(down.dim() == _OF_ROWS, "results of", down.shape)
+    require(down.dim() == _OF_ROWS, "results of", down.shape)
     layer, (results, width) = Layer(), down.shape
     layer.down, layer.width = _address(down, (results, width), (torch.float32,), step=width), width
     array = _add_experts(layer, experts, results)
@@ -474,9 +455,9 @@ def multiply_experts(
         layer.x_step, layer.x_dtype, layer.experts = x.stride(0), DTYPES[x.dtype], ctypes.addressof(array)
     if tokens is not None:
         layer.tokens = _indices(tokens, rows, _rows_of(x))
-        _require(up is not None or wide == 2 * inner, wide, "products for", inner)
+        require(up is not None or wide == 2 * inner, wide, "products for", inner)
     if up is not None:
-        _require(tokens is not None, "products with `up` alone, of no tokens")
+        require(tokens is not None, "products with `up` alone, of no tokens")
         layer.up = _address(up, (rows, wide), (torch.float32,), step=wide)
     if total is not None:
         _add_sum(layer, total, results)
@@ -489,21 +470,21 @@ def _add_experts(layer: Layer, experts: Sequence[ExpertRows], results: int) -> c
     for field, (up, down, count, to) in zip(array, experts, strict=True):
         sizes = up.sizes, down.sizes
         first = first or sizes
-        _require(first == sizes, "an expert of", sizes, "beside one of", first)
-        _require(0 < count <= MOST_ROWS and 0 <= to <= results - count, count, "rows from", to, "on, of", results)
-        field.up, field.up_count, field.down, field.down_count = up.parts, up.count, down.parts, down.count
+        require(first == sizes, "an expert of", sizes, "beside one of", first)
+        require(0 < count <= MOST_ROWS and 0 <= to <= results - count, count, "rows from", to, "on, of", results)
+        (field.up, field.up_count), (field.down, field.down_count) = up.parts(), down.parts()
         field.begin, field.end, field.to = rows, rows + count, to
         rows += count
     layer.count, layer.rows = len(experts), rows
     if first is not None:
         (layer.wide, layer.hidden), (width, layer.inner) = first
-        _require(width == layer.width, width, "products, where there is room for", layer.width)
+        require(width == layer.width, width, "products, where there is room for", layer.width)
     return array
 
 
 def _add_sum(layer: Layer, total: WeightedSum, results: int) -> None:
     places, weights, out = total
-    _require(places.dim() == _OF_ROWS and places.is_contiguous(), "places of", places.shape)
+    require(places.dim() == _OF_ROWS and places.is_contiguous(), "places of", places.shape)
     layer.all_tokens, layer.picks = places.shape
     layer.places = _indices(places.view(-1), places.numel(), results, least=-1)
     layer.weights = _address(weights, (places.numel(),), (torch.float32,))

@@ -2,20 +2,22 @@
 
 Always true:
 - a description is immutable and picklable; it names what is stored, and holds no data
-- `matrix` checks every size, and every index that is stored, before it passes on an address
+- `by_role` looks at sizes, dtypes and strides alone: those of meta tensors, too
+- `matrix` checks these, and every index that is stored, before it passes on an address
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, TypeAlias
 
 import torch
 
-from offload.kernels.native import Matrix, memory_of
+from offload.errors import ArgumentError
+from offload.kernels.native import Matrix, memory_of, require
 
 _BLOCKS = {  # numbers and bytes of a block, by kind, in the order of `BLOCK_KINDS` in kernels.h; see `limbs.h`
     "Q4_0": (32, 18),
@@ -83,6 +85,8 @@ _BY_ROLE = {  # dtypes that the kernels take
     "scales": (*_FLOATS, torch.uint8, torch.float8_e4m3fn),
     "zeros": (*_FLOATS, torch.int8, torch.int32),
 }
+ByRole: TypeAlias = "dict[str, torch.Tensor]"
+
 _NESTED = 7
 _NONE = -1
 _LANES = 16  # outputs that are computed together, of words
@@ -114,22 +118,24 @@ class GgufRows:
         """See `Packed`."""
         return self.kind in _BLOCKS
 
-    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
+    def by_role(self, pieces: Sequence[torch.Tensor], columns: int) -> ByRole | None:
         """See `Packed`."""
         [rows] = pieces
         numbers, nbytes = _ROWS[self.kind]
-        wanted = (columns // numbers * nbytes,)
-        if rows.dtype != torch.uint8 or rows.shape[1:] != wanted or columns % numbers or rows.stride(-1) != 1:
-            return None
-        if self.heads and (len(rows) % self.heads or self.heads % 2):
-            return None
-        made = Matrix(memory_of(rows), rows.stride(0), columns, _KINDS[self.kind], self.heads, _NONE, _NONE)
-        made.group, made.rows_per_scale, made.divisor, made.last = columns, 1, 1, 1
-        made.outputs = len(rows)
+        is_whole = columns % numbers == 0 and rows.shape[1:] == (columns // numbers * nbytes,)
+        are_pairs = not self.heads or len(rows) % self.heads == self.heads % 2 == 0
+        has_book = self.kind not in _BOOKS or _codebook(self.kind) is not None
+        fits = rows.dtype == torch.uint8 and is_whole and rows.stride(-1) == 1 and are_pairs and has_book
+        return {"numbers": rows} if fits else None
+
+    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix:
+        """See `Packed`."""
+        rows = _fitting(self, pieces, columns)["numbers"]
+        made = _matrix(memory_of(rows), rows.stride(0), columns, self.kind, len(rows))
+        made.heads = self.heads
         if self.kind in _BOOKS:
             book = _codebook(self.kind)
-            if book is None:
-                return None
+            assert book is not None
             made.book = memory_of(book)
         return made
 
@@ -164,51 +170,59 @@ class NumberRows:
     def __post_init__(self) -> None:
         assert self.group % 32 == 0 or self.group == 16, "groups are of whole vectors"
 
-    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
+    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix:
+        """See `Packed`."""
+        found = _fitting(self, pieces, columns)
+        numbers, scales, zeros = found["numbers"], found.get("scales"), found.get("zeros")
+        made = _matrix(memory_of(numbers), numbers.stride(0), columns, self.kind, len(numbers))
+        made.last, made.table = self.last, (ctypes.c_float * 16)(*self.table)
+        if scales is not None:
+            made.group, made.rows_per_scale = self.shared_by(scales, columns, len(numbers))
+            made.scale_dtype, made.scales = FACTORS[scales.dtype], memory_of(scales)
+            made.scale_step = scales.stride(0) * scales.itemsize
+        if zeros is not None:
+            made.zero_dtype, made.zeros = FACTORS[zeros.dtype], memory_of(zeros)
+            made.zero_step = zeros.stride(0) * zeros.itemsize
+        if "divisor" in found:
+            made.divisor = float(found["divisor"])
+        if "nested_scales" in found:
+            made.scale_dtype, made.nested_block, made.nested_offset = _NESTED, self.nested_block, self.nested_offset
+            made.nested_scales = memory_of(found["nested_scales"])
+            made.nested_numbers = memory_of(found["nested_numbers"])
+        return made
+
+    def by_role(self, pieces: Sequence[torch.Tensor], columns: int) -> ByRole | None:
         """See `Packed`."""
         if self.is_turned:
             pieces = [piece.transpose(0, 1) for piece in pieces]
-        named = dict(zip(self.roles, pieces, strict=True))
-        numbers = as_rows(named["numbers"].view(torch.uint8), None, (columns * _BITS[self.kind] + 7) // 8)
-        if numbers is None:
+        found = dict(zip(self.roles, pieces, strict=True))
+        if not found["numbers"].dim() or found["numbers"].stride(-1) != 1 < found["numbers"].itemsize:
             return None
-        made = Matrix(memory_of(numbers), numbers.stride(0), columns, _KINDS[self.kind], 0, _NONE, _NONE)
-        made.group, made.rows_per_scale, made.divisor, made.last = columns, 1, 1, self.last
-        made.outputs = len(numbers)
-        made.table = (ctypes.c_float * 16)(*self.table)
-        return made if "scales" not in named or self._scaled(made, named, len(numbers)) else None
+        numbers = as_rows(found["numbers"].view(torch.uint8), None, (columns * _BITS[self.kind] + 7) // 8)
+        if numbers is None or not all(takes(role, piece.dtype) for role, piece in found.items()):
+            return None
+        if "scales" not in found:
+            return {"numbers": numbers}
+        group, each = self.shared_by(found["scales"], columns, len(numbers))
+        groups, high = -(-columns // group), -(-len(numbers) // each)
+        found["numbers"] = numbers
+        for role in ("scales", "zeros") if "zeros" in found else ("scales",):
+            is_in_words = found[role].dtype == torch.int32  # of eight rows
+            factors = as_rows(found[role], -(-len(numbers) // 8) if is_in_words else high, groups)
+            if factors is None:
+                return None
+            found[role] = factors
+        nested = [found[role] for role in ("nested_scales", "nested_numbers") if role in found]
+        if nested:
+            are_floats = all(one.dtype == torch.float32 and one.is_contiguous() for one in nested)
+            are_enough = nested[0].numel() * self.nested_block >= len(numbers) * groups and nested[1].numel() >= 256
+            return found if are_floats and are_enough and found["scales"].dtype == torch.uint8 else None
+        return found
 
-    def _scaled(self, made: Matrix, named: Mapping[str, torch.Tensor], rows: int) -> bool:
-        """Add the factors; whether they fit."""
-        scales, zeros = named["scales"], named.get("zeros")
-        if not all(takes(role, piece.dtype) for role, piece in named.items()):
-            return False
-        made.group = self.group or -(-made.columns // 32) * 32
+    def shared_by(self, scales: torch.Tensor, columns: int, rows: int) -> tuple[int, int]:
+        """How many columns share a factor, and how many rows."""
         is_for_all = scales.numel() == 1 or not self.rows_per_scale
-        made.rows_per_scale = max(1, rows) if is_for_all else self.rows_per_scale
-        groups, high = -(-made.columns // made.group), -(-rows // made.rows_per_scale)
-        found = as_rows(scales, high, groups)
-        if found is None:
-            return False
-        made.scale_dtype, made.scales = FACTORS[scales.dtype], memory_of(found)
-        made.scale_step = found.stride(0) * found.itemsize
-        if zeros is not None:
-            found = as_rows(zeros, -(-rows // 8) if zeros.dtype == torch.int32 else high, groups)
-            if found is None:
-                return False
-            made.zero_dtype, made.zeros = FACTORS[zeros.dtype], memory_of(found)
-            made.zero_step = found.stride(0) * found.itemsize
-        if "divisor" in named:
-            made.divisor = float(named["divisor"])
-        if "nested_scales" in named:
-            outer, inner = named["nested_scales"], named["nested_numbers"]
-            are_floats = all(one.dtype == torch.float32 and one.is_contiguous() for one in (outer, inner))
-            are_enough = outer.numel() * self.nested_block >= rows * groups and inner.numel() >= 256
-            if not are_floats or not are_enough or scales.dtype != torch.uint8:
-                return False
-            made.scale_dtype, made.nested_block, made.nested_offset = _NESTED, self.nested_block, self.nested_offset
-            made.nested_scales, made.nested_numbers = memory_of(outer), memory_of(inner)
-        return True
+        return self.group or -(-columns // 32) * 32, max(1, rows) if is_for_all else self.rows_per_scale
 
 
 @dataclass(frozen=True)
@@ -230,33 +244,50 @@ class WordColumns:
     is_rounded: ClassVar[bool] = False
     in_integers: ClassVar[bool] = False
 
-    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix | None:
+    def by_role(self, pieces: Sequence[torch.Tensor], columns: int) -> ByRole | None:
         """See `Packed`."""
         words, zeros, scales = (piece.t() for piece in pieces[:3])  # (inputs, outputs) and (groups, outputs)
-        order = pieces[3] if len(pieces) > 3 else None
         groups, outputs = scales.shape
         each = 32 // self.bits
         shapes = (columns, -(-outputs // 8)) if self.is_awq else (-(-columns // each), outputs)
         wanted = [(words, shapes), (zeros, (groups, -(-outputs // each))), (scales, (groups, outputs))]
-        if any(tuple(piece.shape) != shape or piece.stride(1) != 1 for piece, shape in wanted) or outputs < _LANES:
+        if any(tuple(piece.shape) != shape or piece.stride(1) != 1 for piece, shape in wanted):
             return None
-        if self.is_awq and outputs % 8:
-            return None
-        if words.dtype != torch.int32 or zeros.dtype != torch.int32 or scales.dtype not in _FLOATS:
-            return None
-        kind = _KINDS[_WORDS[self.is_awq]]
-        made = Matrix(memory_of(words), words.stride(0) * 4, columns, kind, 0, FACTORS[scales.dtype], _NONE)
-        made.group, made.rows_per_scale, made.divisor, made.last = -(-columns // groups), 1, 1, 1
+        are_known = words.dtype == zeros.dtype == torch.int32 and scales.dtype in _FLOATS
+        are_enough = groups > 0 and outputs >= _LANES and not (self.is_awq and outputs % 8)
+        orders = ((one.dtype, tuple(one.shape), one.is_contiguous()) for one in pieces[3:])
+        fits = are_known and are_enough and all(one == (torch.int32, (columns,), True) for one in orders)
+        return {"numbers": words, "zeros": zeros, "scales": scales} if fits else None
+
+    def matrix(self, pieces: Sequence[torch.Tensor], columns: int) -> Matrix:
+        """See `Packed`."""
+        words, zeros, scales = _fitting(self, pieces, columns).values()
+        groups, outputs = scales.shape
+        made = _matrix(memory_of(words), words.stride(0) * 4, columns, _WORDS[self.is_awq], outputs)
+        made.group, made.scale_dtype = -(-columns // groups), FACTORS[scales.dtype]
         made.scales, made.scale_step = memory_of(scales), scales.stride(0) * scales.itemsize
         made.zeros, made.zero_step = memory_of(zeros), zeros.stride(0) * 4
-        made.bits, made.less, made.outputs = self.bits, self.less, outputs
-        if order is not None:
-            is_known = order.dtype == torch.int32 and tuple(order.shape) == (columns,) and order.is_contiguous()
-            least, most = order.aminmax() if columns else (0, 0)
-            if not is_known or least < 0 or most >= groups:
-                return None
+        made.bits, made.less = self.bits, self.less
+        for order in pieces[3:]:
             made.order = memory_of(order)
+            least, most = map(int, order.aminmax()) if columns else (0, 0)
+            require(0 <= least <= most < groups, "groups from", least, "to", most, "of", groups)
         return made
+
+
+def _matrix(address: int, step: int, columns: int, kind: str, rows: int) -> Matrix:
+    """A matrix without factors."""
+    made = Matrix(address, step, columns, _KINDS[kind], 0, _NONE, _NONE)
+    made.group, made.rows_per_scale, made.divisor, made.last, made.outputs = columns, 1, 1, 1, rows
+    return made
+
+
+def _fitting(packed: Packed, pieces: Sequence[torch.Tensor], columns: int) -> ByRole:
+    found = packed.by_role(pieces, columns)
+    if found is None:
+        sizes = [(tuple(piece.shape), piece.dtype) for piece in pieces]
+        raise ArgumentError(f"the kernels do not take {sizes} for {columns} columns of {packed}")
+    return found
 
 
 Packed: TypeAlias = GgufRows | NumberRows | WordColumns
@@ -264,8 +295,9 @@ Packed: TypeAlias = GgufRows | NumberRows | WordColumns
 
 `is_turned` says whether its rows are the columns of the dense value; `is_rounded`, whether the dense value is computed
 in another dtype than float32, so that decoding it gives other last bits; `in_integers`, whether its kernel multiplies
-in integers: see `limbs.h`. `matrix` makes the matrix over stored pieces: (rows, ...) each. It is valid while they are,
-and None if the kernels do not take pieces of these sizes or strides.
+in integers: see `limbs.h`. `by_role` gives the pieces, (rows, ...) each, as matrices whose rows are in one place each;
+None if the kernels do not take such sizes or strides. `matrix` makes the matrix over them, valid while they are, and
+raises an `ArgumentError` for others.
 """
 
 

@@ -126,7 +126,7 @@ def _dense(
 
 @triton.jit
 def multiply(
-    out, x, count,
+    out, out_step, x, count,
     numbers, step, heads, scales, across, high, group, table, outer, inner, nested, offset, last, rows, columns,
     MOST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     KIND: tl.constexpr, IN_BLOCKS: tl.constexpr, SCALES: tl.constexpr, IN_HEADS: tl.constexpr,
@@ -147,7 +147,7 @@ def multiply(
         total += given[:, None, :] * dense[None, :, :]
     place = first + tl.arange(0, HIGH)[None, :]
     found = tl.sum(total, axis=2).to(out.dtype.element_ty)
-    tl.store(out + one * rows + place, found, mask=(one < count) & (place < rows))
+    tl.store(out + one * out_step + place, found, mask=(one < count) & (place < rows))
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.annotations import Json
 from offload.errors import OffloadError, visible
-from offload.generation.answering import End, Job, Piece
+from offload.generation.answering import AnswerPart, End, Job
 from offload.generation.bodies import Asked, Refused, chat_body, error_body, text_body
 from offload.generation.chat import Prompts
 from offload.serving.engine import Engine
@@ -40,7 +40,7 @@ from offload.serving.figures import exposition
 from offload.serving.responses import Response
 from offload.system.reasons import first_line
 
-Items: TypeAlias = "asyncio.Queue[tuple[int, Piece | End] | None]"
+Items: TypeAlias = "asyncio.Queue[tuple[int, AnswerPart | End] | None]"
 
 _MOST_BYTES = 4 << 20  # of a body
 _DRAINED = 64 << 20  # bytes of a larger one that are read, so that its client reads the refusal
@@ -170,8 +170,8 @@ class App:
         items: Items = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def tell(index: int, item: Piece | End) -> None:
-            if isinstance(item, Piece):
+        def tell(index: int, item: AnswerPart | End) -> None:
+            if isinstance(item, AnswerPart):
                 self._engine.count_tokens(item)
             with suppress(RuntimeError):  # the loop is closed: the server has ended
                 loop.call_soon_threadsafe(items.put_nowait, (index, item))
@@ -218,7 +218,7 @@ class _Answer(Reply):
             pass
         self._items.put_nowait(None)
 
-    async def _next(self) -> tuple[int, Piece] | None:
+    async def _next(self) -> tuple[int, AnswerPart] | None:
         """The next piece; None once all answers have ended.
 
         Raises:
@@ -231,13 +231,13 @@ class _Answer(Reply):
                 raise _Gone
             index, part = item
             choice = self._response.choices[index]
-            if isinstance(part, Piece):
+            if isinstance(part, AnswerPart):
                 choice.add(part)
                 return index, part
             if part.error is not None:
                 raise _failure(part.error)
             choice.reason = part.reason
-            return index, Piece("")
+            return index, AnswerPart("")
         return None
 
     async def _whole(self) -> Reply:

@@ -29,7 +29,7 @@ import torch
 from offload.batches.scheduler import Call, Scheduler
 from offload.batches.stages import handles_of, models_of, stages_of
 from offload.batches.states import Settings, ThreadState
-from offload.generation.answering import End, Job, Piece, bytes_per_token
+from offload.generation.answering import AnswerPart, End, Job, bytes_per_token
 from offload.generation.bodies import Refused
 from offload.memory import available_bytes
 from offload.prefetch.engine import counts
@@ -250,7 +250,7 @@ class Engine:
                 for job in self._running.values():
                     job.is_cut = True
 
-    def count_tokens(self, piece: Piece) -> None:
+    def count_tokens(self, piece: AnswerPart) -> None:
         """Count generated tokens."""
         if piece.tokens:
             with self._changed:

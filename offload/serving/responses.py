@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.annotations import Json
-from offload.generation.answering import Piece, Score
+from offload.generation.answering import AnswerPart, Score
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Choice:
     tokens: int = 0
     reason: str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPart) -> None:
         """Add a piece."""
         self.text += piece.text
         self.scores += piece.scores
@@ -89,7 +89,7 @@ class Response:
             elif choice.prompt:
                 yield self._chunk(index, {"text": choice.prompt})
 
-    def piece(self, index: int, piece: Piece) -> Json:
+    def piece(self, index: int, piece: AnswerPart) -> Json:
         """A piece of an answer."""
         return self._chunk(index, self._content(piece.text), piece.scores)
 

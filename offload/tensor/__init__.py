@@ -31,7 +31,8 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `recipes` `decoded` | values computed from others when they are read: joined, cast; decoded |
 | `small` | such values of up to 64 KiB, which are computed once |
 | `boxes` | contiguous parts of a value's memory |
-| `steps` | which rows of a decoded value are computed at a time |
+| `runs` | which stored rows make rows of a value: asked for by all that decodes, multiplies or picks them |
+| `backends` `steps` | what does so: C, Triton, torch; which rows torch decodes at a time |
 | `products` `bound` | products with packed weights, computed from the packed bytes; made ready; `exact` |
 | `picks` | rows that are picked from a computed value, such as a packed embedding |
 | `groups` | products of groups of rows with a matrix each, as of experts |

@@ -28,6 +28,7 @@ from offload.storage.owning import open_value
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.decoded import Decoded
 from offload.tensor.recipes import Piece
+from offload.tensor.runs import Decoder
 from offload.tensor.views import meta_of
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -60,7 +61,7 @@ def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] |
         piece = Piece(packed, view_spec.view(-1, view_spec.shape[-1]))
     shape = dense_shape(kind, tuple(piece.view_spec.shape))
     rows = GgufRows(kind) if kind in BLOCKS else None
-    recipe = Decoded(contiguous(_F32, shape), partial(decode, kind=kind), [piece], per=(1,), packed=rows)
+    recipe = Decoded(contiguous(_F32, shape), Decoder(partial(decode, kind=kind), (1,), packed=rows), [piece])
     return Handle.compose(recipe, key, offload_dir)
 
 

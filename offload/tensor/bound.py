@@ -57,7 +57,7 @@ class BoundProduct:
         self,
         weight: OffloadedTensor,
         product: Product,
-        pieces: list[torch.Tensor],
+        pieces: list[list[torch.Tensor]],
         sources: list[tuple[Handle, Source]],
         reads: list[tuple[Handle, torch.Tensor]],
         most_rows: int,

@@ -26,11 +26,12 @@ from offload.storage.write import layout_of
 from offload.system.modes import inside, no_functions, no_grad, no_modes
 from offload.system.regular import is_same_folder
 from offload.tensor.assembly import Assembly, ValuePart, as_parts
-from offload.tensor.decoded import Decode, Decoded
+from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.recipes import Piece, stored_in
 from offload.tensor.registry import Rule
 from offload.tensor.rules import written_arguments
+from offload.tensor.runs import Decode, Decoder
 from offload.tensor.views import handle_of, is_part, meta_of_layout, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 from offload.torch_api import DisableTorchFunctionSubclass, make_wrapper, refuse_pointers, tree_map_only
@@ -468,7 +469,7 @@ def _row_by_row(tensor: DeferredTensor, decode: Decode, meta: torch.Tensor) -> D
     tensor._copied()
     with no_functions(), no_modes():
         piece = Piece(handle_of(source), view_spec_of(source))
-        recipe = Decoded(layout_of(meta), decode, [piece], per=(1,))
+        recipe = Decoded(layout_of(meta), Decoder(decode, (1,)), [piece])
     return deferred(wrap_handle(Handle.compose(recipe, "deferred"), CPU))
 
 

@@ -29,17 +29,19 @@ import torch.nn.functional as F
 
 from offload.errors import OffloadError, RowIndexError
 from offload.kernels import native
-from offload.kernels.native import ExpertRows, Matrix, Projection, WeightedSum, most_rows
+from offload.kernels.native import ExpertRows, Product, WeightedSum, most_rows
 from offload.prefetch import direct
 from offload.prefetch.engine import compute_once, ensure_resident, is_shared, prefetch, touch_if_resident
 from offload.prefetch.loads import Arriving, load_of, parts_of_files, start_of, taken_from
 from offload.prefetch.scratch import LEAST, scratch_for
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
+from offload.tensor.backends import COMPILED, any_rows, product_with
 from offload.tensor.guests import CPU
-from offload.tensor.products import Rows, any_rows, is_plain, may_be_fused, parts_of
-from offload.tensor.recipes import Piece, values_in_order
+from offload.tensor.products import is_plain, may_be_fused, runs_of
+from offload.tensor.recipes import Piece
 from offload.tensor.rules import records_graph
+from offload.tensor.runs import RowRun
 from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import modes_are_on
@@ -136,13 +138,13 @@ class _Mapped:
 
     Attributes:
         bases: what the pieces are parts of.
-        pieces: of each part, those of `up` and then of `down`.
+        values: of each run, those of `up` and then of `down`.
     """
 
     bases: list[torch.Tensor]
-    pieces: list[list[torch.Tensor]]
-    up: Projection
-    down: Projection
+    values: list[list[torch.Tensor]]
+    up: Product
+    down: Product
 
 
 def most_of_an_expert(dtype: torch.dtype) -> int:
@@ -160,12 +162,11 @@ class _Known:
 
     __slots__ = ("_is_stored", "_mapped", "_parts", "down", "first", "reads", "up")
 
-    def __init__(self, up: Sequence[Rows], down: Sequence[Rows]) -> None:
+    def __init__(self, up: Sequence[RowRun], down: Sequence[RowRun]) -> None:
         self.up, self.down = up, down
-        pieces = [piece for rows in (*up, *down) for _, piece in rows.pieces]
-        self.reads: Reads = sorted((read for piece in pieces for read in piece.reads(piece.view_spec)), key=_place)
+        self.reads: Reads = sorted((read for run in (*up, *down) for read in run.reads()), key=_place)
         self.first = _place(self.reads[0])
-        self._is_stored = all(piece.handle.composed is None for piece in pieces)
+        self._is_stored = all(piece.handle.composed is None for run in (*up, *down) for _, piece in run.pieces)
         self._mapped: _Mapped | None = None
         self._parts: list[direct.FilePart] | None = None
 
@@ -175,11 +176,10 @@ class _Known:
             self._parts = parts_of_files(self.reads) if self._is_stored else []
         return load_of(self.reads, self._parts)
 
-    def mapped(self, columns: tuple[int, int], load: direct.Load | None = None) -> _Mapped | None:
-        """Its matrices over what is mapped now, or was loaded; None if the kernels do not take them.
+    def mapped(self, load: direct.Load | None = None) -> _Mapped:
+        """Its matrices over what is mapped now, or was loaded.
 
         Args:
-            columns: of the rows of `up` and of `down`.
             load: what was loaded.
 
         Raises: as `Handle.base`.
@@ -187,35 +187,29 @@ class _Known:
         bases, known = [handle.base() for handle, _ in self.reads] if load is None else [], self._mapped
         if load is None and known is not None and all(map(operator.is_, bases, known.bases)):
             return known
-        projections, all_pieces = [], []
-        for many, wide in zip((self.up, self.down), columns, strict=True):
-            parts: list[tuple[Matrix, int]] = []
-            for rows in many:
-                with taken_from(load):
-                    pieces = values_in_order(rows.pieces)
-                matrix = rows.packed.matrix(pieces, wide)
-                if matrix is None or matrix.outputs < rows.count:
-                    return None
-                all_pieces.append(pieces)
-                parts.append((matrix, rows.count))
-            projections.append(Projection(parts))
-        made = _Mapped(bases, all_pieces, *projections)
+        products, values = [], []
+        for runs in (self.up, self.down):
+            with taken_from(load):
+                some = [run.values() for run in runs]
+            products.append(product_with(runs, some))
+            values.extend(some)
+        made = _Mapped(bases, values, *products)
         if self._is_stored and load is None:
             self._mapped = made
         return made
 
-    def dense(self, mapped: _Mapped, number: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """The rows of a part, of those of `up` and then `down`: (rows, columns)."""
-        [first, *others], matrix = mapped.pieces[number], [*mapped.up.matrices, *mapped.down.matrices][number]
-        if not others and first.dtype == dtype:
-            return first
-        compute = partial(_decoded, matrix, (*self.up, *self.down)[number].count, columns, dtype)
+    def dense(self, mapped: _Mapped, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """The rows of a run, of those of `up` and then `down`: (rows, columns)."""
+        run, values = (*self.up, *self.down)[number], mapped.values[number]
+        if run.decoder is None and values[0].dtype == dtype:
+            return values[0]
+        compute = partial(_decoded, run, values, dtype)
         return compute_once((self, number, dtype), compute, lambda: self.reads)
 
 
-def _decoded(matrix: Matrix, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    place = torch.empty(rows, columns, dtype=dtype)
-    native.decode(matrix, 0, place)
+def _decoded(run: RowRun, values: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    place = torch.empty(run.outputs, run.columns, dtype=dtype)
+    native.decode(run.matrix(values), 0, place)
     return place
 
 
@@ -266,11 +260,12 @@ class _Stack:
         is_alike = self._counts == [self.count] * 2 and self.columns[0] == width
         return is_alike and (self.outputs[0] == 2 * self.columns[1] or not between.is_silu)
 
-    def expert(self, number: int) -> _Known | None:
-        """An expert; None if the kernels do not take it."""
+    def expert(self, number: int, dtype: torch.dtype) -> _Known | None:
+        """An expert; None if C does not take it, for activations of a dtype."""
         if number not in self._known:
-            up, down = (parts_of(Piece(one.handle, one.view_spec[number]), dense_too=True) for one in self._pieces)
-            self._known[number] = None if up is None or down is None else _Known(up, down)
+            up, down = (runs_of(Piece(one.handle, one.view_spec[number]), dense_too=True) for one in self._pieces)
+            is_taken = all(COMPILED.supports("multiply", run, dtype, 1) for run in (*up, *down))
+            self._known[number] = _Known(up, down) if up and down and is_taken else None
         return self._known[number]
 
 
@@ -285,16 +280,16 @@ _STACKS: WeakKeyDictionary[object, _Stack] = WeakKeyDictionary()
 class _Group:
     """An expert, and its matrices, once it is in memory; `load` is what was read of it past the page cache."""
 
-    __slots__ = ("expert", "load", "mapped", "number", "runs")
+    __slots__ = ("expert", "load", "mapped", "number", "shares")
     mapped: _Mapped
 
     def __init__(self, number: int, expert: _Known) -> None:
         self.number, self.expert = number, expert
         self.load: direct.Load | None = None
-        self.runs: list[_Run] = []
+        self.shares: list[_Share] = []
 
 
-class _Run:
+class _Share:
     """Rows that an expert is given, one after the other, and whether they are few."""
 
     __slots__ = ("are_few", "begin", "end", "group")
@@ -357,8 +352,7 @@ class Act:
         self._out = torch.empty(len(self._x), self._stack.outputs[1], dtype=self._x.dtype)
         with closing(self._as_they_arrive(groups)) as arriving:
             for some, are_last in arriving:
-                if not self._multiply(some, are_last=are_last):
-                    return None
+                self._multiply(some, are_last=are_last)
         return self._out
 
     def _groups(self, numbers: torch.Tensor) -> list[_Group] | None:
@@ -374,15 +368,15 @@ class Act:
             if number == self._stack.count:
                 break
             if not groups or groups[-1].number != number:
-                expert = self._stack.expert(number)
+                expert = self._stack.expert(number, self._x.dtype)
                 if expert is None:
                     return None
                 groups.append(_Group(number, expert))
-            runs, are_few = groups[-1].runs, many <= self._most
-            if are_few and runs and runs[-1].are_few and begin + many - runs[-1].begin <= native.MOST_ROWS:
-                runs[-1].end = begin + many
+            shares, are_few = groups[-1].shares, many <= self._most
+            if are_few and shares and shares[-1].are_few and begin + many - shares[-1].begin <= native.MOST_ROWS:
+                shares[-1].end = begin + many
             else:
-                runs.append(_Run(groups[-1], begin, begin + many, are_few=are_few))
+                shares.append(_Share(groups[-1], begin, begin + many, are_few=are_few))
             begin += many
         return groups
 
@@ -422,73 +416,69 @@ class Act:
                 left -= 1
                 yield [group], not left
 
-    def _multiply(self, groups: Sequence[_Group], *, are_last: bool) -> bool:
-        """The results of some experts, which are in memory, and after the last ones their sum; False: not possible."""
+    def _multiply(self, groups: Sequence[_Group], *, are_last: bool) -> None:
+        """The results of some experts, which are in memory, and after the last ones their sum."""
         for group in groups:
             with _naming(group, self._stack.name):
-                mapped = group.expert.mapped(self._stack.columns, group.load)
-            if mapped is None:
-                return False
-            group.mapped = mapped
-        few: list[_Run] = []
+                group.mapped = group.expert.mapped(group.load)
+        few: list[_Share] = []
         rows = 0
-        for run in (run for group in groups for run in group.runs):
-            if not run.are_few:
-                self._multiply_many(run)
+        for share in (share for group in groups for share in group.shares):
+            if not share.are_few:
+                self._multiply_many(share)
                 continue
-            if rows + run.end - run.begin > _AT_ONCE:
+            if rows + share.end - share.begin > _AT_ONCE:
                 self._multiply_few(few, and_sum=False)
                 few, rows = [], 0
-            few.append(run)
-            rows += run.end - run.begin
+            few.append(share)
+            rows += share.end - share.begin
         self._multiply_few(few, and_sum=are_last)
         for group in groups:
             if group.load is not None:
                 del group.mapped  # its memory is used again
-        return True
 
-    def _multiply_many(self, run: _Run) -> None:
+    def _multiply_many(self, share: _Share) -> None:
         """The results of an expert, by torch."""
-        group, numbers = run.group, torch.full((run.end - run.begin,), run.group.number)
-        x = self._x.index_select(0, self._tokens[run.begin : run.end])
+        group, numbers = share.group, torch.full((share.end - share.begin,), share.group.number)
+        x = self._x.index_select(0, self._tokens[share.begin : share.end])
         found, number = x, 0
-        for many, columns in zip((group.expert.up, group.expert.down), self._stack.columns, strict=True):
-            parts = [group.expert.dense(group.mapped, number + n, columns, x.dtype) for n in range(len(many))]
+        for runs in (group.expert.up, group.expert.down):
+            parts = [group.expert.dense(group.mapped, number + n, x.dtype) for n in range(len(runs))]
             products = [F.linear(found, part) for part in parts]
             if not number and self._between.is_silu and [self._stack.columns[1]] * 2 == [len(part) for part in parts]:
                 found = F.silu(products[0], inplace=True).mul_(products[1])
             else:
                 found = products[0] if len(products) == 1 else torch.cat(products, dim=1)
                 found = found if number else self._between.gate(found, numbers).to(x.dtype)
-            number += len(many)
+            number += len(runs)
         if self._between.finish is not None:
             found = self._between.finish(found, numbers)
-        self._down[run.begin : run.end] = found
+        self._down[share.begin : share.end] = found
 
-    def _multiply_few(self, runs: Sequence[_Run], *, and_sum: bool) -> None:
+    def _multiply_few(self, shares: Sequence[_Share], *, and_sum: bool) -> None:
         """The results of experts with few rows each, in one call if the kernels know what is between the products."""
         between, experts, rows = self._between, [], 0
-        for run in runs:
-            mapped, count = run.group.mapped, run.end - run.begin
-            experts.append(ExpertRows(mapped.up, mapped.down, count, run.begin))
+        for share in shares:
+            mapped, count = share.group.mapped, share.end - share.begin
+            experts.append(ExpertRows(mapped.up, mapped.down, count, share.begin))
             rows += count
         tokens = self._tokens[:rows]  # all of them; those that are routed to no expert come last
         if 0 < rows < len(self._down):
-            tokens = torch.cat([self._tokens[one.begin : one.end] for one in runs])
+            tokens = torch.cat([self._tokens[one.begin : one.end] for one in shares])
         total = WeightedSum(self._places.view(self._picks.shape), self._weights, self._out) if and_sum else None
-        if between.is_silu or not runs:
-            if runs or and_sum:
-                native.multiply_experts(experts, self._x, self._down, tokens=tokens if runs else None, total=total)
+        if between.is_silu or not shares:
+            if shares or and_sum:
+                native.multiply_experts(experts, self._x, self._down, tokens=tokens if shares else None, total=total)
             return
-        numbers = torch.tensor([one.group.number for one in runs]).repeat_interleave(
-            torch.tensor([one.end - one.begin for one in runs])
+        numbers = torch.tensor([one.group.number for one in shares]).repeat_interleave(
+            torch.tensor([one.end - one.begin for one in shares])
         )
         found = torch.empty(rows, self._stack.outputs[0], dtype=torch.float32)
         native.multiply_experts(experts, self._x, self._down, tokens=tokens, up=found)
         found = between.gate(found, numbers).to(self._x.dtype).contiguous()
         if between.finish is not None:
             native.multiply_experts(experts, found, self._down)
-            for one in runs:
+            for one in shares:
                 part = self._down[one.begin : one.end]
                 part.copy_(between.finish(part, torch.full((len(part),), one.group.number)))
             experts = []

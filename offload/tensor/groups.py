@@ -22,7 +22,7 @@ from offload.prefetch.loads import Arriving, load_of, taken_from
 from offload.storage.handle import Handle
 from offload.storage.source import Composition
 from offload.tensor.guests import CPU, mapped_value, value_on
-from offload.tensor.products import multiplied, multiplied_there
+from offload.tensor.products import multiplied
 from offload.tensor.recipes import Piece
 from offload.tensor.registry import implements
 from offload.tensor.rules import call, guests_of, has_file, named_guests, read
@@ -82,8 +82,7 @@ def _multiply_one_by_one(
     def multiply(group: int, some: torch.Tensor) -> torch.Tensor:
         matrix = known.get(group)
         if matrix is None and is_plain:
-            turned = Piece(handle, view_spec[group].t())
-            found = multiplied(some, turned) if is_here else multiplied_there(some, turned, matrices._target)
+            found = multiplied(some, Piece(handle, view_spec[group].t()), device=matrices._target)
             if found is not None:
                 return found
         if matrix is None:

@@ -10,26 +10,27 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TypeAlias
 
 import torch
 
-from offload.kernels.native import DTYPES, pick
 from offload.prefetch.engine import prefetch, span_of
 from offload.prefetch.tables import has_rows_here, prefetch_rows, runs_of
 from offload.system.modes import no_functions, no_modes
+from offload.tensor.backends import COMPILED, ON_DEVICE, choose
 from offload.tensor.blocks import is_left_to_numpy
-from offload.tensor.decoded import ON_DEVICE, Decode, Decoded
 from offload.tensor.guests import CPU, sent_to
-from offload.tensor.recipes import Joined, Piece
+from offload.tensor.recipes import Piece
+from offload.tensor.runs import Decode, Decoder, RowRun
 from offload.tensor.views import cut
 
 Take: TypeAlias = "tuple[Piece, int | None, torch.Tensor]"  # groups of so many rows, by number; None: all of a piece
 
 
 def picked(table: Piece, rows: torch.Tensor, device: torch.device = CPU) -> torch.Tensor:
-    """Some rows of a cut of a composed value, as a new tensor on a device.
+    """Some rows of a cut of a value, as a new tensor on a device.
 
     Args:
         rows: their indices, int64, sorted, from 0; on the CPU.
@@ -37,58 +38,64 @@ def picked(table: Piece, rows: torch.Tensor, device: torch.device = CPU) -> torc
     Raises: as `Piece.value`.
     """
     with no_functions(), no_modes():
-        return _picked(table, rows) if device == CPU else _picked_there(table, rows, device)
+        shares, row = list(_shares(table.runs(), rows)), table.view_spec.shape[1:]
+        if not shares or not all(run.row == row and _is_taken(run, some, device) for run, some in shares):
+            return _picked_in_parts(table, rows, device)
+        found = [_picked_of_run(run, some, device) for run, some in shares]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _picked(table: Piece, rows: torch.Tensor) -> torch.Tensor:
-    composed, found = table.handle.composed, None
-    if isinstance(composed, Joined):
-        only = composed.only_cast(table.view_spec)
-        if only is not None and only.handle.composed is not None:
-            return _picked(only, rows).to(composed.layout.dtype)
-    if isinstance(composed, Decoded):
-        found = _picked_by_kernel(composed, table.view_spec, rows)
-    return _picked_in_runs(table, rows, CPU) if found is None else found
-
-
-def _picked_in_runs(table: Piece, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    view_spec = table.view_spec
-    made = torch.empty((len(rows), *view_spec.shape[1:]), dtype=view_spec.dtype, device=device)
-    runs = [view_spec[begin:end] for begin, end in runs_of(rows.tolist(), len(view_spec))]
-    prefetch(view for run in runs for view in table.reads(run))
-    at = 0
+def _shares(runs: list[RowRun], rows: torch.Tensor) -> Iterator[tuple[RowRun, torch.Tensor]]:
+    """The runs that some rows are in, and which of theirs these are, counted from the first one of the pieces."""
+    begin = 0
     for run in runs:
-        made[at : at + len(run)].copy_(table.value(run, device))
-        at += len(run)
+        some = rows if len(runs) == 1 else rows[(rows >= begin) & (rows < begin + run.count)]
+        if len(some):
+            yield run, some if begin == run.first else some + (run.first - begin)
+        begin += run.count
+
+
+def _picked_in_parts(table: Piece, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Of a value that is not made of such rows: each stretch of rows that follow one another is computed."""
+    view_spec = table.view_spec
+    parts = [view_spec[begin:end] for begin, end in runs_of(rows.tolist(), len(view_spec))]
+    prefetch(view for part in parts for view in table.reads(part))
+    made = torch.empty((len(rows), *view_spec.shape[1:]), dtype=view_spec.dtype, device=device)
+    at = 0
+    for part in parts:
+        made[at : at + len(part)].copy_(table.value(part, device))
+        at += len(part)
     return made
 
 
-def _picked_by_kernel(recipe: Decoded, view_spec: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-    """None if the kernels do not take it, or the cut is not of whole rows."""
-    shape, dtype, first = recipe.layout.shape, recipe.layout.dtype, _first_row(recipe, view_spec)
-    if not recipe.has_kernel() or dtype not in DTYPES or first is None:
-        return None
-    rows = rows + first
-    pieces = [
-        piece.value() if per is None else _mapped(piece, per, rows // recipe.granule)
-        for piece, per in zip(recipe.pieces, recipe.per, strict=True)
-    ]
-    assert recipe.packed is not None
-    matrix = recipe.packed.matrix(pieces, shape[1])
-    if matrix is None:
-        return None
-    made = torch.empty(len(rows), shape[1], dtype=dtype, device="cpu")
-    pick(matrix, rows, made)
-    return made
+def _picked_of_run(run: RowRun, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if run.decoder is None:
+        found = _sent([(run.pieces[0][1], 1, rows)], device)[0]
+    elif choose("pick", device, run, run.dtypes[0]) is COMPILED:
+        groups = rows // run.decoder.granule if run.decoder.granule > 1 else rows
+        values = [piece.value() if per is None else _mapped(piece, per, groups) for piece, per in _arguments(run)]
+        found = torch.empty((len(rows), *run.row), dtype=run.dtypes[0], device=CPU)
+        COMPILED.pick(run, values, rows, found)
+    elif device != CPU and is_left_to_numpy(run.decoder.decode):
+        return sent_to(_picked_of_run(run, rows, CPU), device)
+    else:
+        found = _decoded(run, run.decoder, rows, device)
+    return run.rounded(found)
 
 
-def _first_row(recipe: Decoded | Joined, view_spec: torch.Tensor) -> int | None:
-    """The row of a matrix that a cut of whole rows begins with; None for other values and cuts."""
-    shape = recipe.layout.shape
-    if len(shape) != 2 or view_spec.shape[1:] != shape[1:] or view_spec.stride() != (shape[1], 1):
-        return None
-    first, left = divmod(int(view_spec.storage_offset()), max(shape[1], 1))
-    return None if left else first
+def _arguments(run: RowRun) -> list[tuple[Piece, int | None]]:
+    """The pieces, as the decoder takes them, each with its rows per granule."""
+    assert run.decoder is not None
+    return [(piece, run.decoder.per[number]) for number, piece in sorted(run.pieces, key=lambda one: one[0])]
+
+
+def _is_taken(run: RowRun, rows: torch.Tensor, device: torch.device) -> bool:
+    """Whether rows can be picked alone: not if a decoder needs all of the last granule, which may be cut off."""
+    if run.decoder is None or (device == CPU and COMPILED.supports("pick", run, run.dtypes[0], 0)):
+        return True
+    granule, is_alone = run.decoder.granule, _decoder_of_single_rows(run.decoder) is not None
+    needed = [(piece, per) for piece, per in _arguments(run) if per and (per < granule or not is_alone)]
+    return all((int(rows[-1]) // granule + 1) * per <= len(piece.view_spec) for piece, per in needed)
 
 
 def _mapped(piece: Piece, per: int, numbers: torch.Tensor) -> torch.Tensor:
@@ -104,90 +111,33 @@ def _mapped(piece: Piece, per: int, numbers: torch.Tensor) -> torch.Tensor:
     return cut(base, view_spec)
 
 
-# On an accelerator
-
-
-def _picked_there(table: Piece, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    composed, found = table.handle.composed, None
-    if composed is None:
-        return _sent([(table, 1, rows)], device)[0]
-    if isinstance(composed, Decoded) and is_left_to_numpy(composed.decode):
-        return sent_to(_picked(table, rows), device)
-    if isinstance(composed, Joined):
-        found = _picked_of_pieces(composed, table.view_spec, rows, device)
-    elif isinstance(composed, Decoded):
-        found = _decoded_there(composed, table.view_spec, rows, device)
-    return _picked_in_runs(table, rows, device) if found is None else found
-
-
-def _picked_of_pieces(
-    recipe: Joined, view_spec: torch.Tensor, rows: torch.Tensor, device: torch.device
-) -> torch.Tensor | None:
-    """None unless the cut is of whole rows, and so is each piece."""
-    parts = list(recipe.rows_of(view_spec))
-    if _first_row(recipe, view_spec) is None or any(
-        at is None or piece.view_spec.shape[1:] != view_spec.shape[1:] for piece, at in parts
-    ):
-        return None
-    made = torch.empty((len(rows), *view_spec.shape[1:]), dtype=view_spec.dtype, device=device)
-    for piece, at in parts:
-        assert at is not None
-        begin, end = torch.searchsorted(rows, torch.tensor([at, at + len(piece.view_spec)], device="cpu")).tolist()
-        if begin < end:
-            made[begin:end].copy_(_picked_there(piece, rows[begin:end] - at, device))
-    return made
-
-
-def _decoded_there(
-    recipe: Decoded, view_spec: torch.Tensor, rows: torch.Tensor, device: torch.device
-) -> torch.Tensor | None:
-    """None if the cut is not of whole rows, or the last granule is needed and is not a whole one."""
-    first, granule, alone = _first_row(recipe, view_spec), recipe.granule, _decoder_of_single_rows(recipe)
-    if first is None or recipe.stacked:
-        return None
-    rows, pieces = rows + first, zip(recipe.pieces, recipe.per, strict=True)
-    end = int(rows[-1]) // granule + 1
-    if any(per and (alone is None or per < granule) and end * per > len(piece.view_spec) for piece, per in pieces):
-        return None
-    made = torch.empty((len(rows), *view_spec.shape[1:]), dtype=view_spec.dtype, device=device)
-    nbytes = view_spec.shape[1] * view_spec.itemsize * (granule if alone is None else 1)
+def _decoded(run: RowRun, decoder: Decoder, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """By the decoder."""
+    alone, granule, pieces = _decoder_of_single_rows(decoder), decoder.granule, _arguments(run)
+    made = torch.empty((len(rows), *run.row), dtype=run.dtypes[0], device=device)
+    nbytes = made[0].nbytes * (granule if alone is None else 1)
     at_a_time = max(1, ON_DEVICE // max(nbytes, 1))
     for part, place in zip(rows.split(at_a_time), made.split(at_a_time), strict=True):
-        place.copy_(
-            _decoded_with_their_granules(recipe, part, device)
-            if alone is None
-            else _decoded_alone(recipe, alone, part, device)
-        )
+        numbers = part // granule
+        if alone is None:
+            granules, which = torch.unique(numbers, return_inverse=True)
+            found = decoder.decode(*_sent([(piece, per, granules) for piece, per in pieces], device))
+            place.copy_(_rows_at(found, which * granule + part % granule))
+        else:  # without the other rows of the granules
+            takes = [
+                (piece, per, numbers) if per is None or per < granule else (piece, per // granule, part)
+                for piece, per in pieces
+            ]
+            place.copy_(alone(*_sent(takes, device)))
     return made
 
 
-def _decoded_with_their_granules(recipe: Decoded, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    granules, which = torch.unique(rows // recipe.granule, return_inverse=True)
-    given = _sent([(piece, per, granules) for piece, per in zip(recipe.pieces, recipe.per, strict=True)], device)
-    return _rows_at(recipe.decode(*given), which * recipe.granule + rows % recipe.granule)
-
-
-def _decoded_alone(recipe: Decoded, decode: Decode, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without the other rows of their granules; what these have in common is sent once, and repeated there."""
-    granules, which = torch.unique(rows // recipe.granule, return_inverse=True)
-    shared = [per is not None and per < recipe.granule for per in recipe.per]
-    takes = [
-        (piece, per, granules) if is_shared or per is None else (piece, per // recipe.granule, rows)
-        for piece, per, is_shared in zip(recipe.pieces, recipe.per, shared, strict=True)
-    ]
-    return decode(
-        *(
-            _rows_at(found, which, per or 1) if is_shared else found
-            for found, per, is_shared in zip(_sent(takes, device), recipe.per, shared, strict=True)
-        )
-    )
-
-
-def _decoder_of_single_rows(recipe: Decoded) -> Decode | None:
+def _decoder_of_single_rows(decoder: Decoder) -> Decode | None:
     """Decodes rows that do not follow one another, each with all that its granule takes of a piece with fewer rows."""
-    if recipe.granule == 1 or not recipe.is_divisible or "rows" not in getattr(recipe.decode, "keywords", {}):
-        return None
-    return partial(recipe.decode, rows=1)
+    if decoder.granule == 1:
+        return decoder.decode
+    is_so = decoder.is_divisible and "rows" in getattr(decoder.decode, "keywords", {})
+    return partial(decoder.decode, rows=1) if is_so else None
 
 
 def _rows_at(values: torch.Tensor, places: torch.Tensor, per: int = 1) -> torch.Tensor:
@@ -213,8 +163,9 @@ def _sent(takes: list[Take], device: torch.device) -> list[torch.Tensor]:
 def _rows_of_groups(piece: Piece, per: int | None, numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     if per is None:
         return piece.value(device=device)
+    numbers, which = torch.unique(numbers, return_inverse=True)
     rows = numbers if per == 1 else (numbers.unsqueeze(1) * per + torch.arange(per, device="cpu")).flatten()
-    return _picked_there(piece, rows, device)
+    return _rows_at(picked(piece, rows, device), which, per)
 
 
 def _gathered(mapped: torch.Tensor, per: int | None, numbers: torch.Tensor) -> torch.Tensor:

@@ -10,48 +10,40 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from offload.annotations import Args, Kwargs, Op
-from offload.kernels import accelerated
-from offload.kernels.native import DTYPES, MOST_ROWS, Product, library, most_rows
-from offload.kernels.packed import NumberRows, Packed
+from offload.kernels.native import DTYPES, MOST_ROWS, library
 from offload.prefetch.copies import retry_on_oom
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
 from offload.system.modes import no_functions, no_modes
+from offload.tensor.backends import CHAIN, COMPILED, Chain, any_rows, choose, most_rows_of, product_with
 from offload.tensor.bound import BoundProduct
 from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU, value_on
 from offload.tensor.locals import local_of
-from offload.tensor.recipes import Joined, Piece, Plain, Recipe, stored_in, values_in_order
+from offload.tensor.recipes import Joined, Piece, Plain, Recipe, stored_in
 from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
-from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
+from offload.tensor.runs import RowRun
+from offload.tensor.views import Traced, handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, guest_of
 from offload.torch_api import DisableTorchFunctionSubclass, is_dual_level, modes_are_on, transform_on_top
 
 _PART = 16 << 20  # bytes of a dense weight that are decoded at a time if the whole is over the budget
-
-_DENSE = {dtype: NumberRows(str(dtype).removeprefix("torch."), ("numbers",)) for dtype in DTYPES}
-
-_MOST_PARTS = 16  # that a matrix is multiplied in
-
-_MOST_NOTED = 1024  # cuts of a recipe whose rows are noted: experts of a layer
+_MOST_RUNS = 16  # that a matrix is multiplied in
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
-any_rows: ContextVar[bool] = ContextVar("any_rows", default=False)
-"""Whether the kernels multiply any number of rows that they can, also where it is slower than decoding the weight."""
 
 
 @contextmanager
@@ -84,22 +76,23 @@ def are_multiplied_packed(model: nn.Module) -> bool:
     if library() is None or _exact.get():
         return False
     found = (handle_of(local).composed for local in map(local_of, model.parameters()) if type(local) is OffloadedTensor)
-    return any(map(_is_multiplied_packed, found))
+    return any(one.decoder.packed is not None for composed in found for one in _decoded_in(composed))
 
 
-def _is_multiplied_packed(composed: object) -> bool:
-    """Also what is cast, or joined, of such values."""
-    if isinstance(composed, Joined):
-        return not composed.is_exact and any(_is_multiplied_packed(piece.handle.composed) for piece in composed.pieces)
-    return isinstance(composed, Decoded) and composed.packed is not None and not composed.is_exact
+def _decoded_in(composed: object) -> Iterator[Decoded]:
+    """The decoded values that a value is computed from, whose products need not be those with the dense value."""
+    if isinstance(composed, Decoded) and not composed.is_exact:
+        yield composed
+    elif isinstance(composed, Joined) and not composed.is_exact:
+        for piece in composed.pieces:
+            yield from _decoded_in(piece.handle.composed)
 
 
 def compute_exactly(handle: Handle) -> None:
     """From now on, products with a value are computed with the dense value: see `offload.exact`."""
     composed = handle.composed
-    if isinstance(composed, Decoded | Joined):
-        composed.is_exact = True
-        composed.products.clear()
+    if isinstance(composed, Plain):
+        composed.compute_exactly()
     for piece in composed.pieces if isinstance(composed, Recipe) else ():
         compute_exactly(piece.handle)
 
@@ -125,24 +118,18 @@ def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 def _bound(weight: OffloadedTensor) -> BoundProduct | None:
     """The product with a weight, made ready; None if its pieces are not where they lie for good."""
-    parts, dtype = parts_of(Piece(handle_of(weight), view_spec_of(weight))), view_spec_of(weight).dtype
-    if weight._target != CPU or parts is None:
-        return None
-    pieces = [piece for rows in parts for _, piece in rows.pieces]
+    spec = view_spec_of(weight)
+    runs = runs_of(Piece(handle_of(weight), spec)) if weight._target == CPU else []
+    pieces = [piece for run in runs for _, piece in run.pieces]
     sources = [(handle, handle.source) for handle in stored_in(piece.handle for piece in pieces)]
-    if any(source.owned for _, source in sources) or not all(map(_is_in_place, pieces)):
+    is_lasting = not any(source.owned for _, source in sources) and all(map(_is_in_place, pieces))
+    if not is_lasting or not all(COMPILED.supports("multiply", run, spec.dtype, 1) for run in runs) or not runs:
         return None
-    matrices, values = [], []
     with no_functions(), no_modes():
-        reads = [read for piece in pieces for read in piece.reads(piece.view_spec)]
-        for rows in parts:
-            of_these = values_in_order(rows.pieces, CPU)
-            matrix = rows.packed.matrix(of_these, view_spec_of(weight).shape[1])
-            if matrix is None:
-                return None
-            matrices.append((matrix, rows.count))
-            values.extend(of_these)
-    return BoundProduct(weight, Product(matrices), values, sources, reads, most_rows_of(parts, dtype))
+        reads = [read for run in runs for read in run.reads()]
+        values = [run.values() for run in runs]
+        product = product_with(runs, values)
+    return BoundProduct(weight, product, values, sources, reads, most_rows_of(runs, spec.dtype))
 
 
 def _is_in_place(piece: Piece) -> bool:
@@ -163,40 +150,16 @@ def multiply_on_guests(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return read_directly(func, args, kwargs)
 
 
-@implements(torch.ops.aten.mm.default)
+@implements(torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 def multiply_matrices(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """As for `F.linear`, below autograd: of a weight that is turned around."""
-    x, weight = args
-    found = None
-    if _is_composed(weight) and type(x) is not OffloadedTensor and not modes_are_on():
-        found = _product_with_rows(x, weight.t(), None)
-        if found is None:
+    *added, x, weight = args
+    bias, found = added[0] if added else None, None
+    if not kwargs and _is_composed(weight) and type(x) is not OffloadedTensor and not modes_are_on():
+        found = _product_with_rows(x, weight.t(), bias) if bias is None or bias.dim() == 1 else None
+        if found is None and bias is None:
             found = _sum_of_parts(x, weight)
     return read(func, args, kwargs) if found is None else found
-
-
-@implements(torch.ops.aten.addmm.default)
-def multiply_matrices_and_add(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """As for `F.linear`, below autograd: of a weight that is turned around."""
-    bias, x, weight = args
-    found = None
-    if not kwargs and _is_composed(weight) and type(x) is not OffloadedTensor and not modes_are_on():
-        found = _product_with_rows(x, weight.t(), bias) if bias.dim() == 1 else None
-    return read(func, args, kwargs) if found is None else found
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Packed rows whose products are part of a product.
-
-    Attributes:
-        count: of packed rows.
-        pieces: that they are packed in, and the number of each, in the order in which they are read.
-    """
-
-    packed: Packed
-    count: int
-    pieces: Sequence[tuple[int, Piece]]
 
 
 def _is_composed(weight: object) -> bool:
@@ -206,212 +169,75 @@ def _is_composed(weight: object) -> bool:
 
 def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` without the whole dense weight; None if that is needed, or may be in memory."""
-    piece, device = Piece(handle_of(weight), view_spec_of(weight)), weight._target
-    found = multiplied(x, piece, bias) if device == CPU else multiplied_there(x, piece, device, bias)
+    found = multiplied(x, Piece(handle_of(weight), view_spec_of(weight)), bias, weight._target)
     return _product_in_parts(x, weight, bias) if found is None else found
 
 
-def multiplied_there(x: torch.Tensor, weight: Piece, device: torch.device, bias: Any = None) -> torch.Tensor | None:
-    """As `multiplied`, on an accelerator, where its kernels take all of the weight."""
-    shape, dtype = weight.view_spec.shape, weight.view_spec.dtype
-    if _exact.get() or transform_on_top() is not None or is_dual_level() or not accelerated.is_there(device):
-        return None
-    if x.device != device or x.dtype != dtype or len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
-        return None
-    if torch.is_autocast_enabled(device.type):
-        return None
-    if not 0 < x.numel() <= accelerated.MOST_ROWS * x.shape[-1]:
-        return None
-    with no_functions(), no_modes():
-        flat, made = x.resolve_neg().reshape(-1, x.shape[-1]), []
-        parts = parts_of(weight) or []
-        if not parts or not all(accelerated.takes(rows.packed, dtype) for rows in parts):
-            return None
-        for rows in parts:
-            pieces = retry_on_oom(device, partial(values_in_order, rows.pieces, device))
-            found = accelerated.multiply(cast("accelerated.Rows", rows.packed), pieces, flat, rows.count)
-            if found is None:
-                return None
-            made.append(found)
-        out = made[0] if len(made) == 1 else torch.cat(made, 1)
-        if bias is not None:
-            out = out + guest_of(bias)
-        return out.view(*x.shape[:-1], len(weight.view_spec))
-
-
-def multiplied(x: torch.Tensor, weight: Piece, bias: object = None) -> torch.Tensor | None:
-    """`F.linear(x, weight, bias)` from the packed bytes of a cut of a recipe; None if the kernels do not take it.
+def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None, device: torch.device = CPU) -> torch.Tensor | None:
+    """`F.linear(x, weight, bias)` from the packed bytes of a cut of a recipe; None if it is that of the dense weight.
 
     Args:
         x: a tensor in memory.
+        device: where it is computed.
     """
-    shape = weight.view_spec.shape
-    if not may_be_fused(x, weight.view_spec.dtype):
+    shape, dtype = weight.view_spec.shape, weight.view_spec.dtype
+    if not may_be_fused(x, dtype, device) or len(shape) != 2 or x.shape[-1:] != shape[1:] or not x.numel():
         return None
-    if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
-        return None
-    if not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
+    rows = x.numel() // shape[1]
+    if rows > MOST_ROWS:
         return None
     with no_functions(), no_modes():
-        return _multiplied(x, weight, bias)
+        runs = runs_of(weight)
+        chosen = [(run, choose("multiply", device, run, dtype, rows)) for run in runs]
+        if not runs or any(backend is CHAIN for _, backend in chosen):
+            return None
+        if bias is not None:
+            bias = guest_of(bias).resolve_neg().contiguous()
+            if not is_plain(bias, device) or bias.dtype != dtype or bias.shape != shape[:1]:
+                return None
+        flat = x.resolve_neg().reshape(-1, shape[1])
+        flat = flat if flat.stride(1) == 1 else flat.contiguous()
+        out = torch.empty(rows, shape[0], dtype=dtype, device=device)
+        begin = 0
+        for run, backend in chosen:  # one after the other: each may have to be read first
+            assert not isinstance(backend, Chain)
+            end = begin + run.outputs
+            values = retry_on_oom(device, partial(run.values, device))
+            backend.multiply(run, values, flat, None if bias is None else bias[begin:end], out[:, begin:end])
+            begin = end
+        return out.view(*x.shape[:-1], shape[0])
 
 
-def most_rows_of(parts: Iterable[Rows], dtype: torch.dtype) -> int:
-    """Up to how many rows of activations of a dtype are multiplied by such rows from their packed bytes."""
-    if any_rows.get():
-        return MOST_ROWS
-    return min((most_rows(dtype, in_integers=rows.packed.in_integers) for rows in parts), default=MOST_ROWS)
+def is_plain(x: torch.Tensor, device: torch.device = CPU) -> bool:
+    """Whether a tensor is torch's own, with memory on a device: not a wrapper, sparse or nested."""
+    is_own = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_nested
+    return is_own and x.device == device
 
 
-def is_plain(x: torch.Tensor) -> bool:
-    """Whether a tensor is torch's own, with memory that the kernels can read: not a wrapper, sparse or nested."""
-    return type(x) in (torch.Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided and not x.is_nested
-
-
-def may_be_fused(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels may multiply a tensor by weights of that dtype."""
+def may_be_fused(x: torch.Tensor, dtype: torch.dtype, device: torch.device = CPU) -> bool:
+    """Whether a tensor may be multiplied by packed weights of a dtype, which are computed on a device."""
     if _exact.get() or transform_on_top() is not None or is_dual_level():  # tensors without memory, or with a tangent
         return False
-    if torch.is_autocast_enabled("cpu"):  # it casts the operands of products
+    if torch.is_autocast_enabled(device.type):  # it casts the operands of products
         return False
-    return library() is not None and x.dtype == dtype and dtype in DTYPES and is_plain(x)
+    return x.dtype == dtype and dtype in DTYPES and is_plain(x, device)
 
 
-def _multiplied(x: torch.Tensor, weight: Piece, bias: Any) -> torch.Tensor | None:
-    parts, height = parts_of(weight), len(weight.view_spec)
-    if parts is None or x.numel() > most_rows_of(parts, x.dtype) * x.shape[-1]:
-        return None
-    if bias is not None:
-        bias = guest_of(bias).resolve_neg().contiguous()
-        if not is_plain(bias) or bias.dtype != x.dtype or bias.shape != (height,):
-            return None
-    flat = x.resolve_neg().reshape(-1, x.shape[-1])
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    out = torch.empty(len(flat), height, dtype=x.dtype)
-    begin = 0
-    for rows in parts:  # one after the other: each may have to be read first
-        end = begin + rows.count
-        pieces = values_in_order(rows.pieces, CPU)
-        matrix = rows.packed.matrix(pieces, x.shape[-1])
-        if matrix is None:
-            return None
-        Product([(matrix, rows.count)]).into(flat, None if bias is None else bias[begin:end], out[:, begin:end])
-        begin = end
-    return out.view(*x.shape[:-1], height)
-
-
-def parts_of(piece: Piece, *, dense_too: bool = False) -> list[Rows] | None:
-    """The rows that are those of a matrix, one after the other; None if the kernels do not take some of them.
+def runs_of(weight: Piece, *, dense_too: bool = False) -> list[RowRun]:
+    """The runs whose packed rows are those of a matrix, one after the other; none if it is not multiplied so.
 
     Args:
         dense_too: whether rows that are not packed are taken, too, in place of being joined first.
     """
-    composed, view_spec = piece.handle.composed, piece.view_spec
-    if composed is None:
-        return [_dense_rows(piece)] if dense_too and view_spec.dtype in _DENSE and view_spec.stride(1) == 1 else None
-    if not isinstance(composed, Joined | Decoded):
-        return None
-    cut = (dense_too, *metadata_of(view_spec))
-    if cut not in composed.products:
-        if len(composed.products) >= _MOST_NOTED:
-            composed.products.clear()
-        composed.products[cut] = _found_parts(composed, view_spec, dense_too)
-    return cast("list[Rows] | None", composed.products.get(cut))
-
-
-def _found_parts(composed: Joined | Decoded, view_spec: torch.Tensor, dense_too: bool) -> list[Rows] | None:
-    if isinstance(composed, Joined):
-        return None if dense_too and composed.is_exact else _parts_of_joined(composed, view_spec, dense_too)
-    if composed.packed is None or composed.is_exact:
-        return None
-    found = _rows_in(composed, view_spec)
-    return None if found is None else [found]
-
-
-def _dense_rows(piece: Piece) -> Rows:
-    return Rows(_DENSE[piece.view_spec.dtype], len(piece.view_spec), [(0, piece)])
-
-
-def _parts_of_joined(joined: Joined, view_spec: torch.Tensor, dense_too: bool) -> list[Rows] | None:
-    only = joined.only_cast(view_spec)
-    if only is not None:
-        return parts_of(only, dense_too=dense_too)
-    if not _is_of_rows(joined.layout.shape, view_spec):
-        return None
-    found: list[Rows] = []
-    count = 0
-    for piece, begin in joined.rows_of(view_spec):
-        if begin != count or piece.view_spec.shape[-1] != view_spec.shape[1]:
-            return None
-        for matrix in _matrices_of(piece.view_spec):
-            some = parts_of(Piece(piece.handle, matrix), dense_too=dense_too)
-            if some is None or len(found) + len(some) > _MOST_PARTS:
-                return None
-            found.extend(some)
-            count += len(matrix)
-    return found if count == len(view_spec) else None
-
-
-def _matrices_of(view_spec: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The cuts (rows, columns) of a cut of more dimensions, in the order of its rows: as few as its strides allow."""
-    if view_spec.dim() == 2:
-        yield view_spec
-    elif len(view_spec) > 1 and _rows_follow(view_spec):
-        yield view_spec.flatten(0, -2)
-    else:
-        for part in view_spec.unbind():
-            yield from _matrices_of(part)
-
-
-def _rows_follow(view_spec: torch.Tensor) -> bool:
-    """Whether the rows of a cut are at equal distances."""
-    steps = list(zip(view_spec.shape[1:-1], view_spec.stride()[1:-1], view_spec.stride()[:-2], strict=True))
-    return all(size * step == outer for size, step, outer in steps)
-
-
-def _is_of_rows(shape: tuple[int, ...], view_spec: torch.Tensor) -> bool:
-    """Whether a cut is whole rows of a row-major value, one after the other."""
-    width = shape[-1]
-    return view_spec.shape[1] == width and view_spec.stride() == (width, 1) and view_spec.storage_offset() % width == 0
-
-
-def _rows_in(recipe: Decoded, view_spec: torch.Tensor) -> Rows | None:
-    """The packed rows of a cut; None if it is not whole granules of them."""
-    packed, shape = recipe.packed, recipe.layout.shape
-    assert packed is not None
-    if packed.is_turned:
-        return _turned_rows_in(recipe, view_spec)
-    if not _is_of_rows(shape, view_spec):
-        return None
-    first, count = int(view_spec.storage_offset()) // shape[-1], len(view_spec)
-    if len(shape) == 3 and not recipe.stacked:  # its rows are matrices
-        start, left = divmod(first, shape[1])
-        is_one = not left and count == shape[1]
-        return _rows_of(recipe, start, 1, count) if is_one else None
-    height = shape[int(recipe.stacked)]
-    inside = first % height
-    ends = inside + count
-    if len(shape) != 2 + recipe.stacked or inside % recipe.granule or ends > height:
-        return None
-    is_whole = ends == height or ends % recipe.granule == 0
-    return _rows_of(recipe, first, count, count) if is_whole else None
-
-
-def _rows_of(recipe: Decoded, start: int, read: int, count: int) -> Rows:
-    """The rows in `read` of a recipe's rows, from row `start` on: `count` packed ones."""
-    assert recipe.packed is not None
-    parts = recipe.parts_of_pieces(start, read)
-    pieces = [(number, Piece(recipe.pieces[number].handle, part)) for number, part in parts]
-    return Rows(recipe.packed, count, pieces)
-
-
-def _turned_rows_in(recipe: Decoded, view_spec: torch.Tensor) -> Rows | None:
-    """The same, where the columns of the dense value are the packed rows: one element of a stack, as a whole."""
-    _, high, wide = recipe.layout.shape
-    element, left = divmod(int(view_spec.storage_offset()), high * wide)
-    if left or tuple(view_spec.shape) != (wide, high) or view_spec.stride() != (1, wide):
-        return None
-    return _rows_of(recipe, element * high, high, wide)
+    composed, spec = weight.handle.composed, weight.view_spec
+    if composed is None and not dense_too:
+        return []
+    is_turned = spec.stride(1) != 1
+    runs = Piece(weight.handle, spec.t()).runs() if is_turned else weight.runs()
+    is_taken = len(runs) <= (1 if is_turned else _MOST_RUNS) and not getattr(composed, "is_exact", False)
+    are_rows = all(run.is_turned == is_turned and run.is_whole and not run.is_exact for run in runs)
+    are_packed = all(run.packed is not None and (dense_too or run.decoder is not None) for run in runs)
+    return runs if is_taken and are_rows and are_packed else []
 
 
 # Of a weight that is larger than the budget
@@ -474,11 +300,4 @@ def _is_over_budget(weight: OffloadedTensor) -> bool:
     if nbytes <= _PART or type(handle) is Traced or handle.composed is None or _exact.get():
         return False
     budget = (page_state_of(next(stored_in([handle_of(weight)]))).pool or POOL).max_memory
-    return budget is not None and nbytes > budget and is_packed(handle.composed)
-
-
-def is_packed(composed: object) -> bool:
-    """Whether a value is decoded, and products with it need not be those with the dense value."""
-    if isinstance(composed, Decoded):
-        return not composed.is_exact
-    return isinstance(composed, Joined) and any(is_packed(piece.handle.composed) for piece in composed.pieces)
+    return budget is not None and nbytes > budget and any(True for _ in _decoded_in(handle.composed))

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import Any, TypeAlias
@@ -29,18 +30,22 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.system.modes import no_functions, no_modes
+from offload.tensor.backends import decode_runs
 from offload.tensor.boxes import Box, first_row, lies_as, recut, rows_in, start_in
 from offload.tensor.guests import CPU, stored_on
+from offload.tensor.runs import RowRun
 from offload.tensor.small import MOST as SMALL
 from offload.tensor.small import SmallValue
 from offload.tensor.views import meta_of, metadata_of
 
 _CAST = 1 << 20  # bytes that are cast at a time
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
+_RUNS_KNOWN = 1024  # cuts of a recipe whose runs are noted: experts of a layer
+_OF_ROWS = 2  # dimensions
 _BOXES_KNOWN = 16  # boxes of a recipe whose pieces are noted: they are asked for several times while a box is read
 _GENERATION = b"1"  # change it when a decoder's numbers change: stored results are then made again
 
-Inside: TypeAlias = "tuple[Piece, torch.Tensor, list[int]]"  # a piece, its cut in a box, and where that goes
+Inside: TypeAlias = "tuple[Piece, torch.Tensor, Sequence[int]]"  # a piece, its cut in a box, and where that goes
 
 
 class Piece:
@@ -66,6 +71,15 @@ class Piece:
         """The views of stored values that are read to compute `view_spec`, a cut of this piece."""
         composed = self.handle.composed
         return iter([(self.handle, view_spec)]) if composed is None else composed.reads(view_spec)
+
+    def runs(self) -> list[RowRun]:
+        """The runs that it consists of, one after the other; none if it is not of whole rows."""
+        composed, spec = self.handle.composed, self.view_spec
+        if isinstance(composed, Plain):
+            return composed.runs(spec)
+        if composed is not None or not spec.dim():
+            return []
+        return [RowRun(((0, self),), len(spec), tuple(spec.shape[1:]), (spec.dtype,))]
 
     def alone(self) -> Piece:
         """The same numbers, from as small a value as possible: a part of a file, or of a recipe.
@@ -107,12 +121,17 @@ class Piece:
         digest.update(repr(metadata_of(self.view_spec)).encode())
 
     def put(self, place: torch.Tensor, view_spec: torch.Tensor) -> None:
-        """Copy the value of `view_spec`, a cut of this piece, to `place`, in the dtype of `place`."""
+        """Put the value of `view_spec`, a cut of this piece, into `place`, in its dtype; decoded rows straight away."""
         composed = self.handle.composed
-        if isinstance(composed, Recipe):
-            composed.put(place, view_spec)
-        else:
+        runs = composed.runs(view_spec) if isinstance(composed, Plain) else []
+        row = runs[0].row if runs and all(run.decoder is not None and len(run.dtypes) == 1 for run in runs) else None
+        if row is None or view_spec.shape[place.dim() - len(row) :] != row or place.dim() == len(row):
             _put(place, self.value(view_spec, place.device))
+        elif place.dim() > 1 + len(row):  # a stack, whose elements may be apart there
+            for one, part in zip(place, view_spec, strict=True):
+                self.put(one, part)
+        else:
+            decode_runs(runs, place)
 
 
 def _put(place: torch.Tensor, value: torch.Tensor) -> None:
@@ -186,23 +205,22 @@ class Recipe(ABC):
         """See `Composition`."""
         return False
 
-    def put(self, place: torch.Tensor, view_spec: torch.Tensor) -> None:
-        """As `Piece.put`."""
-        _put(place, self.value(view_spec, place.device))
-
 
 class Plain(Recipe):
     """A recipe whose value is a plain tensor: what these kinds have in common.
 
     Attributes:
         small: the value in memory, if it is a small one.
+        is_exact: whether products are always computed with the dense value.
     """
 
-    __slots__ = ("small",)
+    __slots__ = ("_runs", "is_exact", "small")
 
     def __init__(self, layout: Layout, pieces: Iterable[Piece]) -> None:
         self.layout = layout
         self.pieces = tuple(pieces)
+        self.is_exact = False
+        self._runs: dict[object, list[RowRun]] = Noted()
         self.small = SmallValue() if 0 < layout.nbytes <= SMALL else None
 
     def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
@@ -251,6 +269,29 @@ class Plain(Recipe):
     def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
         """The pieces that a box is computed from, and the cut of each that it needs."""
 
+    def runs(self, view_spec: torch.Tensor) -> list[RowRun]:
+        """The runs that a cut consists of, one after the other; none if it is not of whole rows."""
+        return self._noted_runs(metadata_of(view_spec), partial(self._found_runs, view_spec))
+
+    def _noted_runs(self, key: object, find: Callable[[], list[RowRun]]) -> list[RowRun]:
+        known = self._runs.get(key)
+        if known is None:
+            with no_functions(), no_modes():
+                found = find()
+            if len(self._runs) >= _RUNS_KNOWN:
+                self._runs.clear()
+            known = self._runs[key] = found
+        return known
+
+    @abstractmethod
+    def _found_runs(self, view_spec: torch.Tensor) -> list[RowRun]:
+        """As `runs`, found for the first time."""
+
+    def compute_exactly(self) -> None:
+        """From now on, products are those with the dense value."""
+        self.is_exact = True
+        self._runs.clear()
+
     def blocks(self) -> Iterator[torch.Tensor]:
         """See `Composition`."""
         layout = self.layout
@@ -284,13 +325,9 @@ class Joined(Plain):
     Args:
         layout: of the value; dense.
         places: for each piece, the index of its first element in the value, which has as many dimensions.
-
-    Attributes:
-        is_exact: whether products of groups are always computed with the joined value.
-        products: how cuts of it are multiplied, for `products`.
     """
 
-    __slots__ = ("_known", "_places", "_rows", "is_exact", "products")
+    __slots__ = ("_known", "_places", "_rows")
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]]) -> None:
         order = layout.order
@@ -308,8 +345,6 @@ class Joined(Plain):
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
         self._rows = [place[0] for place in self._places] if order and covered else None  # pieces in a row
         self._known: dict[Box, list[Inside]] = Noted()
-        self.is_exact = False
-        self.products = Noted()
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
                 handle.read_apart(Access.PICKED)
@@ -361,11 +396,7 @@ class Joined(Plain):
         whole = scratch_for(contiguous(self.layout.dtype, box.size), device)
         if len(inside) > 1 and not is_loaded():
             prefetch(view for piece, view_spec, _ in inside for view in piece.reads(view_spec))
-        for piece, view_spec, at in inside:
-            place = whole
-            for dim, size in enumerate(view_spec.shape):
-                place = place.narrow(dim, at[dim], size)
-            piece.put(place, view_spec)
+        _put_in_places(whole, inside)
         return whole
 
     def rows_of(self, view_spec: torch.Tensor) -> Iterator[tuple[Piece, int | None]]:
@@ -379,7 +410,34 @@ class Joined(Plain):
                 for piece, part, at in self._inside(box):
                     yield Piece(piece.handle, part), first_row(part.shape, at, box.size)
 
-    def only_cast(self, view_spec: torch.Tensor) -> Piece | None:
+    def _found_runs(self, view_spec: torch.Tensor) -> list[RowRun]:
+        if view_spec.dtype != self.layout.dtype or not view_spec.numel():
+            return []
+        only = self._only_cast(view_spec)
+        if only is not None:
+            return [self._cast(run) for run in only.runs()]
+        shape, strides = self.layout.shape, contiguous_stride(tuple(view_spec.shape))
+        is_of_rows = shape and view_spec.shape[-1:] == shape[-1:] and not view_spec.storage_offset() % shape[-1]
+        if not is_of_rows or not lies_as(view_spec, strides):
+            return []
+        found: list[RowRun] = []
+        count = 0
+        for piece, begin in self.rows_of(view_spec):
+            if begin != count or piece.view_spec.shape[-1] != shape[-1]:
+                return []
+            for matrix in _matrices_of(piece.view_spec):
+                runs = Piece(piece.handle, matrix).runs()
+                if not runs:
+                    return []
+                found.extend(map(self._cast, runs))
+                count += len(matrix)
+        return found if count * shape[-1] == view_spec.numel() else []
+
+    def _cast(self, run: RowRun) -> RowRun:
+        dtype = self.layout.dtype
+        return run if run.dtypes[-1] == dtype else replace(run, dtypes=(*run.dtypes, dtype))
+
+    def _only_cast(self, view_spec: torch.Tensor) -> Piece | None:
         """The cut of the only piece, if its numbers lie as in the value; None for other values."""
         [first, *others] = self.pieces
         if others or first.view_spec.shape != self.layout.shape or not lies_as(first.view_spec, self.layout.stride):
@@ -390,12 +448,8 @@ class Joined(Plain):
     def put_into(self, place: torch.Tensor) -> None:
         """As in all recipes, piece by piece."""
         with no_functions(), no_modes():
-            turned = place.permute(self.layout.order)
-            for piece, begin in zip(self.pieces, self._places, strict=True):
-                part = turned
-                for dim, size in enumerate(piece.view_spec.shape):
-                    part = part.narrow(dim, begin[dim], size)
-                piece.put(part, piece.view_spec)
+            inside = [(piece, piece.view_spec, at) for piece, at in zip(self.pieces, self._places, strict=True)]
+            _put_in_places(place.permute(self.layout.order), inside)
 
     def part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece | None:
         """As in all recipes."""
@@ -448,6 +502,14 @@ class Joined(Plain):
                 yield piece, view_spec, at
 
 
+def _put_in_places(whole: torch.Tensor, inside: Iterable[Inside]) -> None:
+    for piece, view_spec, at in inside:
+        place = whole
+        for dim, size in enumerate(view_spec.shape):
+            place = place.narrow(dim, at[dim], size)
+        piece.put(place, view_spec)
+
+
 def joined(layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]], name: str) -> Piece:
     """Pieces that cover a value, as one piece: the only one itself, if its layout is the value's."""
     [first, *others] = pieces
@@ -456,10 +518,21 @@ def joined(layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, 
     return Piece(Handle.compose(Joined(layout, pieces, places), name))
 
 
-def values_in_order(pieces: Iterable[tuple[int, Piece]], device: torch.device = CPU) -> list[torch.Tensor]:
-    """The values of pieces, in the order of their numbers; read in the order in which they are given."""
-    made = {number: piece.value(device=device) for number, piece in pieces}
-    return [made[number] for number in range(len(made))]
+def _matrices_of(view_spec: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The cuts (rows, columns) of a cut of more dimensions, in the order of its rows: as few as its strides allow."""
+    if view_spec.dim() <= _OF_ROWS:
+        yield view_spec
+    elif len(view_spec) > 1 and _rows_follow(view_spec):
+        yield view_spec.flatten(0, -2)
+    else:
+        for part in view_spec.unbind():
+            yield from _matrices_of(part)
+
+
+def _rows_follow(view_spec: torch.Tensor) -> bool:
+    """Whether the rows of a cut are at equal distances."""
+    steps = list(zip(view_spec.shape[1:-1], view_spec.stride()[1:-1], view_spec.stride()[:-2], strict=True))
+    return all(size * step == outer for size, step, outer in steps)
 
 
 def files_in(handle: Handle) -> list[TensorFile]:

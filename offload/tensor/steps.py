@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from offload.tensor.runs import Decoder
+
 
 class Step(NamedTuple):
     """Some rows, computed by one call of a decoder.
@@ -28,23 +30,15 @@ class Step(NamedTuple):
     skipped: int
 
 
-class Unit(NamedTuple):
-    """Rows that are computed together; see `Decoded` for its attributes."""
-
-    granule: int
-    per: tuple[int | None, ...]
-    is_divisible: bool
-
-
-def steps(start: int, count: int, most: int, unit: Unit) -> Iterator[Step]:
+def steps(start: int, count: int, most: int, decoder: Decoder) -> Iterator[Step]:
     """The steps that compute `count` rows from row `start` on, of one element if the value is a stack.
 
     Args:
         start, count: the rows that are wanted.
         most: number of rows to compute at a time.
-        unit: what can be computed alone.
+        decoder: says what can be computed alone.
     """
-    granule, per, is_divisible = unit
+    granule, per, is_divisible = decoder.granule, decoder.per, decoder.is_divisible
     end, first, is_inside = start + count, start // granule, is_divisible and most < granule
     span = granule if is_inside else max(1, most // granule) * granule
     low = start

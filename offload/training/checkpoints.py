@@ -232,7 +232,7 @@ def _set_random(states: StateDict) -> None:
 
 
 @dataclass
-class _Saved:
+class _States:
     """The contents of a checkpoint: states as returned by `state_dict`, and extra values."""
 
     model: StateDict
@@ -243,7 +243,7 @@ class _Saved:
     random: StateDict
 
 
-def _read(checkpoint: Path) -> _Saved:
+def _read(checkpoint: Path) -> _States:
     """A whole checkpoint, its tensors on disk.
 
     Raises:
@@ -252,7 +252,7 @@ def _read(checkpoint: Path) -> _Saved:
     try:
         read_state(checkpoint / MANIFEST, _KIND)  # refuses other trees
         parts = load_tree(checkpoint)
-        saved = _Saved(**{**parts, "left_out": set(parts["left_out"])})
+        saved = _States(**{**parts, "left_out": set(parts["left_out"])})
         named: list[object] = [saved.model, saved.stateful, saved.extra, saved.random]
         if not all(isinstance(part, dict) and all(isinstance(name, str) for name in part) for part in named):
             raise TypeError("a part is not a dictionary")

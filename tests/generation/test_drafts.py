@@ -18,7 +18,7 @@ from offload.generation import candidates, draft_summary
 from offload.generation.candidates import Drafts
 from offload.generation.costs import Draft, PassCosts
 from offload.prefetch.value import page_state_of
-from offload.tensor.products import are_multiplied_packed, parts_of
+from offload.tensor.products import are_multiplied_packed, runs_of
 from offload.tensor.recipes import Piece
 from offload.tensor.views import handle_of, view_spec_of
 from tests.checkpoints.forms import FORMS
@@ -111,7 +111,7 @@ def test_passes_are_alike_wherever_a_product_is_computed_from_packed_bytes(name:
     model = offload.from_pretrained(tmp_path, **FORMS[name].options)
     weights = [one for one in model.parameters() if type(one) is offload.OffloadedTensor and one.dim() > 1]
     matrices = [one for all in weights for one in ([all] if all.dim() == 2 else [all[0], all[0].t()])]
-    parts = [parts_of(Piece(handle_of(one), view_spec_of(one))) or [] for one in matrices if not is_stored(one)]
+    parts = [runs_of(Piece(handle_of(one), view_spec_of(one))) for one in matrices if not is_stored(one)]
     are_packed = [any(not is_stored_in(rows) for rows in some) for some in parts]
 
     assert any(are_packed) == are_multiplied_packed(model)

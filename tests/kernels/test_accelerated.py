@@ -20,9 +20,9 @@ from offload.checkpoints.forms import formats, mxfp4
 from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _ONE_OF_127, _decode_4_bits, _decode_8_bits
 from offload.checkpoints.forms.fp8 import decode
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
+from offload.errors import ArgumentError
 from offload.kernels import accelerated
-from offload.kernels.accelerated import Rows
-from offload.kernels.packed import BLOCKS, GgufRows, NumberRows
+from offload.kernels.packed import BLOCKS, GgufRows, NumberRows, Packed
 from offload.tensor import blocks
 from offload.tensor.views import handle_of
 from tests.prefetch import delayed_device
@@ -114,6 +114,12 @@ def pieces_of(form: str, dtype: torch.dtype = torch.float32) -> list[torch.Tenso
     return [stored.view(torch.float8_e4m3fn) if packed.kind == "e4m3" else stored, factors(*scales, dtype)]
 
 
+def product(packed: Packed, pieces: list[torch.Tensor], x: torch.Tensor, count: int = ROWS) -> torch.Tensor:
+    place = torch.empty(len(x), count)
+    accelerated.multiply(packed, pieces, x, place)
+    return place
+
+
 def test_the_kernels_are_as_the_chain(delayed_library: Path) -> None:
     """In one process with Triton's interpreter, which it has to know before it is imported."""
     code = "import sys; from tests.kernels.test_accelerated import check; check(sys.argv[1])"
@@ -148,7 +154,7 @@ def numbers_are_those_of_the_chain(form: str) -> None:
         numbers, scales = pieces_of(form, dtype)
         pieces = [without_nan(numbers), torch.where(scales.isfinite(), scales, 1).clamp(-1e30, 1e30)]
         columns = torch.eye(COLUMNS).split(accelerated.MOST_ROWS)
-        found = [accelerated.multiply(packed, pieces, rows, ROWS) for rows in columns]
+        found = [product(packed, pieces, rows) for rows in columns]
         assert torch.equal(chain(*pieces).T, torch.cat(found))  # type: ignore[arg-type]
 
 
@@ -160,7 +166,7 @@ def what_is_decoded_has_the_bits_of_the_chain(
         dense = chain(*pieces)
         for dtype, first in ((torch.float32, 0), (torch.float32, 7), (torch.float16, 20)):
             place = torch.full((len(dense) - first, dense.shape[1] + 3), 7.0, dtype=dtype)
-            assert accelerated._decode(packed, pieces, first, place[:, :-3])
+            accelerated.decode(packed, pieces, first, place[:, :-3])
             expected, found = dense[first:].to(dtype), place[:, :-3]
             assert torch.equal(expected.isnan(), found.isnan())
             assert torch.equal(bits_of(expected.nan_to_num(0)), bits_of(found.nan_to_num(0)))
@@ -174,12 +180,13 @@ def stacks_that_are_stored_turned_are_decoded() -> None:
     exponents[0, :3] = torch.tensor([0, 1, 255], dtype=torch.uint8)
     place, expected = torch.zeros(160, 24), mxfp4._decode(blocks, exponents)
 
-    assert accelerated._decode(packed, [blocks, exponents], 0, place)
+    accelerated.decode(packed, [blocks, exponents], 0, place)
 
     assert torch.equal(expected.isnan(), place.isnan())
     assert torch.equal(bits_of(expected.nan_to_num(0)), bits_of(place.nan_to_num(0)))
-    assert not accelerated._decode(packed, [blocks, exponents], 32, place[32:])
-    assert not accelerated._decode(packed, [blocks, exponents], 0, place[:, :8])
+    for first, part in ((32, place[32:]), (0, place[:, :8])):
+        with pytest.raises(ArgumentError, match="do not take"):
+            accelerated.decode(packed, [blocks, exponents], first, part)
 
 
 def blocks_that_run_across_rows_are_decoded() -> None:
@@ -188,7 +195,7 @@ def blocks_that_run_across_rows_are_decoded() -> None:
     packed = NumberRows("halves_high", group=64, table=_NUMBERS["nf4"])
     place = torch.zeros(64, 128)
 
-    assert accelerated._decode(packed, [numbers, scales], 0, place)
+    accelerated.decode(packed, [numbers, scales], 0, place)
 
     given = {"numbers": _NUMBERS["nf4"], "columns": 128, "block": 64}
     expected = _decode_4_bits(numbers, scales, scales_block=None, offset=0.0, **given)
@@ -198,11 +205,11 @@ def blocks_that_run_across_rows_are_decoded() -> None:
     packed = replace(packed, roles=_NESTED, nested_block=32, nested_offset=0.125)
     nested = [bits(1, 128).flatten(), torch.tensor([0.5, 1e-40, 3e38, -0.25]), torch.randn(256)]
 
-    assert accelerated._decode(packed, [numbers, *nested], 0, place)
+    accelerated.decode(packed, [numbers, *nested], 0, place)
 
     expected = _decode_4_bits(numbers, *nested, scales_block=32, offset=0.125, **given)
     assert torch.equal(bits_of(expected), bits_of(place))
-    assert not accelerated._decode(packed, [numbers, nested[0], nested[1][:3], nested[2]], 0, place)
+    assert not accelerated.supports(packed, [numbers, nested[0], nested[1][:3], nested[2]], 128, torch.float32)
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
@@ -218,8 +225,7 @@ def blocks_are_decoded_and_multiplied(kind: str, nbytes: int) -> None:
     what_is_decoded_has_the_bits_of_the_chain(GgufRows(kind, heads=6), with_heads, [[stored]])
 
     usual = usual_blocks(kind, stored)
-    found, dense = accelerated.multiply(GgufRows(kind, heads=6), [usual], x, 24), with_heads(usual)
-    assert found is not None
+    found, dense = product(GgufRows(kind, heads=6), [usual], x, 24), with_heads(usual)
     limit = (x.abs().double() @ dense.abs().double().T) * x.shape[1] * 2.0**-22
     assert bool(((found.double() - x.double() @ dense.double().T).abs() <= limit).all())
 
@@ -245,9 +251,7 @@ def a_product_is_no_further_from_the_truth_than_possible(form: str) -> None:
     numbers, scales = pieces_of(form)
     pieces = [without_nan(numbers), torch.rand_like(scales) + 0.5]
     dense, x = chain(*pieces), torch.randn(16, COLUMNS)
-    found, alone = (accelerated.multiply(packed, pieces, rows, ROWS) for rows in (x, x[5:6]))
-    assert found is not None
-    assert alone is not None
+    found, alone = (product(packed, pieces, rows) for rows in (x, x[5:6]))
     limit = (x.abs().double() @ dense.abs().double().T) * COLUMNS * 2.0**-24
     assert bool(((found.double() - x.double() @ dense.double().T).abs() <= limit).all())
     assert torch.equal(found[5], alone[0])
@@ -289,23 +293,22 @@ def on_the_stand_in(library: Path) -> tuple[torch.device, list[str]]:
     """The stand-in, and what is used of the kernels there. The interpreter has no way to the memory of this device."""
     device, used = delayed_device.register(library), list[str]()
     delayed_device.ops.late(20)
-    multiplier, decoder = accelerated.multiply, accelerated._decode
+    multiplier, decoder = accelerated.multiply, accelerated.decode
 
-    def multiply(packed: Rows, pieces: list[torch.Tensor], x: torch.Tensor, count: int) -> torch.Tensor:
+    def multiply(packed: Packed, pieces: list[torch.Tensor], x: torch.Tensor, place: torch.Tensor) -> None:
         assert {device} == {piece.device for piece in (*pieces, x)}
         used.append("multiply")
-        found = multiplier(packed, [piece.cpu() for piece in pieces], x.cpu().float(), count)
-        assert found is not None
-        return found.to(device, x.dtype)
+        found = torch.empty(place.shape, dtype=torch.float32)
+        multiplier(packed, [piece.cpu() for piece in pieces], x.cpu().float(), found)
+        place.copy_(found)
 
-    def decode(packed: Rows, pieces: list[torch.Tensor], first: int, place: torch.Tensor) -> bool:
+    def decode(packed: Packed, pieces: list[torch.Tensor], first: int, place: torch.Tensor) -> None:
         used.append("decode")
         dense = torch.empty(place.shape, dtype=torch.float32)
-        is_decoded = decoder(packed, [piece.cpu() for piece in pieces], first, dense)
+        decoder(packed, [piece.cpu() for piece in pieces], first, dense)
         place.copy_(dense)
-        return is_decoded
 
-    accelerated.is_there, accelerated.multiply, accelerated._decode = lambda _: True, multiply, decode
+    accelerated.is_there, accelerated.multiply, accelerated.decode = lambda _: True, multiply, decode
     return device, used
 
 
@@ -353,9 +356,11 @@ def test_pieces_of_other_sizes_are_not_taken() -> None:
     numbers, scales = bits(ROWS, COLUMNS).view(torch.float8_e4m3fn), torch.ones(3, 3)
     x = torch.ones(1, COLUMNS)
 
-    assert accelerated.multiply(packed, [numbers[:-1], scales], x, ROWS) is None
-    assert accelerated.multiply(packed, [numbers, scales[:2]], x, ROWS) is None
-    assert accelerated.multiply(packed, [numbers, scales.double()], x, ROWS) is None
-    assert accelerated.multiply(packed, [numbers, scales], torch.ones(17, COLUMNS), ROWS) is None
+    for wrong in ([numbers, scales[:2]], [numbers, scales.double()]):
+        assert not accelerated.supports(packed, wrong, COLUMNS, torch.float32)
+    for pieces, rows in [([numbers[:-1], scales], x), ([numbers, scales], torch.ones(17, COLUMNS))]:
+        with pytest.raises(ArgumentError, match="do not take"):
+            product(packed, pieces, rows)
     for first in (-1, 1):
-        assert not accelerated._decode(packed, [numbers, scales], first, torch.empty(ROWS, COLUMNS))
+        with pytest.raises(ArgumentError, match="do not take"):
+            accelerated.decode(packed, [numbers, scales], first, torch.empty(ROWS, COLUMNS))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from offload.errors import ArgumentError
 from offload.kernels import native
 from offload.kernels.packed import BLOCKS, CODED, GgufRows
 
@@ -307,8 +308,10 @@ def test_rows_of_another_size_are_not_taken():
     rows = some_bytes("Q4_K", 4, 512)
 
     for wrong, columns in [(rows, 256), (rows[:, :-1], 512), (rows.to(torch.int32), 512), (rows.T, 4), (rows, 511)]:
-        assert GgufRows("Q4_K").matrix([wrong], columns) is None
-    assert GgufRows("Q4_K", heads=3).matrix([rows], 512) is None
+        assert GgufRows("Q4_K").by_role([wrong], columns) is None
+        with pytest.raises(ArgumentError, match="do not take"):
+            GgufRows("Q4_K").matrix([wrong], columns)
+    assert GgufRows("Q4_K", heads=3).by_role([rows], 512) is None
 
 
 def test_the_switch_takes_the_library_out(monkeypatch):

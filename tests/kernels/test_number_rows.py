@@ -20,6 +20,7 @@ from offload.checkpoints.forms.numbers import (
     product,
     scaled,
 )
+from offload.errors import ArgumentError
 from offload.kernels import native
 from offload.kernels.packed import QUARTERS, GgufRows, NumberRows, Packed, WordColumns
 from tests.kernels.test_gguf_rows import LEVELS, as_multiplied, same_bits
@@ -218,10 +219,12 @@ def test_pieces_of_other_sizes_are_not_taken():
     packed, scales = some_bytes(ROWS, 64).view(torch.int8), torch.rand(ROWS, 2)
     described = NumberRows("signed_bytes", group=32)
 
-    assert described.matrix([packed, scales], 64) is not None
+    assert described.by_role([packed, scales], 64) is not None
+    assert described.by_role([packed, scales], 65) is None
     for wrong in (scales[1:], scales[:, :1], torch.rand(ROWS, 3)):
-        assert described.matrix([packed, wrong], 64) is None
-    assert described.matrix([packed, scales], 65) is None
+        assert described.by_role([packed, wrong], 64) is None
+        with pytest.raises(ArgumentError, match="do not take"):
+            described.matrix([packed, wrong], 64)
 
 
 @pytest.mark.parametrize("width", [256, 40])
@@ -264,4 +267,5 @@ def test_an_order_that_names_other_groups_is_not_taken():
         order = torch.zeros(64, dtype=torch.int32)
         order[63] = wrong
 
-        assert WordColumns().matrix([*pieces, order], 64) is None
+        with pytest.raises(ArgumentError, match="do not take"):
+            WordColumns().matrix([*pieces, order], 64)

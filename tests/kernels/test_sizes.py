@@ -15,7 +15,7 @@ import torch
 
 from offload.errors import ArgumentError
 from offload.kernels import native
-from offload.kernels.native import ExpertRows, Matrix, Projection, WeightedSum
+from offload.kernels.native import ExpertRows, Matrix, Product, WeightedSum
 from offload.kernels.packed import GgufRows, NumberRows, WordColumns
 from tests.processes import run_script
 
@@ -41,9 +41,9 @@ def words() -> Matrix:
     return made
 
 
-def expert(hidden: int = 64, wide: int = 64, inner: int = 32, width: int = 40) -> tuple[Projection, Projection]:
-    up = Projection([(matrix(wide - 8, hidden), wide - 8), (matrix(8, hidden), 8)])
-    return up, Projection([(matrix(width, inner), width)])
+def expert(hidden: int = 64, wide: int = 64, inner: int = 32, width: int = 40) -> tuple[Product, Product]:
+    up = Product([(matrix(wide - 8, hidden), wide - 8), (matrix(8, hidden), 8)])
+    return up, Product([(matrix(width, inner), width)])
 
 
 def total(picks: int = 2, rows: int = 5, width: int = 40) -> WeightedSum:
@@ -244,7 +244,7 @@ def test_numbers_that_do_not_fit_are_refused(what: str) -> None:
 )
 def test_parts_of_an_expert_that_do_not_fit_are_refused(parts: list[tuple[Matrix, int]]) -> None:
     with pytest.raises(ArgumentError, match="do not take"):
-        Projection(parts)
+        Product(parts)
 
 
 def test_sizes_are_checked_without_assertions() -> None:

@@ -33,7 +33,7 @@ from offload.prefetch.loads import Arriving
 from offload.prefetch.scratch import take_scratch
 from offload.prefetch.value import SMALL, Value
 from offload.tensor import experts as acts
-from offload.tensor.decoded import Decoded
+from offload.tensor.backends import Compiled
 from offload.tensor.recipes import Joined
 from offload.tensor.views import handle_of
 from offload.torch_api import storage_id, storage_uses
@@ -113,7 +113,7 @@ def test_experts_are_multiplied_where_they_lie(name, tmp_path, monkeypatch):
         exact = experts(x, numbers, weights)
     with monkeypatch.context() as patch:
         patch.setattr(Joined, "_computed", refuse)
-        patch.setattr(Decoded, "_decode_into", refuse)
+        patch.setattr(Compiled, "decode", refuse)
         found = experts(x, numbers, weights)
         alone = experts(x[1:2], numbers[1:2], weights[1:2])
 
@@ -601,7 +601,7 @@ def test_experts_that_do_not_tell_of_a_norm_or_of_ranks_are_preferred_and_run(tm
         monkeypatch.delattr(experts, "has_post_expert_norm", raising=False)
         monkeypatch.delattr(experts, "_is_expert_parallel", raising=False)
     model.set_experts_implementation("grouped_mm")
-    monkeypatch.setattr(Decoded, "_decode_into", refuse)
+    monkeypatch.setattr(Compiled, "decode", refuse)
 
     prefer_experts(model)
 

@@ -295,8 +295,7 @@ def test_a_row_of_a_table_in_which_one_was_set_is_looked_up_alone(tmp_path, monk
 
     table[3] = 0.0
     assert torch.equal(table[[3, 4, 1023, 3]], found)
-    assert made
-    assert max(made) <= 2 * table[0].nbytes
+    assert [] == made
 
 
 @pytest.mark.parametrize(("name", "class_name"), [("zaya", "ZayaForCausalLM"), ("chinese_clip", "ChineseCLIPModel")])

@@ -20,6 +20,7 @@ from offload.tensor.blocks import decode
 from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Piece, joined
+from offload.tensor.runs import Decoder
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import guest_of, wrap_handle
 from tests.campaigns import amount
@@ -119,9 +120,8 @@ def test_blocks_of_picked_rows_of_a_gguf_file_are_sent(device: torch.device, fol
 def test_rows_that_numpy_decodes_are_not_sent_there_and_back(device: torch.device, folder: Path) -> None:
     delayed.ops.late(50)
     blocks = stored(folder, {"table": random_bytes(ROWS, COLUMNS // 256 * 84)})["table"]
-    recipe = Decoded(
-        contiguous(torch.float32, (ROWS, COLUMNS)), partial(decode, kind="Q2_K"), [Piece(handle_of(blocks))], per=(1,)
-    )
+    decoder = Decoder(partial(decode, kind="Q2_K"), (1,))
+    recipe = Decoded(contiguous(torch.float32, (ROWS, COLUMNS)), decoder, [Piece(handle_of(blocks))])
     table, rows, found = wrap_handle(Handle.compose(recipe, "table"), CPU), torch.tensor(PICKS), list[torch.Tensor]()
     back = delayed.ops.returned()
 

@@ -19,9 +19,11 @@ from offload.kernels import native
 from offload.kernels.packed import NumberRows
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.tensor import picks, products
+from offload.tensor import backends, products
+from offload.tensor.backends import most_rows_of, product_with
 from offload.tensor.decoded import Decoded
-from offload.tensor.recipes import Joined, Piece, values_in_order
+from offload.tensor.recipes import Joined, Piece
+from offload.tensor.runs import Decoder
 from offload.tensor.views import handle_of, meta_of, view_spec_of
 from offload.tensor.wrapper import wrap_handle
 from tests.checkpoints.forms import FORMS, PROMPT, outcome
@@ -52,24 +54,18 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
     for module in model.modules():
         if isinstance(module, nn.Linear) and offload.is_offloaded(module.weight):
             weight = Piece(handle_of(module.weight), view_spec_of(module.weight))
-            if products.parts_of(weight) is not None:
+            if products.runs_of(weight):
                 yield module, unrounded(weight)
 
 
 def most_rows(layer: nn.Linear) -> int:
-    parts = products.parts_of(Piece(handle_of(layer.weight), view_spec_of(layer.weight)))
-    assert parts
-    return products.most_rows_of(parts, layer.weight.dtype)
+    return most_rows_of(
+        products.runs_of(Piece(handle_of(layer.weight), view_spec_of(layer.weight))), layer.weight.dtype
+    )
 
 
 def unrounded(piece: Piece) -> torch.Tensor:
-    recipe, rows = piece.handle.composed, len(piece.view_spec)
-    if isinstance(recipe, Joined):
-        return torch.cat([unrounded(part) for part, _ in recipe.rows_of(piece.view_spec)])
-    assert isinstance(recipe, Decoded)
-    parts = recipe.parts_of_pieces(piece.view_spec.storage_offset() // recipe.layout.shape[-1], rows)
-    pieces = [(number, Piece(recipe.pieces[number].handle, part)) for number, part in parts]
-    return recipe.decode(*values_in_order(pieces)).float()[:rows]
+    return torch.cat([run.decoder.decode(*run.values()).float()[: run.count] for run in piece.runs()])
 
 
 def activations(layer: nn.Linear, rows: int) -> torch.Tensor:
@@ -158,9 +154,11 @@ def test_rows_of_a_weight_are_multiplied_as_rows(model):
 def test_rows_that_are_picked_are_decoded_alone_and_at_once(model, monkeypatch):
     """Those of the dense weight, bit for bit; of a weight and of a part of it."""
     picked: list[int] = []
-    note = lambda matrix, rows, place: (picked.append(len(rows)), native.pick(matrix, rows, place))  # noqa: E731
-    monkeypatch.setattr(picks, "pick", note)
-    layers = [layer for layer, _ in packed_layers(model) if isinstance(kind(layer.weight), Decoded)]
+    pick = native.pick
+    monkeypatch.setattr(
+        native, "pick", lambda matrix, rows, place: (picked.append(len(rows)), pick(matrix, rows, place))
+    )
+    layers = [layer for layer, _ in packed_layers(model)]
     for weight in [layer.weight.detach() for layer in layers]:
         dense, rows = weight.materialize(), torch.tensor([[7, 2], [2, 9]])
 
@@ -169,14 +167,6 @@ def test_rows_that_are_picked_are_decoded_alone_and_at_once(model, monkeypatch):
         assert torch.equal(dense[rows[0]], weight.index_select(0, rows[0]))
     assert [3, 3, 2] * len(layers) == picked
     assert layers
-
-
-def kind(weight: torch.Tensor) -> object:
-    """The recipe of a weight; of one that is only cast, that of its piece."""
-    piece = Piece(handle_of(weight), view_spec_of(weight))
-    composed = piece.handle.composed
-    only = composed.only_cast(piece.view_spec) if isinstance(composed, Joined) else None
-    return composed if only is None else only.handle.composed
 
 
 def test_a_weight_that_was_written_to_is_multiplied_as_it_is_now(model):
@@ -321,6 +311,20 @@ def packed_table(folder: Path, rows: int, columns: int) -> Any:
     return offload.load_file(folder / "table.gguf")["table"]
 
 
+def test_the_backend_that_takes_an_act_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded and picked rows have the bits of torch's chain."""
+    found = []
+    for backend in ("C", "torch"):
+        table = packed_table(tmp_path, rows=40, columns=1024)
+        monkeypatch.setattr(native, "library", native.library if backend == "C" else lambda: None)
+        backends.TAKEN.clear()
+        found.append([table.materialize(), table[[3, 39, 3]]])
+        F.linear(torch.ones(1, 1024), table)
+
+        assert {("decode", backend), ("pick", backend), ("multiply", backend)} <= set(backends.TAKEN)
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("is_inference", [False, True], ids=["with gradients", "without"])
 def test_forward_derivatives_through_packed_weights_are_those_of_the_dense_weight(model, is_inference):
     """A weight that requires no grad is no part of any graph: its product has a tangent all the same."""
@@ -367,7 +371,7 @@ def test_experts_are_multiplied_where_their_pieces_lie(name, tmp_path, monkeypat
             exact = F.grouped_mm(x, stack, offs=ends)
         assert torch.equal(F.grouped_mm(x, dense, offs=ends), exact)
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(Decoded, "_decode_into", lambda *_: pytest.fail("decoded"))
+            patch.setattr(backends.Compiled, "decode", lambda *_: pytest.fail("decoded"))
             fused = F.grouped_mm(x, stack, offs=ends)
             alone = F.grouped_mm(x[-1:], stack, offs=torch.tensor([0, 0, 0, 1], dtype=torch.int32))
 
@@ -394,25 +398,21 @@ def test_rows_that_alternate_are_multiplied_in_their_order(dense_too, tmp_path):
         dense = scaled(numbers, scales)
         pieces = [Piece(handle_of(offloaded(numbers, "numbers", tmp_path)))]
         pieces += [Piece(handle_of(offloaded(scales, "scales", tmp_path)))]
-        recipe = Decoded(contiguous(torch.float32, (64, 32)), scaled, pieces, per=(1, 1), packed=NumberRows("e4m3"))
+        recipe = Decoded(
+            contiguous(torch.float32, (64, 32)), Decoder(scaled, (1, 1), packed=NumberRows("e4m3")), pieces
+        )
         stored = Handle.compose(recipe, "packed")
     alternate = Piece(stored, meta_of(stored).view(32, 2, 32).transpose(0, 1))
     handle = Handle.compose(Joined(contiguous(torch.float32, (2, 32, 32)), [alternate], [(0, 0, 0)]), "stack")
 
-    parts = products.parts_of(Piece(handle, meta_of(handle).view(64, 32)), dense_too=dense_too)
+    runs = products.runs_of(Piece(handle, meta_of(handle).view(64, 32)), dense_too=dense_too)
 
     x, wanted = torch.randn(1, 32), torch.cat([dense[0::2], dense[1::2]])
-    if parts is None:  # packed rows are not taken apart
+    if not runs:  # packed rows are not taken apart
         assert not dense_too
         found = F.linear(x, wrap_handle(handle, torch.device("cpu")).view(64, 32))
     else:
-        assert [32, 32] == [rows.count for rows in parts]
-        found = torch.cat([product_of(rows, x) for rows in parts], dim=1)
+        assert [32, 32] == [run.count for run in runs]
+        found = torch.empty(1, 64)
+        product_with(runs, [run.values() for run in runs]).into(x, None, found)
     torch.testing.assert_close(F.linear(x, wanted), found)
-
-
-def product_of(rows: products.Rows, x: torch.Tensor) -> torch.Tensor:
-    pieces = values_in_order(rows.pieces)
-    place = torch.empty(len(x), rows.count)
-    native.multiply(rows.packed.matrix(pieces, x.shape[1]), x, None, place)
-    return place

@@ -25,11 +25,12 @@ from offload.errors import ChangedFileError, MissingFileError
 from offload.prefetch import scratch
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.tensor import decoded as decoded_values
+from offload.tensor import backends
 from offload.tensor.decoded import Decoded
 from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Piece
+from offload.tensor.runs import Decoder
 from offload.tensor.views import handle_of, meta_of
 from offload.tensor.wrapper import wrap_handle
 from tests.processes import in_fork
@@ -105,7 +106,7 @@ def made(kind: str, folder: Path) -> tuple[OffloadedTensor, torch.Tensor]:
 def decoded(packed: OffloadedTensor, scales: OffloadedTensor) -> OffloadedTensor:
     pieces = [Piece(handle_of(packed)), Piece(handle_of(scales))]
     layout = contiguous(torch.float32, tuple(packed.shape))
-    return wrap_handle(Handle.compose(Decoded(layout, decode, pieces, granule=GRANULE, per=(GRANULE, 1)), "w"), CPU)
+    return wrap_handle(Handle.compose(Decoded(layout, Decoder(decode, (GRANULE, 1), GRANULE), pieces), "w"), CPU)
 
 
 def fused(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -142,16 +143,16 @@ def random_cut(dim: int, shape: torch.Size) -> Callable[[torch.Tensor], torch.Te
 
 @pytest.mark.parametrize(
     ("is_kept", "block"),
-    [(True, 500), *((False, size) for size in (decoded_values.BLOCK, 1, 64, 500))],
+    [(True, 500), *((False, size) for size in (backends.BLOCK, 1, 64, 500))],
     indirect=["is_kept"],
 )
 def test_random_cuts_are_those_of_the_plain_tensor(
     recipe: OffloadedTensor, plain: torch.Tensor, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     """By blocks of any size."""
-    monkeypatch.setattr(decoded_values, "BLOCK", block)
+    monkeypatch.setattr(backends, "BLOCK", block)
 
-    for _ in range(150 if block == decoded_values.BLOCK else 40):
+    for _ in range(150 if block == backends.BLOCK else 40):
         ours: torch.Tensor = recipe
         theirs = plain
         for _ in range(random.randint(1, 4)):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 
-from offload.tensor.steps import Step, Unit, steps
+from offload.tensor.runs import Decoder
+from offload.tensor.steps import Step, steps
 
 
-def assert_decodes_its_rows(step: Step, unit: Unit, start: int) -> None:
+def assert_decodes_its_rows(step: Step, unit: Decoder, start: int) -> None:
     """The rows of each piece that a step takes include those that its own rows come from."""
     granule, first = unit.granule, start // unit.granule
     for count, taken in zip(unit.per, step.taken, strict=True):
@@ -27,7 +29,7 @@ def assert_decodes_its_rows(step: Step, unit: Unit, start: int) -> None:
 @pytest.mark.parametrize("granule", [1, 3, 4])
 @pytest.mark.parametrize("most", [1, 2, 4, 5, 9, 100])
 def test_steps_give_each_wanted_row_once_and_in_order(granule: int, most: int, is_divisible: bool) -> None:
-    unit = Unit(granule, (granule, 2 * granule, 1, None), is_divisible)
+    unit = Decoder(torch.cat, (granule, 2 * granule, 1, None), granule, is_divisible)
     for start, count in product(range(9), range(1, 14)):
         found = list(steps(start, count, most, unit))
 
@@ -40,7 +42,7 @@ def test_steps_give_each_wanted_row_once_and_in_order(granule: int, most: int, i
 @pytest.mark.parametrize("most", [1, 2, 4, 5, 9, 100])
 def test_a_step_has_no_more_rows_than_asked_for_unless_a_granule_has(granule: int, most: int) -> None:
     for is_divisible, start, count in product((True, False), range(9), range(1, 14)):
-        found = list(steps(start, count, most, Unit(granule, (granule,), is_divisible)))
+        found = list(steps(start, count, most, Decoder(torch.cat, (granule,), granule, is_divisible)))
 
         assert max(step.high - step.low for step in found) <= (most if is_divisible else max(most, granule))
 
@@ -48,24 +50,24 @@ def test_a_step_has_no_more_rows_than_asked_for_unless_a_granule_has(granule: in
 @pytest.mark.parametrize("most", [1, 2, 5, 100])
 def test_a_granule_that_is_divisible_is_decoded_for_the_wanted_rows_alone(most: int) -> None:
     """A piece with fewer rows per granule gives all of them."""
-    [step, *_] = steps(6, 1, most, Unit(4, (8, 1, None), True))
+    [step, *_] = steps(6, 1, most, Decoder(torch.cat, (8, 1, None), 4, True))
 
     assert Step(0, 1, ((4, 6), (0, 1), None), 0) == step
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 100])
 def test_rows_before_the_wanted_ones_are_skipped_in_a_granule_that_is_not_divisible(most: int) -> None:
-    [step] = steps(6, 1, most, Unit(4, (8, 1, None), False))
+    [step] = steps(6, 1, most, Decoder(torch.cat, (8, 1, None), 4, False))
 
     assert Step(0, 1, ((0, 8), (0, 1), None), 2) == step
 
 
 def test_a_step_over_several_granules_takes_all_of_their_rows() -> None:
     """The first and the last of them are wanted in part."""
-    found = list(steps(6, 8, 8, Unit(4, (4, 2), True)))
+    found = list(steps(6, 8, 8, Decoder(torch.cat, (4, 2), 4, True)))
 
     assert [Step(0, 6, ((0, 8), (0, 4)), 2), Step(6, 8, ((8, 10), (4, 6)), 0)] == found
 
 
 def test_rows_of_pieces_are_counted_from_the_first_wanted_granule() -> None:
-    assert [step.taken for step in steps(8, 8, 4, Unit(4, (1,), False))] == [((0, 1),), ((1, 2),)]
+    assert [step.taken for step in steps(8, 8, 4, Decoder(torch.cat, (1,), 4, False))] == [((0, 1),), ((1, 2),)]

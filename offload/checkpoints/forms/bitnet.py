@@ -18,6 +18,7 @@ from offload.annotations import Settings
 from offload.checkpoints.forms.decoding import Tensors, decoded
 from offload.kernels.packed import QUARTERS, GgufRows
 from offload.tensor.deferred import deferred
+from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
 
 
@@ -37,7 +38,7 @@ def for_modules(tensors: Tensors, quantization: Settings, dtype: torch.dtype) ->
 def _quarter(name: str, packed: OffloadedTensor, quarter: int, dtype: torch.dtype) -> OffloadedTensor:
     decode, shape = partial(_decode, shift=2 * quarter), tuple(packed.shape)
     rows = GgufRows(QUARTERS[quarter])
-    return decoded(name, decode, [packed], shape=shape, per=(1,), dtype=dtype, packed=rows)
+    return decoded(name, Decoder(decode, (1,), packed=rows), [packed], shape=shape, dtype=dtype)
 
 
 def _decode(packed: torch.Tensor, *, shift: int) -> torch.Tensor:

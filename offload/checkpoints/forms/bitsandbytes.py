@@ -22,6 +22,7 @@ import torch
 from offload.checkpoints.forms.decoding import Format, Pieces, decoded, number_rows, of_layer, read_now, unfit
 from offload.checkpoints.forms.numbers import of_halves, scaled
 from offload.system.reasons import short
+from offload.tensor.runs import Decoder
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import OffloadedTensor
 
@@ -136,13 +137,10 @@ def _of_4_bits(pieces: Pieces, weight: OffloadedTensor, kind: str) -> OffloadedT
     )
     return decoded(
         pieces.name,
-        decode,
+        Decoder(decode, tuple(per), granule, packed=packed if state.shape[1] % state.block == 0 else None),
         stored,
         shape=state.shape,
-        granule=granule,
-        per=per,
         dtype=state.dtype,
-        packed=packed if state.shape[1] % state.block == 0 else None,  # of rows that are whole blocks
     )
 
 
@@ -179,7 +177,9 @@ def _of_8_bits(pieces: Pieces, weight: OffloadedTensor, scales: OffloadedTensor)
         "versions of bitsandbytes since 0.45 write rows",
     )
     packed = number_rows("signed_bytes", [weight, scales], last=_ONE_OF_127)
-    return decoded(pieces.name, _decode_8_bits, [weight, scales], shape=tuple(weight.shape), per=(1, 1), packed=packed)
+    return decoded(
+        pieces.name, Decoder(_decode_8_bits, (1, 1), packed=packed), [weight, scales], shape=tuple(weight.shape)
+    )
 
 
 def _decode_8_bits(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

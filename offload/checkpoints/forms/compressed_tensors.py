@@ -35,6 +35,7 @@ from offload.checkpoints.forms.decoding import (
 from offload.checkpoints.forms.fp8 import decode
 from offload.checkpoints.forms.numbers import E2M1, lessened, numbers_of, of_halves, of_words, scaled
 from offload.kernels.packed import NumberRows
+from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
 
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -258,14 +259,16 @@ class _Layer:
         keywords = {**decode.keywords, "rows": rows, "block": columns}
         return decoded(
             self.pieces.name,
-            partial(decode.func, **dict(sorted(keywords.items()))),
+            Decoder(
+                partial(decode.func, **dict(sorted(keywords.items()))),
+                tuple(per),
+                granule,
+                packed_zeros is None,
+                self._by_kernel(used, shape[1], is_one),
+            ),
             list(used.values()),
             shape=shape,
-            granule=granule,
-            per=per,
-            is_divisible=packed_zeros is None,
             dtype=torch.float32 if is_wide else dtype,
-            packed=self._by_kernel(used, shape[1], is_one),
         )
 
     def _by_kernel(self, named: dict[str, OffloadedTensor], width: int, is_one: bool) -> NumberRows | None:

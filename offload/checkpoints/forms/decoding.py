@@ -8,7 +8,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
@@ -16,13 +16,14 @@ import torch
 
 from offload.annotations import Settings
 from offload.errors import CheckpointError
-from offload.kernels.packed import NumberRows, Packed, takes
+from offload.kernels.packed import NumberRows, takes
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.system.modes import no_functions, no_modes
-from offload.tensor.decoded import Decode, Decoded
+from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Piece
+from offload.tensor.runs import Decode, Decoder
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
@@ -127,26 +128,23 @@ def method_of(quantization: Settings) -> str | None:
 
 def decoded(
     name: str,
-    decode: Decode,
+    decoder: Decoder,
     pieces: Sequence[OffloadedTensor],
     *,
     shape: Sequence[int],
-    granule: int = 1,
-    per: Sequence[int | None],
-    is_divisible: bool = False,
     stacked: bool = False,
     dtype: torch.dtype | None = None,
-    packed: Packed | None = None,
 ) -> OffloadedTensor:
     """The dense value called `name`, computed from packed pieces when it is read. For other arguments see `Decoded`.
 
     Args:
         shape: of the dense value.
-        dtype: of the dense value, if `decode` leaves the last rounding to a copy.
+        dtype: of the dense value, if the decoder leaves the last rounding to a copy.
 
     Raises:
         CheckpointError: the pieces have other numbers of rows, or can't be decoded.
     """
+    granule, per = decoder.granule, decoder.per
     rows, *row = shape[1:] if stacked else shape
     with no_functions(), no_modes():
         view_specs = [view_spec_of(piece) for piece in pieces]
@@ -161,7 +159,7 @@ def decoded(
         for one, each in zip(ones, per, strict=True)
     )
     try:
-        whole = partial(decode)  # partial functions with the same arguments don't compare equal
+        whole = partial(decoder.decode)  # partial functions with the same arguments don't compare equal
         decode, found, made = _tried(whole.func, whole.args, tuple(whole.keywords.items()), given)
     except Exception as error:  # decoders can raise anything for shapes that they don't expect
         raise unfit(name, pieces, str(error)) from error
@@ -169,13 +167,9 @@ def decoded(
         raise unfit(name, pieces, f"they make rows of {list(found[1:])}, and {row} are needed")
     recipe = Decoded(
         contiguous(dtype or made, tuple(shape)),
-        decode,
+        replace(decoder, decode=decode),
         [Piece(handle_of(piece), view_spec) for piece, view_spec in zip(pieces, view_specs, strict=True)],
-        granule=granule,
-        per=per,
-        is_divisible=is_divisible,
         stacked=stacked,
-        packed=packed,
     )
     return wrap_handle(Handle.compose(recipe, name, handle_of(pieces[0]).folder), CPU)
 

@@ -19,6 +19,7 @@ import torch
 from offload.annotations import Json
 from offload.checkpoints.forms.decoding import Format, Pieces, decoded, number_rows
 from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, product, scaled
+from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
 
 _PACKED = (*(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.int8)
@@ -45,16 +46,11 @@ def _weight(pieces: Pieces, *, wide: tuple[torch.dtype, ...] = _WIDE) -> Offload
     kind = "halves_low" if is_fp4 else None
     group = columns if columns < shape[-1] else 0
     packed = number_rows(kind, [weight, scales], group=group, rows_per_scale=rows, table=E2M1)
-    return decoded(
-        pieces.name,
-        partial(decode, columns=columns, rows=max(rows, 1), is_fp4=is_fp4),
-        [weight, scales],
-        shape=shape,
-        granule=granule,
-        per=per,
-        is_divisible=not (is_one or is_stack),
-        packed=packed if is_one or not is_stack or shape[1] % rows == 0 else None,  # no block is in two experts
-    )
+    if is_stack and not is_one and shape[1] % rows:  # a block would be in two experts
+        packed = None
+    by_block = partial(decode, columns=columns, rows=max(rows, 1), is_fp4=is_fp4)
+    decoder = Decoder(by_block, tuple(per), granule, not (is_one or is_stack), packed)
+    return decoded(pieces.name, decoder, [weight, scales], shape=shape)
 
 
 def _block(

@@ -38,10 +38,11 @@ from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.system.reasons import first_line, reading
 from offload.system.regular import as_file, open_regular, owned
-from offload.tensor.decoded import Decode, Decoded
+from offload.tensor.decoded import Decoded
 from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Piece
+from offload.tensor.runs import Decode, Decoder
 from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
@@ -323,12 +324,12 @@ def _by_rows(tensor: OffloadedTensor, change: Decode, granule: int) -> Offloaded
     handle = handle_of(tensor)
     made, packed = handle.composed, None
     if isinstance(made, Decoded) and isinstance(change, partial) and change.func is _unpaired:
-        change, pieces = partial(change, decode=made.decode), made.pieces
-        packed = replace(made.packed, heads=granule) if isinstance(made.packed, GgufRows) else None
+        change, pieces, packed = partial(change, decode=made.decoder.decode), made.pieces, made.decoder.packed
+        packed = replace(packed, heads=granule) if isinstance(packed, GgufRows) else None
     else:
         pieces = (Piece(handle, view_spec_of(tensor)),)
     layout = contiguous(tensor.dtype, tuple(tensor.shape))
-    recipe = Decoded(layout, change, pieces, granule=granule, per=(granule,), packed=packed)
+    recipe = Decoded(layout, Decoder(change, (granule,), granule, packed=packed), pieces)
     return wrap_handle(Handle.compose(recipe, handle.name, handle.folder), CPU)
 
 
@@ -387,8 +388,9 @@ def _in_dtype(tensor: OffloadedTensor, kind: str | None, dtype: torch.dtype) -> 
     if number is None or dtype == torch.float32 or not isinstance(made, Decoded):
         return tensor
     layout = contiguous(dtype, made.layout.shape)
-    packed = replace(made.packed, is_rounded=True) if isinstance(made.packed, GgufRows) else None
-    recipe = Decoded(layout, partial(_decode_in, number=number, dtype=dtype), made.pieces, per=(1,), packed=packed)
+    packed = made.decoder.packed
+    packed = replace(packed, is_rounded=True) if isinstance(packed, GgufRows) else None
+    recipe = Decoded(layout, Decoder(partial(_decode_in, number=number, dtype=dtype), (1,), packed=packed), made.pieces)
     handle = Handle.compose(recipe, handle_of(tensor).name, handle_of(tensor).folder)
     dense: OffloadedTensor = wrap_handle(handle, CPU).view(tensor.shape)  # type: ignore[assignment]
     return dense

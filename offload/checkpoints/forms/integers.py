@@ -18,6 +18,7 @@ from offload.annotations import Settings
 from offload.checkpoints.forms.decoding import SCALES, Format, Pieces, decoded, of_layer, read_now
 from offload.checkpoints.forms.numbers import of_words
 from offload.kernels.packed import WordColumns
+from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
 
 _WORD = 32  # bits of a packed word
@@ -46,16 +47,12 @@ def _weight(pieces: Pieces, *, is_awq: bool) -> OffloadedTensor | None:
     pieces.check(fits, f"qweight and qzeros do not make {groups} groups of {outputs} outputs")
     for one in order:
         _check_order(pieces, one, inputs, groups)
-    return decoded(
-        pieces.name,
-        _decode_awq if is_awq else partial(_decode_gptq, bits=bits, less=less),
-        [*(piece.t() for piece in stored[:3]), *order],  # type: ignore[list-item]  # outputs outermost
-        shape=(outputs, inputs),
-        granule=each,
-        per=(1, 1, each) if is_awq else (each, 1, each, None),
-        dtype=scales.dtype,
-        packed=WordColumns(is_awq=True) if is_awq else WordColumns(bits, less),
+    gptq = Decoder(
+        partial(_decode_gptq, bits=bits, less=less), (each, 1, each, None), each, packed=WordColumns(bits, less)
     )
+    decoder = Decoder(_decode_awq, (1, 1, each), each, packed=WordColumns(is_awq=True)) if is_awq else gptq
+    turned = [*(piece.t() for piece in stored[:3]), *order]  # outputs outermost
+    return decoded(pieces.name, decoder, turned, shape=(outputs, inputs), dtype=scales.dtype)  # type: ignore[arg-type]
 
 
 def _check_order(pieces: Pieces, order: OffloadedTensor, inputs: int, groups: int) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from offload.checkpoints.forms.decoding import Format, Pieces, decoded, number_rows
 from offload.checkpoints.forms.numbers import E2M1, of_exponents
+from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
 
 _BLOCK = 32  # inputs that share an exponent
@@ -33,15 +34,13 @@ def _weight(pieces: Pieces) -> OffloadedTensor | None:
     fits = are_bytes and blocks.dim() == 4 and tuple(blocks.shape) == (*scales.shape, _BLOCK // 2)
     pieces.check(fits, "blocks should be bytes, (experts, outputs, blocks, 16), with a scale for each")
     experts, outputs, count, _ = blocks.shape
+    packed = number_rows("halves_low", stored, group=_BLOCK, table=E2M1, is_turned=True)
     return decoded(
         pieces.name,
-        _decode,
+        Decoder(_decode, (_TOGETHER, _TOGETHER), _BLOCK * _TOGETHER, packed=packed),
         [blocks.transpose(1, 2), scales.transpose(1, 2)],  # type: ignore[list-item]
         shape=(experts, count * _BLOCK, outputs),
-        granule=_BLOCK * _TOGETHER,
-        per=(_TOGETHER, _TOGETHER),
         stacked=True,
-        packed=number_rows("halves_low", stored, group=_BLOCK, table=E2M1, is_turned=True),
     )
 
 
