@@ -8,12 +8,6 @@
 
 #include <math.h>
 
-/* Packed rows, whose products are columns `column` to `column + count - 1` of the result. */
-typedef struct {
-  const matrix *packed;
-  int64_t count, column;
-} part;
-
 /* An expert, and the rows that it is given: `begin` to `end - 1`; its results go to row `to` of `down`, and on. */
 typedef struct {
   const part *up, *down;
@@ -59,10 +53,6 @@ typedef struct {
 } products;
 
 #define PIECE (2 * OUTPUTS) /* rows of a matrix that a thread takes at a time */
-
-static int is_in_pairs(const functions *functions, const matrix *packed, int dtype) {
-  return functions->pairs && dtype == BFLOAT16 && packed->kind >= BLOCKS && packed->kind < KINDS_OF_ROWS;
-}
 
 static void work_on_products(void *data) {
   products *all = data;
@@ -111,14 +101,6 @@ static void share_of(const team *threads, int64_t count, int64_t *begin, int64_t
   int64_t all = threads ? threads->count() : 1, number = threads ? threads->number() : 0;
   *begin = count * number / all;
   *end = count * (number + 1) / all;
-}
-
-/* Calls `work` in all threads. */
-static void in_team(void (*work)(void *), void *data, const team *threads, unsigned most_threads) {
-  if (threads)
-    threads->parallel(work, data, most_threads, 0);
-  else
-    work(data);
 }
 
 static int multiply_all(products *all, unsigned most_threads) {

@@ -11,6 +11,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "simd.h"
 
@@ -298,20 +299,74 @@ static void work_on_words(void *data) {
   while (takes(data, &begin, &end)) take_words(data, begin, end);
 }
 
+#define LATE 300000        /* nanoseconds that the team may be late, and a quarter of the work of this thread */
+#define ALONE 10000000     /* nanoseconds without the team after it was late, at first */
+#define MOST_ALONE 500000000
+
+static int64_t now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * (int64_t)1000000000 + time.tv_nsec;
+}
+
+typedef struct {
+  void (*work)(void *);
+  void *data;
+  const team *threads;
+  int64_t own; /* time that this thread has worked */
+} watched;
+
+static void work_and_note(void *given) {
+  watched *what = given;
+  int is_own = !what->threads->number();
+  int64_t begun = is_own ? now() : 0;
+  what->work(what->data);
+  if (is_own) what->own = now() - begun;
+}
+
+/* Calls `work` in all threads, or in this one alone: where other programs compute, a thread of the team may have lost
+ * its processor for milliseconds, and all others would wait for it. That was so lately if the team was late. */
+static void in_team(void (*work)(void *), void *data, const team *threads, unsigned most_threads) {
+  static int64_t alone_until, alone_for = ALONE;
+  int64_t begun;
+  if (!threads || (begun = now()) < __atomic_load_n(&alone_until, __ATOMIC_RELAXED)) {
+    work(data);
+    return;
+  }
+  watched what = {work, data, threads, 0};
+  threads->parallel(work_and_note, &what, most_threads, 0);
+  int64_t ended = now(), lasts = __atomic_load_n(&alone_for, __ATOMIC_RELAXED);
+  if (ended - begun - what.own > LATE + what.own / 4) {
+    __atomic_store_n(&alone_until, ended + lasts, __ATOMIC_RELAXED);
+    lasts = 2 * lasts < MOST_ALONE ? 2 * lasts : MOST_ALONE;
+  } else if (lasts > ALONE) {
+    lasts -= lasts / 256;
+  }
+  __atomic_store_n(&alone_for, lasts, __ATOMIC_RELAXED);
+}
+
+typedef struct {
+  task *tasks;
+  int64_t count;
+} tasks;
+
+/* No thread waits between two tasks: one that finds all rows of a task taken goes on to the next. */
+static void work_on_tasks(void *data) {
+  const tasks *all = data;
+  for (task *what = all->tasks; what < all->tasks + all->count; what++)
+    (what->packed->kind >= KINDS_OF_ROWS ? work_on_words : work_on_rows)(what);
+}
+
 #define PIECES 8 /* that each thread takes, if all are as fast */
 
-static void run(task *what, unsigned threads) {
-  int is_words = what->packed->kind >= KINDS_OF_ROWS;
-  int64_t least = is_words ? OUTPUTS : AT_ONCE, some = what->count / (PIECES * (int64_t)threads);
-  void (*work)(void *) = is_words ? work_on_words : work_on_rows;
-  if (what->threads && what->threads->parallel && threads > 1) {
-    what->piece = (some / least + 1) * least;
-    what->threads->parallel(work, what, threads, 0);
-  } else {
-    what->piece = what->count;
-    what->threads = NULL;
-    work(what);
+static void run(task *some, int64_t count, const team *threads, unsigned most_threads) {
+  if (!threads || !threads->parallel || most_threads < 2) threads = NULL;
+  for (task *what = some; what < some + count; what++) {
+    int64_t least = what->packed->kind >= KINDS_OF_ROWS ? OUTPUTS : AT_ONCE;
+    what->threads = threads;
+    what->piece = threads ? (what->count / (PIECES * (int64_t)most_threads) / least + 1) * least : what->count;
   }
+  in_team(work_on_tasks, &(tasks){some, count}, threads, most_threads);
 }
 
 /* The picked rows, or those from `first` on, each to `out_step` elements after the one before; 1 if there is no
@@ -324,7 +379,6 @@ EXPORT int offload_decode(const matrix *packed, const int64_t *picked, int64_t f
   if (!scratch) return 1;
   task what = {.packed = packed,
                .functions = at_level(level),
-               .threads = threads,
                .picked = picked,
                .first = first,
                .count = count,
@@ -334,64 +388,100 @@ EXPORT int offload_decode(const matrix *packed, const int64_t *picked, int64_t f
                .is_turned = is_turned,
                .scratch = scratch,
                .scratch_step = scratch_step};
-  run(&what, most_threads);
+  run(&what, 1, threads, most_threads);
   free(scratch);
   return 0;
 }
 
-/* out[r, n] = x[r] . row n + bias[n]; 1 if there is no memory. */
-EXPORT int offload_multiply(const matrix *packed, int64_t count, const void *x, int64_t x_rows, int64_t x_step,
+static int is_in_pairs(const functions *functions, const matrix *packed, int dtype) {
+  return functions->pairs && dtype == BFLOAT16 && packed->kind >= BLOCKS && packed->kind < KINDS_OF_ROWS;
+}
+
+/* What parts take: which forms of x, and how many floats of scratch. */
+typedef struct {
+  int64_t scratch;
+  int has_floats, has_pairs, has_chunks;
+} needs;
+
+static needs needs_of(const part *parts, int64_t count, const functions *functions, int64_t x_rows, int x_dtype,
+                      unsigned most_threads) {
+  needs all = {0};
+  for (const part *some = parts; some < parts + count; some++) {
+    const matrix *packed = some->packed;
+    int in_pairs = is_in_pairs(functions, packed, x_dtype), is_words = packed->kind >= KINDS_OF_ROWS;
+    all.has_pairs |= in_pairs;
+    all.has_floats |= !in_pairs;
+    all.has_chunks |= packed->kind < BLOCKS && functions->limbs[packed->kind];
+    all.scratch += is_words ? some->count * x_rows : scratch_of(packed) * most_threads;
+  }
+  return all;
+}
+
+/* The rows of x in one form, each filled up with zeros to `wide`. */
+static void put_rows(void *to, int64_t wide, const void *x, int64_t x_rows, int64_t x_step, int x_dtype,
+                     int64_t columns, const functions *functions, int in_pairs) {
+  static const int KINDS[] = {KIND_float32, KIND_float16, KIND_bfloat16};
+  const rows_of_kind *kind = functions->rows + KINDS[x_dtype];
+  for (int64_t r = 0; r < x_rows; r++) {
+    const char *row = (const char *)x + r * x_step * (int64_t)size_of(x_dtype);
+    if (in_pairs)
+      memcpy((uint16_t *)to + r * wide, row, (size_t)columns * 2);
+    else
+      kind->decode(&(stored_row){.bytes = (const uint8_t *)row, .group = wide, .last = 1}, columns,
+                   (float *)to + r * wide, FLOAT32);
+  }
+}
+
+/* out[r, n] = x[r] . row n + bias[n], of the rows of all parts, which have as many columns; 1 if there is no memory. */
+EXPORT int offload_multiply(const part *parts, int64_t count, const void *x, int64_t x_rows, int64_t x_step,
                             int x_dtype, const void *bias, int bias_dtype, void *out, int64_t out_step, int out_dtype,
                             int level, const team *threads, unsigned most_threads) {
   const functions *functions = at_level(level);
-  int is_words = packed->kind >= KINDS_OF_ROWS, is_blocks = packed->kind < BLOCKS;
-  int is_pairs = functions->pairs && x_dtype == BFLOAT16 && !is_words && !is_blocks;
-  int64_t columns = packed->columns, wide = width_of(packed);
-  int64_t chunks_step = is_blocks && functions->limbs[packed->kind] ? (columns + CHUNK - 1) / CHUNK : 0;
-  int64_t together = is_pairs || is_blocks ? 1 : functions->together;
-  int64_t whole = (x_rows + together - 1) / together * together;
-  int64_t scratch = is_words ? count * x_rows : scratch_of(packed) * most_threads;
-  int64_t before = (wide * whole + scratch + 15) / 16 * 16; /* the chunks begin at a line of the cache */
-  size_t nbytes = sizeof(float) * (size_t)before + sizeof(chunk) * (size_t)(chunks_step * x_rows);
-  float *floats = aligned_alloc(64, nbytes);
-  if (!floats) return 1;
-  static const int KINDS[] = {KIND_float32, KIND_float16, KIND_bfloat16};
-  const rows_of_kind *floats_of_kind = functions->rows + KINDS[x_dtype];
-  memset(floats, 0, sizeof(float) * (size_t)(wide * whole));
-  for (int64_t r = 0; r < x_rows; r++) {
-    const char *row = (const char *)x + r * x_step * (int64_t)size_of(x_dtype);
-    if (is_pairs)
-      memcpy((uint16_t *)floats + r * wide, row, (size_t)columns * 2);
-    else
-      floats_of_kind->decode(&(stored_row){.bytes = (const uint8_t *)row, .group = wide, .last = 1}, columns,
-                             floats + r * wide, FLOAT32);
+  const matrix *first = parts->packed;
+  needs all = needs_of(parts, count, functions, x_rows, x_dtype, most_threads);
+  int64_t columns = first->columns, wide = width_of(first), together = x_rows == 1 ? 1 : functions->together;
+  int64_t of_form = (wide * ((x_rows + together - 1) / together * together) + 15) / 16 * 16; /* lines of the cache */
+  int64_t chunks_step = all.has_chunks ? (columns + CHUNK - 1) / CHUNK : 0, scratch = (all.scratch + 15) / 16 * 16;
+  size_t given = sizeof(float) * (size_t)(of_form * (all.has_floats + all.has_pairs));
+  size_t nbytes = given + sizeof(float) * (size_t)scratch + sizeof(chunk) * (size_t)(chunks_step * x_rows);
+  float *memory = aligned_alloc(64, nbytes + sizeof(task) * (size_t)count);
+  if (!memory) return 1;
+  float *floats = memory, *pairs = memory + of_form * all.has_floats, *aside = memory + given / sizeof(float);
+  chunk *chunks = (chunk *)(void *)(aside + scratch);
+  task *what = (task *)(void *)((char *)memory + nbytes);
+  uint8_t as_floats[MOST_ROWS];
+  memset(memory, 0, given);
+  if (all.has_floats) put_rows(floats, wide, x, x_rows, x_step, x_dtype, columns, functions, 0);
+  if (all.has_pairs) put_rows(pairs, wide, x, x_rows, x_step, x_dtype, columns, functions, 1);
+  for (int64_t r = 0; r < x_rows && chunks_step; r++)
+    as_floats[r] = functions->prepare_limbs(floats + r * wide, columns, out_dtype == BFLOAT16,
+                                            chunks + r * chunks_step) != 0;
+  for (int64_t n = 0; n < count; n++) {
+    const part *rows = parts + n;
+    const matrix *packed = rows->packed;
+    int in_pairs = is_in_pairs(functions, packed, x_dtype), is_words = packed->kind >= KINDS_OF_ROWS;
+    int has_limbs = packed->kind < BLOCKS && functions->limbs[packed->kind];
+    what[n] = (task){.packed = packed,
+                     .functions = functions,
+                     .count = rows->count,
+                     .x = in_pairs ? pairs : floats,
+                     .x_step = wide,
+                     .x_rows = x_rows,
+                     .pairs = in_pairs ? functions->pairs + (packed->kind - BLOCKS) : NULL,
+                     .chunks = has_limbs ? chunks : NULL,
+                     .chunks_step = chunks_step,
+                     .bias = bias ? (const char *)bias + rows->column * (int64_t)size_of(bias_dtype) : NULL,
+                     .bias_dtype = bias_dtype,
+                     .out = (char *)out + rows->column * (int64_t)size_of(out_dtype),
+                     .out_step = out_step,
+                     .out_dtype = out_dtype,
+                     .scratch = aside,
+                     .scratch_step = scratch_of(packed)};
+    for (int64_t r = 0; r < x_rows && packed->kind < BLOCKS; r++) what[n].as_floats[r] = has_limbs ? as_floats[r] : 1;
+    aside += is_words ? rows->count * x_rows : what[n].scratch_step * most_threads;
   }
-  task what = {.packed = packed,
-               .functions = functions,
-               .threads = threads,
-               .count = count,
-               .x = floats,
-               .x_step = wide,
-               .x_rows = x_rows,
-               .pairs = is_pairs ? functions->pairs + (packed->kind - BLOCKS) : NULL,
-               .chunks_step = chunks_step,
-               .bias = bias,
-               .bias_dtype = bias_dtype,
-               .out = out,
-               .out_step = out_step,
-               .out_dtype = out_dtype,
-               .scratch = floats + wide * whole,
-               .scratch_step = scratch_of(packed)};
-  if (is_blocks) {
-    chunk *chunks = (chunk *)(void *)(floats + before);
-    what.chunks = chunks_step ? chunks : NULL;
-    for (int64_t r = 0; r < x_rows; r++)
-      what.as_floats[r] =
-          !chunks_step || functions->prepare_limbs(floats + r * wide, columns, out_dtype == BFLOAT16,
-                                                   chunks + r * chunks_step) != 0;
-  }
-  run(&what, most_threads);
-  free(floats);
+  run(what, count, threads, most_threads);
+  free(memory);
   return 0;
 }
 

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define INTERFACE 1 /* counted up with each change of what Python passes on: native.py has the same number */
+#define INTERFACE 2 /* counted up with each change of what Python passes on: native.py has the same number */
 
 enum { FLOAT32, FLOAT16, BFLOAT16, E8M0, E4M3, INT8, NIBBLES_OF_ROWS, NESTED };
 
@@ -95,6 +95,12 @@ typedef struct {
   int64_t outputs; /* rows that there are, of any kind: checked in Python, and where the last vector of words ends */
   const int8_t *book; /* what codes stand for: 8 numbers each, or 4 */
 } matrix;
+
+/* Packed rows, whose products are columns `column` to `column + count - 1` of the result. */
+typedef struct {
+  const matrix *packed;
+  int64_t count, column;
+} part;
 
 /* 32 numbers of a block: each is multiplied by the unit, and then by the factor of its half. */
 typedef struct {

@@ -35,7 +35,7 @@ LEVELS = {
 }
 MOST_ROWS = 64  # of activations, in one call
 
-_INTERFACE = 1  # as in kernels.h
+_INTERFACE = 2  # as in kernels.h
 _OF_ROWS = 2  # dimensions
 _BFLOAT16 = 3  # the level with products of bfloat16
 _AT_LEVEL = (2, 8, 32)  # see `most_rows`
@@ -82,7 +82,7 @@ class Matrix(ctypes.Structure):
 
 
 class RowsOfPart(ctypes.Structure):
-    """Packed rows whose products are columns of a result: `part` in experts.h."""
+    """Packed rows whose products are columns of a result: `part` in kernels.h."""
 
     _fields_ = _fields("""
         pointer packed
@@ -323,44 +323,40 @@ class Product:
 
     Attributes:
         matrices: the packed rows; their memory is alive.
+        parts, count: as the library takes them: their address, and how many there are.
         sizes: of all of them: rows, and columns.
     """
 
-    __slots__ = ("_array", "_level", "_parts", "matrices", "sizes")
+    __slots__ = ("_array", "count", "matrices", "parts", "sizes")
 
-    def __init__(self, parts: Sequence[tuple[Matrix, int]], *, level: int | None = None) -> None:
-        """Each part is the first rows of a matrix, so many.
+    def __init__(self, parts: Sequence[tuple[Matrix, int]]) -> None:
+        """Each part is the first rows of a matrix, so many; their products are side by side.
 
         Args:
             parts: matrices whose memory is alive.
-            level: another instruction set than the best.
 
         Raises:
             ArgumentError: a matrix has fewer rows, or other columns than the first.
         """
-        self.matrices, self._level, height, columns = [matrix for matrix, _ in parts], level, 0, parts[0][0].columns
-        self._parts: list[tuple[int, int, int]] = []
-        self._array: ctypes.Array[RowsOfPart] | None = None
-        for matrix, count in parts:
+        self.matrices, self._array, height = [matrix for matrix, _ in parts], (RowsOfPart * len(parts))(), 0
+        self.parts, self.count, columns = ctypes.addressof(self._array), len(parts), parts[0][0].columns
+        for part, (matrix, count) in zip(self._array, parts, strict=True):
             fits = 0 <= count <= matrix.outputs and matrix.columns == columns
             require(fits, count, "rows of", matrix.outputs, "and columns", matrix.columns, "beside", columns)
-            self._parts.append((ctypes.addressof(matrix), count, height))
+            part.packed, part.count, part.column = ctypes.addressof(matrix), count, height
             height += count
         self.sizes = height, columns
 
-    def parts(self) -> tuple[int, int]:
-        """As the library takes them for experts: their address, and how many there are. Valid while this is alive."""
-        if self._array is None:
-            self._array = (RowsOfPart * len(self._parts))(*(RowsOfPart(*part) for part in self._parts))
-        return ctypes.addressof(self._array), len(self._parts)
-
-    def into(self, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor) -> None:
+    def into(
+        self, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor, *, level: int | None = None
+    ) -> None:
         """`place = x @ rows.T + bias`.
 
         Args:
             x: (..., columns), contiguous, or a matrix whose columns are; at most `MOST_ROWS` rows.
             bias: (rows,), contiguous.
             place: (..., rows), laid out as `x` may be.
+            level: another instruction set than the best.
 
         Raises:
             ArgumentError: sizes do not fit.
@@ -369,16 +365,12 @@ class Product:
         height, columns = self.sizes
         (rows, step, given), (_, apart, out) = _rows_in(x, columns), _rows_in(place, height)
         require(x.shape[:-1] == place.shape[:-1] and rows <= MOST_ROWS, x.shape, "for", place.shape)
-        added = None if bias is None else _address(bias, (height,))
-        bias_dtype, bias_size = (0, 0) if bias is None else (DTYPES[bias.dtype], bias.itemsize)
-        x_dtype, out_dtype, out_size = DTYPES[x.dtype], DTYPES[place.dtype], place.itemsize
-        for matrix, count, begin in self._parts:
-            _call(
-                *("offload_multiply", matrix, count, given, rows, step, x_dtype),
-                *(None if added is None else added + begin * bias_size, bias_dtype),
-                *(out + begin * out_size, apart, out_dtype),
-                numbers=count * columns, level=self._level,
-            )  # fmt: skip
+        added, kind = (None, 0) if bias is None else (_address(bias, (height,)), DTYPES[bias.dtype])
+        _call(
+            *("offload_multiply", self.parts, self.count, given, rows, step, DTYPES[x.dtype]),
+            *(added, kind, out, apart, DTYPES[place.dtype]),
+            numbers=height * columns, level=level,
+        )  # fmt: skip
 
 
 def _rows_in(tensor: torch.Tensor, columns: int) -> tuple[int, int, int]:
@@ -395,7 +387,7 @@ def multiply(
     matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor, *, level: int | None = None
 ) -> None:
     """A `Product` with one matrix, that has `place.shape[1]` rows, for one use."""
-    Product([(matrix, place.shape[-1] if place.dim() else 0)], level=level).into(x, bias, place)
+    Product([(matrix, place.shape[-1] if place.dim() else 0)]).into(x, bias, place, level=level)
 
 
 class ExpertRows(NamedTuple):
@@ -472,7 +464,7 @@ def _add_experts(layer: Layer, experts: Sequence[ExpertRows], results: int) -> c
         first = first or sizes
         require(first == sizes, "an expert of", sizes, "beside one of", first)
         require(0 < count <= MOST_ROWS and 0 <= to <= results - count, count, "rows from", to, "on, of", results)
-        (field.up, field.up_count), (field.down, field.down_count) = up.parts(), down.parts()
+        (field.up, field.up_count), (field.down, field.down_count) = (up.parts, up.count), (down.parts, down.count)
         field.begin, field.end, field.to = rows, rows + count, to
         rows += count
     layer.count, layer.rows = len(experts), rows

@@ -13,7 +13,7 @@
 extern int offload_kernels_levels(void);
 extern int offload_decode(const matrix *, const int64_t *, int64_t, int64_t, void *, int64_t, int, int, int,
                           const void *, unsigned);
-extern int offload_multiply(const matrix *, int64_t, const void *, int64_t, int64_t, int, const void *, int, void *,
+extern int offload_multiply(const part *, int64_t, const void *, int64_t, int64_t, int, const void *, int, void *,
                             int64_t, int, int, const void *, unsigned);
 
 #define ROWS 24
@@ -36,6 +36,11 @@ static int is_nan(const float *from, int at, int dtype) {
   return half > (dtype == FLOAT16 ? 0x7c00 : 0x7f80);
 }
 
+static void multiply(const matrix *packed, int rows, const float *from, int x_rows, float *to, int level) {
+  part all = {packed, rows, 0};
+  offload_multiply(&all, 1, from, x_rows, MOST_COLUMNS, FLOAT32, NULL, 0, to, rows, FLOAT32, level, NULL, 1);
+}
+
 static void compare(const char *kind, const matrix *packed, int rows, int level) {
   int columns = (int)packed->columns;
   for (int dtype = FLOAT32; dtype <= BFLOAT16; dtype++) {
@@ -50,12 +55,10 @@ static void compare(const char *kind, const matrix *packed, int rows, int level)
     }
   }
   offload_decode(packed, NULL, 0, rows, found[0], columns, FLOAT32, 0, 0, NULL, 1);
-  static float product[X_ROWS * ROWS], alone[ROWS];
-  offload_multiply(packed, rows, x, X_ROWS, MOST_COLUMNS, FLOAT32, NULL, 0, product, rows, FLOAT32, level, NULL, 1);
-  offload_multiply(packed, rows, x + 3 * MOST_COLUMNS, 1, MOST_COLUMNS, FLOAT32, NULL, 0, alone, rows, FLOAT32, level,
-                   NULL, 1);
-  static float plain[X_ROWS * ROWS];
-  offload_multiply(packed, rows, x, X_ROWS, MOST_COLUMNS, FLOAT32, NULL, 0, plain, rows, FLOAT32, 0, NULL, 1);
+  static float product[X_ROWS * ROWS], alone[ROWS], plain[X_ROWS * ROWS];
+  multiply(packed, rows, x, X_ROWS, product, level);
+  multiply(packed, rows, x + 3 * MOST_COLUMNS, 1, alone, level);
+  multiply(packed, rows, x, X_ROWS, plain, 0);
   for (int n = 0; packed->kind < BLOCKS && n < X_ROWS * rows; n++) {
     if (!memcmp(&plain[n], &product[n], 4) || (isnan(plain[n]) && isnan(product[n]))) continue;
     printf("%s: product %d is %g, in plain C %g\n", kind, n, (double)product[n], (double)plain[n]);

@@ -12,7 +12,7 @@ import pytest
 from offload.kernels import native
 
 SOURCES = Path(native.__file__).parent
-OF_INTERFACE = {1: "75861ab870e4c815"}
+OF_INTERFACE = {2: "55a17e14ca4bf080"}
 
 
 def declarations() -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -42,6 +44,29 @@ def test_eight_threads_multiply_by_the_same_rows(kind):
 
     assert all(torch.equal(expected[number], one) for number, some in found.items() for one in some)
     assert 160 == sum(map(len, found.values()))
+
+
+def test_a_product_does_not_wait_for_a_team_that_was_late(monkeypatch):
+    """As where other programs compute; later, the team is asked again."""
+    kind, calls = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), []
+    number = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+
+    @kind
+    def late(work, data, threads, flags):
+        calls.append(threads)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work)(data)
+        time.sleep(0.01)
+
+    team = native.Team(*(ctypes.cast(one, ctypes.c_void_p) for one in (late, number, number)))
+    monkeypatch.setattr(native, "_threads", lambda numbers: (2, ctypes.addressof(team)))
+    rows, x = tame_bytes("Q4_K", 160, 512), torch.ones(1, 512)
+    expected = multiplied(x, rows, "Q4_K", 0)
+
+    assert all(torch.equal(expected, multiplied(x, rows, "Q4_K", 0)) for _ in range(200))
+    assert 1 <= len(calls) < 100
+    before = len(calls)
+    while len(calls) == before:
+        multiplied(x, rows, "Q4_K", 0)
 
 
 def test_a_forked_child_multiplies_after_its_parent_has():
