@@ -204,10 +204,11 @@ static int integers(products *all, int are_wanted) {
   all->chunks = aligned_alloc(64, sizeof(chunk) * (size_t)(rows * all->chunks_step) + ((size_t)rows + 64) / 64 * 64);
   if (!all->chunks) return 1;
   all->as_floats = (uint8_t *)(all->chunks + rows * all->chunks_step);
-  for (int64_t r = 0; r < rows; r++)
-    all->as_floats[r] = all->functions->prepare_limbs((const float *)all->x[0] + r * all->step, all->columns,
-                                                      all->what->x_dtype == BFLOAT16,
-                                                      all->chunks + r * all->chunks_step) != 0;
+  for (int64_t n = 0; n < all->what->count; n++)
+    for (int64_t begin = all->what->experts[n].begin, end = all->what->experts[n].end, r = begin; r < end; r++)
+      all->as_floats[r] = all->functions->prepare_limbs((const float *)all->x[0] + r * all->step, all->columns,
+                                                        all->what->x_dtype == BFLOAT16, end - begin == 1,
+                                                        all->chunks + r * all->chunks_step) != 0;
   return 0;
 }
 

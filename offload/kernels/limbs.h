@@ -25,13 +25,18 @@ typedef uint32_t u32x8 __attribute__((vector_size(32)));
 typedef int32_t s32x8 __attribute__((vector_size(32)));
 typedef float f32x8 __attribute__((vector_size(32)));
 
-/* Integers of GROUPS groups of 32 numbers, beside each other. */
+/* Codes of GROUPS groups of 32 numbers, beside each other. */
 #ifdef WITH_AVX512
 #define GROUPS 2
 #define EACH(...) {__VA_ARGS__, __VA_ARGS__}
 #else
 #define GROUPS 1
 #define EACH(...) {__VA_ARGS__}
+#endif
+#ifdef WITH_VNNI
+#define IN_BYTES 1 /* a row of x that is multiplied alone */
+#else
+#define IN_BYTES 0
 #endif
 typedef uint8_t u8v __attribute__((vector_size(32 * GROUPS)));
 typedef uint16_t u16v __attribute__((vector_size(32 * GROUPS)));
@@ -40,7 +45,7 @@ typedef uint32_t u32v __attribute__((vector_size(32 * GROUPS)));
 
 typedef struct {
   s16v even, odd;
-} codes;
+} words;
 
 typedef struct {
   f32x8 by[2], more[2]; /* of 32 numbers each, or, in two vectors, of 16 */
@@ -116,7 +121,7 @@ INLINE u8v bytes_of(const uint8_t *one, const uint8_t *other) {
 INLINE u16v in_each(int one, int other) {
   return (u16v)_mm512_mask_set1_epi16(_mm512_set1_epi16((short)one), 0xffff0000, (short)other);
 }
-INLINE u8v picked(const int8_t table[16], u8v index) {
+INLINE u8v picked(const uint8_t table[16], u8v index) {
   __m128i all = _mm_loadu_si128((const void *)table);
   return (u8v)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(all), (__m512i)index);
 }
@@ -130,11 +135,20 @@ typedef __m512 line; /* of 16 factors */
 INLINE line line_of(f32x8 low, f32x8 high) {
   return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)low), (__m256)high, 1);
 }
-/* Sums of four products, of even columns and odd ones. */
-INLINE vs l_dot(codes all, const int16_t *x) {
-  __m512i even = _mm512_madd_epi16((__m512i)all.even, _mm512_loadu_si512(x));
-  return _mm512_cvtepi32_ps(_mm512_add_epi32(even, _mm512_madd_epi16((__m512i)all.odd, _mm512_loadu_si512(x + 32))));
+INLINE __m512i l_load(const void *from) { return _mm512_loadu_si512(from); }
+#if defined(WITH_VNNI)
+INLINE vs l_dot(words all, const int16_t *even, const int16_t *odd, const int32_t *start, const int is_alone) {
+  (void)is_alone, (void)start; /* `dot` is for one row */
+  __m512i sums = _mm512_madd_epi16((__m512i)all.even, l_load(even));
+  return _mm512_cvtepi32_ps(_mm512_dpwssd_epi32(sums, (__m512i)all.odd, l_load(odd)));
 }
+#else
+INLINE vs l_dot(words all, const int16_t *even, const int16_t *odd, const int32_t *start, const int is_alone) {
+  __m512i sums = _mm512_add_epi32(_mm512_madd_epi16((__m512i)all.even, l_load(even)),
+                                  _mm512_madd_epi16((__m512i)all.odd, l_load(odd)));
+  return _mm512_cvtepi32_ps(is_alone ? _mm512_add_epi32(sums, l_load(start)) : sums);
+}
+#endif
 INLINE vs s_fma(vs a, vs b, vs c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vs s_set(float value) { return _mm512_set1_ps(value); }
 /* The factors of a pair of groups, of 32 numbers each, or of 16. */
@@ -176,8 +190,8 @@ INLINE s16v l_load(const int16_t *from) {
 INLINE u8v twice(const uint8_t *one, const uint8_t *other) {
   return (void)other, (u8v)_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)one));
 }
-INLINE u8v picked(const int8_t table[16], u8v index) {
-  return (u8v)_mm256_shuffle_epi8((__m256i)twice((const uint8_t *)table, NULL), (__m256i)index);
+INLINE u8v picked(const uint8_t table[16], u8v index) {
+  return (u8v)_mm256_shuffle_epi8((__m256i)twice(table, NULL), (__m256i)index);
 }
 INLINE u8v bytes_of_bits(uint32_t one, uint32_t other) {
   const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
@@ -199,8 +213,8 @@ INLINE u8v twice(const uint8_t *one, const uint8_t *other) {
   memcpy((char *)&found + 16, one, 16);
   return (void)other, found;
 }
-INLINE u8v picked(const int8_t table[16], u8v index) {
-  for (int n = 0; n < 32; n++) index[n] = (uint8_t)table[index[n]];
+INLINE u8v picked(const uint8_t table[16], u8v index) {
+  for (int n = 0; n < 32; n++) index[n] = table[index[n]];
   return index;
 }
 INLINE u8v bytes_of_bits(uint32_t one, uint32_t other) {
@@ -234,8 +248,10 @@ INLINE vs s_of_16(const line *all, int group) {
   return (vs){a, a, a, a, b, b, b, b};
 }
 #endif
-INLINE vs l_dot(codes all, const int16_t *x) {
-  return __builtin_convertvector(l_pairs(all.even, l_load(x)) + l_pairs(all.odd, l_load(x + 32)), vs);
+INLINE vs l_dot(words all, const int16_t *even, const int16_t *odd, const int32_t *start, const int is_alone) {
+  s32x8 sums = l_pairs(all.even, l_load(even)) + l_pairs(all.odd, l_load(odd)), more;
+  memcpy(&more, start, sizeof more);
+  return __builtin_convertvector(is_alone ? sums + more : sums, vs);
 }
 INLINE vs s_fma(vs a, vs b, vs c) { return fma_8(a, b, c); }
 INLINE vs s_set(float value) { return set_8(value); }
@@ -260,76 +276,61 @@ INLINE float added(f32x8 a) {
 
 /* Kinds */
 
-/* Integers with signs of so many bits, from bit `first` of each byte on. */
-INLINE codes signed_bits(u8v bytes, u16v first, const int bits) {
-  u16v even = (u16v)bytes << (in_each(16 - bits, 16 - bits) - first), odd = (u16v)bytes << (in_each(8 - bits, 8 - bits) - first);
-  return (codes){(s16v)even >> (int16_t)(16 - bits), (s16v)odd >> (int16_t)(16 - bits)};
-}
-INLINE codes signed_low(u8v bytes, const int bits) { return signed_bits(bytes, in_each(0, 0), bits); }
-
 /* 16 low halves of bytes, then 16 high ones. */
 INLINE u8v halves_in_order(const uint8_t *one, const uint8_t *other) {
   return (u8v)((u32v)twice(one, other) >> (u32v)EACH(0, 0, 0, 0, 4, 4, 4, 4)) & 15;
 }
-
-/* The same, less 8: a half whose highest bit is turned is that number with its sign. */
-INLINE codes centred_halves(const uint8_t *one, const uint8_t *other) {
-  u32v high = (u32v)(twice(one, other) ^ 0x88) << (u32v)EACH(4, 4, 4, 4, 0, 0, 0, 0);
-  return signed_bits((u8v)high, in_each(4, 4), 4);
+INLINE u8v high_halves(const uint8_t *one, const uint8_t *other) {
+  return (u8v)((u32v)twice(one, other) << (u32v)EACH(4, 4, 4, 4, 0, 0, 0, 0)) & 0xf0;
 }
 
-/* Bytes, of each group the same, whose bit `from` is moved to bit `to`; of the next group bit `from + next`. */
-INLINE u8v moved(const uint8_t *bytes, int from, int next, int to) {
+/* Bytes, of each group the same, whose bit `from` is moved to bit `to`; of the next group bit `from + more`. */
+INLINE u8v moved(const uint8_t *bytes, int from, int more, int to) {
   u16v both = (u16v)same_bytes(bytes);
-  return (u8v)(from < to ? both << in_each(to - from, to - from - next) : both >> in_each(from - to, from + next - to));
+  return (u8v)(from < to ? both << in_each(to - from, to - from - more) : both >> in_each(from - to, from + more - to));
 }
 
-/* Bits of `low` where the mask has ones, and of `high`. */
-INLINE u8v joined(u8v low, u8v high, uint8_t mask) { return (low & mask) | (high & (uint8_t)~mask); }
+/* Bits of `high` where the mask has ones, and of `low`. */
+INLINE u8v joined(u8v high, u8v low, uint8_t mask) { return (high & mask) | (low & (uint8_t)~mask); }
 
 INLINE u8v quarters_of(const uint8_t *bytes, int group, int to) {
   return moved(bytes + 32 * (group / 4), 2 * (group % 4), 2, to);
 }
 
-static const int8_t NONLINEAR_CODES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-static const int8_t E2M1_TWICE_CODES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+static const uint8_t NONLINEAR_CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+static const uint8_t E2M1_CODES[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
-#define CODES(kind) INLINE codes codes_##kind(const uint8_t *block, const uint8_t *next, int group)
-CODES(q4_0) { return (void)group, centred_halves(block + 2, next + 2); }
-CODES(q4_1) { return (void)group, centred_halves(block + 4, next + 4); }
-INLINE codes fifths_of(const uint8_t *block, const uint8_t *next) {
-  u8v high = bytes_of_bits(u32_at(block), u32_at(next));
-  return signed_low(joined(halves_in_order(block + 4, next + 4), ~high, 15), 5);
+#define CODES(kind) INLINE u8v codes_##kind(const uint8_t *block, const uint8_t *next, int group)
+CODES(q4_0) { return (void)group, high_halves(block + 2, next + 2); }
+CODES(q4_1) { return (void)group, high_halves(block + 4, next + 4); }
+INLINE u8v fifths_of(const uint8_t *block, const uint8_t *next) {
+  u8v low = (u8v)((u16v)high_halves(block + 4, next + 4) >> 1);
+  return low | (bytes_of_bits(u32_at(block), u32_at(next)) & 0x80);
 }
 CODES(q5_0) { return (void)group, fifths_of(block + 2, next + 2); }
 CODES(q5_1) { return (void)group, fifths_of(block + 4, next + 4); }
-CODES(q8_0) { return (void)group, signed_low(bytes_of(block + 2, next + 2), 8); }
-CODES(q2_k) {
-  int first = 2 * (group % 4);
-  return (void)next, signed_bits(same_bytes(block + 16 + 32 * (group / 4)) ^ 0xaa, in_each(first, first + 2), 2);
-}
+CODES(q8_0) { return (void)group, bytes_of(block + 2, next + 2) ^ 0x80; }
+CODES(q2_k) { return (void)next, quarters_of(block + 16, group, 6) & 0xc0; }
 CODES(q3_k) {
-  return (void)next, signed_low(joined(quarters_of(block + 32, group, 0), ~moved(block, group, 1, 2), 3), 3);
+  u8v low = (u8v)((u16v)quarters_of(block + 32, group, 6) >> 1);
+  return (void)next, joined(moved(block, group, 1, 7), low, 0x80) & 0xe0;
 }
-CODES(q4_k) {
-  u8v both = same_bytes(block + 16 + 32 * (group / 2)) ^ 0x88;
-  return (void)next, signed_bits(both, in_each(4 * (group % 2), 4), 4);
-}
+CODES(q4_k) { return (void)next, moved(block + 16 + 32 * (group / 2), 4 * (group % 2), 4, 4) & 0xf0; }
 CODES(q5_k) {
-  u8v low = moved(block + 48 + 32 * (group / 2), 4 * (group % 2), 4, 0);
-  return (void)next, signed_low(joined(low, ~moved(block + 16, group, 1, 4), 15), 5);
+  u8v low = (u8v)((u16v)moved(block + 48 + 32 * (group / 2), 4 * (group % 2), 4, 4) >> 1);
+  return (void)next, joined(moved(block + 16, group, 1, 7), low, 0x80) & 0xf8;
 }
 CODES(q6_k) {
-  u16v low = (u16v)load_bytes(block + 64 * (group / 4) + 32 * (group % 2)) >> 4 * (group / 2 % 2);
-  return (void)next, signed_low(joined((u8v)low, quarters_of(block + 128, group, 4), 15) ^ 32, 6);
+  u16v low = (u16v)load_bytes(block + 64 * (group / 4) + 32 * (group % 2));
+  low = group / 2 % 2 ? low >> 2 : low << 2;
+  return (void)next, joined(quarters_of(block + 128, group, 6), (u8v)low, 0xc0) & 0xfc;
 }
-CODES(iq4_nl) { return (void)group, signed_low(picked(NONLINEAR_CODES, halves_in_order(block + 2, next + 2)), 8); }
+CODES(iq4_nl) { return (void)group, picked(NONLINEAR_CODES, halves_in_order(block + 2, next + 2)); }
 CODES(iq4_xs) {
-  const uint8_t *bytes = block + 8 + 16 * group;
-  return (void)next, signed_low(picked(NONLINEAR_CODES, halves_in_order(bytes, bytes + 16)), 8);
+  return (void)next, picked(NONLINEAR_CODES, halves_in_order(block + 8 + 16 * group, block + 24 + 16 * group));
 }
-CODES(tq2_0) { return (void)next, signed_low((quarters_of(block, group, 0) & 3) - 1, 8); }
-CODES(mxfp4) { return (void)group, signed_low(picked(E2M1_TWICE_CODES, halves_in_order(block + 1, next + 1)), 8); }
+CODES(tq2_0) { return (void)next, (quarters_of(block, group, 0) & 3) + 127; }
+CODES(mxfp4) { return (void)group, picked(E2M1_CODES, halves_in_order(block + 1, next + 1)); }
 
 /* Halves, each in a block of its own; and those beside them. */
 INLINE void halves_of(const uint8_t *first, int nbytes, int count, f32x8 found[2]) {
@@ -366,17 +367,20 @@ INLINE void halves_of(const uint8_t *first, int nbytes, int count, f32x8 found[2
 #endif
 }
 
-/* Of blocks that begin with a factor, and of those where an offset follows; their integers are less by `centre`. */
-INLINE void factors_apart(const uint8_t *blocks, int nbytes, int count, factors *f) {
+#define ZERO 128 /* the code of zero */
+INLINE f32x8 less(f32x8 by, f32x8 offset) { return fma_8(by, set_8(ZERO), -offset); }
+
+/* Of blocks that begin with a factor, and of those where an offset follows. */
+INLINE void factors_apart(const uint8_t *blocks, int nbytes, int count, float unit, factors *f) {
   f32x8 found[2];
   halves_of(blocks, nbytes, count, found);
-  f->by[0] = found[0];
+  f->by[0] = found[0] * unit;
 }
-INLINE void factors_and_more(const uint8_t *blocks, int nbytes, int count, float centre, factors *f) {
+INLINE void factors_and_more(const uint8_t *blocks, int nbytes, int count, float unit, factors *f) {
   f32x8 found[2];
   halves_of(blocks, nbytes, count, found);
-  f->by[0] = found[0];
-  f->more[0] = found[0] * centre + found[1];
+  f->by[0] = found[0] * unit;
+  f->more[0] = fma_8(f->by[0], set_8(ZERO), found[1]);
 }
 
 INLINE uint64_t u64_at(const void *place) {
@@ -386,17 +390,17 @@ INLINE uint64_t u64_at(const void *place) {
 }
 
 #define FACTORS(kind) INLINE void factors_##kind(const uint8_t *block, int count, factors *f)
-FACTORS(q4_0) { factors_apart(block, 18, count, f); }
-FACTORS(q4_1) { factors_and_more(block, 20, count, 8, f); }
-FACTORS(q5_0) { factors_apart(block, 22, count, f); }
-FACTORS(q5_1) { factors_and_more(block, 24, count, 16, f); }
-FACTORS(q8_0) { factors_apart(block, 34, count, f); }
+FACTORS(q4_0) { factors_apart(block, 18, count, 0x1p-4f, f); }
+FACTORS(q4_1) { factors_and_more(block, 20, count, 0x1p-4f, f); }
+FACTORS(q5_0) { factors_apart(block, 22, count, 0x1p-3f, f); }
+FACTORS(q5_1) { factors_and_more(block, 24, count, 0x1p-3f, f); }
+FACTORS(q8_0) { factors_apart(block, 34, count, 1, f); }
 FACTORS(q2_k) {
   (void)count;
   for (int n = 0; n < 2; n++) {
     uint64_t both = u64_at(block + 8 * n);
-    f->by[n] = half_at(block + 80) * floats_of_unsigned(both & 0x0f0f0f0f0f0f0f0f);
-    f->more[n] = f->by[n] * 2 - half_at(block + 82) * floats_of_unsigned(both >> 4 & 0x0f0f0f0f0f0f0f0f);
+    f->by[n] = half_at(block + 80) * 0x1p-6f * floats_of_unsigned(both & 0x0f0f0f0f0f0f0f0f);
+    f->more[n] = less(f->by[n], half_at(block + 82) * floats_of_unsigned(both >> 4 & 0x0f0f0f0f0f0f0f0f));
   }
 }
 FACTORS(q3_k) {
@@ -404,24 +408,24 @@ FACTORS(q3_k) {
   for (int n = 0; n < 2; n++) {
     uint64_t low = u64_at(block + 96) >> 4 * n & 0x0f0f0f0f0f0f0f0f, high = u32_at(block + 104) >> 4 * n;
     uint64_t scales = low | ((high | high << 30) & 0x0303030303030303) << 4;
-    f->by[n] = half_at(block + 108) * (floats_of_unsigned(scales) - 32);
+    f->by[n] = half_at(block + 108) * 0x1p-5f * (floats_of_unsigned(scales) - 32);
   }
 }
-/* Of Q4_K and Q5_K, whose integers are less by `centre`. */
-INLINE void factors_and_offsets(const uint8_t *block, float centre, factors *f) {
+/* Of Q4_K and Q5_K. */
+INLINE void factors_and_offsets(const uint8_t *block, float unit, factors *f) {
   uint32_t first = u32_at(block + 4), second = u32_at(block + 8), third = u32_at(block + 12);
   uint64_t scales = (third & 0x0f0f0f0f) | (first >> 6 & 0x03030303) << 4;
   uint64_t least = (third >> 4 & 0x0f0f0f0f) | (second >> 6 & 0x03030303) << 4;
-  f->by[0] = half_at(block) * floats_of_unsigned(scales << 32 | (first & 0x3f3f3f3f));
-  f->more[0] = f->by[0] * centre - half_at(block + 2) * floats_of_unsigned(least << 32 | (second & 0x3f3f3f3f));
+  f->by[0] = half_at(block) * unit * floats_of_unsigned(scales << 32 | (first & 0x3f3f3f3f));
+  f->more[0] = less(f->by[0], half_at(block + 2) * floats_of_unsigned(least << 32 | (second & 0x3f3f3f3f)));
 }
-FACTORS(q4_k) { (void)count, factors_and_offsets(block, 8, f); }
-FACTORS(q5_k) { (void)count, factors_and_offsets(block, 16, f); }
+FACTORS(q4_k) { (void)count, factors_and_offsets(block, 0x1p-4f, f); }
+FACTORS(q5_k) { (void)count, factors_and_offsets(block, 0x1p-3f, f); }
 FACTORS(q6_k) {
   (void)count;
-  for (int n = 0; n < 2; n++) f->by[n] = half_at(block + 208) * floats_of_signed(u64_at(block + 192 + 8 * n));
+  for (int n = 0; n < 2; n++) f->by[n] = half_at(block + 208) * 0x1p-2f * floats_of_signed(u64_at(block + 192 + 8 * n));
 }
-FACTORS(iq4_nl) { factors_apart(block, 18, count, f); }
+FACTORS(iq4_nl) { factors_apart(block, 18, count, 1, f); }
 FACTORS(iq4_xs) {
   uint64_t low = u32_at(block + 4), high = u16_at(block + 2); /* halves and quarters of bytes, to be in bytes */
   (void)count;
@@ -461,6 +465,16 @@ FACTORS(mxfp4) {
 
 /* Products */
 
+/* Words of codes, of even columns and odd ones; and the same less ZERO, for several rows of x. */
+INLINE words split(u8v some) {
+  u16v both = (u16v)some;
+  return (words){(s16v)(both & 0xff), (s16v)(both >> 8)};
+}
+INLINE words split_centred(u8v some) {
+  u16v both = (u16v)(some ^ ZERO);
+  return (words){(s16v)(both << 8) >> 8, (s16v)both >> 8};
+}
+
 #if W > 1
 #define BESIDE_EACH_OTHER 4 /* rows of x for which integers are taken apart once */
 #define UNROLLED _Pragma("GCC unroll 8")
@@ -479,9 +493,23 @@ INLINE line factors_for(const chunk *x, const factors *f, f32x8 *more, const int
   return line_of(by[0], by[of_16]);
 }
 
-INLINE vs added_group(vs sum, codes some, const int16_t *x, vs by, const int has_second) {
-  vs found = l_dot(some, x);
-  if (has_second) found = s_fma(l_dot(some, x + 64), s_set(0x1p-15f), found);
+/* The columns of a row of x that is multiplied alone are not taken apart, where there are products of bytes. */
+INLINE vs dot(u8v some, const chunk *x, int group, int limb, const int is_alone) {
+  const int16_t *even = x->limbs[group / 2][limb][0] + group % 2 * 16, *odd = x->limbs[group / 2][limb][1] + group % 2 * 16;
+  const int32_t *start = x->starts[group / 2][limb] + group % 2 * 8;
+#if defined(WITH_VNNI)
+  if (is_alone) {
+    __m512i high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), (__m512i)some, l_load(even));
+    high = _mm512_add_epi32(_mm512_slli_epi32(high, 8), l_load(start));
+    return _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(high, (__m512i)some, l_load(odd)));
+  }
+#endif
+  return l_dot(is_alone ? split(some) : split_centred(some), even, odd, start, is_alone);
+}
+
+INLINE vs added_group(vs sum, u8v some, const chunk *x, int group, vs by, const int has_second, const int is_alone) {
+  vs found = dot(some, x, group, 0, is_alone);
+  if (has_second) found = s_fma(dot(some, x, group, 1, is_alone), s_set(0x1p-15f), found);
   return s_fma(found, by, sum);
 }
 
@@ -494,19 +522,19 @@ typedef struct {
 
 #define DEFINE_LIMBS(kind, of_16, has_more)                                                                            \
   INLINE void chunk_##kind(const uint8_t *bytes, int count, const chunk *x, int64_t step, const line *by,              \
-                           limb_sums *all, const int rows, const int has_second) {                                     \
+                           limb_sums *all, const int rows, const int has_second, const int is_alone) {                 \
     const int is_one = NUMBERS_##kind == 32, nbytes = BYTES_##kind; /* a group of a block of its own */                \
     UNROLLED for (int group = 0; group < count; group += GROUPS) {                                                     \
       const uint8_t *block = bytes + is_one * group * nbytes;                                                          \
-      codes some = codes_##kind(block, block + (is_one && group + 1 < count) * nbytes, group);                         \
+      u8v some = codes_##kind(block, block + (is_one && group + 1 < count) * nbytes, group);                           \
       for (int r = 0; r < rows; r++) {                                                                                 \
-        vs factor = of_16 ? s_of_16(by + r, group) : s_of_32(by + r, group), *sum = &all[r].sums[group % 2];           \
-        *sum = added_group(*sum, some, x[r * step].limbs[group / 2][0][0][group % 2], factor, has_second);             \
+        vs factor = of_16 ? s_of_16(by + r, group) : s_of_32(by + r, group), *sum = &all[r].sums[group % 2];\
+        *sum = added_group(*sum, some, x + r * step, group, factor, has_second, is_alone);                             \
       }                                                                                                                \
     }                                                                                                                  \
   }                                                                                                                    \
   INLINE void next_chunk_##kind(const uint8_t *bytes, int count, const chunk *x, int64_t step, limb_sums *all,         \
-                                const int rows) {                                                                      \
+                                const int rows, const int is_alone) {                                                  \
     line by[BESIDE_EACH_OTHER];                                                                                        \
     factors f;                                                                                                         \
     int has_second = 0;                                                                                                \
@@ -516,20 +544,20 @@ typedef struct {
       has_second |= x[r * step].has_second;                                                                            \
     }                                                                                                                  \
     if (has_second) /* where it is zero, it adds nothing */                                                            \
-      chunk_##kind(bytes, count, x, step, by, all, rows, 1);                                                           \
+      chunk_##kind(bytes, count, x, step, by, all, rows, 1, is_alone);                                                 \
     else                                                                                                               \
-      chunk_##kind(bytes, count, x, step, by, all, rows, 0);                                                           \
+      chunk_##kind(bytes, count, x, step, by, all, rows, 0, is_alone);                                                 \
   }                                                                                                                    \
   INLINE void some_limbs_##kind(const uint8_t *bytes, int64_t columns, const chunk *x, int64_t step, limb_sums *to,    \
-                                int64_t ahead, const int rows) {                                                       \
+                                int64_t ahead, const int rows, const int is_alone) {                                   \
     const int nbytes = CHUNK / NUMBERS_##kind * BYTES_##kind;                                                          \
     limb_sums all[BESIDE_EACH_OTHER];                                                                                  \
     for (int r = 0; r < rows; r++) all[r] = to[r];                                                                     \
     for (; columns >= CHUNK; columns -= CHUNK, x++, bytes += nbytes) {                                                 \
       for (int at = 0; at < nbytes; at += 64) __builtin_prefetch(bytes + ahead + at);                                  \
-      next_chunk_##kind(bytes, CHUNK / 32, x, step, all, rows);                                                        \
+      next_chunk_##kind(bytes, CHUNK / 32, x, step, all, rows, is_alone);                                              \
     }                                                                                                                  \
-    if (NUMBERS_##kind == 32 && columns) next_chunk_##kind(bytes, (int)columns / 32, x, step, all, rows);              \
+    if (NUMBERS_##kind == 32 && columns) next_chunk_##kind(bytes, (int)columns / 32, x, step, all, rows, is_alone);    \
     for (int r = 0; r < rows; r++) to[r] = all[r];                                                                     \
   }                                                                                                                    \
   static void limbs_##kind(const stored_row *stored, int64_t count, int64_t columns, const chunk *x, int64_t step,     \
@@ -544,10 +572,12 @@ typedef struct {
         int64_t some = columns - at < most ? columns - at : most;                                                      \
         for (int64_t p = 0; p < count; p++) {                                                                          \
           const uint8_t *bytes = stored[p].bytes + at / NUMBERS_##kind * BYTES_##kind;                                 \
-          if (rows == 1)                                                                                               \
-            some_limbs_##kind(bytes, some, x + at / CHUNK, step, sums[p], ahead, 1);                                          \
+          if (x_rows == 1)                                                                                             \
+            some_limbs_##kind(bytes, some, x + at / CHUNK, step, sums[p], ahead, 1, 1);                                \
+          else if (rows == 1)                                                                                          \
+            some_limbs_##kind(bytes, some, x + at / CHUNK, step, sums[p], ahead, 1, 0);                                \
           else                                                                                                         \
-            some_limbs_##kind(bytes, some, x + at / CHUNK, step, sums[p], ahead, BESIDE_EACH_OTHER);                          \
+            some_limbs_##kind(bytes, some, x + at / CHUNK, step, sums[p], ahead, BESIDE_EACH_OTHER, 0);                \
         }                                                                                                              \
       }                                                                                                                \
       for (int64_t p = 0; p < count; p++)                                                                              \
@@ -565,6 +595,22 @@ LIMB_KINDS(DEFINE_LIMBS)
 /* The nearest integer, of less than 2^22. */
 INLINE float nearest(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
 
+/* The numbers of a group, as words, those of even columns apart from those of odd ones, or as bytes, higher and lower. */
+INLINE void put_limb(chunk *to, int group, int limb, const int16_t *from, int is_alone) {
+  int16_t *even = to->limbs[group / 2][limb][0] + group % 2 * 16, *odd = to->limbs[group / 2][limb][1] + group % 2 * 16;
+  int32_t *start = to->starts[group / 2][limb] + group % 2 * 8;
+  int8_t *high = (int8_t *)even, *low = (int8_t *)odd;
+  for (int n = 0; n < 32 && IN_BYTES && is_alone; n++) {
+    low[n] = (int8_t)from[n];
+    high[n] = (int8_t)((from[n] - low[n]) >> 8);
+  }
+  for (int n = 0; n < 16 && !(IN_BYTES && is_alone); n++) {
+    even[n] = from[2 * n];
+    odd[n] = from[2 * n + 1];
+  }
+  for (int n = 0; n < 8; n++) start[n] = -ZERO * (from[4 * n] + from[4 * n + 1] + from[4 * n + 2] + from[4 * n + 3]);
+}
+
 #define LEAST_BESIDE (3 << 18)
 
 /* A row of x, filled up with zeros to 32 columns, as chunks; 1 if some of its numbers are not finite, or too large or
@@ -572,7 +618,7 @@ INLINE float nearest(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
  *
  * For products in bfloat16, which are rounded to 8 bits, it is left out where the first one is within 2^-11 of the
  * numbers beside the largest one, all in all: it then loses less than the rounding of a dense weight would. */
-static int prepare_limbs(const float *x, int64_t columns, int is_short, chunk *to) {
+int NAME(prepare_limbs)(const float *x, int64_t columns, int is_short, int is_alone, chunk *to) {
   memset(to, 0, (size_t)((columns + CHUNK - 1) / CHUNK) * sizeof *to);
   for (int64_t at = 0; at < columns; at += 32) {
     chunk *here = to + at / CHUNK;
@@ -605,13 +651,7 @@ static int prepare_limbs(const float *x, int64_t columns, int is_short, chunk *t
     } else {
       memset(limbs[1], 0, sizeof limbs[1]);
     }
-    for (int limb = 0; limb < 2; limb++) {
-      int16_t *even = here->limbs[group / 2][limb][0][group % 2], *odd = here->limbs[group / 2][limb][1][group % 2];
-      for (int n = 0; n < 16; n++) {
-        even[n] = limbs[limb][2 * n];
-        odd[n] = limbs[limb][2 * n + 1];
-      }
-    }
+    for (int limb = 0; limb < 2; limb++) put_limb(here, group, limb, limbs[limb], is_alone);
     double sums[2];
     for (int half = 0; half < 2; half++) {
       int high = 0, low = 0;
@@ -630,4 +670,4 @@ static int prepare_limbs(const float *x, int64_t columns, int is_short, chunk *t
 }
 
 #define LIMB_ENTRY(kind, of_16, has_more) [KIND_##kind] = limbs_##kind,
-static const multiply_limbs LIMBS_OF_KINDS[BLOCKS] = {LIMB_KINDS(LIMB_ENTRY)};
+const multiply_limbs NAME(limbs)[BLOCKS] = {LIMB_KINDS(LIMB_ENTRY)};

@@ -138,5 +138,7 @@ static void multiply_pairs(const pairs_of_kind *kind, const stored_row *rows, in
 #define NUMBER_PAIRS(kind, nbytes) {round_##kind, dot_pairs_##kind},
 #define CODED_PAIRS(kind, numbers, nbytes) {round_coded, dot_pairs_coded},
 static const pairs_of_kind PAIRS[] = {NUMBER_KINDS(NUMBER_PAIRS) CODED_KINDS(CODED_PAIRS)};
-const functions NAME(functions_of_pairs) = {ROWS_OF_KINDS,  PAIRS,         multiply_pairs, WORDS,
-                                            LIMBS_OF_KINDS, prepare_limbs, TOGETHER,       turn_floats};
+extern const multiply_limbs limbs_vnni[BLOCKS];
+extern int prepare_limbs_vnni(const float *x, int64_t columns, int is_short, int is_alone, chunk *to);
+const functions NAME(functions_of_pairs) = {ROWS_OF_KINDS, PAIRS,              multiply_pairs, WORDS,
+                                            limbs_vnni,    prepare_limbs_vnni, TOGETHER,       turn_floats};
