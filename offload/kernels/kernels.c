@@ -67,8 +67,8 @@ static int has_level(int level) {
   int has_avx2 = (kept & 6) == 6 && basic >> 12 & 1 && basic >> 29 & 1 && b >> 5 & 1; /* and fma, and f16c */
   int has_avx512 = has_avx2 && (kept & 0xe6) == 0xe6 && b >> 16 & 1 && b >> 17 & 1 && b >> 30 & 1 && b >> 31 & 1;
   if (level < 3) return level == 1 ? has_avx2 : has_avx512; /* of which f, dq, bw and vl are used */
-  int has_vnni = has_avx512 && c >> 11 & 1;
-  return has_vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1; /* products of bytes, and of bfloat16 */
+  int has_bytes = has_avx512 && c >> 11 & 1 && c >> 8 & 1; /* avx512vnni and gfni */
+  return has_bytes && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1; /* and avx512bf16 */
 }
 #endif
 

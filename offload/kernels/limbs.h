@@ -42,6 +42,9 @@ typedef uint8_t u8v __attribute__((vector_size(32 * GROUPS)));
 typedef uint16_t u16v __attribute__((vector_size(32 * GROUPS)));
 typedef int16_t s16v __attribute__((vector_size(32 * GROUPS)));
 typedef uint32_t u32v __attribute__((vector_size(32 * GROUPS)));
+typedef uint64_t u64v __attribute__((vector_size(32 * GROUPS)));
+
+#define ZERO 128 /* the code of zero */
 
 typedef struct {
   s16v even, odd;
@@ -132,8 +135,9 @@ INLINE u8v bytes_of_bits(uint32_t one, uint32_t other) {
 
 typedef __m512 vs;
 typedef __m512 line; /* of 16 factors */
-INLINE line line_of(f32x8 low, f32x8 high) {
-  return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)low), (__m256)high, 1);
+INLINE line line_of(const f32x8 *all, const int are_two) {
+  __m512 first = _mm512_castps256_ps512((__m256)all[0]);
+  return are_two ? _mm512_insertf32x8(first, (__m256)all[1], 1) : first;
 }
 INLINE __m512i l_load(const void *from) { return _mm512_loadu_si512(from); }
 #if defined(WITH_VNNI)
@@ -174,10 +178,9 @@ typedef f32x8 vs;
 typedef struct {
   float factors[16];
 } line;
-INLINE line line_of(f32x8 low, f32x8 high) {
+INLINE line line_of(const f32x8 *all, const int are_two) {
   line made;
-  memcpy(made.factors, &low, sizeof low);
-  memcpy(made.factors + 8, &high, sizeof high);
+  memcpy(made.factors, all, (size_t)(1 + are_two) * sizeof *all);
   IN_MEMORY(made.factors); /* from where one number fills a vector at once */
   return made;
 }
@@ -276,61 +279,77 @@ INLINE float added(f32x8 a) {
 
 /* Kinds */
 
-/* 16 low halves of bytes, then 16 high ones. */
-INLINE u8v halves_in_order(const uint8_t *one, const uint8_t *other) {
-  return (u8v)((u32v)twice(one, other) >> (u32v)EACH(0, 0, 0, 0, 4, 4, 4, 4)) & 15;
+#if defined(WITH_VNNI)
+
+/* As a matrix of bits for each 8 bytes: bits `from` and on of a byte are moved to bit `to` and on; the others are zero. */
+INLINE uint64_t mover(int from, int to, int bits) {
+  uint64_t made = 0;
+  for (int n = 0; n < bits; n++) made |= (uint64_t)1 << (from + n + 8 * (7 - to - n));
+  return made;
 }
-INLINE u8v high_halves(const uint8_t *one, const uint8_t *other) {
-  return (u8v)((u32v)twice(one, other) << (u32v)EACH(4, 4, 4, 4, 0, 0, 0, 0)) & 0xf0;
+INLINE u8v moved(u8v bytes, int from, int more, int to, int bits) {
+  u64v how = (u64v)_mm512_mask_set1_epi64(_mm512_set1_epi64((long long)mover(from, to, bits)), 0xf0,
+                                          (long long)mover(from + more, to, bits));
+  return (u8v)_mm512_gf2p8affine_epi64_epi8((__m512i)bytes, (__m512i)how, 0);
+}
+INLINE u8v halves(const uint8_t *one, const uint8_t *other, int to) {
+  u64v how = (u64v)_mm512_mask_set1_epi64(_mm512_set1_epi64((long long)mover(0, to, 4)), 0xcc, (long long)mover(4, to, 4));
+  return (u8v)_mm512_gf2p8affine_epi64_epi8((__m512i)twice(one, other), (__m512i)how, 0);
 }
 
-/* Bytes, of each group the same, whose bit `from` is moved to bit `to`; of the next group bit `from + more`. */
-INLINE u8v moved(const uint8_t *bytes, int from, int more, int to) {
-  u16v both = (u16v)same_bytes(bytes);
-  return (u8v)(from < to ? both << in_each(to - from, to - from - more) : both >> in_each(from - to, from + more - to));
+#else
+
+/* Bits `from` and on of each byte, moved to bit `to` and on; of the next group those `more` above. */
+INLINE u8v moved(u8v bytes, int from, int more, int to, int bits) {
+  u16v both = (u16v)bytes;
+  uint8_t mask = (uint8_t)(((1 << bits) - 1) << to);
+  int last = from + more * (GROUPS - 1);
+  if (last <= to) return (u8v)(both << in_each(to - from, to - last)) & mask;
+  if (from < to) both <<= in_each(last - from, 0), from = last;
+  return (u8v)(both >> in_each(from - to, last - to)) & mask;
+}
+/* 16 low halves of bytes, then 16 high ones, moved to bit `to` and on. */
+INLINE u8v halves(const uint8_t *one, const uint8_t *other, int to) {
+  u32v both = (u32v)twice(one, other), first = EACH(0, 0, 0, 0, 4, 4, 4, 4);
+  return (u8v)(to ? both << (4 - first) >> (4 - to) : both >> first) & (uint8_t)(15 << to);
 }
 
-/* Bits of `high` where the mask has ones, and of `low`. */
-INLINE u8v joined(u8v high, u8v low, uint8_t mask) { return (high & mask) | (low & (uint8_t)~mask); }
+#endif
 
 INLINE u8v quarters_of(const uint8_t *bytes, int group, int to) {
-  return moved(bytes + 32 * (group / 4), 2 * (group % 4), 2, to);
+  return moved(same_bytes(bytes + 32 * (group / 4)), 2 * (group % 4), 2, to, 2);
 }
+INLINE u8v halves_of_group(const uint8_t *bytes, int group, int to) {
+  return moved(same_bytes(bytes + 32 * (group / 2)), 4 * (group % 2), 4, to, 4);
+}
+INLINE u8v bits_of_group(const uint8_t *bytes, int group) { return moved(same_bytes(bytes), group, 1, 7, 1); }
 
 static const uint8_t NONLINEAR_CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 static const uint8_t E2M1_CODES[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
 #define CODES(kind) INLINE u8v codes_##kind(const uint8_t *block, const uint8_t *next, int group)
-CODES(q4_0) { return (void)group, high_halves(block + 2, next + 2); }
-CODES(q4_1) { return (void)group, high_halves(block + 4, next + 4); }
+CODES(q4_0) { return (void)group, halves(block + 2, next + 2, 4); }
+CODES(q4_1) { return (void)group, halves(block + 4, next + 4, 4); }
 INLINE u8v fifths_of(const uint8_t *block, const uint8_t *next) {
-  u8v low = (u8v)((u16v)high_halves(block + 4, next + 4) >> 1);
-  return low | (bytes_of_bits(u32_at(block), u32_at(next)) & 0x80);
+  return halves(block + 4, next + 4, 3) | (bytes_of_bits(u32_at(block), u32_at(next)) & 0x80);
 }
 CODES(q5_0) { return (void)group, fifths_of(block + 2, next + 2); }
 CODES(q5_1) { return (void)group, fifths_of(block + 4, next + 4); }
-CODES(q8_0) { return (void)group, bytes_of(block + 2, next + 2) ^ 0x80; }
-CODES(q2_k) { return (void)next, quarters_of(block + 16, group, 6) & 0xc0; }
-CODES(q3_k) {
-  u8v low = (u8v)((u16v)quarters_of(block + 32, group, 6) >> 1);
-  return (void)next, joined(moved(block, group, 1, 7), low, 0x80) & 0xe0;
-}
-CODES(q4_k) { return (void)next, moved(block + 16 + 32 * (group / 2), 4 * (group % 2), 4, 4) & 0xf0; }
-CODES(q5_k) {
-  u8v low = (u8v)((u16v)moved(block + 48 + 32 * (group / 2), 4 * (group % 2), 4, 4) >> 1);
-  return (void)next, joined(moved(block + 16, group, 1, 7), low, 0x80) & 0xf8;
-}
+CODES(q8_0) { return (void)group, bytes_of(block + 2, next + 2) ^ ZERO; }
+CODES(q2_k) { return (void)next, quarters_of(block + 16, group, 6); }
+CODES(q3_k) { return (void)next, bits_of_group(block, group) | quarters_of(block + 32, group, 5); }
+CODES(q4_k) { return (void)next, halves_of_group(block + 16, group, 4); }
+CODES(q5_k) { return (void)next, bits_of_group(block + 16, group) | halves_of_group(block + 48, group, 3); }
 CODES(q6_k) {
-  u16v low = (u16v)load_bytes(block + 64 * (group / 4) + 32 * (group % 2));
-  low = group / 2 % 2 ? low >> 2 : low << 2;
-  return (void)next, joined(quarters_of(block + 128, group, 6), (u8v)low, 0xc0) & 0xfc;
+  u8v low = load_bytes(block + 64 * (group / 4) + 32 * (group % 2));
+  return (void)next, quarters_of(block + 128, group, 6) | moved(low, 4 * (group / 2 % 2), 0, 2, 4);
 }
-CODES(iq4_nl) { return (void)group, picked(NONLINEAR_CODES, halves_in_order(block + 2, next + 2)); }
+CODES(iq4_nl) { return (void)group, picked(NONLINEAR_CODES, halves(block + 2, next + 2, 0)); }
 CODES(iq4_xs) {
-  return (void)next, picked(NONLINEAR_CODES, halves_in_order(block + 8 + 16 * group, block + 24 + 16 * group));
+  return (void)next, picked(NONLINEAR_CODES, halves(block + 8 + 16 * group, block + 24 + 16 * group, 0));
 }
-CODES(tq2_0) { return (void)next, (quarters_of(block, group, 0) & 3) + 127; }
-CODES(mxfp4) { return (void)group, picked(E2M1_CODES, halves_in_order(block + 1, next + 1)); }
+CODES(tq2_0) { return (void)next, quarters_of(block, group, 0) + (ZERO - 1); }
+CODES(mxfp4) { return (void)group, picked(E2M1_CODES, halves(block + 1, next + 1, 0)); }
 
 /* Halves, each in a block of its own; and those beside them. */
 INLINE void halves_of(const uint8_t *first, int nbytes, int count, f32x8 found[2]) {
@@ -367,7 +386,6 @@ INLINE void halves_of(const uint8_t *first, int nbytes, int count, f32x8 found[2
 #endif
 }
 
-#define ZERO 128 /* the code of zero */
 INLINE f32x8 less(f32x8 by, f32x8 offset) { return fma_8(by, set_8(ZERO), -offset); }
 
 /* Of blocks that begin with a factor, and of those where an offset follows. */
@@ -490,7 +508,7 @@ INLINE line factors_for(const chunk *x, const factors *f, f32x8 *more, const int
     by[n] = f->by[n] * load_8(of_16 ? x->scales_of_16 + 8 * n : x->scales);
     if (has_more) *more = fma_8(f->more[n], load_8(of_16 ? x->sums_of_16 + 8 * n : x->sums), *more);
   }
-  return line_of(by[0], by[of_16]);
+  return line_of(by, of_16);
 }
 
 /* The columns of a row of x that is multiplied alone are not taken apart, where there are products of bytes. */
@@ -520,44 +538,47 @@ typedef struct {
   f32x8 more;
 } limb_sums;
 
+/* Whether a row of x has second limbs in these columns. */
+INLINE int has_seconds(const chunk *x, int64_t step, int64_t rows, int64_t columns) {
+  int found = 0;
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t at = 0; at < columns; at += CHUNK) found |= x[r * step + at / CHUNK].has_second;
+  return found;
+}
+
+#define SOME_LIMBS(kind, rows, is_alone)                                                                               \
+  if (has_second) /* where it is zero, it adds nothing */                                                              \
+    some_limbs_##kind(bytes, some, from, step, sums[p], ahead, rows, 1, is_alone);                                     \
+  else                                                                                                                 \
+    some_limbs_##kind(bytes, some, from, step, sums[p], ahead, rows, 0, is_alone);
+
 #define DEFINE_LIMBS(kind, of_16, has_more)                                                                            \
-  INLINE void chunk_##kind(const uint8_t *bytes, int count, const chunk *x, int64_t step, const line *by,              \
-                           limb_sums *all, const int rows, const int has_second, const int is_alone) {                 \
+  INLINE void chunk_##kind(const uint8_t *bytes, int count, const chunk *x, int64_t step, limb_sums *all,              \
+                           const int rows, const int has_second, const int is_alone) {                                 \
     const int is_one = NUMBERS_##kind == 32, nbytes = BYTES_##kind; /* a group of a block of its own */                \
+    line by[BESIDE_EACH_OTHER];                                                                                        \
+    factors f;                                                                                                         \
+    factors_##kind(bytes, count, &f);                                                                                  \
+    for (int r = 0; r < rows; r++) by[r] = factors_for(x + r * step, &f, &all[r].more, of_16, has_more);               \
     UNROLLED for (int group = 0; group < count; group += GROUPS) {                                                     \
       const uint8_t *block = bytes + is_one * group * nbytes;                                                          \
       u8v some = codes_##kind(block, block + (is_one && group + 1 < count) * nbytes, group);                           \
       for (int r = 0; r < rows; r++) {                                                                                 \
-        vs factor = of_16 ? s_of_16(by + r, group) : s_of_32(by + r, group), *sum = &all[r].sums[group % 2];\
+        vs factor = of_16 ? s_of_16(by + r, group) : s_of_32(by + r, group), *sum = &all[r].sums[group % 2];           \
         *sum = added_group(*sum, some, x + r * step, group, factor, has_second, is_alone);                             \
       }                                                                                                                \
     }                                                                                                                  \
   }                                                                                                                    \
-  INLINE void next_chunk_##kind(const uint8_t *bytes, int count, const chunk *x, int64_t step, limb_sums *all,         \
-                                const int rows, const int is_alone) {                                                  \
-    line by[BESIDE_EACH_OTHER];                                                                                        \
-    factors f;                                                                                                         \
-    int has_second = 0;                                                                                                \
-    factors_##kind(bytes, count, &f);                                                                                  \
-    for (int r = 0; r < rows; r++) {                                                                                   \
-      by[r] = factors_for(x + r * step, &f, &all[r].more, of_16, has_more);                                            \
-      has_second |= x[r * step].has_second;                                                                            \
-    }                                                                                                                  \
-    if (has_second) /* where it is zero, it adds nothing */                                                            \
-      chunk_##kind(bytes, count, x, step, by, all, rows, 1, is_alone);                                                 \
-    else                                                                                                               \
-      chunk_##kind(bytes, count, x, step, by, all, rows, 0, is_alone);                                                 \
-  }                                                                                                                    \
   INLINE void some_limbs_##kind(const uint8_t *bytes, int64_t columns, const chunk *x, int64_t step, limb_sums *to,    \
-                                int64_t ahead, const int rows, const int is_alone) {                                   \
+                                int64_t ahead, const int rows, const int has_second, const int is_alone) {             \
     const int nbytes = CHUNK / NUMBERS_##kind * BYTES_##kind;                                                          \
     limb_sums all[BESIDE_EACH_OTHER];                                                                                  \
     for (int r = 0; r < rows; r++) all[r] = to[r];                                                                     \
     for (; columns >= CHUNK; columns -= CHUNK, x++, bytes += nbytes) {                                                 \
       for (int at = 0; at < nbytes; at += 64) __builtin_prefetch(bytes + ahead + at);                                  \
-      next_chunk_##kind(bytes, CHUNK / 32, x, step, all, rows, is_alone);                                              \
+      chunk_##kind(bytes, CHUNK / 32, x, step, all, rows, has_second, is_alone);                                       \
     }                                                                                                                  \
-    if (NUMBERS_##kind == 32 && columns) next_chunk_##kind(bytes, (int)columns / 32, x, step, all, rows, is_alone);    \
+    if (NUMBERS_##kind == 32 && columns) chunk_##kind(bytes, (int)columns / 32, x, step, all, rows, has_second, is_alone);\
     for (int r = 0; r < rows; r++) to[r] = all[r];                                                                     \
   }                                                                                                                    \
   static void limbs_##kind(const stored_row *stored, int64_t count, int64_t columns, const chunk *x, int64_t step,     \
@@ -570,14 +591,17 @@ typedef struct {
       memset(sums, 0, sizeof sums);                                                                                    \
       for (int64_t at = 0; at < columns; at += most) {                                                                 \
         int64_t some = columns - at < most ? columns - at : most;                                                      \
+        const chunk *from = x + at / CHUNK;                                                                            \
+        int has_second = has_seconds(from, step, rows, some);                                                          \
         for (int64_t p = 0; p < count; p++) {                                                                          \
           const uint8_t *bytes = stored[p].bytes + at / NUMBERS_##kind * BYTES_##kind;                                 \
-          if (x_rows == 1)                                                                                             \
-            some_limbs_##kind(bytes, some, x + at / CHUNK, step, sums[p], ahead, 1, 1);                                \
-          else if (rows == 1)                                                                                          \
-            some_limbs_##kind(bytes, some, x + at / CHUNK, step, sums[p], ahead, 1, 0);                                \
-          else                                                                                                         \
-            some_limbs_##kind(bytes, some, x + at / CHUNK, step, sums[p], ahead, BESIDE_EACH_OTHER, 0);                \
+          if (x_rows == 1) {                                                                                           \
+            SOME_LIMBS(kind, 1, 1)                                                                                     \
+          } else if (rows == 1) {                                                                                      \
+            SOME_LIMBS(kind, 1, 0)                                                                                     \
+          } else {                                                                                                     \
+            SOME_LIMBS(kind, BESIDE_EACH_OTHER, 0)                                                                     \
+          }                                                                                                            \
         }                                                                                                              \
       }                                                                                                                \
       for (int64_t p = 0; p < count; p++)                                                                              \
