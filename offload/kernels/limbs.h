@@ -135,9 +135,8 @@ INLINE u8v bytes_of_bits(uint32_t one, uint32_t other) {
 
 typedef __m512 vs;
 typedef __m512 line; /* of 16 factors */
-INLINE line line_of(const f32x8 *all, const int are_two) {
-  __m512 first = _mm512_castps256_ps512((__m256)all[0]);
-  return are_two ? _mm512_insertf32x8(first, (__m256)all[1], 1) : first;
+INLINE void put_line(line *to, f32x8 some, int at) {
+  *to = at ? _mm512_insertf32x8(*to, (__m256)some, 1) : _mm512_castps256_ps512((__m256)some);
 }
 INLINE __m512i l_load(const void *from) { return _mm512_loadu_si512(from); }
 #if defined(WITH_VNNI)
@@ -178,11 +177,9 @@ typedef f32x8 vs;
 typedef struct {
   float factors[16];
 } line;
-INLINE line line_of(const f32x8 *all, const int are_two) {
-  line made;
-  memcpy(made.factors, all, (size_t)(1 + are_two) * sizeof *all);
-  IN_MEMORY(made.factors); /* from where one number fills a vector at once */
-  return made;
+INLINE void put_line(line *to, f32x8 some, int at) {
+  memcpy(to->factors + 8 * at, &some, sizeof some);
+  IN_MEMORY(to->factors); /* from where one number fills a vector at once */
 }
 INLINE s16v l_load(const int16_t *from) {
   s16v found;
@@ -434,8 +431,9 @@ INLINE void factors_and_offsets(const uint8_t *block, float unit, factors *f) {
   uint32_t first = u32_at(block + 4), second = u32_at(block + 8), third = u32_at(block + 12);
   uint64_t scales = (third & 0x0f0f0f0f) | (first >> 6 & 0x03030303) << 4;
   uint64_t least = (third >> 4 & 0x0f0f0f0f) | (second >> 6 & 0x03030303) << 4;
-  f->by[0] = half_at(block) * unit * floats_of_unsigned(scales << 32 | (first & 0x3f3f3f3f));
-  f->more[0] = less(f->by[0], half_at(block + 2) * floats_of_unsigned(least << 32 | (second & 0x3f3f3f3f)));
+  scales = scales << 32 | (first & 0x3f3f3f3f), least = least << 32 | (second & 0x3f3f3f3f);
+  f->by[0] = half_at(block) * unit * floats_of_unsigned(scales);
+  f->more[0] = less(f->by[0], half_at(block + 2) * floats_of_unsigned(least));
 }
 FACTORS(q4_k) { (void)count, factors_and_offsets(block, 0x1p-4f, f); }
 FACTORS(q5_k) { (void)count, factors_and_offsets(block, 0x1p-3f, f); }
@@ -501,14 +499,12 @@ INLINE words split_centred(u8v some) {
 #define UNROLLED
 #endif
 
-/* The factors of a chunk for a row of x; what is added to the numbers is multiplied by the sums of x. */
-INLINE line factors_for(const chunk *x, const factors *f, f32x8 *more, const int of_16, const int has_more) {
-  f32x8 by[2];
+/* The factors of a chunk for a row of x, in `by`; what is added to the numbers is multiplied by the sums of x. */
+INLINE void factors_for(const chunk *x, const factors *f, line *by, f32x8 *more, const int of_16, const int has_more) {
   for (int n = 0; n <= of_16; n++) {
-    by[n] = f->by[n] * load_8(of_16 ? x->scales_of_16 + 8 * n : x->scales);
+    put_line(by, f->by[n] * load_8(of_16 ? x->scales_of_16 + 8 * n : x->scales), n);
     if (has_more) *more = fma_8(f->more[n], load_8(of_16 ? x->sums_of_16 + 8 * n : x->sums), *more);
   }
-  return line_of(by, of_16);
 }
 
 /* The columns of a row of x that is multiplied alone are not taken apart, where there are products of bytes. */
@@ -538,6 +534,12 @@ typedef struct {
   f32x8 more;
 } limb_sums;
 
+/* Vector by vector: a copy of the whole would read what was just written in parts. */
+INLINE void put_sums(limb_sums *to, const limb_sums *from) {
+  for (int n = 0; n < 2 / GROUPS; n++) to->sums[n] = from->sums[n];
+  to->more = from->more;
+}
+
 /* Whether a row of x has second limbs in these columns. */
 INLINE int has_seconds(const chunk *x, int64_t step, int64_t rows, int64_t columns) {
   int found = 0;
@@ -559,7 +561,7 @@ INLINE int has_seconds(const chunk *x, int64_t step, int64_t rows, int64_t colum
     line by[BESIDE_EACH_OTHER];                                                                                        \
     factors f;                                                                                                         \
     factors_##kind(bytes, count, &f);                                                                                  \
-    for (int r = 0; r < rows; r++) by[r] = factors_for(x + r * step, &f, &all[r].more, of_16, has_more);               \
+    for (int r = 0; r < rows; r++) factors_for(x + r * step, &f, by + r, &all[r].more, of_16, has_more);               \
     UNROLLED for (int group = 0; group < count; group += GROUPS) {                                                     \
       const uint8_t *block = bytes + is_one * group * nbytes;                                                          \
       u8v some = codes_##kind(block, block + (is_one && group + 1 < count) * nbytes, group);                           \
@@ -573,22 +575,23 @@ INLINE int has_seconds(const chunk *x, int64_t step, int64_t rows, int64_t colum
                                 int64_t ahead, const int rows, const int has_second, const int is_alone) {             \
     const int nbytes = CHUNK / NUMBERS_##kind * BYTES_##kind;                                                          \
     limb_sums all[BESIDE_EACH_OTHER];                                                                                  \
-    for (int r = 0; r < rows; r++) all[r] = to[r];                                                                     \
+    for (int r = 0; r < rows; r++) put_sums(all + r, to + r);                                                          \
     for (; columns >= CHUNK; columns -= CHUNK, x++, bytes += nbytes) {                                                 \
       for (int at = 0; at < nbytes; at += 64) __builtin_prefetch(bytes + ahead + at);                                  \
       chunk_##kind(bytes, CHUNK / 32, x, step, all, rows, has_second, is_alone);                                       \
     }                                                                                                                  \
     if (NUMBERS_##kind == 32 && columns) chunk_##kind(bytes, (int)columns / 32, x, step, all, rows, has_second, is_alone);\
-    for (int r = 0; r < rows; r++) to[r] = all[r];                                                                     \
+    for (int r = 0; r < rows; r++) put_sums(to + r, all + r);                                                          \
   }                                                                                                                    \
   static void limbs_##kind(const stored_row *stored, int64_t count, int64_t columns, const chunk *x, int64_t step,     \
                            int64_t x_rows, float (*out)[MOST_ROWS]) {                                                  \
-    limb_sums sums[AT_ONCE][BESIDE_EACH_OTHER];                                                                        \
+    limb_sums sums[AT_ONCE][BESIDE_EACH_OTHER], none = {0};                                                            \
     int64_t ahead = count > 2 ? stored[2].bytes - stored[0].bytes : 0;                                                 \
     for (int64_t r = 0, rows; r < x_rows; r += rows, x += rows * step) {                                               \
       rows = x_rows - r < BESIDE_EACH_OTHER ? 1 : BESIDE_EACH_OTHER;                                                   \
       int64_t most = AT_A_TIME / rows;                                                                                 \
-      memset(sums, 0, sizeof sums);                                                                                    \
+      for (int64_t p = 0; p < count; p++)                                                                              \
+        for (int64_t n = 0; n < rows; n++) put_sums(sums[p] + n, &none);                                               \
       for (int64_t at = 0; at < columns; at += most) {                                                                 \
         int64_t some = columns - at < most ? columns - at : most;                                                      \
         const chunk *from = x + at / CHUNK;                                                                            \
@@ -619,20 +622,22 @@ LIMB_KINDS(DEFINE_LIMBS)
 /* The nearest integer, of less than 2^22. */
 INLINE float nearest(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
 
-/* The numbers of a group, as words, those of even columns apart from those of odd ones, or as bytes, higher and lower. */
-INLINE void put_limb(chunk *to, int group, int limb, const int16_t *from, int is_alone) {
+/* The numbers of a group: as words, those of even columns apart from those of odd ones, or as bytes, higher and lower.
+ * Gives the sums of four. */
+INLINE void put_limb(chunk *to, int group, int limb, const int16_t from[32], const int is_alone, int32_t sums[8]) {
   int16_t *even = to->limbs[group / 2][limb][0] + group % 2 * 16, *odd = to->limbs[group / 2][limb][1] + group % 2 * 16;
-  int32_t *start = to->starts[group / 2][limb] + group % 2 * 8;
+  int32_t *start = to->starts[group / 2][limb] + group % 2 * 8, pairs[16], two[16];
   int8_t *high = (int8_t *)even, *low = (int8_t *)odd;
-  for (int n = 0; n < 32 && IN_BYTES && is_alone; n++) {
-    low[n] = (int8_t)from[n];
-    high[n] = (int8_t)((from[n] - low[n]) >> 8);
-  }
-  for (int n = 0; n < 16 && !(IN_BYTES && is_alone); n++) {
-    even[n] = from[2 * n];
-    odd[n] = from[2 * n + 1];
-  }
-  for (int n = 0; n < 8; n++) start[n] = -ZERO * (from[4 * n] + from[4 * n + 1] + from[4 * n + 2] + from[4 * n + 3]);
+  int64_t four[8];
+  memcpy(pairs, from, sizeof pairs);
+  for (int n = 0; n < 32 && IN_BYTES && is_alone; n++) low[n] = (int8_t)from[n];
+  for (int n = 0; n < 32 && IN_BYTES && is_alone; n++) high[n] = (int8_t)((from[n] + ZERO) >> 8);
+  for (int n = 0; n < 16 && !(IN_BYTES && is_alone); n++) even[n] = (int16_t)pairs[n];
+  for (int n = 0; n < 16 && !(IN_BYTES && is_alone); n++) odd[n] = (int16_t)(pairs[n] >> 16);
+  for (int n = 0; n < 16; n++) two[n] = (int16_t)pairs[n] + (pairs[n] >> 16);
+  memcpy(four, two, sizeof four);
+  for (int n = 0; n < 8; n++) sums[n] = (int32_t)four[n] + (int32_t)(four[n] >> 32);
+  for (int n = 0; n < 8; n++) start[n] = -ZERO * sums[n];
 }
 
 #define LEAST_BESIDE (3 << 18)
@@ -656,34 +661,29 @@ int NAME(prepare_limbs)(const float *x, int64_t columns, int is_short, int is_al
     int exponent = (int)(most >> 23) - 127;
     if (exponent < -80 || exponent > 80) return 1;
     float up = bits_to_float((uint32_t)(127 + 13 - exponent) << 23), scale = 1 / up;
-    int16_t limbs[2][32];
-    int32_t beside = 0, largest = 0; /* sums of squares of quarters, which 32 bits hold */
+    float scaled[32];
+    int16_t limbs[32];
+    int32_t beside = 0, largest = 0, fours[2][8] = {{0}}; /* sums of squares of quarters, which 32 bits hold */
+    for (int n = 0; n < 32; n++) scaled[n] = x[at + n] * up;
+    for (int n = 0; n < 32; n++) limbs[n] = (int16_t)(int)nearest(scaled[n]);
     for (int n = 0; n < 32; n++) {
-      int32_t high = (int)nearest(x[at + n] * up), quarter = high / 4;
-      limbs[0][n] = (int16_t)high;
+      int32_t quarter = limbs[n] / 4;
       beside += quarter * quarter;
       largest = quarter * quarter > largest ? quarter * quarter : largest;
     }
-    int has_second = !is_short || beside - largest < LEAST_BESIDE;
-    if (has_second) {
+    put_limb(here, group, 0, limbs, is_alone, fours[0]);
+    if (!is_short || beside - largest < LEAST_BESIDE) {
       int16_t any = 0;
-      for (int n = 0; n < 32; n++) {
-        limbs[1][n] = (int16_t)(int)nearest((x[at + n] * up - (float)limbs[0][n]) * 0x1p15f);
-        any |= limbs[1][n];
-      }
+      for (int n = 0; n < 32; n++) limbs[n] = (int16_t)(int)nearest((scaled[n] - (float)limbs[n]) * 0x1p15f);
+      for (int n = 0; n < 32; n++) any |= limbs[n];
       here->has_second |= any != 0;
-    } else {
-      memset(limbs[1], 0, sizeof limbs[1]);
+      put_limb(here, group, 1, limbs, is_alone, fours[1]);
     }
-    for (int limb = 0; limb < 2; limb++) put_limb(here, group, limb, limbs[limb], is_alone);
     double sums[2];
     for (int half = 0; half < 2; half++) {
-      int high = 0, low = 0;
-      for (int n = 16 * half; n < 16 * half + 16; n++) {
-        high += limbs[0][n];
-        low += limbs[1][n];
-      }
-      sums[half] = ((double)high + (double)low * 0x1p-15) * (double)scale;
+      const int32_t *high = fours[0] + 4 * half, *low = fours[1] + 4 * half;
+      sums[half] = ((double)(high[0] + high[1] + high[2] + high[3]) +
+                    (double)(low[0] + low[1] + low[2] + low[3]) * 0x1p-15) * (double)scale;
       here->scales_of_16[2 * group + half] = scale;
       here->sums_of_16[2 * group + half] = (float)sums[half];
     }
