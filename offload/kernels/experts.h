@@ -165,9 +165,12 @@ static void forms_of(const layer *what, const functions *functions, int is_up, i
   }
 }
 
-/* Rows in one form, each filled up with zeros to `step`; `extra` rows behind may be read, but are not used. */
+/* Rows in one form, each filled up with zeros to `step`; `extra` rows behind may be read, but are not used. They begin at
+ * lines of the cache. */
 static void *rows_in_form(int64_t rows, int64_t extra, int64_t step, int in_pairs) {
-  return calloc((size_t)((rows + extra) * step), in_pairs ? 2 : 4);
+  size_t nbytes = (size_t)((rows + extra) * step) * (in_pairs ? 2 : 4);
+  void *form = aligned_alloc(64, nbytes);
+  return form ? memset(form, 0, nbytes) : NULL;
 }
 
 static void put_row(void *form, int64_t place, const char *row, int64_t columns, int dtype, int in_pairs) {
