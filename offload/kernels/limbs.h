@@ -5,10 +5,12 @@
  *   four columns each are integers, which are rounded to float32 as a whole and then multiplied by the factors
  * - all instruction sets give the same bits: integers are exact, and sums of floats are in one order, of fused products
  * - an element of the result depends on its row of x and its packed row alone
+ * - a code fills a byte from its highest bit on, and ZERO is the code of zero, whatever the kind
  *
- * A chunk is 256 columns: a block, or eight. `codes_KIND(block, group)` gives 32 integers, those of even columns apart from
- * those of odd ones; `factors_KIND(blocks, count, f)` the factors of a chunk: a number is f.by * code + f.more.
- * Integers that are not negative are centred first, so that what is added stays small beside the number.
+ * A chunk is 256 columns: a block, or eight. `codes_KIND(block, next, group)` gives the codes of a group of 32, and those
+ * of the next one where a vector holds both; `factors_KIND(blocks, count, f)` the factors of a chunk: a number is
+ * f.by * (code - ZERO) + f.more. Codes are multiplied as words; or, with avx512vnni and one row of x, as bytes, by the
+ * higher and by the lower byte of an activation. What ZERO adds to a sum is taken away from it as an integer.
  */
 
 #ifndef __clang__
@@ -141,7 +143,7 @@ INLINE void put_line(line *to, f32x8 some, int at) {
 INLINE __m512i l_load(const void *from) { return _mm512_loadu_si512(from); }
 #if defined(WITH_VNNI)
 INLINE vs l_dot(words all, const int16_t *even, const int16_t *odd, const int32_t *start, const int is_alone) {
-  (void)is_alone, (void)start; /* `dot` is for one row */
+  (void)is_alone, (void)start; /* a row that is alone is multiplied as bytes */
   __m512i sums = _mm512_madd_epi16((__m512i)all.even, l_load(even));
   return _mm512_cvtepi32_ps(_mm512_dpwssd_epi32(sums, (__m512i)all.odd, l_load(odd)));
 }
