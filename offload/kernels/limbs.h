@@ -494,10 +494,12 @@ INLINE words split_centred(u8v some) {
 }
 
 #if W > 1
-#define BESIDE_EACH_OTHER 4 /* rows of x for which integers are taken apart once */
+#define BESIDE_EACH_OTHER 4 /* rows of x for which codes are taken apart once; and of the last ones */
+#define TWO 2
 #define UNROLLED _Pragma("GCC unroll 8")
 #else
 #define BESIDE_EACH_OTHER 1
+#define TWO 1
 #define UNROLLED
 #endif
 
@@ -590,7 +592,7 @@ INLINE int has_seconds(const chunk *x, int64_t step, int64_t rows, int64_t colum
     limb_sums sums[AT_ONCE][BESIDE_EACH_OTHER], none = {0};                                                            \
     int64_t ahead = count > 2 ? stored[2].bytes - stored[0].bytes : 0;                                                 \
     for (int64_t r = 0, rows; r < x_rows; r += rows, x += rows * step) {                                               \
-      rows = x_rows - r < BESIDE_EACH_OTHER ? 1 : BESIDE_EACH_OTHER;                                                   \
+      rows = x_rows - r < TWO ? 1 : x_rows - r < BESIDE_EACH_OTHER ? TWO : BESIDE_EACH_OTHER;                          \
       int64_t most = AT_A_TIME / rows;                                                                                 \
       for (int64_t p = 0; p < count; p++)                                                                              \
         for (int64_t n = 0; n < rows; n++) put_sums(sums[p] + n, &none);                                               \
@@ -604,6 +606,8 @@ INLINE int has_seconds(const chunk *x, int64_t step, int64_t rows, int64_t colum
             SOME_LIMBS(kind, 1, 1)                                                                                     \
           } else if (rows == 1) {                                                                                      \
             SOME_LIMBS(kind, 1, 0)                                                                                     \
+          } else if (rows == TWO) {                                                                                    \
+            SOME_LIMBS(kind, TWO, 0)                                                                                   \
           } else {                                                                                                     \
             SOME_LIMBS(kind, BESIDE_EACH_OTHER, 0)                                                                     \
           }                                                                                                            \
