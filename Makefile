@@ -64,7 +64,8 @@ docs: $(VENV)/.docs
 	$(PY) -m mkdocs build --strict
 
 WRONG_SIZES := tests/models/test_experts_implementation.py::test_sizes_that_do_not_fit_are_answered_as_by_plain_transformers
-# The tests of the kernels with the address and undefined-behaviour sanitizers of gcc.
+# The tests of the kernels with the address and undefined-behaviour sanitizers of gcc. 100,000 rows with flipped bits:
+# OFFLOAD_CAMPAIGN=shapes make kernels-asan ARGS="-k flipped"
 kernels-asan: $(VENV)/.installed
 	mkdir -p build/asan
 	gcc -shared -fPIC -g -O1 -std=gnu11 -ffp-contract=off -fvisibility=hidden -fsanitize=address,undefined \

@@ -20,7 +20,7 @@ Always true:
 | `kernels.h` | the kinds of rows, and what the sources share |
 | `rows.h` | decoding and multiplying rows; `rows_avx512.c` and others compile it for an instruction set each |
 | `gguf.h` | the kinds of blocks in GGUF files, as floats |
-| `limbs.h` | products with such blocks, in integers |
+| `limbs.h` | products with such blocks, in integers; `limbs_vnni.c` compiles it for products of bytes |
 | `coded.c` `coded.h` | blocks whose numbers are codes: taken apart to bytes in plain C, then the same for all kinds |
 | `numbers.h` | numbers whose factors are stored elsewhere |
 | `words.h` | integers in words, outputs innermost |

@@ -147,9 +147,12 @@ static void forms_of(const layer *what, const functions *functions, int is_up, i
   }
 }
 
-/* Rows in one form, each filled up with zeros to `step`; `extra` rows behind may be read, but are not used. */
+/* Rows in one form, each filled up with zeros to `step`; `extra` rows behind may be read, but are not used. They begin at
+ * lines of the cache. */
 static void *rows_in_form(int64_t rows, int64_t extra, int64_t step, int in_pairs) {
-  return calloc((size_t)((rows + extra) * step), in_pairs ? 2 : 4);
+  size_t nbytes = (size_t)((rows + extra) * step) * (in_pairs ? 2 : 4);
+  void *form = aligned_alloc(64, nbytes);
+  return form ? memset(form, 0, nbytes) : NULL;
 }
 
 static void put_row(void *form, int64_t place, const char *row, int64_t columns, int dtype, int in_pairs) {
@@ -186,10 +189,11 @@ static int integers(products *all, int are_wanted) {
   all->chunks = aligned_alloc(64, sizeof(chunk) * (size_t)(rows * all->chunks_step) + ((size_t)rows + 64) / 64 * 64);
   if (!all->chunks) return 1;
   all->as_floats = (uint8_t *)(all->chunks + rows * all->chunks_step);
-  for (int64_t r = 0; r < rows; r++)
-    all->as_floats[r] = all->functions->prepare_limbs((const float *)all->x[0] + r * all->step, all->columns,
-                                                      all->what->x_dtype == BFLOAT16,
-                                                      all->chunks + r * all->chunks_step) != 0;
+  for (int64_t n = 0; n < all->what->count; n++)
+    for (int64_t begin = all->what->experts[n].begin, end = all->what->experts[n].end, r = begin; r < end; r++)
+      all->as_floats[r] = all->functions->prepare_limbs((const float *)all->x[0] + r * all->step, all->columns,
+                                                        all->what->x_dtype == BFLOAT16, end - begin == 1,
+                                                        all->chunks + r * all->chunks_step) != 0;
   return 0;
 }
 

@@ -68,7 +68,8 @@ static int has_level(int level) {
   int has_avx2 = (kept & 6) == 6 && basic >> 12 & 1 && basic >> 29 & 1 && b >> 5 & 1; /* and fma, and f16c */
   int has_avx512 = has_avx2 && (kept & 0xe6) == 0xe6 && b >> 16 & 1 && b >> 17 & 1 && b >> 30 & 1 && b >> 31 & 1;
   if (level < 3) return level == 1 ? has_avx2 : has_avx512; /* of which f, dq, bw and vl are used */
-  return has_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1; /* products of bfloat16 */
+  int has_bytes = has_avx512 && c >> 11 & 1 && c >> 8 & 1; /* avx512vnni and gfni */
+  return has_bytes && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1; /* and avx512bf16 */
 }
 #endif
 
@@ -454,7 +455,7 @@ EXPORT int offload_multiply(const part *parts, int64_t count, const void *x, int
   if (all.has_floats) put_rows(floats, wide, x, x_rows, x_step, x_dtype, columns, functions, 0);
   if (all.has_pairs) put_rows(pairs, wide, x, x_rows, x_step, x_dtype, columns, functions, 1);
   for (int64_t r = 0; r < x_rows && chunks_step; r++)
-    as_floats[r] = functions->prepare_limbs(floats + r * wide, columns, out_dtype == BFLOAT16,
+    as_floats[r] = functions->prepare_limbs(floats + r * wide, columns, out_dtype == BFLOAT16, x_rows == 1,
                                             chunks + r * chunks_step) != 0;
   for (int64_t n = 0; n < count; n++) {
     const part *rows = parts + n;

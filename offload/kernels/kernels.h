@@ -139,10 +139,11 @@ typedef struct {
 
 /* CHUNK activations as integers, in groups of 32 that have a factor each: see limbs.h. */
 typedef struct {
-  _Alignas(64) int16_t limbs[4][2][2][2][16]; /* [pair of groups][limb][even, odd columns][group of the pair][column / 2] */
-  float scales[8], sums[8];                   /* factors of groups; the sums of their numbers */
-  float scales_of_16[16], sums_of_16[16];     /* the same for 16 columns each */
-  int32_t has_second;                         /* whether a second limb of them is not zero */
+  _Alignas(64) int16_t limbs[4][2][2][32]; /* [pair of groups][limb][even, odd columns, or higher, lower bytes] */
+  int32_t starts[4][2][16];                /* [pair of groups][limb]: what codes of zero add to sums of four, taken away */
+  float scales[8], sums[8];                /* factors of groups; the sums of their numbers */
+  float scales_of_16[16], sums_of_16[16];  /* the same for 16 columns each */
+  int32_t has_second;                      /* whether a second limb of them is not zero */
 } chunk;
 
 #define MOST_ROWS 64 /* of x, in one call */
@@ -175,8 +176,9 @@ typedef struct {
                          const uint16_t *x, int64_t step, int64_t x_rows, float (*out)[MOST_ROWS]);
   const words_of_kind *words;
   const multiply_limbs *limbs; /* of blocks; null for a kind that is multiplied as floats alone */
-  /* Makes chunks of a row of floats, for products in bfloat16 if `is_short`; 1 if it has to be multiplied as floats. */
-  int (*prepare_limbs)(const float *x, int64_t columns, int is_short, chunk *to);
+  /* Makes chunks of a row of floats, for products in bfloat16 if `is_short`, and for a call with this row of x alone if
+   * `is_alone`; 1 if it has to be multiplied as floats. */
+  int (*prepare_limbs)(const float *x, int64_t columns, int is_short, int is_alone, chunk *to);
   int together; /* rows of x that `multiply` takes */
   /* Number `c` of row `r`, `step` floats from a row to the next: element c * out_step + r, in a dtype. */
   void (*turn)(const float *from, int64_t step, int64_t rows, int64_t columns, char *out, int64_t out_step, int dtype);

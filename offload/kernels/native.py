@@ -29,7 +29,7 @@ log = logging.getLogger("offload.kernels")
 SWITCH = "OFFLOAD_KERNELS"  # `off` takes the compiled code out; a path names another build of it
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 LEVELS = {
-    "x86_64": ("plain C", "AVX2", "AVX-512", "AVX-512 and products of bfloat16"),
+    "x86_64": ("plain C", "AVX2", "AVX-512", "AVX-512, products of bytes and of bfloat16"),
     "aarch64": ("plain C", "NEON"),
     "": ("plain C",),
 }

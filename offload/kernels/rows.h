@@ -177,7 +177,7 @@ static void turn_floats(const float *from, int64_t step, int64_t rows, int64_t c
 static const rows_of_kind ROWS_OF_KINDS[] = {BLOCK_KINDS(BLOCK_ENTRY) NUMBER_KINDS(NUMBER_ENTRY)
                                                  CODED_KINDS(CODED_ENTRY)};
 static const words_of_kind WORDS[] = {WORD_KINDS(WORD_ENTRY)};
-const functions NAME(functions) = {ROWS_OF_KINDS, NULL, NULL, WORDS, LIMBS_OF_KINDS, prepare_limbs, TOGETHER, turn_floats};
+const functions NAME(functions) = {ROWS_OF_KINDS, NULL, NULL, WORDS, NAME(limbs), NAME(prepare_limbs), TOGETHER, turn_floats};
 
 #ifdef WITH_AVX512
 #include "pairs.h"

@@ -60,11 +60,15 @@ INLINE uint32_t u32_at(const void *place) {
 
 /* IEEE 754 binary16, in integer arithmetic: exact, whatever the processor's modes for subnormal numbers are. */
 INLINE float half_to_float(uint16_t half) {
+#if defined(WITH_AVX512) || defined(WITH_AVX2)
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+#else
   uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
   if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
   if (magnitude >= 0x0400) return bits_to_float(sign | ((magnitude << 13) + 0x38000000));
   float value = (float)magnitude * 0x1p-24f;
   return sign ? -value : value;
+#endif
 }
 
 INLINE float half_at(const void *place) { return half_to_float(u16_at(place)); }

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from offload.errors import ArgumentError
 from offload.kernels import native
 from offload.kernels.packed import BLOCKS, CODED, GgufRows
+from tests.campaigns import amount
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
@@ -135,6 +138,55 @@ def test_all_instruction_sets_give_the_same_products(kind, dtype, columns):
             assert torch.equal(expected, multiplied(x, rows, kind, level, dtype=out)), (level, out)
         alone = [multiplied(row[None], rows[n : n + 1], kind, LEVELS[-1], dtype=out) for row in x for n in range(11)]
         assert torch.equal(expected, torch.cat(alone).view(6, 11))
+
+
+EXTREMES = [
+    0.0,
+    1.0,
+    2 - 2**-23,
+    -2 + 2**-23,
+    2 - 2**-7,
+    -1.0,
+    2**-6,
+    -(2**-6),
+    1 / 3,
+    2**-14 * (1 - 2**-24),
+    -(2**-20),
+]
+
+
+@given(
+    kind=st.sampled_from([kind for kind in BLOCKS if kind not in CODED]),
+    dtype=st.sampled_from(DTYPES),
+    blocks=st.integers(1, 9),
+    bytes_=st.lists(st.sampled_from([0, 0xFF, 0x0F, 0xF0, 0x80, 0x7F, 0x55, 0xAA]), min_size=1, max_size=5),
+    x=st.lists(st.sampled_from(EXTREMES), min_size=1, max_size=9),
+    count=st.integers(1, 6),
+)
+@settings(max_examples=amount("shapes", 100, 5000), deadline=None)
+@pytest.mark.campaign("shapes")
+def test_codes_and_activations_at_their_extremes_saturate_nothing(kind, dtype, blocks, bytes_, x, count):
+    """The largest of 32 activations is rounded to 2^14, codes to all ones: whatever the vectors' sums, they hold it."""
+    columns = blocks * BLOCKS[kind][0]
+    rows = tame_bytes(kind, 3, columns).clone().view(3 * blocks, -1)
+    first, last = {"Q2_K": (0, 80), "Q3_K": (0, 108), "Q6_K": (0, 208), "TQ2_0": (0, 64)}.get(kind, (16, None))
+    if kind in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "Q4_1", "Q5_1", "MXFP4"):
+        first = {"Q4_1": 4, "Q5_1": 4, "MXFP4": 1}.get(kind, 2)
+    if kind == "IQ4_XS":
+        first = 8
+    part = rows[:, first:last]
+    part[:] = torch.tensor(bytes_, dtype=torch.uint8).repeat(part.numel())[: part.numel()].view(part.shape)
+    rows, given_x = (
+        rows.view(3, -1),
+        torch.tensor(x).repeat(count * columns)[: count * columns].view(count, -1).to(dtype),
+    )
+    dense = dequantized(rows, kind).double()
+    expected = multiplied(given_x, rows, kind, 0, dtype=torch.float32)
+    exact, size = given_x.double() @ dense.T, given_x.double().abs() @ dense.abs().T
+
+    assert bool(((expected.double() - exact).abs() <= 3e-7 * size + 2.0**-28 * dense.abs().sum(1)).all())
+    for level in LEVELS[1:]:
+        assert torch.equal(expected, multiplied(given_x, rows, kind, level, dtype=torch.float32)), level
 
 
 def errors(found: torch.Tensor, x: torch.Tensor, dense: torch.Tensor) -> tuple[float, float]:

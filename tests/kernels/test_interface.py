@@ -12,7 +12,7 @@ import pytest
 from offload.kernels import native
 
 SOURCES = Path(native.__file__).parent
-OF_INTERFACE = {2: "55a17e14ca4bf080"}
+OF_INTERFACE = {2: "fdf9ed12252eae48"}
 
 
 def declarations() -> str:

@@ -158,16 +158,16 @@ def test_rows_with_flipped_bits_are_those_of_the_package():
         chosen = tame[kind][chance.integers(len(tame[kind]), size=4)]
         for bit in chance.integers(chosen.size * 8, size=int(chance.integers(1, 9))):
             chosen.reshape(-1)[bit // 8] ^= 1 << (bit % 8)
-        rows, given = torch.from_numpy(chosen), x[:, :columns]
+        rows, given = torch.from_numpy(chosen), x[: 1 + 2 * (number // len(kinds) % 2), :columns]
         dense = dequantized(rows, kind)
-        place = torch.full((5, 4), 7.0)
+        place = torch.full((2 + len(given), 4), 7.0)
 
         assert same_bits(dense, decoded(rows, kind, columns, torch.float32, level)), (kind, level, chosen.tobytes())
-        native.multiply(GgufRows(kind).matrix([rows], columns), given, None, place[1:4], level=level)
+        native.multiply(GgufRows(kind).matrix([rows], columns), given, None, place[1:-1], level=level)
         exact, size = given.double() @ dense.double().T, given.abs().double() @ dense.abs().double().T
         clear = size < 1e30  # otherwise sums overflow, here or there
-        assert bool(((place[1:4] - exact).abs() <= 3e-7 * size + 1e-30)[clear].all()), (kind, level, chosen.tobytes())
-        assert bool((place[::4] == 7).all())
+        assert bool(((place[1:-1] - exact).abs() <= 3e-7 * size + 1e-30)[clear].all()), (kind, level, chosen.tobytes())
+        assert bool((place[[0, -1]] == 7).all())
 
 
 @pytest.mark.campaign("shapes", only=True)
