@@ -131,7 +131,7 @@ def _under_budgets(folder: Path) -> None:
 
 def _on_a_device(folder: Path) -> None:
     with lock():
-        POOL.on_devices.setdefault(torch.device("meta"), OnDevice())
+        POOL.on_devices.setdefault(torch.device("meta"), OnDevice(0, torch.device("meta")))
     offload.memory_summary()
 
 

@@ -5,7 +5,8 @@ Always true:
 - which stay under the budget of the device is decided as for main memory
 - no op waits for a copy that is on its way: its stream does. The thread that issues the ops therefore runs ahead of the
   device, and the next values are sent while it computes
-- a device without room keeps less: its budgets shrink, and only if nothing is left to drop is that an error
+- without a set budget a device fills itself, and all models without one share what is free there
+- a device without room keeps less for a while, and only if nothing is left to drop is that an error
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from offload.prefetch.engine import POOL, UNTRACKED, arrive, lock, range_of, replanning, track
 from offload.prefetch.plan import OnDevice, Pool
+from offload.prefetch.room import is_integrated
 from offload.prefetch.staging import Sent, send_bytes
 from offload.prefetch.value import SMALL, Value, page_state_of
 from offload.storage.handle import Handle
@@ -65,6 +67,8 @@ class Copy(Value):
         self.assume_until(_FOREVER)
         if not self.kept:  # in this order: a plan that another thread makes meanwhile drops what it finds
             self.let_go()
+        elif is_integrated(self._device):  # it is in main memory twice
+            self._main.let_go()
         return sent
 
     def cached_bytes(self) -> int:
@@ -93,6 +97,9 @@ def copy_on(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tu
     copy = _copy_of(handle, view_spec, device)
     if copy is None:
         return None
+    if copy.pool.is_due():
+        with replanning() as leaving:
+            leaving.extend(copy.pool.reconsider())
     if copy.is_picked:
         with lock():
             copy.pool.picked.count(copy)
@@ -103,11 +110,11 @@ def copy_on(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tu
 def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> Copy | None:
     page_state = page_state_of(handle)
     whole = page_state.copies.get((device, *handle.extent))
-    if type(whole) is Copy and whole.kept and whole.pool is _pool_of(page_state.pool, device):
+    pool = pool_on(device, page_state.pool)
+    if type(whole) is Copy and whole.kept and whole.pool is pool:
         return whole
-    pool = _pool_of(page_state.pool, device)
     is_small = handle.extent[1] <= SMALL
-    if is_small and not pool.max_memory:
+    if is_small and pool.keeps_nothing:
         return None
     main = track(handle, *handle.extent) if is_small else range_of(handle, view_spec)
     if main is UNTRACKED:
@@ -117,7 +124,7 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
     if type(known) is Copy and known.pool is pool:
         return known
     with replanning() as leaving:
-        pool = _pool_of(page_state.pool, device)
+        pool = pool_on(device, page_state.pool)
         copy = page_state.copies.get(key)
         if type(copy) is not Copy or copy.pool is not pool:
             copy = page_state.copies[key] = Copy(pool, handle, main, device)
@@ -125,13 +132,12 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
         return copy
 
 
-def _pool_of(pool: Pool | None, device: torch.device) -> OnDevice:
-    """The budget of a device: without one, nothing stays there."""
-    pool = pool or POOL
-    found = pool.on_devices.get(device)
+def pool_on(device: torch.device, pool: Pool | None = None) -> OnDevice:
+    """The budget of a device for the values of a pool: unless it has one of its own, the one that all share."""
+    found = (pool or POOL).on_devices.get(device) or POOL.on_devices.get(device)
     if found is None:
         with lock():
-            found = pool.on_devices.setdefault(device, OnDevice())
+            found = POOL.on_devices.setdefault(device, OnDevice(None, device))
     return found
 
 

@@ -10,8 +10,10 @@ Always true:
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ _SLOTS = 4  # factors are sent between the numbers: two for each
 _UNUSED = 64 << 20  # bytes that may be sent and not used yet, beside the last value: they take memory there
 _STAGED = 64 << 10  # smallest size in bytes that goes through the slots: of less, a driver keeps a copy itself
 _KEEPS_COPIES = ("cuda",)  # devices whose driver does so before the call returns: the CPU need not wait for the device
+_MEASURED = 64 << 20  # bytes, to measure a bus
 _NEEDED = ("Stream", "Event", "current_stream")  # what a device's torch module must have
 
 
@@ -155,5 +158,20 @@ def staging_for(device: torch.device) -> Staging | None:
         return _STAGINGS[device]
 
 
+def bus_rate(device: torch.device) -> float:
+    """Bytes per second that reach a device, measured once."""
+    known = _RATES.get(device)
+    if known is None:
+        values, taken = torch.zeros(_MEASURED, dtype=torch.uint8, device="cpu"), []
+        for _ in range(4):
+            started = time.perf_counter()
+            send(values, device)
+            torch.accelerator.synchronize(device)
+            taken.append(time.perf_counter() - started)
+        known = _RATES[device] = _MEASURED / median(taken[1:])
+    return known
+
+
 _LOCK = fork_safe_lock()
+_RATES: dict[torch.device, float] = {}
 _STAGINGS: dict[torch.device, Staging | None] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +22,17 @@ from offload.checkpoints.forms.formats import unpacked
 from offload.cli.main import parser
 from offload.cli.models import loaded_model
 from offload.errors import ChangedFileError
-from offload.prefetch import copies
+from offload.planning.machine import Computing, diagnose
+from offload.prefetch import copies, plan, room
 from offload.prefetch.engine import POOL, replanning
+from offload.prefetch.plan import Pool
+from offload.prefetch.room import free_on, room_on, spare_of
 from offload.prefetch.staging import Sent
 from offload.prefetch.value import page_state_of
+from offload.system import clock
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import guest_of
+from offload.transformers_api import kv_bytes_per_token
 from tests.campaigns import amount
 from tests.checkpoints.forms import FORMS
 from tests.prefetch import delayed_device as delayed
@@ -223,11 +230,162 @@ def test_a_changed_file_is_an_error_though_its_value_stays(device: torch.device,
             guest_of(weight)
 
 
+# Without a set budget
+
+
+def squares(folder: Path, count: int, name: str = "w") -> tuple[list[OffloadedTensor], list[torch.Tensor]]:
+    """Weights of 1 MiB each on disk, and the same in memory."""
+    values = [torch.full((1 << 18,), float(number)) for number in range(count)]
+    return [on_disk(folder, f"{name}{number}", value) for number, value in enumerate(values)], values
+
+
+def used(weights: list[OffloadedTensor], values: list[torch.Tensor]) -> int:
+    """How many MiB cross the bus as each is used; they are what they should be."""
+
+    def use() -> None:
+        assert all(torch.equal(value, guest_of(one).cpu()) for one, value in zip(weights, values, strict=True))
+
+    return crossing(use) // MIB
+
+
+@contextmanager
+def ticking() -> Iterator[Callable[[float], None]]:
+    """Time stands still, and passes when the function that this yields says so."""
+    now, moved = clock.now, [clock.now()]
+    clock.now = lambda: moved[-1]
+    try:
+        yield lambda seconds: moved.append(moved[-1] + seconds)
+    finally:
+        clock.now = now
+
+
+def on_the_delayed(what: str) -> int:
+    """How many MiB may stay on the device (0), or do (1)."""
+    return offload.memory_summary().on_devices["delayed:0"][("may", "do").index(what)] // MIB
+
+
+@pytest.mark.parametrize(("free", "sent"), [(20, 0), (9, 1), (5, 5), (1, 9)])
+@on_the_device
+def test_a_device_fills_itself_to_the_limit_and_not_beyond(
+    device: torch.device, folder: Path, free: int, sent: int
+) -> None:
+    """Of ten weights those stay that there is room for; the others cross at each pass."""
+    weights, values = squares(folder, 10)
+    delayed.filled_up_to(free * MIB)
+
+    assert [10, sent, sent] == [used(weights, values) for _ in range(3)]
+    assert (free, 10 - sent) == (on_the_delayed("may"), on_the_delayed("do"))
+
+
+@on_the_device
+def test_a_device_gives_back_the_memory_that_others_allocate_and_fills_it_again(
+    device: torch.device, folder: Path
+) -> None:
+    weights, values = squares(folder, 10)
+    delayed.filled_up_to(10 * MIB)
+    with ticking() as pass_seconds:
+        before = [used(weights, values) for _ in range(2)]
+        beside = torch.empty(5 * MIB, dtype=torch.uint8, device=device)  # of what is spared
+        pass_seconds(3)
+        used(weights, values)
+        shared = on_the_delayed("do")
+        del beside
+        pass_seconds(60)
+        used(weights, values)
+
+        assert [10, 0] == before
+        assert 5 == shared
+        assert 0 == used(weights, values)
+
+
+@on_the_device
+def test_at_an_out_of_memory_error_of_anybody_half_stays_for_a_while(device: torch.device, folder: Path) -> None:
+    weights, values = squares(folder, 8)
+    delayed.filled_up_to(8 * MIB)
+    with ticking() as pass_seconds:
+        used(weights, values)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(9 * MIB, dtype=torch.uint8, device=device)
+        pass_seconds(3)
+        used(weights, values)
+        after = on_the_delayed("do")
+        pass_seconds(31)
+        used(weights, values)
+
+        assert 4 == after
+        assert 0 == used(weights, values)
+
+
+@on_the_device
+def test_an_op_without_room_for_its_result_is_tried_again(device: torch.device, folder: Path) -> None:
+    """Once as a function above autograd, once below it."""
+    weights, values = squares(folder, 8)
+    delayed.filled_up_to(8 * MIB)
+    used(weights, values)
+    _ = torch.empty(8 * MIB, dtype=torch.uint8, device=device)
+
+    x = weights[0].materialize()
+    sums = [torch.add(weights[1], x), weights[2].exp(), torch.stack(weights[:2])]
+
+    assert torch.equal(values[0] + values[1], sums[0].cpu())
+    assert torch.equal(values[2].exp(), sums[1].cpu())
+    assert torch.equal(torch.stack(values[:2]), sums[2].cpu())
+
+
+@on_the_device
+def test_two_models_share_what_a_device_has_room_for(device: torch.device, folder: Path) -> None:
+    """Whatever their budgets in main memory."""
+    (weights, values), (others, theirs) = squares(folder, 6), squares(folder, 6, "v")
+    page_state_of(handle_of(others[0])).pool = own = Pool(8 * MIB)
+    delayed.filled_up_to(6 * MIB)
+    for _ in range(2):
+        used(weights, values), used(others, theirs)
+
+    assert 6 == used(weights, values) + used(others, theirs)
+    assert {} == own.on_devices
+
+
+@on_the_device
+def test_an_integrated_device_holds_nothing_twice(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, values = squares(folder, 2)
+    delayed.filled_up_to(4 * MIB)
+    monkeypatch.setattr(copies, "is_integrated", lambda _: True)
+    os.sync()  # pages that are not written yet can't be dropped
+
+    assert [2, 0] == [used(weights, values) for _ in range(2)]
+    assert MIB // 16 > offload.memory_summary().resident
+
+
+@on_the_device
+def test_the_keys_and_values_of_a_context_have_room_on_a_device(
+    device: torch.device, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4,096 tokens before `generate` says how many; `plan` and `doctor` say the same."""
+    delayed.ops.late(20)
+    caplog.set_level("INFO", "offload.budget")
+    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _: Computing(1e9, 1e9, 1e9, 1e9, 1e9))
+    FORMS["llama"].write(folder)
+    delayed.filled_up_to(256 * MIB)
+    model = offload.from_pretrained(folder, device_map="disk:delayed:0")
+    per_token, free = kv_bytes_per_token(model), free_on(device)
+    tokens = torch.arange(8, device=device)[None]
+    model(tokens)
+    first, planned = copies.pool_on(device).capacity, offload.plan(folder, device="delayed:0", context=4096)
+    model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
+
+    assert abs(first - (free - spare_of(free) - 4096 * per_token)) < MIB // 16
+    assert abs(copies.pool_on(device).room() - (free - spare_of(free) - 16 * per_token)) < MIB // 16
+    assert planned.context_bytes == 4096 * per_token
+    assert diagnose(folder, nbytes=0).on_devices["delayed:0"] == room_on(device) == planned.device_memory - 8 * MIB
+    assert "stay on delayed:0" in caplog.text
+
+
 def many_steps(device: torch.device, folder: Path, steps: int) -> int:
     """How many values were wrong on streams that are late: threads use values while budgets change."""
     count, size = 12, 40 << 10  # elements, of 4 bytes: more than is sent as one
     weights = [on_disk(folder, f"w{number}", torch.full((size,), float(number))) for number in range(count)]
-    delayed.ops.limit(64 * MIB)
     wrong: list[int] = []
 
     def use(thread: int) -> None:
@@ -247,11 +405,10 @@ def many_steps(device: torch.device, folder: Path, steps: int) -> int:
                     offload.budget.evict(weights[chance.randrange(count)])
 
     threads = [threading.Thread(target=use, args=(number,)) for number in range(2)]
-    with offload.set_max_memory({"delayed:0": MIB}):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return len(wrong)
 
 
@@ -260,7 +417,23 @@ def many_steps(device: torch.device, folder: Path, steps: int) -> int:
 def test_no_value_is_stale_or_torn_on_streams_that_are_late(device: torch.device, folder: Path) -> None:
     delayed.ops.late(300)
 
-    assert 0 == many_steps(device, folder, amount("devices", usual=400, whole=10_000))
+    with offload.set_max_memory({"delayed:0": MIB}):
+        assert 0 == many_steps(device, folder, amount("devices", usual=400, whole=10_000))
+
+
+@pytest.mark.campaign("devices")
+@on_the_device
+def test_no_value_is_wrong_as_a_full_device_runs_out_of_memory(device: torch.device, folder: Path) -> None:
+    """At random, though what does not stay would have room; and no error is seen."""
+    delayed.ops.late(300)
+    plan._CALM, plan._LOOK_AGAIN = 0.05, 0.02  # it soon fills itself again
+    delayed.filled_up_to(5 * MIB // 2)
+    delayed.ops.pinch(2 * MIB, 20)
+
+    wrong = many_steps(device, folder, amount("devices", usual=400, whole=10_000))
+
+    assert 0 == wrong
+    assert 0 < room.ooms_on(device)
 
 
 @on_the_device
@@ -269,4 +442,5 @@ def test_without_the_waits_values_are_wrong_on_streams_that_are_late(device: tor
     delayed.ops.late(300)
     delayed.ops.heed_events(False)
 
-    assert 0 < many_steps(device, folder, 400)
+    with offload.set_max_memory({"delayed:0": MIB}):
+        assert 0 < many_steps(device, folder, 400)
