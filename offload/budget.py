@@ -216,13 +216,14 @@ def expect_context(model: nn.Module, context: int | None = None) -> list[OnDevic
     for device, pool in pools.items():
         with lock():
             pool.beside[model] = (context or _CONTEXT) * kv_bytes_per_token(model)
-        _tell(device, pool, sum(handle.extent[1] for handle in there[device]))
+            room = pool.room()
+        _tell(device, pool, sum(handle.extent[1] for handle in there[device]), room)
     return list(pools.values())
 
 
-def _tell(device: torch.device, pool: OnDevice, nbytes: int) -> None:
+def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:
     """Log how much of so many bytes stays on a device, and how long the others take."""
-    stays = min(nbytes, pool.room())
+    stays = min(nbytes, room)
     told = f"of {_in_mib(nbytes)}, {_in_mib(stays)} stay on {device} once they are used"
     if nbytes > stays:
         seconds = (nbytes - stays) / bus_rate(device)

@@ -191,7 +191,7 @@ class Pool:
         for value in values:
             self._values[next(self._arrivals)] = value
             self._total += value.nbytes
-            value.kept = value.nbytes <= SMALL or self._total <= self.capacity
+            value.kept = self._always(value) or self._total <= self.capacity
         return self.reconsider()
 
     def reconsider(self, *, anew: bool = False) -> list[Value]:
@@ -285,7 +285,7 @@ class Pool:
 
         If most values were in the previous plan, few are exchanged: what is evicted has to be read again.
         """
-        kept = {value for value in values if value.pinned or value.nbytes <= SMALL}
+        kept = {value for value in values if self._always(value)}
         picked = [] if self.users else [value for value in values if value.is_picked and value not in kept]
         values = values if self.users else [value for value in values if not value.is_picked]
         due = self._due_of_blocks(kept) if self.users else ()
@@ -297,6 +297,10 @@ class Pool:
             left -= _size(chosen)
         kept.update(self.picked.choose(picked, max(left, 0)))
         return kept
+
+    def _always(self, value: Value) -> bool:
+        """Whether a value stays whatever the budget."""
+        return value.pinned or value.nbytes <= SMALL
 
     def _first_of(self, values: Iterable[Value], *, is_new: bool) -> Sequence[list[Value]]:
         """What stays rather than others."""
@@ -381,7 +385,7 @@ class OnDevice(Pool):
         return not (self._granted if self.max_memory is None else self.max_memory)
 
     def room(self) -> int:
-        """Bytes that there is room for now, with those that are there."""
+        """Bytes that there is room for now, with those that are there. Under the engine's lock."""
         if self.max_memory is not None:
             return self.max_memory
         return room_on(self._device, held=self._held(), beside=sum(self.beside.values()))
@@ -427,6 +431,9 @@ class OnDevice(Pool):
         elif is_calm:
             self._granted = max(self._granted, self.room())
         return self._granted
+
+    def _always(self, value: Value) -> bool:
+        return value.nbytes <= SMALL and not self.keeps_nothing
 
     def _is_news(self, limit: int) -> bool:
         return limit < self._limit or super()._is_news(limit)

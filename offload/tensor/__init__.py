@@ -33,6 +33,7 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `boxes` | contiguous parts of a value's memory |
 | `steps` | which rows of a decoded value are computed at a time |
 | `products` `bound` | products with packed weights, computed from the packed bytes; made ready; `exact` |
+| `hybrid` | products for an accelerator that are computed where the weight lies |
 | `picks` | rows that are picked from a computed value, such as a packed embedding |
 | `groups` | products of groups of rows with a matrix each, as of experts |
 | `experts` | the experts of a layer as one act: asked for together, multiplied where they lie |

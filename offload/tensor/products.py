@@ -33,6 +33,7 @@ from offload.system.modes import no_functions, no_modes
 from offload.tensor.bound import BoundProduct
 from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU, value_on
+from offload.tensor.hybrid import multiplied_where_it_lies
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import Joined, Piece, Plain, Recipe, stored_in, values_in_order
 from offload.tensor.registry import implements, overrides
@@ -207,8 +208,29 @@ def _is_composed(weight: object) -> bool:
 def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: object) -> torch.Tensor | None:
     """`F.linear(x, weight, bias)` without the whole dense weight; None if that is needed, or may be in memory."""
     piece, device = Piece(handle_of(weight), view_spec_of(weight)), weight._target
-    found = multiplied(x, piece, bias) if device == CPU else multiplied_there(x, piece, device, bias)
+    found = None
+    if device == CPU:
+        found = multiplied(x, piece, bias)
+    elif not _exact.get():
+        found = _multiplied_here_or_there(x, piece, device, bias)
     return _product_in_parts(x, weight, bias) if found is None else found
+
+
+def _multiplied_here_or_there(x: torch.Tensor, weight: Piece, device: torch.device, bias: Any) -> torch.Tensor | None:
+    """The product for an accelerator, wherever it is computed faster."""
+
+    def multiply(rows: torch.Tensor) -> torch.Tensor | None:
+        return multiplied(rows, weight, None if bias is None else bias.cpu())
+
+    def send() -> torch.Tensor:
+        found = multiplied_there(x, weight, device, bias)
+        if found is not None:
+            return found
+        dense = value_on(weight.handle, weight.view_spec, device)
+        return F.linear(x, dense, None if bias is None else guest_of(bias))
+
+    found = multiplied_where_it_lies(x, weight, device, multiply, send)
+    return multiplied_there(x, weight, device, bias) if found is None else found
 
 
 def multiplied_there(x: torch.Tensor, weight: Piece, device: torch.device, bias: Any = None) -> torch.Tensor | None:

@@ -51,7 +51,7 @@ constexpr size_t kAddresses = 1ull << 36;  // memory is taken as it is touched
 const c10::Device kDevice(kType, 0);
 
 std::atomic<int> latest{2000};  // microseconds
-std::atomic<int64_t> sent{0}, returned{0};  // bytes to the device, and from it
+std::atomic<int64_t> sent{0}, returned{0}, copies{0};  // bytes to the device, and from it; copies to it
 std::atomic<bool> heeds_events{true};
 thread_local bool computes = false;  // an operation of the CPU on copies
 
@@ -539,6 +539,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
   const bool is_pinned = host != nullptr && pinned_memory().holds(host);
   if (!computes) {
     sent += self.is_cpu() ? target.nbytes() : 0;
+    copies += self.is_cpu();
     returned += target.is_cpu() ? target.nbytes() : 0;
   }
   if (is_pinned) {
@@ -635,5 +636,6 @@ TORCH_LIBRARY(delayed, m) {
   m.def("late(int microseconds) -> ()", [](int64_t microseconds) { latest = microseconds; });
   m.def("heed_events(bool heeds) -> ()", [](bool heeds) { heeds_events = heeds; });
   m.def("sent() -> int", [] { return sent.load(); });
+  m.def("copies() -> int", [] { return copies.load(); });
   m.def("returned() -> int", [] { return returned.load(); });
 }

@@ -125,6 +125,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return values.clone()
 
     monkeypatch.setattr(guests, "send", send)
+    monkeypatch.setattr(copies, "staging_for", lambda _: None)
     monkeypatch.setattr(copies, "send_bytes", lambda values, target: Sent(send(values, target)))
     return sent
 

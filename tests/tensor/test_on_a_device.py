@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,20 +17,22 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import offload
-from offload import OffloadedTensor
+from offload import OffloadedTensor, map_batches
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.forms.formats import unpacked
 from offload.cli.main import parser
 from offload.cli.models import loaded_model
 from offload.errors import ChangedFileError
 from offload.planning.machine import Computing, diagnose
-from offload.prefetch import copies, plan, room
+from offload.prefetch import copies, plan, room, staging
 from offload.prefetch.engine import POOL, replanning
 from offload.prefetch.plan import Pool
 from offload.prefetch.room import free_on, room_on, spare_of
 from offload.prefetch.staging import Sent
 from offload.prefetch.value import page_state_of
 from offload.system import clock
+from offload.tensor import hybrid
+from offload.tensor.products import is_packed
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import guest_of
 from offload.transformers_api import kv_bytes_per_token
@@ -380,6 +383,158 @@ def test_the_keys_and_values_of_a_context_have_room_on_a_device(
     assert planned.context_bytes == 4096 * per_token
     assert diagnose(folder, nbytes=0).on_devices["delayed:0"] == room_on(device) == planned.device_memory - 8 * MIB
     assert "stay on delayed:0" in caplog.text
+
+
+# In bundles
+
+
+def copies_of(act: Callable[[], object]) -> tuple[int, int]:
+    """How many bytes an action sends, and in how many copies."""
+    before = delayed.ops.copies()
+    return crossing(act), delayed.ops.copies() - before
+
+
+@pytest.mark.parametrize(("stays", "sent"), [(0, 4), (LAYERS // 2, 2), (LAYERS, 0)])
+@on_the_device
+def test_values_that_stream_cross_in_one_copy_per_block(
+    device: torch.device, folder: Path, stays: int, sent: int
+) -> None:
+    """Of two layers each, weights and scales, once the order is known; and no byte more."""
+    delayed.ops.late(20)
+    staging._SLOT = 2 * MIB + 4096
+    weights = packed_layers(folder, device)
+    expected = [weight.to("cpu").materialize() for weight in weights]
+
+    def run() -> None:
+        assert all(torch.equal(value, guest_of(one).cpu()) for one, value in zip(weights, expected, strict=True))
+
+    with offload.set_max_memory({"delayed:0": stays * (MIB + 1024)}):
+        for _ in range(3):
+            run()
+        nbytes, count = copies_of(run)
+
+    assert sent == count
+    assert 2 * sent * MIB <= nbytes <= 1.02 * 2 * sent * MIB
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+@on_the_device
+def test_a_bundle_stays_in_pinned_memory_while_there_is_enough(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    monkeypatch.setattr(staging, "available_bytes", lambda: (4 if is_short else 64) * MIB)
+    weights, values = squares(folder, 4)
+    with offload.set_max_memory({"delayed:0": 0}):
+        for _ in range(3):
+            used(weights, values)
+        arrived: list[object] = []
+        monkeypatch.setattr(copies, "arrive", arrived.append)
+
+        assert 4 == used(weights, values)
+        assert (4 if is_short else 0) == len(arrived)
+        assert (0 if is_short else 4 * MIB) == sum(one.nbytes for one in staging._STAGINGS[device]._pinned)
+
+
+@on_the_device
+def test_pinned_memory_is_sent_only_once_it_is_filled(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread that sends the same bundle, at the worst moment."""
+    weights, values = squares(folder, 2)
+    send_many, again = staging.Staging.send_many, []
+
+    def send_late(self: Any, pinned: Any, stored: Any, spans: Any) -> Any:
+        if pinned is not None and stored is not None and not again:
+            again.append(True)
+            thread = threading.Thread(target=lambda: again.append(torch.equal(values[0], guest_of(weights[0]).cpu())))
+            thread.start()
+            thread.join()
+        return send_many(self, pinned, stored, spans)
+
+    monkeypatch.setattr(staging.Staging, "send_many", send_late)
+    with offload.set_max_memory({"delayed:0": 0}):
+        for _ in range(4):
+            used(weights, values)
+
+    assert [True, True] == again[:2]
+
+
+@on_the_device
+def test_values_that_were_sent_in_vain_are_dropped(device: torch.device, folder: Path) -> None:
+    """The values of a first order, which then changes again and again."""
+    delayed.ops.late(20)
+    staging._SLOT = 4 * MIB
+    weights, values = squares(folder, 12)
+    before = delayed.ops.allocated()
+    with offload.set_max_memory({"delayed:0": 0}):
+        for step in (1, 1, 5, 7, 11, 5):
+            order = [step * number % 12 for number in range(12)]
+            used([weights[number] for number in order], [values[number] for number in order])
+            assert delayed.ops.allocated() - before <= 2 * 4 * MIB
+
+
+# Computed where they lie
+
+
+def products_of(weights: list[OffloadedTensor], x: torch.Tensor) -> list[torch.Tensor]:
+    return [F.linear(x, weight).cpu() for weight in weights]
+
+
+@pytest.mark.fused
+@on_the_device
+def test_a_product_is_computed_where_its_weight_lies_if_that_wins(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "_wins", lambda there_and_back, *_: there_and_back() is not None)
+    delayed.ops.late(20)
+    weights = packed_layers(folder, device)
+    x = torch.randn(8, SIDE)
+    true = [F.linear(x.double(), weight.cpu().materialize().double()) for weight in weights]
+    bound = [F.linear(x.double().abs(), weight.cpu().materialize().double().abs()) for weight in weights]
+    there, more = x.to(device), torch.randn(9, SIDE).to(device)
+    with offload.set_max_memory({"delayed:0": 0}):
+        products_of(weights, there), products_of(weights, there)  # the weights are known, and one was tried
+        sent = crossing(lambda: products_of(weights, there))
+
+        found = products_of(weights, there)
+
+        assert all(
+            ((one - value).abs() <= 1e-5 * most).all() for one, value, most in zip(found, true, bound, strict=True)
+        )
+        assert sent == LAYERS * x.nbytes
+        assert LAYERS * MIB <= crossing(lambda: products_of(weights, more))
+        with offload.exact():
+            assert LAYERS * MIB <= crossing(lambda: products_of(weights, there))
+        monkeypatch.setenv("OFFLOAD_HYBRID", "off")
+        assert LAYERS * MIB <= crossing(lambda: products_of(weights, there))
+
+
+@pytest.mark.fused
+@pytest.mark.parametrize(
+    "name", ["fp8-mixtral", "mxfp4-gpt_oss", "ct-w4a16", "ct-nvfp4a16", "gptq", "awq", "gguf-q4_k"]
+)
+@on_the_device
+def test_products_of_packed_forms_are_as_exact_where_they_lie(
+    device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of dense layers and of experts, alone and in batches: weights, product and sum are rounded."""
+    monkeypatch.setattr(hybrid, "_wins", lambda there_and_back, *_: there_and_back() is not None)
+    monkeypatch.setattr(hybrid, "streams_to", lambda *_: True)  # though they are small
+    delayed.ops.late(20)
+    FORMS[name].write(folder)
+    model = offload.from_pretrained(folder, device_map="disk:delayed:0", **FORMS[name].options)
+    kinds = {(one.dim(), tuple(one.shape)): one for one in model.parameters() if is_packed(handle_of(one).composed)}
+    assert kinds
+    for (dims, _), stack in kinds.items():
+        weight = stack[0].t() if dims == 3 and name.startswith("mxfp4") else stack[0] if dims == 3 else stack
+        x = torch.randn(3, weight.shape[1]).to(weight.dtype)
+        dense = weight.cpu().materialize().double()
+        limit = 2.0**-7 * (x.double().abs() @ dense.abs().T)
+
+        found = [one.cpu() for one in map_batches(partial(F.linear, weight=weight), [x.to(device)] * 2, model)]
+
+        assert all(((one.double() - x.double() @ dense.T).abs() <= limit).all() for one in found)
+    assert any(staging._STAGINGS[device].wins.values())
 
 
 def many_steps(device: torch.device, folder: Path, steps: int) -> int:
