@@ -147,6 +147,7 @@ def _with_what_is_needed(*, is_dry: bool) -> None:
         folder.mkdir(exist_ok=True)
         delayed_device.register(Path(given) if given else delayed_device.built(folder))
         delayed_device.ops.late(20)
+        delayed_device.ops.limit(8 << 30)  # so that weights have room beside what is spared
 
 
 def _tqdm() -> Any:
@@ -233,7 +234,7 @@ def tests(_: Scale, __: Path) -> Facts:
 
 
 def streamed(make: Make, scale: Scale, scratch: Path) -> Facts:
-    """A stack of one form: nothing of it stays on the device, then half of it, then all."""
+    """A stack of one form: under each budget, beside the dense weights in the memory of the device."""
     import torch
 
     import offload
@@ -245,7 +246,7 @@ def streamed(make: Make, scale: Scale, scratch: Path) -> Facts:
     device = accelerator()
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         weights = make(scale, Path(folder), device)
-        stored = sum(one.extent[1] for weight in weights for one in stored_in([handle_of(weight)]))
+        stored = sum(one.extent[1] for one in set(stored_in(map(handle_of, weights))))
         x = torch.ones(1, scale.side, dtype=weights[0].dtype, device=device)
         staging = staging_for(device)
         assert staging is not None, "a device without streams gets plain copies"
@@ -257,28 +258,52 @@ def streamed(make: Make, scale: Scale, scratch: Path) -> Facts:
         is_equal = torch.equal(weights[0].to("cpu").materialize(), guest_of(weights[0]).cpu())
         plain = copied_per_second(device, scale.copied)
         found: Facts = {"equal to the CPU": is_equal, "stored bytes": stored, "plain pinned copy, bytes/s": plain}
-        for name, part in (("nothing", 0.0), ("half", 0.5), ("everything", 1.1)):
-            budget = {str(device): max(1 << 20, int(part * stored))} if part else None
+        found["dense, in the memory of the device, s"] = _in_memory(weights, x, scale.passes)
+        for name, budget in [*_budgets(device, stored), ("nothing stays, hybrid", {str(device): 0})]:
+            os.environ["OFFLOAD_HYBRID"] = "on" if "hybrid" in name else "off"
             torch.accelerator.reset_peak_memory_stats(device)
             with torch.no_grad(), offload.set_max_memory(budget):
                 first = seconds(token)
                 for _ in range(2):
                     token()
-                before = staging.sent
+                before, copies = staging.sent, staging.copies
                 later = [seconds(token) for _ in range(scale.passes)]
                 sent = (staging.sent - before) / scale.passes
                 peak = torch.accelerator.max_memory_allocated(device)
-            found[f"{name} stays"] = {
+            found[name] = {
                 "first token, s": first,
                 "later tokens, s": median(later),
                 "bytes sent per token": round(sent),
+                "copies per token": (staging.copies - copies) / scale.passes,
                 "of the plain copy's rate": round(sent / median(later) / plain, 3),
                 "peak on the device, bytes": peak,
             }
+        found["faster where they lie"] = sorted(str(key) for key, wins in staging.wins.items() if wins)
         offload.budget.evict(*weights)
     if not is_equal:
         found["error"] = "the numbers are not those of the CPU"
     return found
+
+
+def _budgets(device: torch.device, size: int) -> list[tuple[str, Mapping[str, int] | None]]:
+    """The budgets under which something of this size is measured."""
+    parts = {"nothing stays": 0.0, "half stays": 0.5, "everything stays": 1.1}
+    set_ones = {name: {str(device): max(1 << 20, int(part * size)) if part else 0} for name, part in parts.items()}
+    return [*set_ones.items(), ("default", None)]
+
+
+def _in_memory(weights: list[OffloadedTensor], x: torch.Tensor, passes: int) -> float:
+    """How long the products with dense weights take that are on the device already."""
+    import torch
+
+    dense = [weight.materialize() for weight in weights]
+
+    def token() -> None:
+        for weight in dense:
+            torch.nn.functional.linear(x, weight)
+
+    with torch.no_grad():
+        return median(seconds(token) for _ in range(1 + passes))
 
 
 def seconds(act: Callable[[], object]) -> float:
@@ -366,11 +391,10 @@ def generated(scale: Scale, scratch: Path) -> Facts:
     answers: list[Any] = []
     load = partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.bfloat16)
     result: Facts = {"bytes": size, "in the memory of the device": timed(load().to(device))}
-    for name, part in (("nothing", 0.0), ("half", 0.5), ("everything", 1.1)):
+    for name, budget in _budgets(device, size):
         model = offload.from_pretrained(folder, device_map=f"disk:{device}")
-        budget = {str(device): max(1 << 20, int(part * size))} if part else None
         with offload.set_max_memory(budget):
-            result[f"offload, {name} stays"] = timed(model)
+            result[f"offload, {name}"] = timed(model)
         offload.budget.evict(model)
     for name, put in (("memory", cpu_offload), ("disk", partial(disk_offload, offload_dir=str(scratch / "kept")))):
         model = load()
@@ -448,6 +472,17 @@ def in_q4_k(scale: Scale, folder: Path, device: torch.device) -> list[OffloadedT
     return made
 
 
+def in_mxfp4(scale: Scale, folder: Path, device: torch.device) -> list[OffloadedTensor]:
+    """Experts of gpt-oss, one after the other: 4-bit floats with an exponent per block of 32."""
+    import torch
+
+    shape = scale.layers, scale.side, scale.side // 32
+    pieces = {"down_proj_blocks": torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)}
+    pieces["down_proj_scales"] = torch.randint(121, 126, shape, dtype=torch.uint8)
+    [experts] = _unpacked(_stored(folder, pieces), {"quant_method": "mxfp4"}, device)
+    return [experts[number].t() for number in range(scale.layers)]  # type: ignore[misc]
+
+
 def _unpacked(
     stored: Mapping[str, OffloadedTensor], settings: Mapping[str, Any], device: torch.device
 ) -> list[OffloadedTensor]:
@@ -467,7 +502,8 @@ def _as_bfloat16(handle: Any, device: torch.device) -> OffloadedTensor:
     from offload.tensor.recipes import Piece, joined
     from offload.tensor.wrapper import wrap_handle
 
-    made = joined(contiguous(torch.bfloat16, handle.layout.shape), [Piece(handle)], [(0, 0)], handle.name)
+    place = (0,) * len(handle.layout.shape)
+    made = joined(contiguous(torch.bfloat16, handle.layout.shape), [Piece(handle)], [place], handle.name)
     return wrap_handle(made.handle, device)
 
 
@@ -503,10 +539,11 @@ def _size(piece: torch.Tensor) -> int:
 STEPS: Mapping[str, tuple[Callable[[Scale, Path], Facts], float]] = {  # each with its seconds, at the most
     "machine": (machine, 60),
     "tests": (tests, 150),
-    "bfloat16": (partial(streamed, in_bfloat16), 60),
-    "FP8": (partial(streamed, in_fp8), 60),
+    "bfloat16": (partial(streamed, in_bfloat16), 50),
+    "FP8": (partial(streamed, in_fp8), 50),
     "W4A16": (partial(streamed, in_4_bits), 60),
     "Q4_K": (partial(streamed, in_q4_k), 60),
+    "MXFP4 experts": (partial(streamed, in_mxfp4), 60),
     "accelerate": (accelerates, 60),
     "a language model": (generated, 100),
 }

@@ -19,10 +19,13 @@ from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
-from offload.prefetch.engine import POOL, UNTRACKED, counts, replanning, track
+from offload.prefetch.copies import pool_on
+from offload.prefetch.engine import POOL, UNTRACKED, counts, lock, replanning, track
 from offload.prefetch.pages import joined
 from offload.prefetch.plan import OnDevice, Pool
 from offload.prefetch.reader import Counts
+from offload.prefetch.room import free_on
+from offload.prefetch.staging import bus_rate
 from offload.prefetch.value import Value, page_state_of
 from offload.storage.handle import Access, Handle
 from offload.tensor.locals import local_of
@@ -30,10 +33,12 @@ from offload.tensor.recipes import stored_in
 from offload.tensor.small import release_small, small_bytes
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import is_offloaded
-from offload.torch_api import tree_leaves, usable_devices
+from offload.torch_api import tree_leaves, usable_accelerator, usable_devices
+from offload.transformers_api import kv_bytes_per_token
 
 log = logging.getLogger("offload.budget")
 
+_CONTEXT = 4096  # tokens whose keys and values a device has room for, unless it is known how many there will be
 _OF_TABLES = 2  # dimensions of a table, of which rows are read
 
 __all__ = ["evict", "keep_resident", "set_read_ahead"]
@@ -58,7 +63,9 @@ def set_max_memory(max_memory: MaxMemory) -> AbstractContextManager[object]:
     Args:
         max_memory: "8GiB", bytes, or a fraction (0.5) of the memory that is available now; or a dictionary from "cpu"
             and accelerators (0, "cuda:1") to one of them. None for no limit in main memory but what is available.
-            On an accelerator nothing stays unless it is named.
+            An accelerator that is not named fills itself: with what is free there when a model is first used, and at
+            the start of each `generate`, less a tenth (1 GiB at least), and less the keys and values of the context. At
+            an out-of-memory error half of that is given back for a while. With 0 nothing stays there.
 
     Returns:
         A context manager that restores the earlier setting; without `with`, the new one holds.
@@ -179,6 +186,53 @@ def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
             leaving.extend(pool.reconsider(anew=True))
 
 
+def fill_devices(model: nn.Module, context: int | None = None) -> None:
+    """Let as much of a model stay on its accelerators as there is room for now: see `set_max_memory`.
+
+    Args:
+        context: tokens whose keys and values will be there, too; None for 4,096.
+    """
+    for pool in expect_context(model, context):
+        with replanning() as leaving:
+            leaving.extend(pool.grant())
+
+
+def expect_context(model: nn.Module, context: int | None = None) -> list[OnDevice]:
+    """Keep room for keys and values on the accelerators of a model, and log what else there is room for.
+
+    Args:
+        context: as for `fill_devices`.
+
+    Returns:
+        The budgets there.
+    """
+    there: dict[torch.device, dict[Handle, None]] = {}
+    for module in model.modules() if usable_accelerator() is not None else ():
+        if not isinstance(module, nn.Embedding):  # of a table, rows are sent
+            for one in map(local_of, (*module.parameters(False), *module.buffers(False))):
+                if is_offloaded(one) and one.device.type != "cpu":
+                    there.setdefault(one.device, {}).update(dict.fromkeys(stored_in([handle_of(one)])))
+    pools = {device: pool_on(device, page_state_of(next(iter(handles))).pool) for device, handles in there.items()}
+    for device, pool in pools.items():
+        with lock():
+            pool.beside[model] = (context or _CONTEXT) * kv_bytes_per_token(model)
+            room = pool.room()
+        _tell(device, pool, sum(handle.extent[1] for handle in there[device]), room)
+    return list(pools.values())
+
+
+def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:
+    """Log how much of so many bytes stays on a device, and how long the others take."""
+    stays = min(nbytes, room)
+    told = f"of {_in_mib(nbytes)}, {_in_mib(stays)} stay on {device} once they are used"
+    if nbytes > stays:
+        seconds = (nbytes - stays) / bus_rate(device)
+        told += f"; a pass sends the other {_in_mib(nbytes - stays)}, which takes {seconds * 1e3:.0f} ms or more"
+    if told != pool.told:
+        pool.told = told
+        log.info("%s", told)
+
+
 def read_by_a_pass(model: nn.Module) -> tuple[int, int]:
     """What each pass of a model reads from the disk, by the plan of what stays in memory.
 
@@ -215,6 +269,7 @@ class MemorySummary:
         resident: in memory now, as the kernel counts it.
         computed: small computed values in memory, such as norms that were cast; 64 MiB at the most, beside the budget.
         counts: reads since the process started.
+        on_devices: for each accelerator in use, the bytes that may stay there, and those that do.
     """
 
     budget: int
@@ -223,6 +278,7 @@ class MemorySummary:
     resident: int
     computed: int
     counts: Counts
+    on_devices: Mapping[str, tuple[int, int]]
 
     def __str__(self) -> str:
         rows = {
@@ -239,6 +295,8 @@ class MemorySummary:
             "read ahead for nothing": str(self.counts.wasted),
             "waited": f"{self.counts.waited:.2f} s",
         }
+        for device, (most, stays) in self.on_devices.items():
+            rows |= {f"may stay on {device}": _in_mib(most), f"stays on {device}": _in_mib(stays)}
         return "\n".join(f"{label:<24}{value:>14}" for label, value in rows.items())
 
 
@@ -256,8 +314,13 @@ def memory_summary() -> MemorySummary:
     """
     with replanning() as leaving:
         leaving.extend(POOL.reconsider(anew=True))
-        values = [value for pool in Pool.all() for value in pool.values()]
-        budget = sum(pool.capacity for pool in Pool.all() if pool is POOL or pool.values())
+        pools = [pool for pool in Pool.all() if not isinstance(pool, OnDevice)]
+        values = [value for pool in pools for value in pool.values()]
+        budget = sum(pool.capacity for pool in pools if pool is POOL or pool.values())
+        on_devices: dict[str, tuple[int, int]] = {}
+        for device, there in (pair for pool in pools for pair in pool.on_devices.items()):
+            most, stays = on_devices.get(str(device), (0, 0))
+            on_devices[str(device)] = most + there.capacity, stays + sum(one.cached_bytes() for one in there.values())
     return MemorySummary(
         budget=budget,
         values=_bytes_in(values),
@@ -265,6 +328,7 @@ def memory_summary() -> MemorySummary:
         resident=sum(extent.cached_bytes() for extent in joined(values)),
         computed=small_bytes(),
         counts=counts(),
+        on_devices=on_devices,
     )
 
 
@@ -286,7 +350,7 @@ def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, OnDev
     """The budget in main memory, in bytes, and those on accelerators."""
     shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
     amounts = {_accelerator(device): amount for device, amount in shares.items() if device != "cpu"}
-    on_devices = {device: OnDevice(as_budget(amount, _device_bytes(device))) for device, amount in amounts.items()}
+    on_devices = {device: OnDevice(as_budget(amount, free_on(device)), device) for device, amount in amounts.items()}
     share = shares.get("cpu")
     return None if share is None else as_budget(share, available_bytes()), on_devices
 
@@ -301,11 +365,6 @@ def _accelerator(device: int | str) -> torch.device:
     if found not in usable_devices():
         raise ArgumentError(f"max_memory: {device!r} is neither 'cpu' nor an accelerator of this machine")
     return found
-
-
-def _device_bytes(device: torch.device) -> int:
-    """Free memory of an accelerator, for fractions of it."""
-    return int(torch.accelerator.get_memory_info(device)[0])
 
 
 def _window_of(window: Amount | bool) -> int | None:

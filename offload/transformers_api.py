@@ -134,6 +134,18 @@ def cache_of(output: Any) -> Any:
     return output[given_cache(output.keys())]
 
 
+def kv_bytes_per_token(model: Any) -> int:
+    """Bytes of keys and values that a token of context takes, by the configuration; 0 if that tells nothing of it."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    layers, heads = (getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+    if not isinstance(layers, int) or not isinstance(heads, int):
+        return 0
+    width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(heads, 1)
+    held = getattr(text, "num_key_value_heads", None) or heads
+    return 2 * layers * held * width * getattr(getattr(model, "dtype", None), "itemsize", 2)
+
+
 def fills_after_cache() -> bool:
     """Whether `generate` computes a prompt in chunks from the first token that its cache lacks: since 5.21."""
     from transformers import __version__

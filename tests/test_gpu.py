@@ -33,11 +33,13 @@ def test_everything_for_an_accelerator_goes_through_on_the_stand_in(
     assert {} == {name: facts["error"] for name, facts in found.items() if "error" in facts}, log.read_text()
     assert " passed" in log.read_text(encoding="utf-8")
     assert " failed" not in log.read_text(encoding="utf-8")
-    for form in ("bfloat16", "FP8", "W4A16", "Q4_K"):
+    for form in ("bfloat16", "FP8", "W4A16", "Q4_K", "MXFP4 experts"):
         stored, per_token = found[form]["stored bytes"], found[form]["nothing stays"]["bytes sent per token"]
         assert found[form]["equal to the CPU"]
         assert 0 < per_token <= 1.5 * stored
         assert 0 == found[form]["everything stays"]["bytes sent per token"]
+        assert 0 == found[form]["default"]["bytes sent per token"]
+        assert {"nothing stays, hybrid", "dense, in the memory of the device, s"} <= found[form].keys()
     assert 0 == code
 
 

@@ -90,6 +90,8 @@ STATE = {
     "offload.prefetch.value._LOCK": "of the first access to the state of a value",
     "offload.prefetch.plan._POOLS": "who shares the process's memory",
     "offload.prefetch.plan._LOCK": "of `_POOLS`",
+    "offload.prefetch.copies._RECENT": "of each thread: what it used last",
+    "offload.prefetch.staging._RATES": "of the bus to each device, measured once",
     "offload.prefetch.staging._LOCK": "of `_STAGINGS`",
     "offload.prefetch.staging._STAGINGS": "pinned memory, one for each device",
     "offload.prefetch.direct._CAN_BE_READ": "is a file system's",

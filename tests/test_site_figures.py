@@ -227,7 +227,7 @@ ON_A_GPU = [
             "in the memory of the GPU": "in the memory of the device",
             "from disk, with a budget for all of them": "offload, everything stays",
             "from disk, with a budget for half": "offload, half stays",
-            "from disk, without a budget: nothing stays": "offload, nothing stays",
+            "from disk, with a budget of 0: nothing stays": "offload, nothing stays",
             "accelerate, from main memory": "accelerate, from memory",
             "accelerate, from disk": "accelerate, from disk",
         }.items()

@@ -32,7 +32,9 @@ PLACES = {
     "offload.prefetch.plan._some_of": "called by `reconsider`, as `_limit_now`",
     "offload.prefetch.plan.admit": "called where `reconsider` is",
     "offload.prefetch.plan.all": SEEN,
+    "offload.prefetch.plan.room": "the engine's lock",
     "offload.prefetch.plan.values": SEEN,
+    "offload.prefetch.staging.pinned": "the lock of its path",
     "offload.system.locks._renew": "a forked child has one thread",
     "offload.training.activations._expect": SEEN,
     "offload.training.activations.look": SEEN,
@@ -131,7 +133,7 @@ def _under_budgets(folder: Path) -> None:
 
 def _on_a_device(folder: Path) -> None:
     with lock():
-        POOL.on_devices.setdefault(torch.device("meta"), OnDevice())
+        POOL.on_devices.setdefault(torch.device("meta"), OnDevice(0, torch.device("meta")))
     offload.memory_summary()
 
 

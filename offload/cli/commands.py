@@ -105,7 +105,7 @@ OPTIONS = {
     "--device": _takes(device, "cpu, cuda, cuda:1... (default: an accelerator, if any)"),
     "--dtype": _takes(dtype, "of the weights: bfloat16, float16, float32... (default: as configured)"),
     "--max-memory": _takes(size, "how much of the weights may stay in memory: 8GiB (default: as much as is available)"),
-    "--device-memory": _takes(size, "the same, on an accelerator: 20GiB (default: nothing)"),
+    "--device-memory": _takes(size, "the same, on an accelerator: 20GiB (default: what is free, less a tenth)"),
     "--offload-dir": _takes(path, "for weights that change (default: a temporary one)"),
     "--store": _is("write weights that must be decoded or joined to --offload-dir, for later runs (default: never)"),
     "--revision": _takes(None, "branch, tag or commit on the hub (default: main)"),

@@ -48,6 +48,7 @@ def _lines(found: Diagnosis) -> dict[str, str]:
         **{name: f"{found.versions[name]}, newer than what was tested ({one})" for name, one in found.newer.items()},
         "kernels for packed weights": found.kernels,
         **{device: decimal(size) for device, size in found.devices.items()},
+        **{f"may stay on {device}": decimal(size) for device, size in found.on_devices.items()},
         "memory": decimal(found.memory),
         "available now": decimal(found.available),
         **({} if found.limit is None else {"left in the control group": decimal(found.limit)}),

@@ -10,6 +10,9 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+import torch
+
+from offload.budget import fill_devices
 from offload.generation.prompt_cache import BEGINS, PromptCache
 from offload.models.pretrained import feature
 from offload.transformers_api import given_cache
@@ -24,6 +27,7 @@ def keeping_prompts(kind: Any) -> dict[str, Any]:
     @wraps(kind.generate)
     def generate(self: Any, *args: Any, prompt_cache: Any = None, **options: Any) -> Any:
         if prompt_cache is None:
+            fill_devices(self, _context(self, *args, **options))
             return kind.generate(self, *args, **options)
         prompts = prompt_cache if isinstance(prompt_cache, PromptCache) else PromptCache(prompt_cache)
         return prompts.generate(self, *args, **options)
@@ -38,3 +42,13 @@ def keeping_prompts(kind: Any) -> dict[str, Any]:
         return kind.prepare_inputs_for_generation(self, *args, **options)
 
     return {BEGINS: True, **{one.__name__: one for one in (generate, prepare_inputs_for_generation)}}
+
+
+def _context(model: Any, inputs: Any = None, **options: Any) -> int | None:
+    """How many tokens `generate` will have keys and values of; None if that is not said."""
+    prompt = options.get("input_ids", inputs)
+    settings = options.get("generation_config") or getattr(model, "generation_config", None)
+    new = options.get("max_new_tokens") or getattr(settings, "max_new_tokens", None)
+    if not isinstance(prompt, torch.Tensor) or prompt.dim() != 2 or not isinstance(new, int):
+        return None
+    return len(prompt) * (prompt.shape[1] + new)

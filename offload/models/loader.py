@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from offload.budget import Amount, MaxMemory, pool_for
+from offload.budget import Amount, MaxMemory, expect_context, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
 from offload.checkpoints.forms.values import refuse_scaled
@@ -571,6 +571,7 @@ def finish_loading(
     _stored_once(slots, store=store)
     connect_devices(model, slots, placed, skip_keys)
     _settle(model, pool)
+    expect_context(model)
     for slot in tensor_slots(model) if exact else ():
         if is_offloaded(slot.tensor):
             compute_exactly(handle_of(slot.tensor))

@@ -22,6 +22,7 @@ from offload.memory import as_budget, as_bytes, available_bytes
 from offload.planning.machine import Computing, computing_rates, diagnose, reading_rate
 from offload.planning.sizes import DENSE, ModelSizes, sizes_of
 from offload.prefetch.plan import Pool
+from offload.prefetch.room import free_on, room_on
 from offload.tensor.arguments import checked_count, computing_device
 from offload.tensor.wrapper import PathLike
 from offload.torch_api import usable_accelerator
@@ -30,8 +31,6 @@ from offload.transformers_api import cache_option
 IN_FLIGHT = 16  # requests that share each pass
 _IN_8_BITS = ("fp8", "float-quantized", "int8", "q8_0")  # forms whose numbers take a byte
 _ON_META = 2.0  # cost of calling a kernel on the meta device, relative to the same call on the CPU
-_OF_DEVICE = 0.8  # of the free memory of an accelerator, for weights; the rest is for activations, and what is in use
-_MIB = 1 << 20
 _SLOW = 1.0  # seconds per token that nobody waits for
 # Of an assistant: its parameters, its bytes, the tokens of a draft and of a pass of the model. These are assumed: they
 # were measured with a pair of 1.8 and 0.6 billion parameters that continues code.
@@ -214,13 +213,12 @@ def plan(
     computes_on = computing_device(device) if device is not None else usable_accelerator()
     computing = computing_rates(computes_on or torch.device("cpu"))
     context_bytes = None if sizes.kv_per_token is None else sizes.kv_per_token * batch * context
-    on_device = None
+    on_device = stays = None
     if computes_on is not None and computes_on.type != "cpu":
-        on_device = int(torch.accelerator.get_memory_info(computes_on)[0])
+        on_device, stays = free_on(computes_on), room_on(computes_on, beside=context_bytes or 0)
     left = max(0, budget - (context_bytes or 0 if on_device is None else 0))  # keys and values are where ops run
     measured = rate or _rate_of_disk(sizes.file)
-    stays = None if on_device is None else max(0, int(_OF_DEVICE * (on_device - (context_bytes or 0))))
-    options = _options(max_memory, device, min(stays or 0, sizes.stored))
+    options = _options(max_memory, device)
     estimate = Estimate(sizes, left, measured, computing, stays)
     as_it_is = estimate.of("as it is", _generating(sizes, options), batch)
     fits = sizes.stored <= (left if stays is None else stays)
@@ -241,15 +239,9 @@ def plan(
     )
 
 
-def _options(max_memory: int | float | str | None, device: torch.device | str | None, stays: int) -> str:
-    """The request as options for the suggested commands, which have none for a fraction of memory.
-
-    Args:
-        stays: bytes of weights that may stay on an accelerator.
-    """
+def _options(max_memory: int | float | str | None, device: torch.device | str | None) -> str:
+    """The request as options for the suggested commands, which have none for a fraction of memory."""
     options = {"--max-memory": None if isinstance(max_memory, float) else max_memory, "--device": device}
-    if stays >= _MIB:
-        options["--device-memory"] = f"{-(-stays // _MIB)}MiB"
     return "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items() if value is not None)
 
 

@@ -30,7 +30,8 @@ from offload.kernels.packed import BLOCKS, GgufRows
 from offload.memory import available_bytes, cgroup_available, total_bytes
 from offload.prefetch.parallel import read_in_parallel
 from offload.prefetch.plan import Pool
-from offload.prefetch.staging import send
+from offload.prefetch.room import room_on
+from offload.prefetch.staging import bus_rate
 from offload.storage.replacing import remove, temporary_for
 from offload.system.reasons import reading, writing
 from offload.system.regular import absolute, owned
@@ -72,6 +73,7 @@ class Diagnosis:
         newer: packages that are newer than all releases that were tested, with the newest of these.
         kernels: how packed weights are decoded here.
         devices: the accelerators, each with its memory.
+        on_devices: how much of the values on disk may stay on each if no budget is set, beside keys and values.
         memory: of the machine.
         available: what this process can still take.
         limit: what its control group still allows; None without a limit.
@@ -84,6 +86,7 @@ class Diagnosis:
     newer: dict[str, str]
     kernels: str
     devices: dict[str, int]
+    on_devices: dict[str, int]
     memory: int
     available: int
     limit: int | None
@@ -119,6 +122,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
         newer=_newer_than_tested(versions),
         kernels=f"{description()}; on a GPU: {accelerated.description()}",
         devices=_devices(),
+        on_devices={str(device): room_on(device) for device in usable_devices()},
         memory=total_bytes(),
         available=available_bytes(),
         limit=cgroup_available(),
@@ -148,7 +152,6 @@ class Computing:
     sends: float | None = None
 
 
-_SENT = 64 << 20  # bytes, to measure a bus
 _ENOUGH = 0.25  # seconds to measure something for
 
 
@@ -166,10 +169,7 @@ def computing_rates(device: torch.device) -> Computing:
         streaming = _seconds(lambda: torch.nn.functional.linear(one, weight), device)
         multiplying = _seconds(lambda: torch.nn.functional.linear(many, weight), device)
         in_8_bits, in_4_bits = (_packed_rate(kind, one) for kind in ("Q8_0", "Q4_K"))
-    sends = None
-    if device.type != "cpu":
-        values = torch.zeros(_SENT, dtype=torch.uint8, device="cpu")
-        sends = _SENT / _seconds(lambda: send(values, device), device)
+    sends = None if device.type == "cpu" else bus_rate(device)
     multiplies = 2 * len(many) * weight.numel() / multiplying
     return Computing(weight.nbytes / streaming, multiplies, in_8_bits, in_4_bits, sends)
 

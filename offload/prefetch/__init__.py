@@ -12,6 +12,7 @@ Always true:
 | `engine` | the entry point: a value is read |
 | `value` | a value as the prefetcher knows it |
 | `plan` | which values stay in memory, under a budget |
+| `room` | how much of an accelerator's memory weights may take |
 | `order` | what one thread has read, and will read next |
 | `lease` | values that several threads use one after the other |
 | `reader` | the threads that read ahead, and drop what is no longer needed |

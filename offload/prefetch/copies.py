@@ -3,27 +3,43 @@
 Always true:
 - what is sent is what is stored; only values in files that are never written to stay, so that no copy can become stale
 - which stay under the budget of the device is decided as for main memory
+- what streams crosses in bundles: values that follow one another fill one slot, and are one copy. The order is that in
+  which the thread used them last; what is sent in vain is dropped two bundles later
+- a bundle that was made twice stays in pinned memory, in a share of main memory that is free, while all that is on disk
+  fits there
 - no op waits for a copy that is on its way: its stream does. The thread that issues the ops therefore runs ahead of the
   device, and the next values are sent while it computes
-- a device without room keeps less: its budgets shrink, and only if nothing is left to drop is that an error
+- without a set budget a device fills itself, and all models without one share what is free there
+- a device without room keeps less for a while, and only if nothing is left to drop is that an error
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
 
+from offload.errors import ReadError
 from offload.prefetch.engine import POOL, UNTRACKED, arrive, lock, range_of, replanning, track
 from offload.prefetch.plan import OnDevice, Pool
-from offload.prefetch.staging import Sent, send_bytes
+from offload.prefetch.room import is_integrated
+from offload.prefetch.staging import Sent, Staging, send_bytes, staging_for
 from offload.prefetch.value import SMALL, Value, page_state_of
 from offload.storage.handle import Handle
 
 _T = TypeVar("_T")
 _FOREVER = float("inf")
+_ALIGNED = 256  # bytes, as a device allocates
+_AHEAD = 2  # bundles of a thread whose values wait to be used
+_MOST_MEMBERS = 256
+_RECENT = threading.local()  # what the thread used last, and its bundles
 log = logging.getLogger("offload.prefetch")
 
 
@@ -35,13 +51,19 @@ class Copy(Value):
 
     Attributes:
         sent: its bytes, if they stay there.
+        ahead: its bytes, if they were sent with others and are not used yet.
+        bundle: that begins with it.
+        following: what streamed after it.
     """
 
-    __slots__ = ("_device", "_main", "sent")
+    __slots__ = ("_device", "_main", "ahead", "bundle", "following", "sent")
 
     def __init__(self, pool: Pool, handle: Handle, main: Value, device: torch.device) -> None:
         super().__init__(pool, handle.file, main.start, main.nbytes, shared=False, is_picked=main.is_picked)
         self.sent: Sent | None = None
+        self.ahead: Sent | None = None
+        self.bundle: Bundle | None = None
+        self.following: weakref.ref[Copy] | None = None
         self._device = device
         self._main = main
 
@@ -55,17 +77,72 @@ class Copy(Value):
         with replanning() as leaving:
             leaving.extend(self.pool.reconsider())
             leaving.extend(self.pool.admit(self) if self.is_picked else ())
-        arrive(self._main)
-        mapped = self._mapped()
-        if mapped is None:
+        staging = staging_for(self._device)
+        if not (self.kept or self.is_picked or staging is None or self.nbytes > staging.slot_bytes):
+            with suppress(torch.OutOfMemoryError, ReadError):  # alone it may have room, and be readable
+                if (found := self._sent_in_a_bundle(staging)) is not None:
+                    return found
+        stored = self.stored()
+        if stored is None:
             return None
-        stored = torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped, self.start, (self.nbytes,), (1,))
         sent = send_bytes(stored, self._device)
         self.sent = sent
         self.assume_until(_FOREVER)
         if not self.kept:  # in this order: a plan that another thread makes meanwhile drops what it finds
             self.let_go()
+        elif is_integrated(self._device):  # it is in main memory twice
+            self._main.let_go()
         return sent
+
+    def stored(self) -> torch.Tensor | None:
+        """Its bytes in main memory, mapped; None if its file is gone.
+
+        Raises:
+            ReadError: the disk failed.
+        """
+        arrive(self._main)
+        mapped = self._mapped()
+        if mapped is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped, self.start, (self.nbytes,), (1,))
+
+    def taken(self) -> Sent | None:
+        """Its bytes, if they were sent with what was used before it, to be used once."""
+        ahead, self.ahead = self.ahead, None
+        return ahead
+
+    def _sent_in_a_bundle(self, staging: Staging) -> Sent | None:
+        members = list(itertools.islice(self._streaming(staging.slot_bytes), _MOST_MEMBERS))
+        bundle = self.bundle
+        if bundle is None or not bundle.is_of(members):
+            bundle = Bundle(members)
+            self.bundle = bundle if self.following is not None else None  # else its order is not known yet
+        found = bundle.send(members, staging, may_pin=self._main.pool.fits)
+        if found is None:
+            return None
+        others = list(zip(members[1:], found[1:], strict=True))
+        for one, sent in others:
+            one.ahead = sent
+        bundles = _RECENT.__dict__.setdefault("bundles", deque())
+        bundles.extend([[(weakref.ref(one), weakref.ref(sent)) for one, sent in others]] if others else [])
+        for member, its in bundles.popleft() if len(bundles) > _AHEAD else ():
+            if (old := member()) is not None and old.ahead is its():  # in vain
+                old.ahead = None
+        return found[0]
+
+    def _streaming(self, most: int) -> Iterator[Copy]:
+        """It, and those that are expected after it and do not stay either, up to so many bytes, or the next bundle."""
+        one: Copy | None = self
+        seen: set[Copy] = set()
+        left = most
+        while one is not None and one not in seen and one.ahead is None and one._device == self._device:
+            seen.add(one)
+            if not one.kept:
+                left -= _padded(one.nbytes)
+                if one is not self and (left < 0 or one.bundle is not None):
+                    return
+                yield one
+            one = None if one.following is None else one.following()
 
     def cached_bytes(self) -> int:
         """How many of its bytes stay on the device."""
@@ -73,8 +150,54 @@ class Copy(Value):
 
     def let_go(self) -> None:
         """Drop it from the device; guests that refer to it keep its memory."""
-        self.sent = None
+        self.sent = self.ahead = self.bundle = None
         self.assume_until(0.0)
+
+
+class Bundle:
+    """Values that cross the bus in one copy.
+
+    Args:
+        members: in the order of their use.
+    """
+
+    def __init__(self, members: Sequence[Copy]) -> None:
+        self._members = [weakref.ref(member) for member in members]
+        self._begins = list(itertools.accumulate((_padded(member.nbytes) for member in members), initial=0))
+        self._pinned: torch.Tensor | None = None
+        self._is_known = False
+
+    def is_of(self, members: Sequence[Copy]) -> bool:
+        """Whether it is of these."""
+        return len(members) == len(self._members) and all(
+            ref() is one for ref, one in zip(self._members, members, strict=True)
+        )
+
+    def send(self, members: Sequence[Copy], staging: Staging, *, may_pin: bool) -> list[Sent] | None:
+        """The bytes of each on the device; None if a file is gone.
+
+        Args:
+            may_pin: whether they may stay in pinned memory.
+
+        Raises: as `Copy.send`.
+        """
+        spans = list(zip(self._begins, (member.nbytes for member in members), strict=False))
+        pinned = self._pinned if may_pin else None
+        if pinned is not None:
+            return staging.send_many(pinned, None, spans)
+        stored = [one for member in members if (one := member.stored()) is not None]
+        if len(stored) < len(members):
+            return None
+        if self._is_known and may_pin:
+            pinned = staging.pinned(self._begins[-1])
+        found = staging.send_many(pinned, stored, spans)
+        self._pinned, self._is_known = pinned, True  # once it is filled: another thread may send it
+        return found
+
+
+def _padded(nbytes: int) -> int:
+    """With what is between two values, so that each is aligned as if it were allocated."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def copy_on(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int] | None:
@@ -93,22 +216,54 @@ def copy_on(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tu
     copy = _copy_of(handle, view_spec, device)
     if copy is None:
         return None
+    if copy.pool.is_due():
+        with replanning() as leaving:
+            leaving.extend(copy.pool.reconsider())
     if copy.is_picked:
         with lock():
             copy.pool.picked.count(copy)
-    sent = copy.sent or copy.send()
+    if not copy.kept and not copy.is_picked:
+        _follow(copy)
+    sent = copy.sent or copy.taken() or copy.send()
     return None if sent is None else (sent.arrived(is_last=not copy.kept), copy.start - handle.extent[0])
+
+
+def streams_to(device: torch.device, views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
+    """Whether several views were sent to a device before, and will not stay there; they count as used."""
+    found: list[Copy] = []
+    for handle, view_spec in views:
+        main = range_of(handle, view_spec)
+        copy = page_state_of(handle).copies.get((device, main.start, main.nbytes)) if main is not UNTRACKED else None
+        if type(copy) is Copy:
+            found.append(copy)
+        elif main is not UNTRACKED:
+            return False
+    with lock():
+        for copy in found:
+            if copy.is_picked:
+                copy.pool.picked.count(copy)
+        return bool(found) and not any(copy.kept or (copy.is_picked and copy.pool.would_admit(copy)) for copy in found)
+
+
+def _follow(copy: Copy) -> None:
+    """Note that this thread uses a value that streams, after another one."""
+    before = getattr(_RECENT, "used", None)
+    last = None if before is None else before()
+    if last is not copy:
+        if last is not None:
+            last.following = weakref.ref(copy)
+        _RECENT.used = weakref.ref(copy)
 
 
 def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> Copy | None:
     page_state = page_state_of(handle)
     whole = page_state.copies.get((device, *handle.extent))
-    if type(whole) is Copy and whole.kept and whole.pool is _pool_of(page_state.pool, device):
+    pool = pool_on(device, page_state.pool)
+    if type(whole) is Copy and whole.kept and whole.pool is pool:
         return whole
-    pool = _pool_of(page_state.pool, device)
     is_small = handle.extent[1] <= SMALL
-    if is_small and not pool.max_memory:
-        return None
+    if is_small and not pool.capacity and view_spec.numel() * view_spec.itemsize < handle.extent[1]:
+        return None  # a part of what does not stay either
     main = track(handle, *handle.extent) if is_small else range_of(handle, view_spec)
     if main is UNTRACKED:
         return None
@@ -117,7 +272,7 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
     if type(known) is Copy and known.pool is pool:
         return known
     with replanning() as leaving:
-        pool = _pool_of(page_state.pool, device)
+        pool = pool_on(device, page_state.pool)
         copy = page_state.copies.get(key)
         if type(copy) is not Copy or copy.pool is not pool:
             copy = page_state.copies[key] = Copy(pool, handle, main, device)
@@ -125,13 +280,12 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
         return copy
 
 
-def _pool_of(pool: Pool | None, device: torch.device) -> OnDevice:
-    """The budget of a device: without one, nothing stays there."""
-    pool = pool or POOL
-    found = pool.on_devices.get(device)
+def pool_on(device: torch.device, pool: Pool | None = None) -> OnDevice:
+    """The budget of a device for the values of a pool: unless it has one of its own, the one that all share."""
+    found = (pool or POOL).on_devices.get(device) or POOL.on_devices.get(device)
     if found is None:
         with lock():
-            found = pool.on_devices.setdefault(device, OnDevice())
+            found = POOL.on_devices.setdefault(device, OnDevice(None, device))
     return found
 
 
@@ -157,4 +311,5 @@ def _keeps_less(device: torch.device) -> bool:
         log.warning("%s has too little memory: of %d bytes that stay there, half are dropped", device, total)
         for pool in pools:
             leaving.extend(pool.keep_less())
+            leaving.extend(value for value in pool.values() if type(value) is Copy and value.ahead is not None)
     return bool(leaving)

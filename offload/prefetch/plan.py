@@ -27,6 +27,7 @@ from torch import nn
 from offload.memory import available_bytes
 from offload.prefetch.pages import joined
 from offload.prefetch.picked import Picked
+from offload.prefetch.room import free_on, ooms_on, room_on, spare_of
 from offload.prefetch.value import AWAY, SMALL, Value, log, page_state_of
 from offload.storage.handle import Handle
 from offload.system import clock
@@ -42,6 +43,7 @@ _BESIDE = 32 << 20  # bytes of a block that may stream beside the budget
 _TELLING = 4 << 20  # smallest read, in bytes, that says something about the disk rate
 _NEWS = 0.1  # relative change of the total or the budget that triggers a new plan
 _GOLDEN = (5**0.5 - 1) / 2  # fractions of its multiples are spread evenly, however many there are
+_CALM = 30.0  # seconds without an out-of-memory error after which more may stay on a device again
 _FEW = 2048  # values of a device for which each new one triggers a plan, in a millisecond or two
 
 
@@ -83,7 +85,8 @@ class Pool:
         at_a_time: most bytes that stream of any block, per group of users, as far as is known.
         picked: which of the picked values stay.
         on_devices: budgets for what stays on accelerators.
-        beside: models that stay in memory and count in this budget, and their bytes under no plan of it.
+        beside: models that count in this budget, and bytes of them that are under no plan of it: of an assistant in
+            memory; on an accelerator, of keys and values.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class Pool:
         for value in values:
             self._values[next(self._arrivals)] = value
             self._total += value.nbytes
-            value.kept = value.nbytes <= SMALL or self._total <= self.capacity
+            value.kept = self._always(value) or self._total <= self.capacity
         return self.reconsider()
 
     def reconsider(self, *, anew: bool = False) -> list[Value]:
@@ -199,16 +202,24 @@ class Pool:
         """
         now = clock.now()
         limit = self._limit
-        if anew or now - self._looked > _LOOK_AGAIN:
+        if anew or self.is_due():
             self._looked = now
             limit = self._limit_now()
         fits = self._total <= min(limit, self._limit)
         grown = self._total - self._planned
-        news = abs(limit - self._limit) > _NEWS * self._limit or grown > self._least_news * self._total
+        news = self._is_news(limit) or grown > self._least_news * self._total
         if anew or (news and not fits):
             self._limit = limit
             return self._plan()
         return []
+
+    def _is_news(self, limit: int) -> bool:
+        """Whether a new budget triggers a new plan."""
+        return abs(limit - self._limit) > _NEWS * self._limit
+
+    def is_due(self) -> bool:
+        """Whether it is time to look again how much memory there is."""
+        return clock.now() - self._looked > _LOOK_AGAIN
 
     def learn_rate(self, nbytes: int, seconds: float) -> None:
         """The disk delivered so many bytes in one go."""
@@ -274,7 +285,7 @@ class Pool:
 
         If most values were in the previous plan, few are exchanged: what is evicted has to be read again.
         """
-        kept = {value for value in values if value.pinned or value.nbytes <= SMALL}
+        kept = {value for value in values if self._always(value)}
         picked = [] if self.users else [value for value in values if value.is_picked and value not in kept]
         values = values if self.users else [value for value in values if not value.is_picked]
         due = self._due_of_blocks(kept) if self.users else ()
@@ -286,6 +297,10 @@ class Pool:
             left -= _size(chosen)
         kept.update(self.picked.choose(picked, max(left, 0)))
         return kept
+
+    def _always(self, value: Value) -> bool:
+        """Whether a value stays whatever the budget."""
+        return value.pinned or value.nbytes <= SMALL
 
     def _first_of(self, values: Iterable[Value], *, is_new: bool) -> Sequence[list[Value]]:
         """What stays rather than others."""
@@ -329,32 +344,103 @@ class OnDevice(Pool):
 
     Its values become known one by one, each as it is sent for the first time. A new one may stay instead of another,
     so that those that stay are spread evenly; but one that has left is not sent again for that.
+
+    Without a set budget they fill the device: `grant` says how far, and holds until the next one. If others then take
+    what was spared for them, less stays.
+
+    Args:
+        max_memory: bytes that may stay there; None for what there is room for.
+        device: whose memory it is.
+
+    Attributes:
+        told: what was last logged of it.
     """
 
-    def __init__(self, max_memory: int = 0) -> None:
-        super().__init__(max_memory, window=0, available=lambda: sys.maxsize)
+    def __init__(self, max_memory: int | None, device: torch.device) -> None:
+        super().__init__(max_memory, window=0)
+        self.told = ""
+        self._device = device
+        self._granted: int | None = None
+        self._most = sys.maxsize  # since an out-of-memory error
+        self._calm_from = 0.0
+        self._ooms = ooms_on(device)
         self._new: set[Value] = set()
 
     def add(self, values: Iterable[Value]) -> list[Value]:
         """As in all pools."""
         values = list(values)
         self._new = {value for value in values if not value.is_picked}
+        if self._new:
+            self._looked = float("-inf")  # a device is full within less than the usual time between two looks
         try:
             return super().add(values)
         finally:
             self._new = set()
 
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether there is no budget to keep anything there, however small."""
+        if self._granted is None:
+            self._granted = self.room()
+        return not (self._granted if self.max_memory is None else self.max_memory)
+
+    def room(self) -> int:
+        """Bytes that there is room for now, with those that are there. Under the engine's lock."""
+        if self.max_memory is not None:
+            return self.max_memory
+        return room_on(self._device, held=self._held(), beside=sum(self.beside.values()))
+
+    def _held(self) -> int:
+        return sum(value.cached_bytes() for value in self.values())
+
+    def grant(self) -> list[Value]:
+        """Let as much stay as there is room for now, if no budget is set. Returns those to drop."""
+        self._granted = None
+        return self.reconsider(anew=True)
+
     def keep_less(self) -> list[Value]:
-        """Let half as much stay as does. Returns those to drop."""
+        """Let half as much stay as does, until there was no out-of-memory error for a while. Returns those to drop."""
         stay = [value for value in self.values() if value.cached_bytes()]
-        nbytes = _size(stay)
-        self.max_memory = nbytes // 2 if nbytes > SMALL else 0
+        self._halve(_size(stay))
         self.reconsider(anew=True)
         return [value for value in stay if not value.kept]
 
+    def _halve(self, nbytes: int) -> None:
+        self._most = nbytes // 2 if nbytes > SMALL else 0
+        self._calm_from, self._ooms = clock.now() + _CALM, ooms_on(self._device)
+
+    def _limit_now(self) -> int:
+        held = self._held()
+        if ooms_on(self._device) > self._ooms:  # somebody else's
+            self._halve(held)
+        is_calm = clock.now() >= self._calm_from
+        if is_calm and self._most < sys.maxsize:
+            self._most = self._most * 2 if 0 < self._most // 2 < held else sys.maxsize
+            self._calm_from = clock.now() + _CALM
+        return min(self._most, self._granted_now(held, is_calm=is_calm) if self.max_memory is None else self.max_memory)
+
+    def _granted_now(self, held: int, *, is_calm: bool) -> int:
+        """What there was room for when this was last asked, or what is left of it."""
+        free = free_on(self._device) + held
+        spare = spare_of(free)
+        if self._granted is None:
+            self._granted = self.room()
+        elif free - held < spare // 2:
+            self._granted = max(0, min(self._granted, free - spare))
+            self._calm_from = clock.now() + _CALM
+        elif is_calm:
+            self._granted = max(self._granted, self.room())
+        return self._granted
+
+    def _always(self, value: Value) -> bool:
+        return value.nbytes <= SMALL and not self.keeps_nothing
+
+    def _is_news(self, limit: int) -> bool:
+        return limit < self._limit or super()._is_news(limit)
+
     @property
     def _least_news(self) -> float:
-        return 0.0 if self._new and self.max_memory and len(self._values) <= _FEW else _NEWS
+        return 0.0 if self._new and self.max_memory != 0 and len(self._values) <= _FEW else _NEWS
 
     def _first_of(self, values: Iterable[Value], **_: bool) -> Sequence[list[Value]]:
         return ([value for value in values if value.has_stayed or value in self._new],)

@@ -4,26 +4,33 @@ Always true:
 - while the device reads one slot, the CPU fills another; a slot is refilled only after its copy has ended
 - a copy is on the copy stream: work of another stream is ordered after it by `Sent.here`, and the CPU waits for neither
 - what is not kept there is used once: the CPU waits while too much of it is on the device and not used yet
-- no memory is pinned per value; small values, and devices without streams, get a plain copy
+- devices without streams get plain copies, and so do small values that are sent alone
 """
 
 from __future__ import annotations
 
 import itertools
+import time
+import weakref
 from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
+from offload.memory import available_bytes
 from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
 
-_SLOT = 16 << 20  # bytes
+_SLOT = 32 << 20  # bytes
 _SLOTS = 4  # factors are sent between the numbers: two for each
 _UNUSED = 64 << 20  # bytes that may be sent and not used yet, beside the last value: they take memory there
 _STAGED = 64 << 10  # smallest size in bytes that goes through the slots: of less, a driver keeps a copy itself
 _KEEPS_COPIES = ("cuda",)  # devices whose driver does so before the call returns: the CPU need not wait for the device
+_PINNED_PART = 8  # of the free main memory, one in so many bytes may be pinned beside the slots
+_MEASURED = 64 << 20  # bytes, to measure a bus
 _NEEDED = ("Stream", "Event", "current_stream")  # what a device's torch module must have
 
 
@@ -89,10 +96,16 @@ class Staging:
 
     Attributes:
         sent: bytes, in total.
+        copies: how many copies that were.
+        slot_bytes: of a slot.
+        wins: for kinds of products, whether they are faster where the weight lies than where it is sent to.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.sent = 0
+        self.sent = self.copies = 0
+        self.slot_bytes = _SLOT
+        self.wins: dict[Hashable, bool] = {}
+        self._pinned: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()  # pinned, beside the slots
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
@@ -118,6 +131,41 @@ class Staging:
             arrived.record(self._stream)
             return Sent(copy, self, arrived)
 
+    def send_many(
+        self, pinned: torch.Tensor | None, stored: Sequence[torch.Tensor] | None, spans: Sequence[tuple[int, int]]
+    ) -> list[Sent]:
+        """Copies of several values on the device, which cross the bus as one.
+
+        Args:
+            pinned: where they stay in pinned memory; None for a slot.
+            stored: what is put there first; None if it is there.
+            spans: where each begins there, and its bytes.
+        """
+        nbytes = sum(spans[-1])
+        with self._lock, self._stream:
+            place = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            slot = next(self._slots) if pinned is None else PinnedSlot(pinned, self._module.Event())
+            memory = slot.memory
+            slot.copied.synchronize()
+            for (begin, size), one in zip(spans, stored or (), strict=False):
+                memory[begin : begin + size].copy_(one)
+            place.copy_(memory[:nbytes], non_blocking=True)
+            arrived = self._module.Event()
+            arrived.record(self._stream)
+            slot.copied.record(self._stream)
+            self.sent += nbytes
+            self.copies += 1
+            return [Sent(place[begin : begin + size], self, arrived) for begin, size in spans]
+
+    def pinned(self, nbytes: int) -> torch.Tensor | None:
+        """Pinned memory to keep something in; None if too much of the memory that is free would be pinned."""
+        with self._lock:
+            if nbytes + sum(one.nbytes for one in self._pinned) > available_bytes() // _PINNED_PART:
+                return None
+            memory = _pinned(nbytes)
+            self._pinned.add(memory)
+            return memory
+
     def pace(self, current: Any, nbytes: int) -> None:
         """Some bytes are about to be used, and then freed: wait until the device has used most of the earlier ones."""
         use = self._module.Event()
@@ -138,6 +186,7 @@ class Staging:
         slot.copied.synchronize()
         pinned = slot.memory[: part.nbytes]
         pinned.copy_(part)
+        self.copies += 1
         place.copy_(pinned, non_blocking=True)
         slot.copied.record(self._stream)
 
@@ -155,5 +204,20 @@ def staging_for(device: torch.device) -> Staging | None:
         return _STAGINGS[device]
 
 
+def bus_rate(device: torch.device) -> float:
+    """Bytes per second that reach a device, measured once."""
+    known = _RATES.get(device)
+    if known is None:
+        values, taken = torch.zeros(_MEASURED, dtype=torch.uint8, device="cpu"), []
+        for _ in range(4):
+            started = time.perf_counter()
+            send(values, device)
+            torch.accelerator.synchronize(device)
+            taken.append(time.perf_counter() - started)
+        known = _RATES[device] = _MEASURED / median(taken[1:])
+    return known
+
+
 _LOCK = fork_safe_lock()
+_RATES: dict[torch.device, float] = {}
 _STAGINGS: dict[torch.device, Staging | None] = {}

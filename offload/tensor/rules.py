@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
+from offload.prefetch.copies import retry_on_oom
 from offload.storage.owning import make_writable, writable_base
 from offload.storage.subclasses import is_subclass_value
 from offload.system.modes import no_functions, no_modes
@@ -24,7 +25,7 @@ from offload.tensor.guests import CPU, guest, mapped_value, sent_to
 from offload.tensor.registry import BY_SCHEMA, OUT, Rule, implements, overrides
 from offload.tensor.replacing import redress, store
 from offload.tensor.views import Traced, cut, is_part, metadata_of, view_spec_of, view_with
-from offload.tensor.wrapper import OffloadedTensor, wrap, wrap_traced
+from offload.tensor.wrapper import OffloadedTensor, accelerator_of, wrap, wrap_traced
 from offload.torch_api import (
     TRACER_KEY,
     DisableTorchFunctionSubclass,
@@ -107,7 +108,12 @@ def read_directly(func: Op, args: Args, kwargs: Kwargs) -> Any:
     with DisableTorchFunctionSubclass():
         if modes_are_on() or records_graph(args, kwargs):
             return func(*args, **kwargs)
-        return on_guests(func, args, kwargs, guests_that_ask_for_grad(args, kwargs))
+        try:
+            return on_guests(func, args, kwargs, guests_that_ask_for_grad(args, kwargs))
+        except torch.OutOfMemoryError:
+            pass  # what the op had there is let go with the error
+        compute = partial(on_guests, func, args, kwargs)
+        return retry_on_oom(accelerator_of(args), lambda: compute(guests_that_ask_for_grad(args, kwargs)))
 
 
 def guests_that_ask_for_grad(args: Args, kwargs: Kwargs) -> dict[int, torch.Tensor]:

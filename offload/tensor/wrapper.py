@@ -22,6 +22,7 @@ from typing_extensions import TypeIs
 
 from offload.annotations import Args, Kwargs, Op
 from offload.errors import ArgumentTypeError, ExportError, MissingFileError, OffloadError, UnsupportedOpError
+from offload.prefetch.copies import retry_on_oom
 from offload.prefetch.pages import Range
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
@@ -45,7 +46,9 @@ from offload.torch_api import (
     PARAMETER_MARK,
     DisableTorchFunctionSubclass,
     HigherOrderOperator,
+    OpOverload,
     memo_of_stager,
+    op_schema,
     tensor_data,
     tensor_text,
     typed,
@@ -261,8 +264,10 @@ class OffloadedTensor(torch.Tensor):
             A `torch.Tensor` with memory of its own, on the target device.
         """
         with DisableTorchFunctionSubclass(), no_grad():
-            is_computed_there = self._target != CPU and self._handle.source.composed is not None
-            return copied(guest(self) if is_computed_there else value_on_cpu(self), self._target)
+            if self._target == CPU:
+                return copied(value_on_cpu(self), CPU)
+            value = guest if self._handle.source.composed is not None else value_on_cpu  # which is computed there
+            return retry_on_oom(self._target, lambda: copied(value(self), self._target))
 
     def flush(self) -> None:
         """Wait until everything written to the file so far is on the disk."""
@@ -408,7 +413,12 @@ class OffloadedTensor(torch.Tensor):
         cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         rule = RULES.get(func) or RULES.setdefault(func, RULES[BY_SCHEMA](func))
-        return rule(func, args, kwargs or {})
+        try:
+            return rule(func, args, kwargs or {})
+        except torch.OutOfMemoryError:
+            if not isinstance(func, OpOverload) or op_schema(func).is_mutable:  # a part may have been written
+                raise
+        return retry_on_oom(accelerator_of(args), lambda: rule(func, args, kwargs or {}))
 
     # Values for code that computes with them itself
 
@@ -560,6 +570,12 @@ def is_offloaded(x: object) -> TypeIs[OffloadedTensor]:
         False
     """
     return type(x) is OffloadedTensor
+
+
+def accelerator_of(args: Iterable[Any]) -> torch.device:
+    """Where an op on these computes, and has had too little memory; the CPU if none of them is on disk."""
+    flat = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    return next((one._target for one in flat if type(one) is OffloadedTensor and one._target != CPU), CPU)
 
 
 def guest_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 // Always true:
 // - a tensor's address is in a mapping that nobody may read or write; the streams know the same memory under another
 //   address, so that reading a tensor of the device from the CPU is a segmentation fault
-// - memory is limited: allocation beyond that raises torch.OutOfMemoryError, after all streams were waited for
+// - memory is limited: allocation beyond that raises torch.OutOfMemoryError, after all streams were waited for; and if
+//   it is pinched, one in so many allocations finds less
 // - bytes that cross the bus are counted, in both directions; those of operations of the CPU on copies are not
 // - what is put on a stream begins a random time later, and later than the stream's earlier work; two streams know
 //   nothing of each other but by events
@@ -25,6 +26,7 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -49,7 +51,7 @@ constexpr size_t kAddresses = 1ull << 36;  // memory is taken as it is touched
 const c10::Device kDevice(kType, 0);
 
 std::atomic<int> latest{2000};  // microseconds
-std::atomic<int64_t> sent{0}, returned{0};  // bytes to the device, and from it
+std::atomic<int64_t> sent{0}, returned{0}, copies{0};  // bytes to the device, and from it; copies to it
 std::atomic<bool> heeds_events{true};
 thread_local bool computes = false;  // an operation of the CPU on copies
 
@@ -223,6 +225,13 @@ class Memory final : public c10::DeviceAllocator {
     return {std::max<int64_t>(0, capacity_ - allocated_ - lent_), capacity_};
   }
 
+  // One in so many allocations finds a capacity of so many bytes; 0 for none.
+  void pinch(int64_t capacity, int64_t one_in) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    pinched_ = capacity;
+    one_in_ = one_in;
+  }
+
   bool initialized() override {
     return true;
   }
@@ -234,6 +243,7 @@ class Memory final : public c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = allocated_;
     stats.allocated_bytes[0].peak = peak_;
+    stats.num_ooms = ooms_;
     return stats;
   }
   void emptyCache(c10::MempoolId_t) override {}
@@ -246,11 +256,13 @@ class Memory final : public c10::DeviceAllocator {
  private:
   Block* taken(size_t size) {
     std::unique_lock<std::mutex> lock(mutex_);
-    auto fits = [&] { return allocated_ + lent_ + static_cast<int64_t>(size) <= capacity_; };
+    const int64_t capacity = one_in_ != 0 && chance_() % one_in_ == 0 ? std::min(capacity_, pinched_) : capacity_;
+    auto fits = [&] { return allocated_ + lent_ + static_cast<int64_t>(size) <= capacity; };
     changed_.wait(lock, [&] { return fits() || lent_ == 0; });
+    ooms_ += !fits();
     TORCH_CHECK_WITH(
         OutOfMemoryError, fits(), "delayed out of memory: ", size, " bytes are asked for, ",
-        capacity_ - allocated_, " are free");
+        capacity - allocated_, " are free");
     allocated_ += size;
     peak_ = std::max(peak_, allocated_);
     auto found = free_.find({current, size});
@@ -293,6 +305,8 @@ class Memory final : public c10::DeviceAllocator {
   std::condition_variable changed_;
   std::multimap<std::pair<c10::StreamId, size_t>, Block*> free_;
   int64_t allocated_ = 0, peak_ = 0, capacity_ = 1ll << 30;
+  int64_t pinched_ = 0, one_in_ = 0, ooms_ = 0;
+  std::minstd_rand chance_;
   int64_t lent_ = 0;  // freed, and still used by other streams
 };
 
@@ -511,6 +525,7 @@ at::Tensor empty_strided(
 
 // The same memory as a tensor of the CPU, which does not hold it.
 at::Tensor alias(const at::Tensor& tensor) {
+  c10::InferenceMode normal(false);  // the streams are not in inference mode
   return at::from_blob(opened(tensor.data_ptr()), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
 }
 
@@ -524,6 +539,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
   const bool is_pinned = host != nullptr && pinned_memory().holds(host);
   if (!computes) {
     sent += self.is_cpu() ? target.nbytes() : 0;
+    copies += self.is_cpu();
     returned += target.is_cpu() ? target.nbytes() : 0;
   }
   if (is_pinned) {
@@ -614,8 +630,12 @@ TORCH_LIBRARY(delayed, m) {
   m.def("release(int stream) -> ()", [](int64_t stream) { worker(stream).hold(false); });
   m.def("allocated() -> int", [] { return device_memory().allocated(); });
   m.def("limit(int bytes) -> ()", [](int64_t bytes) { device_memory().limit(bytes); });
+  m.def("pinch(int bytes, int one_in) -> ()", [](int64_t bytes, int64_t one_in) {
+    device_memory().pinch(bytes, one_in);
+  });
   m.def("late(int microseconds) -> ()", [](int64_t microseconds) { latest = microseconds; });
   m.def("heed_events(bool heeds) -> ()", [](bool heeds) { heeds_events = heeds; });
   m.def("sent() -> int", [] { return sent.load(); });
+  m.def("copies() -> int", [] { return copies.load(); });
   m.def("returned() -> int", [] { return returned.load(); });
 }

@@ -12,6 +12,7 @@ import inspect
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from offload import OffloadedTensor
-from offload.prefetch import staging
+from offload.prefetch import room, staging
 from tests.processes import in_fork
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -66,6 +67,8 @@ def register(library: Path) -> torch.device:
 def on_the_device(test: Callable[..., None]) -> Callable[..., None]:
     """Run a test in a forked child whose accelerator is the delayed device, with slots of 1 MiB.
 
+    Without a budget nothing stays there: it has 1 GiB, which is spared; but after `filled_up_to`.
+
     It may request the `device`, a `folder`, and parameters.
     """
     asked = inspect.signature(test).parameters
@@ -85,6 +88,12 @@ def on_the_device(test: Callable[..., None]) -> Callable[..., None]:
     kind = inspect.Parameter.KEYWORD_ONLY
     run.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
     return run
+
+
+def filled_up_to(nbytes: int) -> None:
+    """From now on the device has room for so many more bytes of weights, and 8 MiB are spared."""
+    room.LEAST_SPARE, room._SPARE_PART = 8 * MIB, sys.maxsize
+    ops.limit(ops.allocated() + nbytes + 8 * MIB)
 
 
 def held(stream: torch.Stream) -> Callable[[], None]:

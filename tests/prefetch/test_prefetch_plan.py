@@ -6,6 +6,7 @@ import gc
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -241,7 +242,7 @@ def test_values_added_one_by_one_are_planned_for():
 @given(share=st.floats(0.1, 0.9), sizes=st.lists(st.integers(SMALL + 1, 8 * MIB), min_size=2, max_size=60))
 def test_on_a_device_what_stays_after_a_first_pass_is_there(share: float, sizes: list[int]):
     """So that the second pass sends what exceeds the budget, and no more."""
-    pool, values, there = plan.OnDevice(int(share * sum(sizes))), list[Value](), set[Value]()
+    pool, values, there = plan.OnDevice(int(share * sum(sizes)), torch.device("meta")), list[Value](), set[Value]()
     for place, size in enumerate(sizes):
         value = Value(pool, FILE, place * 8 * MIB, size, shared=False)  # type: ignore[arg-type]
         values.append(value)
@@ -261,7 +262,7 @@ def test_on_a_device_what_stays_after_a_first_pass_is_there(share: float, sizes:
 @given(share=st.floats(0.1, 0.9), count=st.integers(20, 200))
 def test_on_a_device_values_of_a_first_pass_are_spread_evenly(share: float, count: int):
     """Though how many there are is known only at its end."""
-    pool, values = plan.OnDevice(int(share * count * MIB)), list[Value]()
+    pool, values = plan.OnDevice(int(share * count * MIB), torch.device("meta")), list[Value]()
     for place in range(count):
         [value] = values_of(pool, [MIB], place * MIB)
         values.append(value)

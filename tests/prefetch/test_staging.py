@@ -125,6 +125,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return values.clone()
 
     monkeypatch.setattr(guests, "send", send)
+    monkeypatch.setattr(copies, "staging_for", lambda _: None)
     monkeypatch.setattr(copies, "send_bytes", lambda values, target: Sent(send(values, target)))
     return sent
 
@@ -143,7 +144,7 @@ def referenced(tmp_path: Any, name: str, values: torch.Tensor) -> OffloadedTenso
 @pytest.fixture
 def budget(monkeypatch: pytest.MonkeyPatch) -> Pool:
     """100 KiB on the GPU."""
-    pool = OnDevice(100 << 10)
+    pool = OnDevice(100 << 10, GPU)
     monkeypatch.setattr(POOL, "fixed_window", 0)
     monkeypatch.setattr(POOL, "on_devices", {GPU: pool})
     return pool
@@ -178,7 +179,7 @@ def test_values_that_do_not_fit_are_sent_each_time(tmp_path, sent, budget):
     assert [] == [value for value in budget.values() if value.kept]
 
 
-def test_nothing_stays_on_a_device_without_a_budget(tmp_path, sent):
+def test_nothing_stays_on_a_device_that_does_not_tell_what_is_free(tmp_path, sent):
     w = referenced(tmp_path, "w", torch.randn(100, 100))
     guest_of(w), guest_of(w)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,18 +17,25 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import offload
-from offload import OffloadedTensor
+from offload import OffloadedTensor, map_batches
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.forms.formats import unpacked
 from offload.cli.main import parser
 from offload.cli.models import loaded_model
 from offload.errors import ChangedFileError
-from offload.prefetch import copies
+from offload.planning.machine import Computing, diagnose
+from offload.prefetch import copies, plan, room, staging
 from offload.prefetch.engine import POOL, replanning
+from offload.prefetch.plan import Pool
+from offload.prefetch.room import free_on, room_on, spare_of
 from offload.prefetch.staging import Sent
 from offload.prefetch.value import page_state_of
+from offload.system import clock
+from offload.tensor import hybrid
+from offload.tensor.products import is_packed
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import guest_of
+from offload.transformers_api import kv_bytes_per_token
 from tests.campaigns import amount
 from tests.checkpoints.forms import FORMS
 from tests.prefetch import delayed_device as delayed
@@ -223,11 +233,314 @@ def test_a_changed_file_is_an_error_though_its_value_stays(device: torch.device,
             guest_of(weight)
 
 
+# Without a set budget
+
+
+def squares(folder: Path, count: int, name: str = "w") -> tuple[list[OffloadedTensor], list[torch.Tensor]]:
+    """Weights of 1 MiB each on disk, and the same in memory."""
+    values = [torch.full((1 << 18,), float(number)) for number in range(count)]
+    return [on_disk(folder, f"{name}{number}", value) for number, value in enumerate(values)], values
+
+
+def used(weights: list[OffloadedTensor], values: list[torch.Tensor]) -> int:
+    """How many MiB cross the bus as each is used; they are what they should be."""
+
+    def use() -> None:
+        assert all(torch.equal(value, guest_of(one).cpu()) for one, value in zip(weights, values, strict=True))
+
+    return crossing(use) // MIB
+
+
+@contextmanager
+def ticking() -> Iterator[Callable[[float], None]]:
+    """Time stands still, and passes when the function that this yields says so."""
+    now, moved = clock.now, [clock.now()]
+    clock.now = lambda: moved[-1]
+    try:
+        yield lambda seconds: moved.append(moved[-1] + seconds)
+    finally:
+        clock.now = now
+
+
+def on_the_delayed(what: str) -> int:
+    """How many MiB may stay on the device (0), or do (1)."""
+    return offload.memory_summary().on_devices["delayed:0"][("may", "do").index(what)] // MIB
+
+
+@pytest.mark.parametrize(("free", "sent"), [(20, 0), (9, 1), (5, 5), (1, 9)])
+@on_the_device
+def test_a_device_fills_itself_to_the_limit_and_not_beyond(
+    device: torch.device, folder: Path, free: int, sent: int
+) -> None:
+    """Of ten weights those stay that there is room for; the others cross at each pass."""
+    weights, values = squares(folder, 10)
+    delayed.filled_up_to(free * MIB)
+
+    assert [10, sent, sent] == [used(weights, values) for _ in range(3)]
+    assert (free, 10 - sent) == (on_the_delayed("may"), on_the_delayed("do"))
+
+
+@on_the_device
+def test_a_device_gives_back_the_memory_that_others_allocate_and_fills_it_again(
+    device: torch.device, folder: Path
+) -> None:
+    weights, values = squares(folder, 10)
+    delayed.filled_up_to(10 * MIB)
+    with ticking() as pass_seconds:
+        before = [used(weights, values) for _ in range(2)]
+        beside = torch.empty(5 * MIB, dtype=torch.uint8, device=device)  # of what is spared
+        pass_seconds(3)
+        used(weights, values)
+        shared = on_the_delayed("do")
+        del beside
+        pass_seconds(60)
+        used(weights, values)
+
+        assert [10, 0] == before
+        assert 5 == shared
+        assert 0 == used(weights, values)
+
+
+@on_the_device
+def test_at_an_out_of_memory_error_of_anybody_half_stays_for_a_while(device: torch.device, folder: Path) -> None:
+    weights, values = squares(folder, 8)
+    delayed.filled_up_to(8 * MIB)
+    with ticking() as pass_seconds:
+        used(weights, values)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(9 * MIB, dtype=torch.uint8, device=device)
+        pass_seconds(3)
+        used(weights, values)
+        after = on_the_delayed("do")
+        pass_seconds(31)
+        used(weights, values)
+
+        assert 4 == after
+        assert 0 == used(weights, values)
+
+
+@on_the_device
+def test_an_op_without_room_for_its_result_is_tried_again(device: torch.device, folder: Path) -> None:
+    """Once as a function above autograd, once below it."""
+    weights, values = squares(folder, 8)
+    delayed.filled_up_to(8 * MIB)
+    used(weights, values)
+    _ = torch.empty(8 * MIB, dtype=torch.uint8, device=device)
+
+    x = weights[0].materialize()
+    sums = [torch.add(weights[1], x), weights[2].exp(), torch.stack(weights[:2])]
+
+    assert torch.equal(values[0] + values[1], sums[0].cpu())
+    assert torch.equal(values[2].exp(), sums[1].cpu())
+    assert torch.equal(torch.stack(values[:2]), sums[2].cpu())
+
+
+@on_the_device
+def test_two_models_share_what_a_device_has_room_for(device: torch.device, folder: Path) -> None:
+    """Whatever their budgets in main memory."""
+    (weights, values), (others, theirs) = squares(folder, 6), squares(folder, 6, "v")
+    page_state_of(handle_of(others[0])).pool = own = Pool(8 * MIB)
+    delayed.filled_up_to(6 * MIB)
+    for _ in range(2):
+        used(weights, values), used(others, theirs)
+
+    assert 6 == used(weights, values) + used(others, theirs)
+    assert {} == own.on_devices
+
+
+@on_the_device
+def test_an_integrated_device_holds_nothing_twice(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, values = squares(folder, 2)
+    delayed.filled_up_to(4 * MIB)
+    monkeypatch.setattr(copies, "is_integrated", lambda _: True)
+    os.sync()  # pages that are not written yet can't be dropped
+
+    assert [2, 0] == [used(weights, values) for _ in range(2)]
+    assert MIB // 16 > offload.memory_summary().resident
+
+
+@on_the_device
+def test_the_keys_and_values_of_a_context_have_room_on_a_device(
+    device: torch.device, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4,096 tokens before `generate` says how many; `plan` and `doctor` say the same."""
+    delayed.ops.late(20)
+    caplog.set_level("INFO", "offload.budget")
+    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _: Computing(1e9, 1e9, 1e9, 1e9, 1e9))
+    FORMS["llama"].write(folder)
+    delayed.filled_up_to(256 * MIB)
+    model = offload.from_pretrained(folder, device_map="disk:delayed:0")
+    per_token, free = kv_bytes_per_token(model), free_on(device)
+    tokens = torch.arange(8, device=device)[None]
+    model(tokens)
+    first, planned = copies.pool_on(device).capacity, offload.plan(folder, device="delayed:0", context=4096)
+    model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
+
+    assert abs(first - (free - spare_of(free) - 4096 * per_token)) < MIB // 16
+    assert abs(copies.pool_on(device).room() - (free - spare_of(free) - 16 * per_token)) < MIB // 16
+    assert planned.context_bytes == 4096 * per_token
+    assert diagnose(folder, nbytes=0).on_devices["delayed:0"] == room_on(device) == planned.device_memory - 8 * MIB
+    assert "stay on delayed:0" in caplog.text
+
+
+# In bundles
+
+
+def copies_of(act: Callable[[], object]) -> tuple[int, int]:
+    """How many bytes an action sends, and in how many copies."""
+    before = delayed.ops.copies()
+    return crossing(act), delayed.ops.copies() - before
+
+
+@pytest.mark.parametrize(("stays", "sent"), [(0, 4), (LAYERS // 2, 2), (LAYERS, 0)])
+@on_the_device
+def test_values_that_stream_cross_in_one_copy_per_block(
+    device: torch.device, folder: Path, stays: int, sent: int
+) -> None:
+    """Of two layers each, weights and scales, once the order is known; and no byte more."""
+    delayed.ops.late(20)
+    staging._SLOT = 2 * MIB + 4096
+    weights = packed_layers(folder, device)
+    expected = [weight.to("cpu").materialize() for weight in weights]
+
+    def run() -> None:
+        assert all(torch.equal(value, guest_of(one).cpu()) for one, value in zip(weights, expected, strict=True))
+
+    with offload.set_max_memory({"delayed:0": stays * (MIB + 1024)}):
+        for _ in range(3):
+            run()
+        nbytes, count = copies_of(run)
+
+    assert sent == count
+    assert 2 * sent * MIB <= nbytes <= 1.02 * 2 * sent * MIB
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+@on_the_device
+def test_a_bundle_stays_in_pinned_memory_while_there_is_enough(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    monkeypatch.setattr(staging, "available_bytes", lambda: (4 if is_short else 64) * MIB)
+    weights, values = squares(folder, 4)
+    with offload.set_max_memory({"delayed:0": 0}):
+        for _ in range(3):
+            used(weights, values)
+        arrived: list[object] = []
+        monkeypatch.setattr(copies, "arrive", arrived.append)
+
+        assert 4 == used(weights, values)
+        assert (4 if is_short else 0) == len(arrived)
+        assert (0 if is_short else 4 * MIB) == sum(one.nbytes for one in staging._STAGINGS[device]._pinned)
+
+
+@on_the_device
+def test_pinned_memory_is_sent_only_once_it_is_filled(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread that sends the same bundle, at the worst moment."""
+    weights, values = squares(folder, 2)
+    send_many, again = staging.Staging.send_many, []
+
+    def send_late(self: Any, pinned: Any, stored: Any, spans: Any) -> Any:
+        if pinned is not None and stored is not None and not again:
+            again.append(True)
+            thread = threading.Thread(target=lambda: again.append(torch.equal(values[0], guest_of(weights[0]).cpu())))
+            thread.start()
+            thread.join()
+        return send_many(self, pinned, stored, spans)
+
+    monkeypatch.setattr(staging.Staging, "send_many", send_late)
+    with offload.set_max_memory({"delayed:0": 0}):
+        for _ in range(4):
+            used(weights, values)
+
+    assert [True, True] == again[:2]
+
+
+@on_the_device
+def test_values_that_were_sent_in_vain_are_dropped(device: torch.device, folder: Path) -> None:
+    """The values of a first order, which then changes again and again."""
+    delayed.ops.late(20)
+    staging._SLOT = 4 * MIB
+    weights, values = squares(folder, 12)
+    before = delayed.ops.allocated()
+    with offload.set_max_memory({"delayed:0": 0}):
+        for step in (1, 1, 5, 7, 11, 5):
+            order = [step * number % 12 for number in range(12)]
+            used([weights[number] for number in order], [values[number] for number in order])
+            assert delayed.ops.allocated() - before <= 2 * 4 * MIB
+
+
+# Computed where they lie
+
+
+def products_of(weights: list[OffloadedTensor], x: torch.Tensor) -> list[torch.Tensor]:
+    return [F.linear(x, weight).cpu() for weight in weights]
+
+
+@pytest.mark.fused
+@on_the_device
+def test_a_product_is_computed_where_its_weight_lies_if_that_wins(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "_wins", lambda there_and_back, *_: there_and_back() is not None)
+    delayed.ops.late(20)
+    weights = packed_layers(folder, device)
+    x = torch.randn(8, SIDE)
+    true = [F.linear(x.double(), weight.cpu().materialize().double()) for weight in weights]
+    bound = [F.linear(x.double().abs(), weight.cpu().materialize().double().abs()) for weight in weights]
+    there, more = x.to(device), torch.randn(9, SIDE).to(device)
+    with offload.set_max_memory({"delayed:0": 0}):
+        products_of(weights, there), products_of(weights, there)  # the weights are known, and one was tried
+        sent = crossing(lambda: products_of(weights, there))
+
+        found = products_of(weights, there)
+
+        assert all(
+            ((one - value).abs() <= 1e-5 * most).all() for one, value, most in zip(found, true, bound, strict=True)
+        )
+        assert sent == LAYERS * x.nbytes
+        assert LAYERS * MIB <= crossing(lambda: products_of(weights, more))
+        with offload.exact():
+            assert LAYERS * MIB <= crossing(lambda: products_of(weights, there))
+        monkeypatch.setenv("OFFLOAD_HYBRID", "off")
+        assert LAYERS * MIB <= crossing(lambda: products_of(weights, there))
+
+
+@pytest.mark.fused
+@pytest.mark.parametrize(
+    "name", ["fp8-mixtral", "mxfp4-gpt_oss", "ct-w4a16", "ct-nvfp4a16", "gptq", "awq", "gguf-q4_k"]
+)
+@on_the_device
+def test_products_of_packed_forms_are_as_exact_where_they_lie(
+    device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of dense layers and of experts, alone and in batches: weights, product and sum are rounded."""
+    monkeypatch.setattr(hybrid, "_wins", lambda there_and_back, *_: there_and_back() is not None)
+    monkeypatch.setattr(hybrid, "streams_to", lambda *_: True)  # though they are small
+    delayed.ops.late(20)
+    FORMS[name].write(folder)
+    model = offload.from_pretrained(folder, device_map="disk:delayed:0", **FORMS[name].options)
+    kinds = {(one.dim(), tuple(one.shape)): one for one in model.parameters() if is_packed(handle_of(one).composed)}
+    assert kinds
+    for (dims, _), stack in kinds.items():
+        weight = stack[0].t() if dims == 3 and name.startswith("mxfp4") else stack[0] if dims == 3 else stack
+        x = torch.randn(3, weight.shape[1]).to(weight.dtype)
+        dense = weight.cpu().materialize().double()
+        limit = 2.0**-7 * (x.double().abs() @ dense.abs().T)
+
+        found = [one.cpu() for one in map_batches(partial(F.linear, weight=weight), [x.to(device)] * 2, model)]
+
+        assert all(((one.double() - x.double() @ dense.T).abs() <= limit).all() for one in found)
+    assert any(staging._STAGINGS[device].wins.values())
+
+
 def many_steps(device: torch.device, folder: Path, steps: int) -> int:
     """How many values were wrong on streams that are late: threads use values while budgets change."""
     count, size = 12, 40 << 10  # elements, of 4 bytes: more than is sent as one
     weights = [on_disk(folder, f"w{number}", torch.full((size,), float(number))) for number in range(count)]
-    delayed.ops.limit(64 * MIB)
     wrong: list[int] = []
 
     def use(thread: int) -> None:
@@ -247,11 +560,10 @@ def many_steps(device: torch.device, folder: Path, steps: int) -> int:
                     offload.budget.evict(weights[chance.randrange(count)])
 
     threads = [threading.Thread(target=use, args=(number,)) for number in range(2)]
-    with offload.set_max_memory({"delayed:0": MIB}):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return len(wrong)
 
 
@@ -260,7 +572,23 @@ def many_steps(device: torch.device, folder: Path, steps: int) -> int:
 def test_no_value_is_stale_or_torn_on_streams_that_are_late(device: torch.device, folder: Path) -> None:
     delayed.ops.late(300)
 
-    assert 0 == many_steps(device, folder, amount("devices", usual=400, whole=10_000))
+    with offload.set_max_memory({"delayed:0": MIB}):
+        assert 0 == many_steps(device, folder, amount("devices", usual=400, whole=10_000))
+
+
+@pytest.mark.campaign("devices")
+@on_the_device
+def test_no_value_is_wrong_as_a_full_device_runs_out_of_memory(device: torch.device, folder: Path) -> None:
+    """At random, though what does not stay would have room; and no error is seen."""
+    delayed.ops.late(300)
+    plan._CALM, plan._LOOK_AGAIN = 0.05, 0.02  # it soon fills itself again
+    delayed.filled_up_to(5 * MIB // 2)
+    delayed.ops.pinch(2 * MIB, 20)
+
+    wrong = many_steps(device, folder, amount("devices", usual=400, whole=10_000))
+
+    assert 0 == wrong
+    assert 0 < room.ooms_on(device)
 
 
 @on_the_device
@@ -269,4 +597,5 @@ def test_without_the_waits_values_are_wrong_on_streams_that_are_late(device: tor
     delayed.ops.late(300)
     delayed.ops.heed_events(False)
 
-    assert 0 < many_steps(device, folder, 400)
+    with offload.set_max_memory({"delayed:0": MIB}):
+        assert 0 < many_steps(device, folder, 400)
