@@ -246,13 +246,14 @@ def _refuse_replacing(folder: Path, existsok: bool) -> None:
 
 def _files_in(folder: Path) -> set[str]:
     """The files below a folder, and links; one that can't be looked into is an error, as it may hold others' files."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    walked = ((Path(place), [*folders, *names]) for place, folders, names in os.walk(folder, onerror=refuse))
-    inside = (place / name for place, names in walked for name in names)
-    return {str(path.relative_to(folder)) for path in inside if path.is_symlink() or not path.is_dir()}
+    found: set[str] = set()
+    with os.scandir(folder) as items:
+        for item in items:
+            if item.is_dir(follow_symlinks=False):
+                found |= {f"{item.name}/{name}" for name in _files_in(Path(item.path))}
+            else:
+                found.add(item.name)
+    return found
 
 
 def _files_of(folder: Path) -> set[str]:
