@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.engines import Clock
     from tests.prefetch.fakes import Memory
 
-pytest.register_assert_rewrite("tests.acts")
+pytest.register_assert_rewrite("tests.crashes", "tests.interrupts", "tests.acts", "tests.acts_of_rows")
 with suppress(ImportError):  # `make gpu` installs nothing
     from hypothesis import HealthCheck, settings
 

@@ -1,7 +1,7 @@
 """Ctrl-C wherever Python can handle it during a call.
 
 Python checks for signals when a function begins or resumes, when a call returns, and when a loop jumps back.
-`interrupted` runs a program once for each such place in the package's code, and raises `KeyboardInterrupt` there, as
+`meets_interrupts` runs an act once for each such place in the package's code, and raises `KeyboardInterrupt` there, as
 the SIGINT handler would. A line event is not such a place: a tracer can also stop between the end of a block and the
 `__exit__` of its lock, where no signal is handled.
 """
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dis
 import gc
+import itertools
 import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -30,10 +31,11 @@ from offload.prefetch import engine as engines
 from offload.prefetch.value import SMALL
 from offload.storage.replacing import TEMPORARY
 from offload.system.locks import _LOCKS
+from tests.crashes import Act
 
 _PACKAGE = str(Path(offload.__file__).parent) + os.sep
 _LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
-_DELICATE = ("storage/modes", "storage/locks", "prefetch")
+_DELICATE = ("system/modes", "system/locks", "prefetch")
 Place = tuple[CodeType, int]
 
 
@@ -117,31 +119,29 @@ def _places(code: CodeType) -> tuple[set[int], set[int]]:
     return looks, ends
 
 
-def interrupted(
-    prepare: Callable[[], Any],
-    call: Callable[[Any], object],
-    check: Callable[[Any], None],
-    *,
-    folder: Path,
-    tried: set[Place],
-    step: int = 1,
-) -> int:
-    """Interrupt `call(prepare())` at places not yet `tried`, the first and last time, and check what is left.
+def meets_interrupts(tried: Act, place: Path, seen: set[Place], step: int = 1) -> int:
+    """Interrupt an act at places not yet `seen`, the first and last time, and check what is left.
 
-    Every `step`-th place is chosen, and every delicate one.
+    Every `step`-th place is chosen, and every delicate one. Returns the number of interrupts.
 
-    Afterwards, torch's state and the package's locks and counters are as before, no temporary file is in `folder`,
-    and `check` accepts what it finds of the result of `prepare`. Returns the number of interrupts.
+    Afterwards, torch's state and the package's locks and counters are as before, no temporary file is there, the act's
+    check accepts what it finds, and the same act succeeds.
     """
-    call(prepare())  # imports, and fills one-time caches
-    given = prepare()
+    numbers = itertools.count()
+
+    def begin() -> Any:
+        return tried.begin(place / f"tried{next(numbers)}")
+
+    expected = tried.result(begin())  # imports, and fills one-time caches
+    given = begin()
     with _Tracer() as counting:
-        call(given)
-    places = {place: most for place, most in counting.seen.items() if place not in tried}
+        tried.act(given)
+    del given
+    places = {place: most for place, most in counting.seen.items() if place not in seen}
     chosen = [place for number, place in enumerate(places) if not number % step or is_delicate(place[0])]
     stops = [Stop(place, turn) for place in chosen for turn in sorted({1, places[place]})]
-    tried.update(places)
-    return sum(_stopped_at(stop, prepare, call, check, folder) for stop in stops)
+    seen.update(places)
+    return sum(_stopped_at(stop, tried, begin(), expected, place) for stop in stops)
 
 
 def is_delicate(code: CodeType) -> bool:
@@ -149,27 +149,21 @@ def is_delicate(code: CodeType) -> bool:
     return code.co_filename.removeprefix(_PACKAGE).startswith(_DELICATE)
 
 
-def _stopped_at(
-    stop: Stop, prepare: Callable[[], Any], call: Callable[[Any], object], check: Callable[[Any], None], folder: Path
-) -> bool:
-    given = prepare()
+def _stopped_at(stop: Stop, tried: Act, given: Any, expected: Any, place: Path) -> bool:
     before = torch_state()
     error: BaseException | None = None
     with _Tracer(stop) as tracer:
         try:
-            call(given)
+            tried.act(given)
         except BaseException as raised:
             error = raised
     try:
-        assert before == torch_state()
         assert tracer.has_stopped or error is None
         assert error is None or type(error) is KeyboardInterrupt, f"{error!r}"
         error = None
-        assert [] == list(held_locks())
-        assert [] == list(left_on())
-        assert [] == list(wrong_counts())
-        assert [] == list(folder.rglob(TEMPORARY + "*"))
-        check(given)
+        assert [] == [*left_behind(before), *place.rglob(f"{TEMPORARY}*")]
+        tried.check(given)
+        assert expected == tried.result(given)
     except BaseException as failure:
         failure.add_note(f"interrupted at {stop}")
         raise
@@ -192,6 +186,15 @@ def torch_state() -> tuple[Any, ...]:
         torch.get_num_threads(),
         torch._C._autograd._saved_tensors_hooks_is_enabled(),
     )
+
+
+def left_behind(state: tuple[Any, ...]) -> Iterator[str]:
+    """What is not as it was in that `torch_state`, and whatever of the package is still held, on, or counted."""
+    if changed := [number for number, now in enumerate(torch_state()) if state[number] != now]:
+        yield f"torch's state, in places {changed}"
+    yield from (f"a lock: {lock}" for lock in held_locks())
+    yield from left_on()
+    yield from wrong_counts()
 
 
 def left_on() -> Iterator[str]:

@@ -1,143 +1,218 @@
-"""Kill a process that replaces values, again and again: each value must be complete, afterwards and for readers.
+"""Writers that are killed at random moments, again and again, while another process reads: what is there is whole.
+
+`tests/crashes.py` kills at each call that changes files; here the kill comes anywhere, also between two stores.
 
 Always true:
-- a value is one number repeated, so that a mix of two updates is recognised
+- what is written is one number everywhere, so that a mix of two is recognised; the numbers only grow
 - a fork is killed, which has torch already; it notes what it is about to write, and has written, in shared memory
-- another process reads the value all the time, alternating between its own handle and the safetensors library
+- every second writer has written, and the reader has read, before the kill
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import random
-import struct
-import sys
-import tempfile
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from bench.models import cache_folder
+from offload import OffloadedTensor, TensorCache, load_tree, save_tree
+from offload.errors import ChangedFileError, MissingFileError
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.replacing import TEMPORARY, sweep
-from offload.tensor.wrapper import OffloadedTensor
+from tests.acts_of_neighbours import begun_numbered, numbered, save_numbered
+from tests.crashes import left_in, use_again
 from tests.processes import ended, forked, in_fork, kill
 
-SIZES = tuple(4096 << shift for shift in range(0, 15, 2))  # bytes: 4 KiB to 64 MiB
-_LARGE = 8 << 20  # bytes: larger values are written less often between kills, and leftovers are removed at once
-_BOARD = struct.Struct("qqqq")  # being written, written, whether readers should stop, reads
+TRIED, WRITTEN, ENDS, READ, SEEN = range(5)  # numbers; whether the reader should end; the last one read, and how many
 
 
-def campaign(folder: Path, sizes: Sequence[int], kills: int, seed: int = 0) -> dict[str, int]:
-    """Kill this many writers in all, equally many per size in bytes, and check what they leave.
+@dataclass(frozen=True)
+class Numbered:
+    """What holds a number.
 
-    Returns:
-        How many were killed, left the old value, left a new one that was not noted yet; the numbers of updates and of
-        reads; and how many temporary files were left, also after the folder's next use.
+    Attributes:
+        begin: writes 0 to a folder; what it returns is given to the others.
+        write: writes a number.
+        reading: called in the process that reads, returns a function that does it; None if the files were replaced
+            meanwhile.
+    """
+
+    begin: Callable[[Path], Any]
+    write: Callable[[Any, int], object]
+    reading: Callable[[Any], Callable[[], int | None]]
+
+
+@dataclass
+class Killed:
+    """How many writers left the old number, a new one that was not noted yet, a temporary file; how many were read."""
+
+    old: int = 0
+    new: int = 0
+    left: int = 0
+    seen: int = 0
+
+
+def survives_kills(tried: Numbered, folder: Path, kills: int) -> Killed:
+    """Kill this many writers, and check what each leaves, and what is left in the end.
 
     Raises:
-        AssertionError: a value is a mix, or neither the old nor the new one.
+        AssertionError: a value is a mix, or neither the old nor the new one; or the reader met an older one.
     """
-    torch.set_num_threads(1)
-    chance = random.Random(seed)
-    found = dict.fromkeys(("kills", "old", "new", "updates", "reads", "left", "left after use"), 0)
-    for size in sizes:
-        _kill_writers(folder, size, kills // len(sizes), chance, found)
-    found["left"] += _temporary_files(folder)
-    assert in_fork(lambda: OffloadedTensor.from_original_tensor(torch.ones(2), "later", folder)), "it failed: see above"
-    found["left after use"] = _temporary_files(folder)
+    chance, found = random.Random(0), Killed()
+    board = memoryview(mmap.mmap(-1, 40)).cast("q")
+    given = tried.begin(folder)
+    files = _files_in(folder)
+    longest = 2 * statistics.median(_seconds(lambda: tried.write(given, 0)) for _ in range(3))
+    read = tried.reading(given)
+    reader = forked(lambda: _read_for_ever(tried.reading(given), board))
+    try:
+        for turn in range(kills):
+            before = board[READ]
+            pid = forked(lambda: _write_for_ever(tried, given, board))
+            while turn % 2 and board[READ] == before:
+                assert (0, 0) == os.waitpid(pid, os.WNOHANG) == os.waitpid(reader, os.WNOHANG), "it failed: see above"
+                time.sleep(0.0005)
+            time.sleep(chance.uniform(0, longest) + 0.003)
+            kill(pid)
+            number = read()
+            assert number in (board[TRIED], board[WRITTEN]), f"{number}, not {board[WRITTEN]} or {board[TRIED]}"
+            found.new += number == board[TRIED] != board[WRITTEN]
+            found.left += bool(left_in(folder))
+            board[TRIED] = board[WRITTEN] = number
+    finally:
+        board[ENDS] = 1
+        assert 0 == ended(reader), "the reader failed: see above"
+    tried.write(given, board[WRITTEN] + 1)
+    assert board[WRITTEN] + 1 == read()
+    if isinstance(given, OffloadedTensor):  # an update leaves it to the next value that is made in the folder
+        assert in_fork(lambda: use_again(folder))
+        files += 1
+    assert [] == left_in(folder)
+    assert files == _files_in(folder)
+    found.old, found.seen = kills - found.new, board[SEEN]
     return found
 
 
-def _kill_writers(folder: Path, size: int, kills: int, chance: random.Random, found: dict[str, int]) -> None:
-    board = mmap.mmap(-1, _BOARD.size)
-    name, count = f"w{size}", size // 4
-    weight = OffloadedTensor.from_original_tensor(torch.zeros(count), name, folder)
-    took = sorted(_seconds(weight, count) for _ in range(3))[1]
-    longest = took * (2 if size > _LARGE else 4)
-    reader = forked(lambda: _read_for_ever(weight.offload_path, name, board))
-    try:
-        for _ in range(kills):
-            pid = forked(lambda: _update_for_ever(weight, count, board))
-            time.sleep(chance.uniform(0, longest) + 0.003)
-            kill(pid)
-            tried, done, *_ = _BOARD.unpack(board[:])
-            value = _the_number(load_file(weight.offload_path)[name])
-            assert value in (tried, done), f"{value} was found; {done} was written, and {tried} was on its way"
-            assert value == _the_number(weight.materialize()), "the parent sees another value than the file holds"
-            found["kills"] += 1
-            found["new" if value == tried != done else "old"] += 1
-            _note(board, 0, value)
-            _note(board, 1, value)
-            if size > _LARGE:
-                found["left"] += _temporary_files(folder)
-                sweep(folder)
-    finally:
-        _note(board, 2, 1)
-        assert ended(reader) == 0, "the reader failed: see above"
-    _, updates, _, reads = _BOARD.unpack(board[:])
-    found["updates"] += updates
-    found["reads"] += reads
+def _files_in(folder: Path) -> int:
+    return sum(path.is_file() for path in folder.rglob("*"))
 
 
-def _update_for_ever(weight: OffloadedTensor, count: int, board: mmap.mmap) -> None:
-    number = _BOARD.unpack(board[:])[1]
+def _write_for_ever(tried: Numbered, given: Any, board: memoryview) -> None:
+    number = board[WRITTEN]
     while True:
         number += 1
-        _note(board, 0, number)
-        weight.update_values(torch.full((count,), float(number)))
-        _note(board, 1, number)
+        board[TRIED] = number
+        tried.write(given, number)
+        board[WRITTEN] = number
 
 
-def _read_for_ever(path: Path, name: str, board: mmap.mmap) -> None:
-    handle = Handle.shared(TensorFile.open(path), name, None)
-    last = reads = 0
-    while not _BOARD.unpack(board[:])[2]:
-        value = _the_number(handle.base() if reads % 2 else load_file(path)[name])
-        assert value >= last, f"{value} was read after {last}"
-        last, reads = value, reads + 1
-        _note(board, 3, reads)
-        time.sleep(0.001)
+def _read_for_ever(read: Callable[[], int | None], board: memoryview) -> None:
+    while not board[ENDS]:
+        number = read()
+        if number is not None and number != board[READ]:
+            assert number > board[READ], f"{number} was read after {board[READ]}"
+            board[READ] = number
+            board[SEEN] += 1
 
 
-def _note(board: mmap.mmap, place: int, number: int) -> None:
-    board[8 * place : 8 * place + 8] = struct.pack("q", number)
-
-
-def _seconds(weight: OffloadedTensor, count: int) -> float:
+def _seconds(act: Callable[[], object]) -> float:
     start = time.perf_counter()
-    weight.update_values(torch.zeros(count))
+    act()
     return time.perf_counter() - start
 
 
-def _the_number(values: torch.Tensor) -> int:
-    low, high = values.aminmax()
-    assert low == high, f"a mix of {low} and {high}"
-    return int(low)
+def the_number(*values: torch.Tensor) -> int:
+    """The one that all values hold."""
+    found = {number.item() for value in values for number in value.aminmax()}
+    assert 1 == len(found), f"a mix of {found}"
+    return int(found.pop())
 
 
-def _temporary_files(folder: Path) -> int:
-    return sum(name.startswith(TEMPORARY) for name in os.listdir(folder))
+# Values
 
 
-def main() -> int:
-    options = argparse.ArgumentParser(prog="python -m tests.kills", description=__doc__.splitlines()[0])
-    options.add_argument("--kills", type=int, default=1000, help="of all sizes together")
-    options.add_argument("--largest", type=int, default=SIZES[-1], help="size in bytes")
-    chosen = options.parse_args()
-    sizes = [size for size in SIZES if size <= chosen.largest]
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-        print(json.dumps({"sizes": sizes, **campaign(Path(folder), sizes, chosen.kills)}))
-    return 0
+def _value(folder: Path, size: int) -> OffloadedTensor:
+    return OffloadedTensor.from_original_tensor(torch.zeros(size), "w", folder)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _update(weight: OffloadedTensor, number: int) -> None:
+    weight.update_values(torch.full(weight.shape, float(number)))
+
+
+def _own_handle(weight: OffloadedTensor, *, unmaps: bool) -> Callable[[], int]:
+    handle = Handle.shared(TensorFile.open(weight.offload_path), "w", None)
+    return lambda: (unmaps and handle.unmap(), the_number(handle.base()))[1]
+
+
+def _value_of(size: int, reading: Callable[[Any], Callable[[], int | None]]) -> Numbered:
+    return Numbered(partial(_value, size=size), _update, reading)
+
+
+# Trees, and rows of a file
+
+
+def _save_tree(folder: Path, number: int) -> None:
+    """One leaf is kept."""
+    kept = load_tree(folder)["kept"][0] if (folder / "tree.json").exists() else torch.full((50_000,), -1.0)
+    new = [torch.full((size,), float(number)) for size in (1, 100_000)]
+    save_tree({"number": number, "new": new, "kept": [kept, torch.tensor(number)]}, folder)
+
+
+def _read_tree(folder: Path) -> int | None:
+    tree = load_tree(folder)
+    try:
+        assert -1 == the_number(tree["kept"][0])
+        assert tree["number"] == the_number(*tree["new"], tree["kept"][1])
+    except MissingFileError:  # it was replaced after it was opened
+        return None
+    return int(tree["number"])
+
+
+def _save_rows(path: Path, number: int) -> None:
+    x, y = torch.full((20_000,), float(number)), torch.full((20_000,), number)
+    TensorCache(tensors={"x": x, "y": y}, metadata={"number": number}).to_disk(path)
+
+
+def _read_rows(path: Path) -> int | None:
+    try:
+        cache = TensorCache.from_disk(path)
+        batch = cache[:]
+    except ChangedFileError:  # it was replaced while it was opened
+        return None
+    assert cache.metadata["number"] == the_number(batch["x"], batch["y"])
+    return int(cache.metadata["number"])
+
+
+def _read_numbered(folder: Path) -> int | None:
+    with suppress(ChangedFileError):  # it was replaced after it was opened
+        return numbered(folder)
+    return None
+
+
+def _begun(save: Callable[[Path, int], object], name: str) -> Callable[[Path], Path]:
+    return lambda folder: (save(folder / name, 0), folder / name)[1]
+
+
+NUMBERED = {
+    "a value, by a handle of its own": _value_of(1 << 16, partial(_own_handle, unmaps=False)),
+    "a value, by a handle that is mapped again": _value_of(1 << 16, partial(_own_handle, unmaps=True)),
+    "a value, by a tensor from before the fork": _value_of(1 << 16, lambda weight: lambda: the_number(weight + 0)),
+    "a value, by the safetensors library": _value_of(
+        1 << 16, lambda weight: lambda: the_number(load_file(weight.offload_path)["w"])
+    ),
+    "a small value": _value_of(1 << 10, lambda weight: lambda: the_number(weight.materialize())),
+    "a large value": _value_of(1 << 21, lambda weight: lambda: the_number(weight.materialize())),
+    "a tree": Numbered(_begun(_save_tree, "tree"), _save_tree, lambda folder: lambda: _read_tree(folder)),
+    "a folder of tensordict": Numbered(begun_numbered, save_numbered, lambda folder: lambda: _read_numbered(folder)),
+    "a file of rows": Numbered(_begun(_save_rows, "x.pt"), _save_rows, lambda path: lambda: _read_rows(path)),
+}

@@ -1,22 +1,28 @@
 """What a power cut could take: the system calls of a program, as strace sees them, against what it has synced.
 
+`python -m tests.power_cut FOLDER` is that program: all acts that meet a power cut, and some that would not survive it.
+
 Always true:
 - data are safe once their file is synced; the name of a file or folder is, once the folder it is in is synced
 - a file that is renamed takes its place whole only if its data are safe by then; a folder, if all in it is
 - what happens in a folder of a temporary name does not count until the folder is renamed: nobody looks there after a
   power cut; nor do calls that failed, and what was removed
-- what is stored into mappings can't be seen
+- what was there before an act has begun is safe; what is stored into mappings can't be seen
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from offload.storage.replacing import TEMPORARY
+from offload.storage.replacing import TEMPORARY, sync_folder
+from tests.acts import ACTS, meeting
+from tests.crashes import POWER_CUT
 
 CALLS = (
     "open,openat,creat,write,writev,pwrite64,pwritev,pwritev2,sendfile,copy_file_range,splice,ftruncate,truncate,"
@@ -28,6 +34,7 @@ _PAUSED = re.compile(r"^(\d+) +(.*) <unfinished \.\.\.>$")
 _ENDED = re.compile(r"^(\d+) +<\.\.\. \w+ resumed>(.*)$")
 _OPENED = re.compile(r"\d+<(/[^>]*)>")
 _NAMED = re.compile(r'"(/[^"]*)"')
+BEGUN = "/begun"  # a file that is opened as an act begins
 _INTO_THE_FIRST = {"write", "writev", "pwrite64", "pwritev", "pwritev2", "sendfile", "ftruncate", "fallocate"}
 
 
@@ -77,6 +84,11 @@ class Disk:
                 self._see(call[2], call[3])
         return self
 
+    def forget(self) -> None:
+        """All that is there is safe."""
+        for seen in (self.unsynced, self.unnamed, self.faults, self.seen):
+            seen.clear()
+
     def _see(self, name: str, arguments: str) -> None:
         self.seen.append(name)
         opened = [path for path in _OPENED.findall(arguments) if self._is_here(path)]
@@ -86,6 +98,8 @@ class Disk:
             self.unsynced.update({target[1]} & {*opened} if target else ())
         elif name in ("copy_file_range", "splice") and opened:
             self.unsynced.add(opened[-1])
+        elif named and named[-1].endswith(BEGUN):
+            self.forget()
         elif name in ("open", "openat", "creat") and named and ("O_CREAT" in arguments or name == "creat"):
             self._appear(named[-1])
         elif name in ("fsync", "fdatasync") and opened:
@@ -135,3 +149,50 @@ class Disk:
     @staticmethod
     def _within(paths: set[str], place: str) -> set[str]:
         return {path for path in paths if path == place or path.startswith(f"{place}/")}
+
+
+# The program
+
+
+def _file_before_its_data(place: Path) -> None:
+    place.mkdir(parents=True)
+    (place / "new").write_text("data")
+    os.rename(place / "new", place / "made")
+
+
+def _folder_before_its_files(place: Path) -> None:
+    (place / "new").mkdir(parents=True)
+    with open(place / "new" / "file", "w") as file:
+        file.write("data")
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(place / "new", place / "made")
+
+
+def _without_the_folder_around_it(place: Path) -> None:
+    place.mkdir(parents=True)
+    sync_folder(place)
+
+
+BAD: dict[str, Callable[[Path], None]] = {
+    "a file before its data": _file_before_its_data,
+    "a folder before its files": _folder_before_its_files,
+    "a new parent folder": _without_the_folder_around_it,
+}
+
+
+def main(root: Path) -> None:
+    """Each has a folder of its own, and is given one in it that is not there yet."""
+    for name in meeting(POWER_CUT):
+        print(f"-- {name}", flush=True)
+        (root / name).mkdir(parents=True)
+        given = ACTS[name].begin(root / name / "deep" / "er")
+        (root / f"{name}{BEGUN}").touch()
+        ACTS[name].act(given)
+    for name, write in BAD.items():
+        (root / name).mkdir()
+        write(root / name / "deep" / "er")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

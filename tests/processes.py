@@ -9,7 +9,9 @@ Always true:
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.fork_server import ROOT, ForkServer
 
@@ -93,6 +97,22 @@ def run_module(
     command = [sys.executable, "-m", name, *words]
     done = subprocess.run(command, input=given, capture_output=True, timeout=limit, cwd=cwd, env=environment)
     return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def run_on_a_small_disk(code: str, place: Path, size: str, *args: object) -> Any:
+    """What a script prints as JSON, with a file system of its own, of this size, at `place`.
+
+    It may mount that again; `sys.argv[1:]` are the place and `args`. The test is skipped where no disk can be mounted.
+    """
+    place.mkdir(exist_ok=True)
+    mount = f'mount -t tmpfs -o size={size} none "$0" && exec "$@"'
+    space = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(place)]
+    if shutil.which("unshare") is None or subprocess.run([*space, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets no test mount a small disk")
+    command = [*space, sys.executable, "-c", textwrap.dedent(code), str(place), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert 0 == done.returncode, done.stderr
+    return json.loads(done.stdout)
 
 
 def fork_server() -> ForkServer:

@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -31,59 +30,49 @@ from typing import Any
 from torch import nn
 
 from offload.system import background
-from tests.interrupts import held_locks, left_on, torch_state, wrong_counts
+from tests.acts import new_folder
+from tests.crashes import Act
+from tests.interrupts import left_behind, torch_state
 from tests.processes import in_fork
-from tests.public_calls import Call, new_folder
 
 _SHORTEST, _LONGEST = 1e-6, 1e-2  # seconds
 
 
-@dataclass
-class Left:
-    """What a storm has left, and what it met.
-
-    Attributes:
-        interrupts: how many arrived.
-        faults: whatever is not as it should be, and how often.
-    """
-
-    interrupts: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-
-
-def weathers(call: Call, folder: Path, interrupts: int, seed: int) -> bool:
+def weathers(call: Act, folder: Path, interrupts: int, seed: int) -> bool:
     """Whether a call leaves nothing behind in that many interrupts; prints what it does leave."""
 
     def storm() -> None:
         left = _storm(call, folder, interrupts, random.Random(seed))
-        assert not left.faults, f"{left.interrupts} interrupts: {dict(left.faults.most_common(10))}"
+        assert not left, dict(left.most_common(10))
 
     return in_fork(storm)
 
 
-def _storm(call: Call, folder: Path, interrupts: int, rng: random.Random) -> Left:
+def _storm(call: Act, folder: Path, interrupts: int, rng: random.Random) -> Counter[str]:
+    """Whatever is not as it should be, and how often."""
     background.IDLE = 0.05
     sys.unraisablehook = lambda _: None  # interrupts of a `__del__` are reported there
     signal.signal(signal.SIGALRM, _interrupt)
-    left = Left()
+    left: Counter[str] = Counter()
+    arrived = 0
     longest = min(1.2 * _seconds(call, folder), _LONGEST)
     before, descriptors = set(threading.enumerate()), _descriptors()
     with _bystander(folder) as seen:
-        while left.interrupts < interrupts:
+        while arrived < interrupts:
             place = new_folder(folder)
-            given, state = call.prepare(place), torch_state()
-            left.interrupts += _interrupted(call, given, rng.uniform(_SHORTEST, longest), left.faults)
-            left.faults.update(_left_by(call, given, state))
+            given, state = call.begin(place), torch_state()
+            arrived += _interrupted(call, given, rng.uniform(_SHORTEST, longest), left)
+            left.update(_left_by(call, given, state))
             del given
             shutil.rmtree(place, ignore_errors=True)
-    left.faults.update(seen)
+    left.update(seen)
     gc.collect()
     run_put_off_finalizers()
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
-    left.faults.update(f"a thread: {thread.name}" for thread in set(threading.enumerate()) - before)
+    left.update(f"a thread: {thread.name}" for thread in set(threading.enumerate()) - before)
     if (more := _descriptors() - descriptors) > 0:
-        left.faults["open descriptors"] = more
+        left["open descriptors"] = more
     return left
 
 
@@ -98,7 +87,7 @@ def run_put_off_finalizers() -> None:
             finalizer()
 
 
-def _interrupted(call: Call, given: Any, seconds: float, faults: Counter[str]) -> bool:
+def _interrupted(call: Act, given: Any, seconds: float, faults: Counter[str]) -> bool:
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -112,18 +101,14 @@ def _interrupted(call: Call, given: Any, seconds: float, faults: Counter[str]) -
     return False
 
 
-def _left_by(call: Call, given: Any, state: tuple[Any, ...]) -> Iterator[str]:
-    changed = [number for number, now in enumerate(torch_state()) if state[number] != now]
-    if changed:
-        yield f"torch's state, in places {changed}"
-    yield from (f"a lock: {lock}" for lock in held_locks())
-    yield from left_on()
-    yield from wrong_counts()
+def _left_by(call: Act, given: Any, state: tuple[Any, ...]) -> Iterator[str]:
+    yield from left_behind(state)
     for module in given.modules() if isinstance(given, nn.Module) else ():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             yield f"a hook on {type(module).__name__}"
     try:
         call.check(given)
+        call.result(given)
     except Exception as error:
         yield f"afterwards {_named(error)}"
 
@@ -160,10 +145,10 @@ def _bystander(folder: Path) -> Iterator[Counter[str]]:
         thread.join()
 
 
-def _seconds(call: Call, folder: Path) -> float:
+def _seconds(call: Act, folder: Path) -> float:
     """How long the call takes, once everything is imported."""
-    call.act(call.prepare(new_folder(folder)))
-    given = call.prepare(new_folder(folder))
+    call.act(call.begin(new_folder(folder)))
+    given = call.begin(new_folder(folder))
     started = time.perf_counter()
     call.act(given)
     return time.perf_counter() - started

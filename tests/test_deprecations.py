@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_injected_commands import inputs as inputs
+from tests.acts_of_neighbours import inputs_in
 from tests.processes import run_script
 
 # transformers warns of some names in its log, once in a process.
@@ -68,11 +68,11 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_deprecated_is_used(way: str, inputs: Path, tmp_path: Path) -> None:
-    run_script(f"{BEFORE}\n    {WAYS[way].strip()}", inputs, tmp_path)
+def test_nothing_deprecated_is_used(way: str, tmp_path: Path) -> None:
+    run_script(f"{BEFORE}\n    {WAYS[way].strip()}", inputs_in(tmp_path), tmp_path)
 
 
-def test_a_deprecated_name_fails(inputs: Path, tmp_path: Path) -> None:
+def test_a_deprecated_name_fails(tmp_path: Path) -> None:
     from offload.transformers_api import cache_option
 
     if cache_option() != "cache":
@@ -82,4 +82,4 @@ def test_a_deprecated_name_fails(inputs: Path, tmp_path: Path) -> None:
 
     for one in (old, logged):
         with pytest.raises(AssertionError, match="deprecated"):
-            run_script(f"{BEFORE}\n    with torch.no_grad(): {one}", inputs, tmp_path)
+            run_script(f"{BEFORE}\n    with torch.no_grad(): {one}", inputs_in(tmp_path), tmp_path)

@@ -1,4 +1,4 @@
-"""The fault injection of other tests makes exactly the right calls fail."""
+"""What cuts acts short in other tests does it at exactly the right calls."""
 
 from __future__ import annotations
 

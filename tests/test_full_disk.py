@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.processes import ROOT
+from tests.processes import run_on_a_small_disk
 
-# Runs in its own mount namespace, with a small tmpfs at sys.argv[1].
 SCRIPT = """
     import errno, json, os, subprocess, sys, torch, offload
     from offload.errors import MetaTensorError, WriteError
@@ -46,28 +40,16 @@ SCRIPT = """
     said["right"] = all((weight == number).all().item() for number, weight in enumerate(model.parameters()))
     print(json.dumps(said))
 """
-MOUNTED = 'mount -t tmpfs -o size=1200k none "$0" && exec "$@"'
-
-
-def in_namespace(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    whole = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNTED, str(folder), *command]
-    return subprocess.run(whole, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
 @pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
 def test_a_conversion_that_does_not_fit_says_so_and_what_is_there_is_whole(tmp_path: Path, form: str) -> None:
     """Two of eight weights fit; with more room it is done again."""
-    small = tmp_path / "small"
-    small.mkdir()
-    if shutil.which("unshare") is None or in_namespace(small, "true").returncode:
-        pytest.skip("this system lets no test mount a small disk")
     weights = {f"{number}.weight": torch.full((512, 512), float(number)) for number in range(8)}
     (save_file if form.endswith("safetensors") else torch.save)(weights, tmp_path / form)  # type: ignore[operator]
 
-    done = in_namespace(small, sys.executable, "-c", textwrap.dedent(SCRIPT), str(small), str(tmp_path / form))
+    said = run_on_a_small_disk(SCRIPT, tmp_path / "small", "1200k", tmp_path / form)
 
-    assert 0 == done.returncode, done.stderr
-    said = json.loads(done.stdout)
     assert "ENOSPC" == said["errno"]
     assert "'2.weight'" in said["message"]
     assert "take another offload_dir" in said["message"]
@@ -118,15 +100,8 @@ VALUES = """
 
 def test_a_run_stops_on_a_full_disk_and_resumes_with_space_and_a_read_only_disk_is_reported(tmp_path: Path) -> None:
     """Three values of 256 KiB on a disk of 1200 KiB; the second one becomes four times as large."""
-    small = tmp_path / "small"
-    small.mkdir()
-    if shutil.which("unshare") is None or in_namespace(small, "true").returncode:
-        pytest.skip("this system lets no test mount a small disk")
+    said, size = run_on_a_small_disk(VALUES, tmp_path / "small", "1200k"), 1 << 16
 
-    done = in_namespace(small, sys.executable, "-c", textwrap.dedent(VALUES), str(small))
-
-    assert 0 == done.returncode, done.stderr
-    said, size = json.loads(done.stdout), 1 << 16
     code, message = said["full"]
     assert "ENOSPC" == code
     assert "tensor 'b'" in message

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.acts import ACTS, meeting, new_folder
+from tests.crashes import INTERRUPT
 from tests.interrupts import left_on, torch_state
-from tests.public_calls import CALLS, new_folder
 
 
 def umask() -> int:
@@ -57,12 +58,12 @@ def state() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", meeting(INTERRUPT))
 def test_a_call_leaves_the_process_as_it_was(name, tmp_path):
     """Except for what it is meant to change; on the second call, as imports may set something once."""
-    call = CALLS[name]
-    call.act(call.prepare(new_folder(tmp_path)))
-    given = call.prepare(new_folder(tmp_path))
+    call = ACTS[name]
+    call.act(call.begin(new_folder(tmp_path)))
+    given = call.begin(new_folder(tmp_path))
     before = state()
     call.act(given)
     after = state()
@@ -71,13 +72,13 @@ def test_a_call_leaves_the_process_as_it_was(name, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open descriptors can't be listed here")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", meeting(INTERRUPT))
 def test_a_call_leaves_no_descriptor_open(name, tmp_path):
     """Once all its results are gone; reader and writer threads may be busy a moment longer."""
-    call = CALLS[name]
+    call = ACTS[name]
 
     def act() -> int:
-        call.act(call.prepare(new_folder(tmp_path)))
+        call.act(call.begin(new_folder(tmp_path)))
         return len(os.listdir("/proc/self/fd"))
 
     act()

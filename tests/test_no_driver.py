@@ -15,8 +15,9 @@ import offload
 from offload.cli import main
 from offload.errors import ArgumentError, DeviceError
 from offload.planning.check import tiny_checkpoint
-from tests.cli.test_injected_commands import inputs as inputs
-from tests.public_calls import CALLS, new_folder
+from tests.acts import ACTS, meeting, new_folder
+from tests.acts_of_neighbours import inputs_in
+from tests.crashes import INTERRUPT
 
 _NAMES_A_KIND = {"current_accelerator", "is_available", "device_count"}  # the only ones that do not need the driver
 
@@ -43,10 +44,10 @@ def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, missing(name))
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", meeting(INTERRUPT))
 def test_every_public_call_runs(name: str, tmp_path: Path) -> None:
-    call = CALLS[name]
-    thing = call.prepare(new_folder(tmp_path))
+    call = ACTS[name]
+    thing = call.begin(new_folder(tmp_path))
 
     call.act(thing)
 
@@ -68,12 +69,10 @@ COMMANDS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_runs(
-    name: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in inputs.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "new folder").mkdir()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(inputs_in(tmp_path))
+    Path("new folder").mkdir()
 
     code = main(["--traceback", *COMMANDS[name]])
 

@@ -275,10 +275,12 @@ class States:
         flock(self.fd, self.path, shared=True)
 
     def close(self) -> None:
-        if self._pid == os.getpid():
-            unlock(self.fd)
-        self._file.close()
-        del self.counts, self._lengths, self._bytes  # the mapping has its own descriptor
+        try:
+            if self._pid == os.getpid():
+                unlock(self.fd)
+        finally:  # an interrupt would leave the lock held, and the next writer waiting
+            self._file.close()
+            del self.counts, self._lengths, self._bytes  # the mapping has its own descriptor
 
     def refuse_cut(self) -> None:
         """

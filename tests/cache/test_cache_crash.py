@@ -18,6 +18,7 @@ COMMON = """
     import json, mmap, os, random, shutil, signal, sys, time
     import numpy as np, torch
     from offload import TensorCache
+    from tests.processes import ended, forked, kill
 
     torch.set_num_threads(1)
     folder, first, kills = sys.argv[1] + "/cache", int(sys.argv[2]), int(sys.argv[3])
@@ -76,18 +77,6 @@ COMMON = """
             misc[1] = max([misc[1], *(row + 1 for row in self.pending)])
             self.pending = {}
 
-    def in_child(act):
-        pid = os.fork()
-        if pid:
-            return pid
-        try:
-            act()
-            os._exit(0)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        os._exit(1)
-
     def check(mode):
         cache = TensorCache.open(folder, mode)
         missing = set(cache.missing_rows().tolist())
@@ -135,14 +124,13 @@ RANDOM = """
     for number in range(first, first + kills):
         if number % 25 == 24:  # small
             begin_again()
-        pid = in_child(lambda: write_for_ever(number))
+        pid = forked(lambda: write_for_ever(number))
         chance = random.Random(-number)
         until = misc[2] + chance.randrange(20)
         while misc[2] < until and not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.01))
-        os.kill(pid, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        kill(pid)
         said["kills"] += 1
         check("r")
         said["filled"] += check("r+")
@@ -206,8 +194,8 @@ LINE_BY_LINE = """
     said = dict(lines=len(set(order)), others=len(others), kills=0)
     for last in range(len(order)) if kills else others:
         begin_again()
-        pid = in_child(lambda: write_a_little(last))
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, last
+        pid = forked(lambda: write_a_little(last))
+        assert ended(pid) == -signal.SIGKILL, last
         try:
             check("r")
             with real_open(folder + "/rows.state", "r+b") as other:  # a writer that was there before: no repairs

@@ -188,6 +188,7 @@ def test_several_processes_share_the_rows_and_a_killed_one_loses_little(tmp_path
         import offload.cache.missing
         from functools import partial
         from offload import TensorCache, map_batches
+        from tests.processes import ended, forked
         folder, log, count, kills = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
         offload.cache.missing._FLUSH_EVERY = 0.0
         layers = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
@@ -206,26 +207,16 @@ def test_several_processes_share_the_rows_and_a_killed_one_loses_little(tmp_path
                 cache.fill(fn, torch.arange(count), batch_size=2, map_fn=mapped)
                 assert len(cache.missing_rows()) == 0
 
-        def fork():
-            pid = os.fork()
-            if not pid:
-                try:
-                    work()
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-            return pid
-
         rng = random.Random(0)
-        others = [fork() for _ in range(2)]
+        others = [forked(work) for _ in range(2)]
         for _ in range(kills):
-            pid = fork()
+            pid = forked(work)
             time.sleep(rng.uniform(0.02, 0.15))
             os.kill(pid, signal.SIGKILL)
             print(pid)
             os.waitpid(pid, 0)
         for pid in others:
-            assert os.waitpid(pid, 0)[1] == 0
+            assert 0 == ended(pid)
     """
 
     killed = set(run_script(script, str(tmp_path / "cache"), str(tmp_path / "log"), str(count), str(kills)).split())

@@ -7,9 +7,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,7 +26,7 @@ from offload.errors import (
     WriteError,
 )
 from tests.conftest import contents
-from tests.processes import ROOT, in_fork
+from tests.processes import in_fork, run_on_a_small_disk
 
 COLUMNS = {"x": (torch.int64, (300,)), "t": (torch.int32, (None,)), "note": "json"}
 
@@ -333,31 +330,6 @@ def test_a_foreign_file_is_left_as_it_is(tmp_path):
     assert "mine" == (tmp_path / "t.values").read_text()
 
 
-@pytest.mark.parametrize("step", range(1, 6))
-def test_a_creator_that_is_killed_leaves_a_folder_that_can_be_made_again(tmp_path, step):
-    def create_and_die():
-        replace, calls = os.replace, []
-
-        def dying(*names):
-            calls.append(names)
-            if len(calls) == step:
-                os.kill(os.getpid(), 9)
-            replace(*names)
-
-        os.replace = dying
-        TensorCache.create(tmp_path, COLUMNS, 3)
-
-    assert not in_fork(create_and_die)
-    with pytest.raises(
-        MissingFileError, match=r"there is no complete cache in this folder: TensorCache.create creates one"
-    ):
-        TensorCache.open(tmp_path)
-    with TensorCache.create(tmp_path, COLUMNS, 3) as cache:
-        cache[:] = values(0, 3)
-    assert 3 == TensorCache.open(tmp_path).num_filled
-    assert not list(tmp_path.glob(".offload-tmp-*"))
-
-
 def test_rows_that_a_power_cut_took_from_a_column_is_restored(tmp_path):
     with TensorCache.create(tmp_path, COLUMNS, 100) as cache:
         cache[:9] = values(0, 9)
@@ -529,22 +501,11 @@ FULL = """
     said["right"] = bool((again[:40]["x"] == 1).all()) and set(again[:40]["note"]) == {"a"}
     print(json.dumps(said))
 """
-MOUNTED = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
-
-
-def in_namespace(folder, *command):
-    whole = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNTED, str(folder), *command]
-    return subprocess.run(whole, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
 def test_on_a_full_disk_the_batch_is_not_filled_and_what_was_is_right(tmp_path):
-    if shutil.which("unshare") is None or in_namespace(tmp_path, "true").returncode:
-        pytest.skip("this system lets no test mount a small disk")
+    said = run_on_a_small_disk(FULL, tmp_path, "1m")
 
-    done = in_namespace(tmp_path, sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path))
-
-    assert 0 == done.returncode, done.stderr
-    said = json.loads(done.stdout)
     assert "ENOSPC" == said["errno"]
     assert (
         "960 rows from row 40 on could not be written (No space left on device): they count as missing"

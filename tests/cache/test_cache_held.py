@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import resource
@@ -21,7 +20,6 @@ from offload.errors import (
     CheckpointError,
     ForeignFileError,
     MissingFileError,
-    OffloadError,
     UnsupportedOpError,
     WriteError,
 )
@@ -29,7 +27,6 @@ from offload.storage.file import TensorFile
 from offload.storage.layout import _NAMED
 from tests import faults
 from tests.cache.stores import logps
-from tests.campaigns import amount
 from tests.processes import in_fork, run_script
 
 
@@ -277,22 +274,6 @@ def test_to_disk_puts_the_data_on_the_disk_before_the_name_and_the_name_after(tm
     assert "os.fsync" in names[at:]
 
 
-@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-def test_a_failure_of_to_disk_leaves_a_complete_file_or_nothing(tmp_path: Path, name: str) -> None:
-    cache, numbers, seen = TensorCache(tensors={"x": torch.arange(3)}), iter(range(1000)), 0
-
-    for failure in faults.each_failure(
-        lambda: tmp_path / str(next(numbers)) / name, lambda path: cache.to_disk(path), (errno.EIO, errno.ENOSPC)
-    ):
-        seen += 1
-        assert failure.error is None or isinstance(failure.error, OffloadError), str(failure)
-        assert not failure.leaked, (str(failure), failure.leaked)
-        left = list(failure.given.parent.iterdir()) if failure.given.parent.exists() else []
-        assert left in ([], [failure.given]), str(failure)
-        assert not left or [0, 1, 2] == TensorCache.from_disk(failure.given)[:]["x"].tolist(), str(failure)
-    assert seen > 5
-
-
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     def run() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -422,54 +403,6 @@ def test_reading_some_rows_of_a_file_takes_little_memory(tmp_path: Path) -> None
     """
 
     assert 32 << 20 > int(run_script(script, tmp_path / "cache.pt"))
-
-
-KILLED = """
-    import mmap, os, random, sys, time, torch
-    from offload import TensorCache
-    from tests.processes import kill
-
-    torch.set_num_threads(1)
-    path, kills = sys.argv[1], int(sys.argv[2])
-    random.seed(0)
-    values, saved = set(), mmap.mmap(-1, 8)
-    began = time.monotonic()
-    for _ in range(3):
-        TensorCache(tensors={"x": torch.zeros(20_000), "y": torch.zeros(20_000, dtype=torch.int64)}).to_disk(path)
-    one = (time.monotonic() - began) / 3
-    for turn in range(kills):
-        pid = os.fork()
-        if not pid:
-            for number in range(turn * 1000, turn * 1000 + 1000):
-                x, y = torch.full((20_000,), float(number)), torch.full((20_000,), number)
-                TensorCache(tensors={"x": x, "y": y}, metadata={"number": number}).to_disk(path)
-                saved[:] = number.to_bytes(8)
-            os._exit(1)
-        before = saved[:]
-        while turn % 2 and saved[:] == before:  # every second one saves once, at least
-            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it failed"
-            time.sleep(0.001)
-        time.sleep(random.uniform(0, 4 * one))
-        kill(pid)
-        cache = TensorCache.from_disk(path)
-        batch = cache[:]
-        [number] = set(batch["x"].tolist())
-        assert {int(number)} == set(batch["y"].tolist()), number
-        assert int(number) == cache.metadata.get("number", 0)
-        values.add(number)
-    TensorCache(tensors={"x": torch.ones(3)}).to_disk(path)
-    print(len(values), sorted(os.listdir(os.path.dirname(path))))
-"""
-
-
-@pytest.mark.campaign("kills")
-def test_a_process_that_is_killed_in_to_disk_leaves_the_old_file_or_the_new_one_whole(tmp_path: Path) -> None:
-    kills = amount("kills", 25, 500)
-
-    values, files = run_script(KILLED, tmp_path / "cache.pt", kills).split(maxsplit=1)
-
-    assert kills // 2 <= int(values)
-    assert "['cache.pt']" == files.strip()
 
 
 def test_a_file_is_not_written_among_those_of_a_cache(tmp_path):

@@ -17,7 +17,7 @@ from offload.cache import states as states_module
 from offload.cache.indexing import Rows as SomeRows
 from offload.errors import MissingRowsError
 from tests.campaigns import amount
-from tests.processes import in_fork
+from tests.processes import ended, forked, in_fork
 
 ROWS = amount("rows", 40_000, 1_000_000)
 COLUMNS = {"a": (torch.int64, (4,)), "b": (torch.int32, (3,))}
@@ -35,22 +35,10 @@ def is_of_one_stamp(batch):
     return bool((batch["a"] == batch["a"][:, :1]).all() and (batch["b"] == batch["a"][:, :1]).all())
 
 
-def forked(*acts):
-    """Run each in a forked child; returns whether all succeeded."""
-    pids = []
-    for act in acts:
-        pid = os.fork()
-        if not pid:
-            try:
-                act()
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        pids.append(pid)
-    return [os.waitpid(pid, 0)[1] for pid in pids] == [0] * len(acts)
+def all_succeed(*acts):
+    """Run each in a forked child."""
+    pids = [forked(act) for act in acts]
+    return [0] * len(acts) == [ended(pid) for pid in pids]
 
 
 @pytest.mark.campaign("rows")
@@ -79,7 +67,7 @@ def test_random_writes_of_four_processes_are_complete_and_no_row_is_seen_half_wr
             assert is_of_one_stamp(batch)
             assert torch.equal(rows, batch["a"][:, 0])
 
-    assert forked(*[lambda rank=rank: write(rank) for rank in range(4)], read)
+    assert all_succeed(*[lambda rank=rank: write(rank) for rank in range(4)], read)
 
     cache = TensorCache.open(tmp_path)
     assert ROWS == cache.num_filled
@@ -108,7 +96,7 @@ def test_two_writers_of_the_same_rows_leave_those_of_one_whole(tmp_path):
             except MissingRowsError:  # they are being rewritten
                 continue
 
-    assert forked(lambda: write(1), lambda: write(2), read)
+    assert all_succeed(lambda: write(1), lambda: write(2), read)
 
     batch = TensorCache.open(tmp_path)[:]
     assert is_of_one_stamp(batch)
@@ -158,7 +146,7 @@ def test_rows_that_several_processes_append_are_all_there(tmp_path):
             rows = cache.append({"x": [value] * 10, "t": [torch.full((number % 9,), value)] * 10})
             assert [value] * 10 == cache[rows]["x"].tolist() if number % 50 == 0 else True
 
-    assert forked(*[lambda rank=rank: append(rank) for rank in range(3)]) is True
+    assert all_succeed(*[lambda rank=rank: append(rank) for rank in range(3)]) is True
 
     cache = TensorCache.open(tmp_path, "r+")
     assert 6000 == len(cache)

@@ -12,40 +12,12 @@ import pytest
 
 from offload.checkpoints.conversion import resumable_folder
 from offload.errors import ForeignFileError, JournalError, MissingFileError, WriteError
-from offload.storage.replacing import put_file, replacing_folder
+from offload.storage.replacing import put_file
 from tests import faults
-from tests.acts import Act, dies_at_each_call, meets_each_fault
+from tests.acts import resumed
 from tests.processes import ended, forked
 
 RUN = {"source": "a", "size": 3}
-
-
-def written(folder: Path, *, resume: bool = True) -> list[str]:
-    """What is in the new folder, which is written after a value in that of the run."""
-    if not (folder / "new").exists():
-        with resumable_folder(folder / "new", RUN, resume=resume) as work:
-            if not (work / "value").exists():
-                put_file(work / "value", b"1")
-            with replacing_folder(folder / "new") as made:
-                put_file(made / "value", (work / "value").read_bytes())
-    return os.listdir(folder / "new")
-
-
-def is_whole_or_not_there(folder: Path) -> None:
-    assert not (folder / "new").exists() or (folder / "new" / "value").read_bytes() == b"1"
-
-
-ACT = Act(lambda folder: folder, written, is_whole_or_not_there)
-
-
-@pytest.mark.campaign("faults")
-def test_after_an_error_the_run_is_resumed(private_place: Path) -> None:
-    assert meets_each_fault(ACT, private_place) > 10
-
-
-@pytest.mark.campaign("faults")
-def test_after_a_kill_the_run_is_resumed(private_place: Path) -> None:
-    assert dies_at_each_call(ACT, private_place) > 10
 
 
 def must_succeed(call: faults.Call) -> bool:
@@ -57,7 +29,7 @@ def must_succeed(call: faults.Call) -> bool:
 def test_until_a_run_is_noted_the_same_call_succeeds_without_resume(is_killed: bool, private_place: Path) -> None:
     def killed() -> None:
         with faults.killed(index):
-            written(folder, resume=False)
+            resumed(folder, resume=False)
 
     for index in itertools.count():
         folder = private_place / str(index)
@@ -65,16 +37,16 @@ def test_until_a_run_is_noted_the_same_call_succeeds_without_resume(is_killed: b
             assert -signal.SIGKILL == ended(forked(killed))
         else:
             with faults.failing(index, errno.ENOSPC, only=must_succeed), pytest.raises(WriteError):
-                written(folder, resume=False)
+                resumed(folder, resume=False)
         if (folder / "new.partial").exists():
             break
-        assert ["value"] == written(folder, resume=False)
+        assert ["value"] == resumed(folder, resume=False)
         assert ["new"] == os.listdir(folder)
 
     assert index > 3
     with pytest.raises(JournalError, match="has an unfinished run: continue it"):
-        written(folder, resume=False)
-    assert ["value"] == written(folder)
+        resumed(folder, resume=False)
+    assert ["value"] == resumed(folder)
     assert ["new"] == os.listdir(folder)
 
 
@@ -95,7 +67,7 @@ def test_a_folder_without_files_of_a_run_counts_as_not_there(left, resume, tmp_p
     (tmp_path / "new.partial").mkdir()
     left(tmp_path / "new.partial")
 
-    assert ["value"] == written(tmp_path, resume=resume)
+    assert ["value"] == resumed(tmp_path, resume=resume)
 
     assert ["new"] == os.listdir(tmp_path)
 
@@ -108,7 +80,7 @@ def test_a_folder_of_others_is_left_as_it_is(resume: bool, tmp_path: Path) -> No
     (tmp_path / "link.partial").symlink_to(tmp_path / "elsewhere")
 
     with pytest.raises(MissingFileError, match="holds no run that could be resumed"):
-        written(tmp_path, resume=resume)
+        resumed(tmp_path, resume=resume)
     with (
         pytest.raises(MissingFileError, match="holds no run that could be resumed"),
         resumable_folder(tmp_path / "link", RUN, resume=resume),

@@ -25,17 +25,9 @@ from offload.checkpoints.conversion import convert_checkpoint
 from tests.checkpoints.forms import FORMS
 from tests.checkpoints.test_forms_converted import CHAT, chat_gguf
 from tests.processes import ended, forked
+from tests.sizes import SIZES
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "dtype": "bfloat16",
-}
+HALF = {**SIZES, "head_dim": 16, "dtype": "bfloat16"}
 TOKENS = torch.tensor([[1, 5, 9]])
 
 
@@ -45,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("models")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    for name, config in {"dense": LlamaConfig(**SIZES), "experts": Qwen3MoeConfig(**SIZES, **experts)}.items():
+    for name, config in {"dense": LlamaConfig(**HALF), "experts": Qwen3MoeConfig(**HALF, **experts)}.items():
         AutoModelForCausalLM.from_config(config).save_pretrained(place / name)
     (place / "dense" / "tokenizer_config.json").write_text("{}")
     return {name: place / name for name in ("dense", "experts")}
@@ -126,7 +118,7 @@ def test_a_layer_that_groups_do_not_divide_has_smaller_ones(
 def test_layers_that_no_group_divides_are_left_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """48 columns and groups of 32: these have 16 columns in common, fewer than kernels take."""
     torch.manual_seed(0)
-    config = LlamaConfig(**{**SIZES, "hidden_size": 48})
+    config = LlamaConfig(**{**HALF, "hidden_size": 48})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
 
     assert 0 == cli.main(["quantize", str(tmp_path / "model"), str(tmp_path / "new"), "--int8", "--group-size", "32"])
@@ -173,7 +165,7 @@ def test_fused_experts_are_left_and_named(tmp_path: Path, capsys: pytest.Capture
     from transformers import GptOssConfig
 
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
-    AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, **sizes)).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(GptOssConfig(**HALF, **sizes)).save_pretrained(tmp_path / "model")
 
     assert 0 == cli.main(["quantize", str(tmp_path / "model"), str(tmp_path / "new"), "--int8", "--group-size", "32"])
 

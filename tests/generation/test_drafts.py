@@ -23,20 +23,13 @@ from offload.tensor.recipes import Piece
 from offload.tensor.views import handle_of, view_spec_of
 from tests.checkpoints.forms import FORMS
 from tests.checkpoints.gguf_files import write_gguf
+from tests.sizes import SIZES
 
 # Models without experts, whose router is dense.
 ALIKE = (
     *("fp8-llama", "fp8-small", "fp8-tensor", "fp8-scale", "fp8-part", "fp8-ue8m0-bytes", "ct-fp8-block"),
     *("ct-w4a16-asym", "bnb-", "gptq", "awq", "gguf-q4_k_m", "gguf-iq2_xs", "gguf-qwen2"),
 )
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 5, 6]])
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "output_logits": True, "return_dict_in_generate": True}
 

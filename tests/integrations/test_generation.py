@@ -23,20 +23,13 @@ from transformers import (
 )
 
 import offload
+from tests.sizes import SIZES
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+TIED = {**SIZES, "tie_word_embeddings": True}
 CONFIGS = {
-    "llama": LlamaConfig(**SIZES),
-    "llama untied": LlamaConfig(**{**SIZES, "tie_word_embeddings": False}),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "llama": LlamaConfig(**TIED),
+    "llama untied": LlamaConfig(**{**TIED, "tie_word_embeddings": False}),
+    "mixtral": MixtralConfig(**TIED, num_local_experts=4, num_experts_per_tok=2),
     "gpt2": GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4),
 }
 CASTS = {

@@ -23,15 +23,8 @@ from tests.checkpoints.forms import FORMS, PROMPT
 from tests.equal import assert_equal
 from tests.models.test_loader_memory import checkpoint_of_zeros
 from tests.processes import run_script
+from tests.sizes import SIZES
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 ONE = {"r": 4, "target_modules": ["q_proj"]}
 NOT_NEUTRAL = {"init_lora_weights": False}  # an adapter that changes the output from the start
 
@@ -62,7 +55,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in float32, without tied embeddings, in several shards."""
     torch.manual_seed(0)
-    config = LlamaConfig(**SMALL, tie_word_embeddings=False, dtype="float32")
+    config = LlamaConfig(**SIZES, tie_word_embeddings=False, dtype="float32")
     folder = tmp_path_factory.mktemp("llama32")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="100KB")
     return folder
@@ -199,7 +192,7 @@ def test_virtual_tokens_work_before_a_model_on_disk(
 def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path: Path, tokens: torch.Tensor) -> None:
     """`target_parameters`: the experts of a layer are one three-dimensional parameter."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path)
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, **NOT_NEUTRAL)
     plain, on_disk = both(tmp_path, lambda model: get_peft_model(model, copy.deepcopy(config)))

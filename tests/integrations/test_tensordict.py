@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from offload.errors import (
 )
 from offload.integrations.tensordict import load_memmap, load_memmap_, memmap_like, save_memmap
 from tests.conftest import contents
-from tests.faults import Call, killed_at_each
 from tests.processes import in_fork, run_script
 
 tensordict = pytest.importorskip("tensordict")
@@ -504,63 +502,6 @@ def test_a_folder_is_replaced_also_where_folders_can_not_be_exchanged(tmp_path, 
 
     assert_equal(bits(5), load_memmap(tmp_path / "a")["x"])
     assert ["a"] == os.listdir(tmp_path)
-
-
-def numbered(number: int) -> dict[str, object]:
-    """Data for which parts of two numbers never match."""
-    values = torch.full((number + 1,), float(number))
-    return {"a": values, "number": NonTensorData(number), "z": torch.tensor(number)}
-
-
-def assert_numbered(found: TensorDict) -> None:
-    number = found["number"]
-    assert (number + 1,) == tuple(found["a"].shape)
-    assert [float(number)] * (number + 1) + [number] == [*found["a"].tolist(), found["z"].item()]
-
-
-def test_a_reader_meanwhile_sees_one_folder_or_the_other(quick_folder):
-    folder = Path(quick_folder)
-    save_memmap(numbered(0), folder / "a")
-
-    def read() -> None:
-        last = 0
-        while last < 29:
-            found = load_memmap(folder / "a")
-            assert found["number"] >= last
-            last = found["number"]
-            with suppress(ChangedFileError):  # it was replaced after it was opened
-                assert_numbered(found)
-
-    pid = os.fork()
-    if not pid:
-        os._exit(not in_fork(read))
-    for number in range(1, 30):
-        save_memmap(numbered(number), folder / "a")
-    assert 0 == os.waitpid(pid, 0)[1]
-
-
-@pytest.mark.campaign("faults")
-def test_a_folder_is_whole_after_each_kill(private_place):
-    """At each call of a save that changes files."""
-    numbers, left = [], 0
-
-    def begin() -> Path:
-        save_memmap(numbered(0), private_place / "a")
-        assert ["a"] == os.listdir(private_place)  # the next save removes what a killed one left
-        return private_place / "a"
-
-    def check(folder: Path, _: Call) -> None:
-        nonlocal left
-        found = load_memmap(folder)
-        assert_numbered(found)
-        numbers.append(found["number"])
-        left += len(os.listdir(private_place)) > 1
-
-    killed_at_each(begin, lambda folder: save_memmap(numbered(1), folder), check)
-
-    assert {0, 1} == set(numbers)
-    assert sorted(numbers) == numbers  # once the new one is in place, it stays
-    assert left > 0
 
 
 def test_foreign_files_at_the_target_are_left_alone(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import logging
 import os
 from pathlib import Path
@@ -22,7 +20,6 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.integrations import cache_from
-from tests import faults
 from tests.processes import run_script
 
 tensordict = pytest.importorskip("tensordict")
@@ -254,41 +251,3 @@ def test_the_contents_of_a_folder_come_back_unchanged(tmp_path: Path) -> None:
         assert torch.equal(torch.ones(4, 2), sample.obs.clone())
         assert ["x", "y", "z", "w"] == found.get("words").tolist()
         assert {"k": [1, None, "v"]} == found["same"]
-
-
-NUMBERS = itertools.count()
-
-
-@pytest.mark.parametrize("act", ["save", "save over", "like", "load", "write through", "from folder"])
-def test_a_failing_call_is_reported_and_leaves_nothing_half_done(quick_folder: str, act: str) -> None:
-    def begin() -> Path:
-        folder = Path(quick_folder) / str(next(NUMBERS)) / "data"
-        if act not in ("save", "like"):
-            save_memmap(rows(), folder)
-        return folder
-
-    def run(folder: Path) -> object:
-        if act in ("save", "save over"):
-            return save_memmap(rows().apply(lambda leaf: leaf + 1), folder)
-        if act == "like":
-            return memmap_like(rows(), folder)
-        if act == "load":
-            return load_memmap(folder)["a"].tolist()
-        if act == "write through":
-            return load_memmap(folder, mode="r+")["a"].mul_(1)
-        return cache_from(folder).close()
-
-    seen = 0
-    codes = (errno.EMFILE,) if act == "from folder" else (errno.EIO, errno.ENOSPC)
-    for failure in faults.each_failure(begin, run, codes):
-        seen += 1
-        error, folder = failure.error, failure.given
-        assert error is None or isinstance(error, OffloadError), str(failure)
-        assert error is None or (isinstance(error, OSError) and error.errno == failure.code), str(failure)
-        left = [path.name for path in folder.parent.iterdir()] if folder.parent.exists() else []
-        assert error is None or set(left) <= {"data"}, (str(failure), left)  # otherwise removing the old one failed
-        if folder.exists() and act != "like":
-            values = load_memmap(folder)["a"].tolist()
-            assert values in (rows()["a"].tolist(), (rows()["a"] + 1).tolist()), str(failure)
-        run(folder)
-    assert seen > 3

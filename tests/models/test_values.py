@@ -528,6 +528,7 @@ KILLED = """
     import json, mmap, os, random, signal, sys, time, torch, offload
     from offload import OffloadedTensor
     from offload.models.journal import Journal
+    from tests.processes import ended, forked
 
     torch.set_num_threads(1)
     folder, how, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -560,31 +561,23 @@ KILLED = """
     def called():
         return sum(int.from_bytes(calls[at : at + 8], "little") for at in range(0, 8 * most, 8))
 
-    def forked(values):
+    def status_of(values):
         global limit
         before = called()
         limit = None if values is None else before + values + 3
-        pid = os.fork()
-        if not pid:
-            try:
-                run()
-                os._exit(0)
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-                os._exit(1)
+        pid = forked(run)
         if values is not None:
-            ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            while called() < before + values and not os.waitid(os.P_PID, pid, ended):
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while called() < before + values and not os.waitid(os.P_PID, pid, options):
                 time.sleep(0.0002)
             time.sleep(random.uniform(0, 0.001))
             os.kill(pid, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return ended(pid)
 
     killed = 0
     while True:
         values = None if how == "after a value" or killed >= kills else random.randrange(1, 4)
-        status = forked(values)
+        status = status_of(values)
         assert status in (0, -signal.SIGKILL), status
         if status == 0:
             break

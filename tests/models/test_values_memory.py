@@ -18,20 +18,13 @@ SCRIPT = """
     import json, os, sys
     from pathlib import Path
     from bench.quantize import Trial, asdict, measured, rehearse
+    from tests import processes
 
     def forked(function, *args):
         into, out = os.pipe()
-        pid = os.fork()
-        if not pid:
-            try:
-                os.write(out, json.dumps(asdict(function(*args))).encode())
-                os._exit(0)
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-            os._exit(1)
+        pid = processes.forked(lambda: os.write(out, json.dumps(asdict(function(*args))).encode()))
         os.close(out)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status = processes.ended(pid)
         assert status <= 0
         if status:
             raise RuntimeError("it was killed")

@@ -30,17 +30,9 @@ from offload.planning.sizes import DENSE, sizes_of
 from offload.transformers_api import cache_option
 from tests.checkpoints.forms import FORMS
 from tests.prefetch.delayed_device import on_the_device
+from tests.sizes import SIZES
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "dtype": "bfloat16",
-}
+HALF = {**SIZES, "head_dim": 16, "dtype": "bfloat16"}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MB = 1_000_000
 
@@ -58,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_sizes_of_a_dense_model_are_those_of_its_headers(saved: Any) -> None:
-    found = sizes_of(saved(LlamaConfig(**SIZES)))
+    found = sizes_of(saved(LlamaConfig(**HALF)))
 
     table, attention, mlp, norms = 96 * 64, 64 * (64 + 32 + 32 + 64), 3 * 64 * 128, 2 * 64
     assert 2 * table + 2 * (attention + mlp + norms) + 64 == found.parameters
@@ -68,14 +60,14 @@ def test_the_sizes_of_a_dense_model_are_those_of_its_headers(saved: Any) -> None
 
 
 def test_a_table_that_is_the_output_layer_too_is_read_whole(saved: Any) -> None:
-    found = sizes_of(saved(LlamaConfig(**SIZES, tie_word_embeddings=True)))
+    found = sizes_of(saved(LlamaConfig(**HALF, tie_word_embeddings=True)))
 
     assert 0 == found.rows
     assert found.stored == found.needed(1)
 
 
 def test_a_token_needs_the_experts_that_it_is_routed_to(saved: Any) -> None:
-    found = sizes_of(saved(Qwen3MoeConfig(**SIZES, **EXPERTS)))
+    found = sizes_of(saved(Qwen3MoeConfig(**HALF, **EXPERTS)))
 
     assert 2 * 2 * 8 * 3 * 64 * 64 == found.experts
     assert found.stored - found.rows - found.experts * 6 // 8 == found.needed(1)
@@ -85,7 +77,7 @@ def test_a_token_needs_the_experts_that_it_is_routed_to(saved: Any) -> None:
 def test_shared_experts_are_needed_by_each_token(saved: Any) -> None:
     routed = {"n_routed_experts": 4, "num_experts_per_tok": 1, "n_shared_experts": 1, "moe_intermediate_size": 64}
     latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    sizes = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")}
+    sizes = {key: value for key, value in HALF.items() if key not in ("head_dim", "num_key_value_heads")}
     config = DeepseekV3Config(**sizes, **routed, **latent, n_group=1, topk_group=1, first_k_dense_replace=1)
 
     found = sizes_of(saved(config))
@@ -119,7 +111,7 @@ def test_a_packed_model_counts_as_it_is_packed(name: str, tmp_path: Path) -> Non
 
 
 def test_only_configuration_and_headers_are_fetched_from_the_hub(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, fetched = saved(LlamaConfig(**SIZES)), []
+    folder, fetched = saved(LlamaConfig(**HALF)), []
     with safe_open(folder / "model.safetensors", "pt") as file:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         nbytes = {name: 2 * torch.Size(one.get_shape()).numel() for name, one in tensors.items()}
@@ -156,7 +148,7 @@ def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(
 ) -> None:
     """The budget is above the minimum; the rates are scaled accordingly. The clock says that a pass takes 0.5 s."""
     monkeypatch.setattr("offload.planning.sizes.time", SimpleNamespace(perf_counter=count(0.0, 0.5).__next__))
-    folder = saved(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024}))
+    folder = saved(LlamaConfig(**{**HALF, "hidden_size": 512, "intermediate_size": 1024}))
     sizes = sizes_of(folder)
     whole, budget = sizes.stored - sizes.rows, MB + 48576 + 64 * sizes.kv_per_token
     reads = whole - (budget - 64 * sizes.kv_per_token)
@@ -173,7 +165,7 @@ def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(
 
 
 def test_values_that_every_token_reads_stay_before_experts(saved: Any) -> None:
-    sizes = sizes_of(saved(Qwen3MoeConfig(**SIZES, **EXPERTS)))
+    sizes = sizes_of(saved(Qwen3MoeConfig(**HALF, **EXPERTS)))
     always, experts = (
         sizes.stored - sizes.rows - sizes.experts,
         sizes.needed(1) - sizes.stored + sizes.rows + sizes.experts,
@@ -205,7 +197,7 @@ def test_a_batch_takes_streaming_its_bytes_or_multiplying_them_and_calling_kerne
 ) -> None:
     """Each of the batches in flight; the rates that are not given are infinite."""
     counts = {"stored": 100, "rows": 0, "packed": 40, "parameters": 90, "looked_up": 0}
-    sizes = replace(sizes_of(saved(LlamaConfig(**SIZES))), form=form, dispatch=2.0, **counts)
+    sizes = replace(sizes_of(saved(LlamaConfig(**HALF))), form=form, dispatch=2.0, **counts)
 
     for in_flight in (1, 3):
         way = Estimate(sizes, MB, 1e30, replace(FAST, **slow)).of("", "", batch=3, in_flight=in_flight)
@@ -216,7 +208,7 @@ def test_a_batch_takes_streaming_its_bytes_or_multiplying_them_and_calling_kerne
 
 @pytest.mark.usefixtures("machine")
 def test_disk_bound_models_gain_from_requests_in_flight(saved: Any) -> None:
-    folder = saved(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024}))
+    folder = saved(LlamaConfig(**{**HALF, "hidden_size": 512, "intermediate_size": 1024}))
 
     found = offload.plan(folder, max_memory="1MiB", disk_rate=1000, context=1)
 
@@ -226,7 +218,7 @@ def test_disk_bound_models_gain_from_requests_in_flight(saved: Any) -> None:
 
 
 def test_a_model_that_fits_has_no_other_ways(saved: Any) -> None:
-    found = offload.plan(saved(LlamaConfig(**SIZES)), disk_rate="1GB")
+    found = offload.plan(saved(LlamaConfig(**HALF)), disk_rate="1GB")
 
     assert found.fits
     assert () == found.ways
@@ -234,7 +226,7 @@ def test_a_model_that_fits_has_no_other_ways(saved: Any) -> None:
 
 
 def test_the_command_prints_a_plan_in_words_and_as_json(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(saved(Qwen3MoeConfig(**SIZES, **EXPERTS)))
+    folder = str(saved(Qwen3MoeConfig(**HALF, **EXPERTS)))
     options = ["--max-memory", "0", "--disk-rate", "1MB"]
 
     assert [0, 0] == [cli.main(["plan", folder, *options]), cli.main(["plan", folder, *options, "--json"])]
@@ -247,7 +239,7 @@ def test_the_command_prints_a_plan_in_words_and_as_json(saved: Any, capsys: pyte
 
 
 def test_the_commands_of_a_plan_have_the_options_that_it_was_made_with(saved: Any) -> None:
-    folder = saved(LlamaConfig(**SIZES))
+    folder = saved(LlamaConfig(**HALF))
 
     asked = offload.plan(folder, max_memory="1MiB", device="cpu", disk_rate=1000, context=1)
     plain = offload.plan(folder, disk_rate=1000)
@@ -262,7 +254,7 @@ def test_a_plan_for_an_accelerator_is_about_its_memory(
 ) -> None:
     rates = replace(FAST, sends=1e6)
     monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _: rates)
-    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 20_000})).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**HALF | {"vocab_size": 20_000})).save_pretrained(folder)
     stored = sizes_of(folder).stored
 
     def planned(room: int) -> Any:
@@ -287,7 +279,7 @@ def test_a_plan_for_an_accelerator_is_about_its_memory(
 def test_small_numbers_are_written_in_full(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _device: FAST)
     monkeypatch.setattr("offload.planning.sizes._empty_passes", lambda _model: (64, 0.0))
-    folder = saved(LlamaConfig(**SIZES))
+    folder = saved(LlamaConfig(**HALF))
 
     said = str(offload.plan(folder, disk_rate="1GB"))
 
@@ -299,7 +291,7 @@ def test_small_numbers_are_written_in_full(saved: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("machine")
 def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any) -> None:
-    plan = offload.plan(saved(LlamaConfig(**SIZES)), max_memory="1MiB", disk_rate="1GB", context=10_000)
+    plan = offload.plan(saved(LlamaConfig(**HALF)), max_memory="1MiB", disk_rate="1GB", context=10_000)
     said = str(plan)
 
     assert plan.context_bytes is not None
@@ -311,10 +303,10 @@ def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any) -> 
 
 @pytest.mark.usefixtures("machine")
 def test_the_first_line_answers_the_question(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024}))
+    folder = saved(LlamaConfig(**{**HALF, "hidden_size": 512, "intermediate_size": 1024}))
 
     slow = offload.plan(folder, max_memory=0, disk_rate=1000, context=1)
-    quick = offload.plan(saved(LlamaConfig(**SIZES)), max_memory=0, disk_rate="1GB", context=1)
+    quick = offload.plan(saved(LlamaConfig(**HALF)), max_memory=0, disk_rate="1GB", context=1)
     monkeypatch.setattr("offload.planning.estimate.available_bytes", lambda: 1000)
     never = offload.plan(folder, max_memory=0, disk_rate=1000)
 
@@ -339,7 +331,7 @@ def test_a_packed_model_that_fits_is_said_to_fit(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_a_model_is_an_error(tmp_path: Path, saved: Any) -> None:
-    folder = saved(LlamaConfig(**SIZES))
+    folder = saved(LlamaConfig(**HALF))
     for options, error in (({"batch": 0}, ArgumentError), ({"disk_rate": "fast"}, ArgumentError)):
         with pytest.raises(error):
             offload.plan(folder, **options)
@@ -353,11 +345,11 @@ def test_a_folder_that_is_not_a_model_is_an_error(tmp_path: Path, saved: Any) ->
 def test_a_plan_for_an_encoder_has_no_keys_and_recommends_no_command_that_generates(tmp_path: Path, saved: Any) -> None:
     from transformers import BertModel
 
-    small = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads", "dtype")}
+    small = {key: value for key, value in HALF.items() if key not in ("head_dim", "num_key_value_heads", "dtype")}
     BertModel(BertConfig(**small)).save_pretrained(tmp_path)
 
     encoder, llama = (
-        offload.plan(folder, max_memory=0, disk_rate=1000) for folder in (tmp_path, saved(LlamaConfig(**SIZES)))
+        offload.plan(folder, max_memory=0, disk_rate=1000) for folder in (tmp_path, saved(LlamaConfig(**HALF)))
     )
 
     assert [f"model = offload.from_pretrained('{tmp_path}'), in Python"] == [encoder.as_it_is.command]
@@ -370,7 +362,7 @@ def test_the_error_asks_for_the_disk_rate_if_it_can_not_be_measured(
     saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No direct reads, and no disk space for a test file."""
-    folder = saved(LlamaConfig(**SIZES))
+    folder = saved(LlamaConfig(**HALF))
     unknown = Disk(folder, free=0, writes=None, reads=None, reads_direct=None)
     monkeypatch.setattr("offload.planning.estimate.reading_rate", lambda _file: None)
     monkeypatch.setattr("offload.planning.machine._measured", lambda _folder, _nbytes: unknown)
@@ -382,7 +374,7 @@ def test_the_error_asks_for_the_disk_rate_if_it_can_not_be_measured(
 
 def test_an_assistant_is_offered_for_one_request_of_a_large_model(saved: Any) -> None:
     """With the tokens per pass that are assumed; it takes its part of the budget, and time of its own."""
-    sizes = sizes_of(saved(LlamaConfig(**SIZES)))
+    sizes = sizes_of(saved(LlamaConfig(**HALF)))
     large = replace(sizes, parameters=8 * 10**9, looked_up=0, stored=16 * 10**9, rows=0, dispatch=0.0)
     estimate = Estimate(large, 10 * 10**9, 1e9, replace(FAST, streams=2e10))
 

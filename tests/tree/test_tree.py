@@ -32,7 +32,7 @@ from offload.storage.layout import TORCH_DTYPES
 from offload.tensor.deferred import deferred
 from offload.tree import saved
 from tests.conftest import contents
-from tests.processes import in_fork, run_script
+from tests.processes import run_script
 
 
 class Point(NamedTuple):
@@ -498,7 +498,7 @@ def test_a_missing_or_cut_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(CorruptFileError, match=r"a\.safetensors can't be used: it is cut off"):
         load_tree(tmp_path)
     path.unlink()
-    with pytest.raises(MissingFileError, match=r"the file is missing.*a\.safetensors"):
+    with pytest.raises(MissingFileError, match=r"a\.safetensors: the file is missing"):
         load_tree(tmp_path)
 
 
@@ -544,99 +544,7 @@ def test_a_manifest_that_is_not_json_is_not_a_tree(tmp_path, text):
         load_tree(tmp_path)
 
 
-# Crashes, readers, memory
-
-DRIVER = """
-    import json, mmap, os, random, struct, sys, time, torch
-    from offload import load_tree, save_tree
-    from tests.processes import forked, kill
-
-    torch.set_num_threads(1)
-    folder, kills = sys.argv[1], int(sys.argv[2])
-    random.seed(int(sys.argv[3]))
-    board = mmap.mmap(-1, 16)  # the number that is about to be saved, and the last one that was
-
-    def tree_of(number, before):
-        tree = {"number": number, "new": [torch.full((size,), float(number)) for size in (1, 100_000)]}
-        return {**tree, "kept": [before["kept"][0], torch.tensor(number)]}
-
-    def save_for_ever():
-        tree, number = load_tree(folder), struct.unpack("qq", board[:])[1]
-        while True:
-            number += 1
-            board[:8] = struct.pack("q", number)
-            save_tree(tree_of(number, tree), folder)
-            board[8:] = struct.pack("q", number)
-
-    board[:] = struct.pack("qq", 0, 0)
-    save_tree(tree_of(0, {"kept": [torch.full((50_000,), -1.0)]}), folder)
-    began = time.monotonic()
-    save_tree(tree_of(0, load_tree(folder)), folder)
-    one = time.monotonic() - began
-    found = dict(old=0, new=0, left=0)
-    for _ in range(kills):
-        pid = forked(save_for_ever)
-        before = board[8:]
-        while board[8:] == before:  # each saves once, at least
-            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it failed"
-            time.sleep(0.001)
-        time.sleep(random.uniform(0, 1.5 * one))
-        kill(pid)
-        tried, done = struct.unpack("qq", board[:])
-        tree = load_tree(folder)
-        number = tree["number"]
-        assert number in (tried, done), (number, tried, done)
-        assert all(leaf.eq(number).all() for leaf in [*tree["new"], tree["kept"][1]]), "a mix"
-        assert tree["kept"][0].eq(-1).all() and len(tree["kept"][0]) == 50_000
-        found["new" if number == tried != done else "old"] += 1
-        found["left"] += len(os.listdir(folder)) > 3  # beside the manifest and two numbered folders
-        board[:] = struct.pack("qq", number, number)
-    save_tree(load_tree(folder), folder)
-    found["files"] = sum(len(files) for _, _, files in os.walk(folder))
-    found["folders"] = len(os.listdir(folder))
-    print(json.dumps(found))
-"""
-
-
-@pytest.mark.campaign("kills", only=True)
-@pytest.mark.parametrize("start", range(0, 520, 40))
-def test_a_tree_is_the_old_one_or_the_new_one_after_each_kill(quick_folder, start):
-    """At random moments; `test_injected` kills at each call that changes files."""
-    found = json.loads(run_script(DRIVER, quick_folder, 40, start))
-
-    assert 40 == found["old"] + found["new"]
-    assert found["left"] > 0  # otherwise none was killed while writing
-    assert 5 == found["files"]  # leftovers of killed processes are gone: the manifest and four tensors are there
-    assert 3 == found["folders"]  # with the manifest
-
-
-def test_a_concurrent_reader_sees_the_old_tree_or_the_new_one(quick_folder):
-    def tree(number: int) -> dict[str, Any]:
-        return {"number": number, "leaves": [torch.full((100,), float(number)) for _ in range(4)]}
-
-    save_tree(tree(0), quick_folder)
-
-    def save() -> None:
-        for number in range(1, 40):
-            save_tree(tree(number), quick_folder)
-
-    def read() -> None:
-        last = 0
-        while last < 39:
-            found = load_tree(quick_folder)
-            assert found["number"] >= last
-            last = found["number"]
-            try:
-                values = {value for leaf in found["leaves"] for value in leaf.tolist()}
-            except MissingFileError:  # it was replaced after it was opened
-                continue
-            assert {float(last)} == values
-
-    pid = os.fork()
-    if not pid:
-        os._exit(not in_fork(read))
-    save()
-    assert 0 == os.waitpid(pid, 0)[1]
+# Memory
 
 
 def test_saving_values_on_disk_takes_no_memory(tmp_path):

@@ -245,7 +245,15 @@ def _refuse_replacing(folder: Path, existsok: bool) -> None:
 
 
 def _files_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+    """The files below a folder, and links; one that can't be looked into is an error, as it may hold others' files."""
+    found: set[str] = set()
+    with os.scandir(folder) as items:
+        for item in items:
+            if item.is_dir(follow_symlinks=False):
+                found |= {f"{item.name}/{name}" for name in _files_in(Path(item.path))}
+            else:
+                found.add(item.name)
+    return found
 
 
 def _files_of(folder: Path) -> set[str]:
