@@ -21,8 +21,8 @@ from offload.errors import RowIndexError
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
 _FORMS = (
-    "an int, a slice, a range, integers or whole floats of any dtype in a tensor, an array or a list (of any shape where "
-    "rows are read, else 1-D), or a mask of bools"
+    "an int, a slice, a range, integers or whole floats of any dtype in a tensor, an array or a list (of any shape to "
+    "read rows, else 1-D), or a mask of bools"
 )
 
 
@@ -114,9 +114,11 @@ def groups_of(index: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 
 def grouped(values: Any, shape: Sequence[int]) -> Any:
-    """Values of rows, as a tensor or a list, in the shape of the index that selected them."""
+    """Values of rows, as a tensor, a pair or a list, in the shape of the index that selected them."""
     if isinstance(values, torch.Tensor):
         return values.unflatten(0, tuple(shape))
+    if isinstance(values, tuple):
+        return type(values)(*(grouped(part, shape) for part in values))
     if len(shape) == 1:
         return values
     step = math.prod(shape[1:])
