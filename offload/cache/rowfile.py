@@ -57,6 +57,7 @@ _SAMPLES, _ABSENT = 256, 5  # pages of a mapped file to check, and how many of t
 _WRITTEN_OUT = 8 << 20  # consecutive bytes to hand to the disk while the next ones are prepared
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # dtype names common to NumPy and torch
 _HUGE = 32 << 20  # bytes: smaller allocations reuse memory of the C library that has been touched
+_LONG = 1 << 20  # bytes of a run that a system call copies faster than the processor does out of small pages
 _NEVER = -1  # no change counter
 
 
@@ -196,7 +197,11 @@ class RowFile:
         """
         if isinstance(rows, slice):
             found = words[rows]
-            return self._values(self._fresh(len(found), pinned=False).copy_(found))
+            into = self._fresh(len(found), pinned=False)
+            if found.nbytes < _LONG:
+                return self._values(into.copy_(found))
+            self._read(Rows.run(rows.start, rows.start + len(found)), into, announce=False)
+            return self._values(into)
         if isinstance(rows, int):
             return self._values(words[rows].clone())
         return self._values(torch.index_select(words, 0, rows))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from offload.annotations import Json
+from offload.cache.topk import TopK
 from offload.errors import ArgumentTypeError, CacheError, ColumnError, CorruptFileError
 from offload.storage.folders import file_name
 from offload.storage.layout import dtype_name, dtype_named
@@ -49,12 +50,14 @@ class Column:
         kind: `tensor`, `ragged` or `json`.
         dtype: of its elements; uint8 for JSON.
         row_shape: of one row; of a ragged one, without the first size.
+        top: what its bytes are, where they are packed log-probabilities.
     """
 
     name: str
     kind: str
     dtype: torch.dtype
     row_shape: tuple[int, ...]
+    top: TopK | None = None
 
     @property
     def shape_text(self) -> str:
@@ -69,12 +72,21 @@ class Column:
 
     @property
     def text(self) -> str:
-        return JSON if self.kind == JSON else f"{self.kind} {self.shape_text} {self.dtype}"
+        packed = "" if self.top is None else f" {self.top.text}"
+        return JSON if self.kind == JSON else f"{self.kind} {self.shape_text} {self.dtype}{packed}"
+
+    def stored(self, value: Any) -> Any:
+        """A value as it is stored: packed, if the column holds packed log-probabilities."""
+        if self.top is None:
+            return value
+        is_list = self.kind == RAGGED and isinstance(value, list)
+        return [self.top.packed(row, self.name) for row in value] if is_list else self.top.packed(value, self.name)
 
     def to_json(self) -> dict[str, Any]:
         if self.kind == JSON:
             return {"kind": JSON}
-        return {"kind": self.kind, "dtype": dtype_name(self.dtype), "row_shape": list(self.row_shape)}
+        packed = {} if self.top is None else {"topk": self.top.to_json()}
+        return {"kind": self.kind, "dtype": dtype_name(self.dtype), "row_shape": list(self.row_shape), **packed}
 
     @classmethod
     def from_json(cls, name: str, described: Json) -> Column:
@@ -87,11 +99,13 @@ class Column:
             if kind == JSON:
                 return cls(name, kind, torch.uint8, ())
             dtype, shape = dtype_named(described["dtype"]), tuple(map(operator.index, described["row_shape"]))
-        except (KeyError, TypeError) as error:
+            top = TopK.from_json(described["topk"]) if "topk" in described else None
+        except (KeyError, TypeError, CacheError) as error:
             raise CorruptFileError(f"column {name!r} is described as {described!r}") from error
-        if kind not in (TENSOR, RAGGED) or dtype is None or any(size < 0 for size in shape):
+        is_packed = top is None or (dtype == torch.uint8 and shape[-1:] == (top.row_bytes,))
+        if kind not in (TENSOR, RAGGED) or dtype is None or any(size < 0 for size in shape) or not is_packed:
             raise CorruptFileError(f"column {name!r} is described as {described!r}")
-        return cls(name, kind, dtype, shape)
+        return cls(name, kind, dtype, shape, top)
 
 
 def schema_of(columns: Mapping[str, object]) -> dict[str, Column]:
@@ -99,7 +113,7 @@ def schema_of(columns: Mapping[str, object]) -> dict[str, Column]:
 
     Args:
         columns: by name: `(dtype, row_shape)`, where a first size of None varies from row to row; `"json"`, `str`,
-            `dict` or `list` for JSON values.
+            `dict` or `list` for JSON values; `topk(...)`.
 
     Raises:
         CacheError: there are no columns, or a description is invalid.
@@ -134,7 +148,10 @@ def columns_named(columns: Iterable[str] | None, schema: Mapping[str, Column], p
 
 def _column(name: str, description: object) -> Column:
     if isinstance(description, Column):
-        return Column(name, description.kind, description.dtype, description.row_shape)
+        return replace(description, name=name)
+    if isinstance(description, TopK):
+        sizes = (*description.shape, description.row_bytes)
+        return replace(_column(name, (torch.uint8, sizes)), top=replace(description, shape=()))
     if isinstance(description, str | type) and description in _WORDS:
         return Column(name, JSON, torch.uint8, ())
     if isinstance(description, tuple | list) and len(description) == 2 and isinstance(description[0], torch.dtype):

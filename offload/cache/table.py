@@ -9,10 +9,7 @@ Always true:
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping
-from contextlib import suppress
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
@@ -23,25 +20,24 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from offload.cache.batches import RowDataset, read_ahead, rows_of_each
+from offload.cache.batches import Batches, RowDataset, order_of
 from offload.cache.columns import Ragged, sent
 from offload.cache.held import HeldStore, read_file, save_file, write_file
-from offload.cache.incoming import Field, Incoming, plain_values, rows_in_batch
+from offload.cache.incoming import Field, cache_of, plain_values, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
 from offload.cache.indexing import grouped, groups_of, rows_of
 from offload.cache.missing import fill_missing
 from offload.cache.schema import TENSOR, Column, Manifest, as_json, schema_of
 from offload.cache.states import FILE as STATES
 from offload.cache.store import Store, log
+from offload.cache.topk import TopK, row_at
 from offload.checkpoints.checkpoint import PICKLES
 from offload.errors import ArgumentTypeError, CacheError, MissingRowsError, ShapeMismatchError, visible
 from offload.memory import count_freed
 from offload.progress import Bar
-from offload.progress import progress as progress_of
-from offload.storage.folders import private_folder
 from offload.storage.replacing import made_folder
 from offload.system.modes import no_functions, no_modes
-from offload.system.reasons import some, writing
+from offload.system.reasons import some
 from offload.system.regular import absolute, is_folder, is_there
 from offload.tensor.arguments import (
     as_names,
@@ -95,6 +91,7 @@ class TensorCache:
 
     def _begin(self, store: Store | HeldStore, device: torch.device) -> None:
         self._store = store
+        self._has_packed = any(column.top for column in store.schema.values())
         self.device = device
         self._finish = util.Finalize(self, store.close, exitpriority=10)  # also at the end of a worker process
 
@@ -120,7 +117,8 @@ class TensorCache:
         Args:
             folder: where its files go; made if it is not there.
             schema: by column `(dtype, row_shape)`, with None as the first size where it differs from row to row;
-                `"json"` (or `str`, `dict`, `list`) for text and JSON values. Or another cache's.
+                `"json"` (or `str`, `dict`, `list`) for text and JSON values; `topk(...)` for a teacher's
+                log-probabilities. Or another cache's.
             num_rows: how many rows there are at first; `append` adds more.
             exist_ok: if the folder is a cache already, open it to write, provided that its columns, rows (any, with
                 `num_rows=0`) and metadata are these.
@@ -240,7 +238,7 @@ class TensorCache:
         """
         given = {name: Field.of(column) for name, column in (schema or {}).items()}
         rows = rows_of_records(records, given, as_names(optional) or ())
-        return cache_of(rows, folder, metadata=metadata, device=device)
+        return cache_of(rows, folder, partial(cls.create, metadata=metadata, device=device))
 
     # What it is
 
@@ -327,7 +325,8 @@ class TensorCache:
         lines = [f"TensorCache({place!r}, mode={self.mode!r}): {len(self)} rows, {self.num_filled} filled"]
         names = [visible(name) for name in self.schema]
         for name, column in zip(names, self.schema.values(), strict=True):
-            lines.append(f"  {name:{max(map(len, names))}}  {column.kind}  {column.shape_text}  {column.dtype}")
+            what = f"{column.kind}  {column.shape_text}  {column.top.text if column.top else column.dtype}"
+            lines.append(f"  {name:{max(map(len, names))}}  {what}")
         return "\n".join(lines)
 
     # Rows out
@@ -377,16 +376,19 @@ class TensorCache:
         if out is None and missing == "error" and not pin_memory and (warm := store.warm) is not None:
             ready = warm.take(rows, columns)
             if ready is not None:
-                return ready if target == CPU else {name: value.to(target) for name, value in ready.items()}
+                ready = ready if target == CPU else {name: value.to(target) for name, value in ready.items()}
+                return self._unpacked(ready) if self._has_packed else ready
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
             found = {name: sent(value, target, pinned=pin_memory) for name, value in found.items()}
         form = "list" if wanted.is_one else ragged
-        found = {
-            name: value.formed(form, padding) if isinstance(value, Ragged) else value for name, value in found.items()
-        }
-        return {name: value[0] for name, value in found.items()} if wanted.is_one else found
+        found = self._unpacked(found, form, padding)
+        return {name: row_at(value, 0) for name, value in found.items()} if wanted.is_one else found
+
+    def _unpacked(self, found: Mapping[str, Any], form: str = "list", padding: complex = 0) -> dict[str, Any]:
+        """What was read, as it is handed out."""
+        return {name: _formed(value, self.schema[name].top, form, padding) for name, value in found.items()}
 
     def lengths(self, column: str, rows: object = slice(None)) -> torch.Tensor:
         """How many values rows of different lengths have, without reading the values.
@@ -409,26 +411,38 @@ class TensorCache:
         self,
         sampler: int | Iterable[object],
         *,
+        shuffle: int | None = None,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
         columns: Iterable[str] | None = None,
         prefetch: int = 2,
         pin_memory: bool = False,
         device: torch.device | str | int | None = None,
         ragged: str = "list",
         padding: complex = 0,
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Batches:
         """Batches one after another, read by a thread before they are asked for.
 
+        They can be stopped and resumed: `state_dict()` tells where they are, and `load_state_dict(...)` goes there.
+        They may be given to a `DataLoader(batches, batch_size=None)`, or to torchdata's `StatefulDataLoader`.
+
         Args:
-            sampler: how many rows a batch has, for all rows in order; or what names the rows of each batch, as
+            sampler: how many rows a batch has, for all rows, each once; or what names the rows of each batch, as
                 `torch.utils.data.BatchSampler` does.
+            shuffle: a seed: with the epoch it determines the order of the rows, on every machine; None for their own.
+            drop_last: whether to leave out the rows that don't make a whole batch for each rank.
+            rank, world_size: which of so many ranks takes these batches; each takes its share of every step. If fewer
+                rows than ranks are left for the last step, some ranks have no batch there.
             columns, pin_memory, device, ragged, padding: as for `get`.
             prefetch: how many batches are read ahead; 0 for no thread.
 
         Returns:
-            An iterator over batches, as `get` gives them.
+            An iterator over the batches of an epoch, as `get` gives them; iterating again gives the next epoch.
 
         Raises:
-            CacheError: a batch of no rows. The rest as `get`, where the batch would have come.
+            CacheError: a batch of no rows; a seed or ranks for a sampler. The rest as `get`, where the batch would have
+                come.
 
         Example:
             >>> from offload import TensorCache
@@ -437,10 +451,18 @@ class TensorCache:
             [[0, 1], [2, 3], [4]]
             >>> [batch["x"].tolist() for batch in cache.batches([[4, 0], [2]])]
             [[4, 0], [2]]
+            >>> stopped, resumed = cache.batches(2, shuffle=7), cache.batches(2, shuffle=7)
+            >>> first = next(stopped)
+            >>> resumed.load_state_dict(stopped.state_dict())
+            >>> [batch["x"].tolist() for batch in stopped] == [batch["x"].tolist() for batch in resumed]
+            True
         """
         names, prefetch = as_names(columns), checked_count(prefetch, "prefetch", least=0)
+        order = order_of(sampler, len(self), shuffle=shuffle, drop_last=drop_last, rank=rank, world_size=world_size)
+        if self.mode == "r+":
+            self.flush()  # worker processes see no other rows
         form: dict[str, Any] = {"pin_memory": pin_memory, "device": device, "ragged": ragged, "padding": padding}
-        return read_ahead(rows_of_each(sampler, len(self)), partial(self.get, columns=names, **form), prefetch)
+        return Batches(order, partial(self.get, columns=names, **form), prefetch)
 
     def as_dataset(
         self, columns: Iterable[str] | None = None, *, ragged: str = "list", padding: complex = 0
@@ -479,7 +501,7 @@ class TensorCache:
             CacheError: `values` is not a dictionary.
             WriteError: the disk is full; the rows count as missing.
         """
-        store, given = self._open(), plain_values(values)
+        store, given = self._open(), self._stored(values)
         with no_functions(), no_modes():
             store.write(rows_of(rows, store.num_rows), given)
 
@@ -494,9 +516,16 @@ class TensorCache:
 
         Raises: as `cache[rows] = values`.
         """
-        given = plain_values(values)
+        given = self._stored(values)
         with no_functions(), no_modes():
             return self._open().append(given)
+
+    def _stored(self, values: Mapping[str, object]) -> dict[str, Any]:
+        given = plain_values(values)
+        if not self._has_packed:
+            return given
+        known = self.schema
+        return {name: known[name].stored(value) if name in known else value for name, value in given.items()}
 
     def fill(
         self,
@@ -616,10 +645,11 @@ class TensorCache:
         if not names:
             raise CacheError(f"{target}: columns= is empty: name at least one")
         self.require_complete(names)
-        others = [name for name in names if self.schema[name].kind != TENSOR]
+        others = [name for name in names if self.schema[name].kind != TENSOR or self.schema[name].top]
         if others:
             raise CacheError(
-                f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"
+                f"columns {', '.join(map(repr, others))} have no rows of one size, or packed ones: copy "
+                f"{self.folder} instead"
             )
         if is_there(target.parent / STATES):
             raise CacheError(f"{target} is in the folder of a cache: choose another folder")
@@ -662,39 +692,7 @@ class TensorCache:
         return self._store
 
 
-def cache_of(
-    rows: Incoming,
-    folder: str | os.PathLike[str] | None,
-    *,
-    metadata: Mapping[str, object] | None,
-    device: torch.device | str | int,
-) -> TensorCache:
-    """A cache of incoming rows, for `from_records` and `offload.integrations.cache_from`.
-
-    Raises: as `TensorCache.create`, and what the batches raise; then nothing is left in `folder`.
-    """
-    root = private_folder() if folder is None else absolute(folder)
-    with writing(root):
-        path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
-        before = set(os.listdir(path)) if is_folder(path) else None
-    cache = TensorCache.create(path, rows.schema, metadata=metadata, device=device)
-    try:
-        for batch in progress_of(rows.batches, "rows"):
-            cache.append(batch)
-        cache.flush()
-    except BaseException:
-        cache.close()
-        _remove_others(path, before)
-        raise
-    return cache
-
-
-def _remove_others(folder: Path, before: Collection[str] | None) -> None:
-    """Remove a cache that could not be filled: all files that are new, and the folder if it is new."""
-    if before is None:
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    with suppress(OSError):
-        for name in set(os.listdir(folder)) - set(before):
-            with suppress(OSError):
-                (folder / name).unlink()
+def _formed(value: Any, top: TopK | None, form: str, padding: complex) -> Any:
+    if isinstance(value, Ragged):
+        return value.formed(form, padding, top)
+    return value if top is None else top.read(value)

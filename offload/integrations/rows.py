@@ -17,14 +17,15 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from offload.cache.incoming import PRESENT, Batch, Field, Incoming, read_in_batches, rows_in_batch
-from offload.cache.table import TensorCache, cache_of
+from offload.cache.incoming import PRESENT, Batch, Field, Incoming, cache_of, read_in_batches, rows_in_batch
+from offload.cache.table import TensorCache
 from offload.errors import CacheError, CorruptFileError, MissingFileError, OffloadError
 from offload.importing import imported
 from offload.integrations.tensordict.reading import INNER, META, load_memmap
@@ -83,7 +84,7 @@ def cache_from(
         >>> cache_from(rows)[:]
         {'id': tensor([1, 2]), 'score': tensor([0.5000, 1.5000])}
     """
-    return cache_of(rows_of(source, columns), folder, metadata=metadata, device=device)
+    return cache_of(rows_of(source, columns), folder, partial(TensorCache.create, metadata=metadata, device=device))
 
 
 def rows_of(source: object, columns: Columns = None) -> Incoming:

@@ -12,6 +12,7 @@ Always true:
 | `accelerated` | packed rows on a GPU, decoded and multiplied by Triton where it is installed |
 | `triton_rows` | the functions that Triton compiles |
 | `packed` | how rows are packed, and the matrices that the library is given |
+| `logps` | the largest log-probabilities of rows, packed |
 
 | source | what |
 | --- | --- |
@@ -25,5 +26,6 @@ Always true:
 | `numbers.h` | numbers whose factors are stored elsewhere |
 | `words.h` | integers in words, outputs innermost |
 | `pairs.h` | products of bfloat16 numbers, two at a time |
+| `logps.c` | packing and unpacking log-probabilities |
 | `simd.h` | vectors, under one set of names |
 """

@@ -150,6 +150,8 @@ def _with_signatures(found: ctypes.CDLL) -> ctypes.CDLL:
     found.offload_decode.argtypes = (pointer, pointer, number, number, *place, whole, *how)
     found.offload_multiply.argtypes = (pointer, number, pointer, number, number, whole, pointer, whole, *place, *how)
     found.offload_experts.argtypes = (pointer, *how)
+    found.offload_pack_logps.argtypes = (pointer, pointer, number, number, whole, whole, pointer)
+    found.offload_unpack_logps.argtypes = (pointer, number, number, whole, whole, pointer, pointer, pointer, whole)
     return found
 
 
@@ -482,3 +484,42 @@ def _add_sum(layer: Layer, total: WeightedSum, results: int) -> None:
     layer.weights = _address(weights, (places.numel(),), (torch.float32,))
     layer.out = _address(out, (layer.all_tokens, layer.width), step=layer.width)
     layer.out_dtype = DTYPES[out.dtype]
+
+
+def pack_logps(ids: torch.Tensor, logps: torch.Tensor, width: int, id_bits: int, bits: int) -> torch.Tensor:
+    """See `logps.pack`; a packed row has `width` bytes.
+
+    Raises:
+        ArgumentError: sizes do not fit.
+    """
+    ids, logps, (rows, k) = ids.contiguous(), logps.contiguous(), ids.shape
+    packed = torch.empty((rows, width), dtype=torch.uint8, device="cpu")
+    addresses = _address(ids, (rows, k), (torch.int64,)), _address(logps, (rows, k), (torch.float32,))
+    _logps(width, k, id_bits, bits).offload_pack_logps(*addresses, rows, k, id_bits, bits, memory_of(packed))
+    return packed
+
+
+def unpack_logps(
+    packed: torch.Tensor, k: int, width: int, id_bits: int, bits: int, *, level: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `logps.unpack`; a packed row has `width` bytes.
+
+    Raises:
+        ArgumentError: sizes do not fit.
+    """
+    packed, rows = packed.contiguous(), _rows_of(packed)
+    ids = torch.empty((rows, k), dtype=torch.int64, device="cpu")
+    logps, address = torch.empty_like(ids, dtype=torch.float32), _address(packed, (rows, width), (torch.uint8,))
+    scratch, level = torch.empty(width + 32, dtype=torch.uint8, device="cpu"), best_level() if level is None else level
+    places = memory_of(ids), memory_of(logps), memory_of(scratch)
+    _logps(width, k, id_bits, bits).offload_unpack_logps(address, rows, k, id_bits, bits, *places, level)
+    return ids, logps
+
+
+def _logps(width: int, k: int, id_bits: int, bits: int) -> ctypes.CDLL:
+    """The library, for rows of this many bytes."""
+    fits = 0 < id_bits < 32 and 1 < bits < 24 and k > 0 and width == 4 + (k * (id_bits + bits) + 7) // 8
+    found = library()
+    require(fits and found is not None, k, "numbers of", id_bits, "and", bits, "bits in", width, "bytes")
+    assert found is not None
+    return found

@@ -37,7 +37,19 @@ NO_ROWS = [
     torch.tensor([1e30]),
     torch.tensor([-7.0]),
     torch.tensor([1.0 + 0j]),
+    torch.tensor([[0.5]]),
+    torch.tensor([[True]]),
+    torch.empty(2, dtype=torch.long, device="meta"),
+    torch.sparse_coo_tensor([[0]], [1], (3,), check_invariants=True),
+    torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged),
     np.array([1.5]),
+    np.array(["a"]),
+    [[0], [1, 2]],
+    [None],
+    (0, 1),
+    {1},
+    ...,
+    None,
     1.0,
 ]
 
@@ -84,8 +96,10 @@ class StoreTests:
         self, cache: TensorCache, dtype: torch.dtype
     ) -> None:
         """As `values[indices.long()]` does: a tensor, an array, or nested lists. Trainers keep numbers in floats."""
-        for shape in [(), (0,), (7,), (1,), (2, 3), (0, 2), (2, 0), (2, 1, 3), (1, 1, 1, 2)]:
+        for shape in [(), (0,), (7,), (1,), (2, 3), (0, 2), (2, 0), (2, 1, 3), (1, 1, 1, 2), (2,) * 6]:
             indices = torch.randint(-5 if dtype.is_signed else 0, 5, shape).to(dtype)
+            if len(shape) == 3:
+                indices = indices.transpose(0, 2).expand(3, 3, 1, 2)  # not contiguous
             has_list = indices.dim() and indices.numel() and not dtype.is_floating_point
             arrays = [] if dtype == torch.bfloat16 else [indices.numpy(), indices.numpy()[::-1] if shape else indices]
             for index in (indices, *arrays, *([indices.tolist()] if has_list else [])):
@@ -102,9 +116,14 @@ class StoreTests:
         assert torch.equal(hidden[mask.long()], cache[mask.byte()]["hidden"])
 
     @pytest.mark.parametrize("rows", NO_ROWS, ids=str)
-    def test_other_floats_are_refused(self, cache: TensorCache, rows: object) -> None:
-        with pytest.raises(RowIndexError):
+    def test_other_indices_are_refused_with_what_is_taken(self, cache: TensorCache, rows: object) -> None:
+        said = "is not an index of rows: give an int, .* or a mask of bools|is out of range for"
+        with pytest.raises(RowIndexError, match=said):
             cache[rows]
+
+    def test_a_mask_of_another_length_is_refused(self, cache: TensorCache) -> None:
+        with pytest.raises(RowIndexError, match="the mask has 1 elements, and the cache 5 rows"):
+            cache[torch.tensor([True])]
 
     def test_the_length_the_columns_and_the_size_are_known(self, cache: TensorCache) -> None:
         assert 5 == len(cache) == cache.num_filled

@@ -153,7 +153,7 @@ def test_an_invalid_index_is_an_error_with_index_and_size(filled, index, said):
 def test_rows_are_written_by_an_index_of_one_dimension(filled):
     cache, values = filled
 
-    with pytest.raises(RowIndexError, match=r"shape \(1, 2\), int64\) is not an index of rows: give .* a 1-D tensor"):
+    with pytest.raises(RowIndexError, match=r"shape \(1, 2\), int64\) is not an index of rows: give .* else 1-D"):
         cache[[[1, 2]]] = {"x": torch.zeros(1, 2, 3)}
 
     assert torch.equal(values, cache[:]["x"])

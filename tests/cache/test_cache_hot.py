@@ -307,3 +307,23 @@ def test_rows_whose_writing_failed_before_it_began_are_missing_and_not_left_out(
     with pytest.raises(MissingRowsError):
         list(reader.batches(16))
     assert [39, 3] == reader[torch.tensor([39, 3])]["y"].tolist()
+
+
+def test_long_runs_are_copied_by_a_system_call_and_are_the_same(folder, no_other, monkeypatch):
+    cache, runs = no_other(hot(folder)), []
+    monkeypatch.setattr(rowfile, "_LONG", 60)  # bytes
+    read_run = rowfile.read_run
+    monkeypatch.setattr(rowfile, "read_run", lambda *given: (runs.append(given[2]), read_run(*given)))
+
+    for index in (slice(None), slice(3, 9), slice(39, 50), slice(9, 3)):
+        found, expected = cache[index], values(range(*index.indices(ROWS)))
+        assert all(torch.equal(expected[name], found[name]) for name in COLUMNS)
+    assert 5 == len(runs)  # three columns, two, none, none
+
+
+def test_a_file_that_was_cut_is_an_error_of_a_long_run(folder, monkeypatch):
+    cache = hot(folder)
+    monkeypatch.setattr(rowfile, "_LONG", 1)
+    os.truncate(folder / "x.safetensors", 4096 + 10)
+    with pytest.raises(CorruptFileError, match="was truncated"):
+        cache[10:20]

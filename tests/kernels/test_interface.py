@@ -12,13 +12,13 @@ import pytest
 from offload.kernels import native
 
 SOURCES = Path(native.__file__).parent
-OF_INTERFACE = {2: "fdf9ed12252eae48"}
+OF_INTERFACE = {2: "f83e9be657632100"}
 
 
 def declarations() -> str:
     """Of what Python passes on: structures, kinds, and functions."""
     header = "".join((SOURCES / name).read_text(encoding="utf-8") for name in ("kernels.h", "experts.h"))
-    code = (SOURCES / "kernels.c").read_text(encoding="utf-8")
+    code = "".join((SOURCES / name).read_text(encoding="utf-8") for name in ("kernels.c", "logps.c"))
     passed = [
         found[0] for name in ("matrix", "part", "expert", "layer") for found in [structure(header, name)] if found
     ]
