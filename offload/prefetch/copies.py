@@ -262,7 +262,7 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
     if type(whole) is Copy and whole.kept and whole.pool is pool:
         return whole
     is_small = handle.extent[1] <= SMALL
-    if is_small and not pool.capacity and view_spec.numel() * view_spec.itemsize < handle.extent[1]:
+    if is_small and pool.keeps_nothing and view_spec.numel() * view_spec.itemsize < handle.extent[1]:
         return None  # a part of what does not stay either
     main = track(handle, *handle.extent) if is_small else range_of(handle, view_spec)
     if main is UNTRACKED:

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import offload
-from bench import experts as bench_of_experts
 from bench.architectures import prepared
 from offload.errors import ChangedFileError, ReadError, RowIndexError
 from offload.integrations.compressed_tensors import quantize_checkpoint
@@ -607,18 +606,6 @@ def test_experts_that_do_not_tell_of_a_norm_or_of_ranks_are_preferred_and_run(tm
 
     assert "offload" == model.config._experts_implementation
     assert all(map(torch.equal, expected, (experts(*given) for experts in experts_of(model))))
-
-
-def test_the_benchmark_compares_every_implementation(capsys):
-    bench_of_experts.main(
-        ["--tokens", "1,9", "--experts", "4", "--hidden", "64", "--inner", "64", "--picks", "2", "--rounds", "1"]
-    )
-
-    lines = [line for line in capsys.readouterr().out.splitlines() if " tokens, " in line]
-    assert [("1", name) for name in ("grouped_mm", "eager", "batched_mm", "offload")] + [
-        ("9", name) for name in ("grouped_mm", "eager", "offload")
-    ] == [(line.split()[0], line.split()[2]) for line in lines]
-    assert all(("by the clock" in line) == ("offload" not in line) for line in lines)
 
 
 # All of transformers' mixtures
