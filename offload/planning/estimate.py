@@ -77,7 +77,7 @@ class Plan:
 
     Attributes:
         model: what it holds.
-        budget: what may stay in memory.
+        budget: what may stay in memory: of weights, if it was set, else with keys and values.
         disk_rate: of reading.
         computing: of the device.
         tokens: of a batch, whose keys and values are kept.
@@ -119,13 +119,18 @@ class Plan:
         sentence += "".join(f"; {way.what} {_in_words(way.token_seconds)}" for way in self.ways[:1])
         return f"{sentence}. It fits in {where}, packed as it is." if self.fits else f"{sentence}."
 
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether keys and values leave no memory for weights, which would have some."""
+        return self.budget > 0 and not self.as_it_is.stays
+
     def __str__(self) -> str:
         from rich.filesize import decimal
 
         model, way = self.model, self.as_it_is
-        on_device, context, memory = self.device_memory, "", self.budget
+        on_device, context = self.device_memory, ""
         if self.context_bytes is not None:
-            context = f"keys and values of {self.tokens:,} tokens take {decimal(self.context_bytes)} of it, "
+            context = f"keys and values of {self.tokens:,} tokens take {decimal(self.context_bytes)}, "
         reading = f"reads {decimal(way.reads)}" if way.reads else "reads nothing"
         reading += f" and sends {decimal(way.sends)}" if way.sends else ""
         lines = [
@@ -137,9 +142,8 @@ class Plan:
             f"  {way.command}",
         ]
         if on_device is not None:
-            memory = on_device
-            lines.insert(4, f"the device has {decimal(memory)} free{context and ', ' + context.removesuffix(', ')}")
-        if self.context_bytes and self.context_bytes >= memory:
+            lines.insert(4, f"the device has {decimal(on_device)} free{context and ', ' + context.removesuffix(', ')}")
+        if self.context_bytes and (self.context_bytes >= on_device if on_device is not None else self._is_crowded):
             lines += [
                 "keys and values leave no memory for the weights: shorten the context, or keep them on disk,",
                 f"which adds up to {_in_words(self.context_bytes / self.disk_rate)} of reading per step:",
@@ -183,7 +187,7 @@ def plan(
 
     Args:
         model: a folder with a checkpoint, a GGUF file, or a model on the hub.
-        max_memory: what may stay in memory, as in `set_max_memory`; None for what there is room for.
+        max_memory: how much of the weights may stay in memory, as in `set_max_memory`; None for what there is room for.
         device: where ops run; None for the accelerator if there is one.
         batch: sequences that are generated at a time.
         context: tokens of each, whose keys and values are kept.
@@ -216,7 +220,9 @@ def plan(
     on_device = stays = None
     if computes_on is not None and computes_on.type != "cpu":
         on_device, stays = free_on(computes_on), room_on(computes_on, beside=context_bytes or 0)
-    left = max(0, budget - (context_bytes or 0 if on_device is None else 0))  # keys and values are where ops run
+    beside = 0 if max_memory is None else max(0, available_bytes() - budget)  # a budget that is set is for weights
+    here = context_bytes or 0 if on_device is None else 0  # keys and values are where ops run
+    left = max(0, budget - max(0, here - beside))
     measured = rate or _rate_of_disk(sizes.file)
     options = _options(max_memory, device)
     estimate = Estimate(sizes, left, measured, computing, stays)

@@ -150,8 +150,8 @@ def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(
     monkeypatch.setattr("offload.planning.sizes.time", SimpleNamespace(perf_counter=count(0.0, 0.5).__next__))
     folder = saved(LlamaConfig(**{**HALF, "hidden_size": 512, "intermediate_size": 1024}))
     sizes = sizes_of(folder)
-    whole, budget = sizes.stored - sizes.rows, MB + 48576 + 64 * sizes.kv_per_token
-    reads = whole - (budget - 64 * sizes.kv_per_token)
+    whole, budget = sizes.stored - sizes.rows, MB + 48576
+    reads = whole - budget
 
     slow = offload.plan(folder, max_memory=budget, disk_rate=1000, context=64).as_it_is
     quick = offload.plan(folder, max_memory=budget, disk_rate="1GB", context=64).as_it_is
@@ -290,7 +290,8 @@ def test_small_numbers_are_written_in_full(saved: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any) -> None:
+def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.planning.estimate.available_bytes", lambda: MB)
     plan = offload.plan(saved(LlamaConfig(**HALF)), max_memory="1MiB", disk_rate="1GB", context=10_000)
     said = str(plan)
 
@@ -299,6 +300,16 @@ def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any) -> 
     assert f"adds up to {plan.context_bytes / 1e6:.0f} ms of reading per step" in said
     assert f"{cache_option()}=offload.integrations.kv_cache(model)" in said
     assert "weights 0 bytes" in said
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_budget_is_for_weights_where_keys_and_values_have_room_beside_it(saved: Any) -> None:
+    folder = saved(LlamaConfig(**{**HALF, "hidden_size": 512, "intermediate_size": 1024}))
+
+    plans = [offload.plan(folder, max_memory="1MiB", disk_rate="1GB", context=context) for context in (1, 10_000)]
+
+    assert [1 << 20] * 2 == [plan.as_it_is.stays for plan in plans]
+    assert not any("leave no memory" in str(plan) for plan in plans)
 
 
 @pytest.mark.usefixtures("machine")
