@@ -27,6 +27,7 @@ from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column, Manifest, columns_named, schema_of
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.errors import (
+    ArgumentTypeError,
     CacheError,
     ChangedFileError,
     CorruptFileError,
@@ -154,9 +155,12 @@ class HeldStore:
     ) -> None:
         """
         Raises:
+            ArgumentTypeError: they have no names.
             CacheError: there are no tensors, they differ in length, or one can't be a column.
             MissingFileError, ChangedFileError, CorruptFileError, ReadError
         """
+        if not isinstance(tensors, Mapping):
+            raise ArgumentTypeError(f"tensors is a {type(tensors).__name__}: give a dict of names and tensors")
         self.folder = folder
         self._columns = {name: HeldColumn(name, tensor) for name, tensor in tensors.items()}
         lengths = {name: len(column.tensor) for name, column in self._columns.items()}

@@ -79,6 +79,7 @@ class TensorCache:
             metadata: what the rows are of, in words of JSON.
 
         Raises:
+            ArgumentTypeError: they have no names.
             CacheError: there are no tensors, or they differ in length.
 
         Example:

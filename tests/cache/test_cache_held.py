@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from offload import OffloadedTensor, TensorCache
 from offload.errors import (
+    ArgumentTypeError,
     CacheError,
     ChangedFileError,
     CheckpointError,
@@ -368,6 +369,12 @@ def test_tensors_that_form_no_table_are_refused_in_memory_and_from_a_file(
         with pytest.raises(CacheError) as found:
             TensorCache.from_disk(tmp_path / "x.safetensors")
         assert words in str(found.value)
+
+
+@pytest.mark.parametrize("tensors", [[1, 2], 3, [torch.ones(2)], torch.ones(2)])
+def test_tensors_without_names_are_refused(tensors: object) -> None:
+    with pytest.raises(ArgumentTypeError, match=": give a dict of names and tensors"):
+        TensorCache(tensors=tensors)
 
 
 def test_a_tensor_without_values_is_refused() -> None:
