@@ -151,7 +151,7 @@ def most_of_an_expert(dtype: torch.dtype) -> int:
     """Up to how many rows an expert is multiplied where it lies, faster than by torch.
 
     With AVX2 torch multiplies bfloat16 at a fraction of its speed: with 16 rows for each expert this is 2.6 times as
-    fast, with 32 1.3 times (`python -m bench.experts --tokens 64,128 --experts 32`).
+    fast, with 32 1.3 times (`python -m bench --only experts`).
     """
     has_avx2_alone = native.best_level() == 1 and platform.machine() == "x86_64"
     return 32 if dtype == torch.bfloat16 and has_avx2_alone else most_rows(dtype)
