@@ -223,6 +223,8 @@ def expect_context(model: nn.Module, context: int | None = None) -> list[OnDevic
 
 def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:
     """Log how much of so many bytes stays on a device, and how long the others take."""
+    if not log.isEnabledFor(logging.INFO):
+        return  # the bus is measured for it
     stays = min(nbytes, room)
     told = f"of {_in_mib(nbytes)}, {_in_mib(stays)} stay on {device} once they are used"
     if nbytes > stays:
@@ -319,6 +321,7 @@ def memory_summary() -> MemorySummary:
         budget = sum(pool.capacity for pool in pools if pool is POOL or pool.values())
         on_devices: dict[str, tuple[int, int]] = {}
         for device, there in (pair for pool in pools for pair in pool.on_devices.items()):
+            leaving.extend(there.reconsider(anew=True))
             most, stays = on_devices.get(str(device), (0, 0))
             on_devices[str(device)] = most + there.capacity, stays + sum(one.cached_bytes() for one in there.values())
     return MemorySummary(

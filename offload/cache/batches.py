@@ -6,7 +6,8 @@ Always true:
 - a state is where the batches that were given end: what was read ahead is read again
 - a sampler is iterated in the consumer's thread
 - at most `prefetch` batches wait in addition to the one in use
-- a read error is raised where its batch would have come; iterating again tries that batch again
+- a read error is raised where its batch would have come; iterating again tries that batch again, unless the sampler is
+  an iterator, which has gone on
 - reading stops when the consumer stops
 - a dataset sent to another process contains the path, not the data
 """

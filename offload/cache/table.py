@@ -360,7 +360,7 @@ class TensorCache:
             pin_memory: read into pinned memory.
             ragged: how rows of different lengths come: "list", "padded" (rows, longest, ...), or "jagged" (a nested
                 tensor, `layout=torch.jagged`).
-            padding: the number that fills up the shorter rows of "padded".
+            padding: the number that fills up the shorter rows of "padded", of `topk` both ids and log-probabilities.
 
         Returns:
             By column, (rows, *row_shape); a list for text and JSON.

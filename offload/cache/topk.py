@@ -97,6 +97,8 @@ class TopK:
                 f"column {name!r}: ids go from 0 to {self.vocab - 1}, and there is {low if low < 0 else high}"
             )
         least, most = map(float, logps.aminmax())
+        if most == -torch.inf:
+            return
         if least == -torch.inf and most == most:
             least = float(logps.where(logps > -torch.inf, 0).amin())
         if not -_LARGEST <= least <= most <= _LARGEST:

@@ -3,7 +3,7 @@
 | module | commands |
 | --- | --- |
 | `plan` | `plan` |
-| `models` | `generate` |
+| `models` | `generate` `chat` |
 | `batch` `requests` | `batch`, and the lines it reads and writes |
 | `serve` | `serve` |
 | `weights` | `quantize` `merge-lora` |

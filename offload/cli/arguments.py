@@ -63,13 +63,20 @@ def draft(text: str) -> int | None:
 
 
 def number(text: str) -> float:
-    """A temperature or a probability: at least 0."""
+    """A temperature."""
     try:
         if 0 <= (value := float(text)) <= _HOTTEST:
             return value
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 to {_HOTTEST}")
+
+
+def share(text: str) -> float:
+    """A probability."""
+    if (value := number(text)) > 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 to 1")
+    return value
 
 
 def seed(text: str) -> int:

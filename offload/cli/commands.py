@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from offload.cli import batch, files, machine, models, plan, rows, serve, weights
-from offload.cli.arguments import count, device, draft, dtype, number, path, port, prompt, seed, size
+from offload.cli.arguments import count, device, draft, dtype, number, path, port, prompt, seed, share, size
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ _METAVARS: Mapping[object, str] = {
     count: "N",
     draft: "N",
     number: "X",
+    share: "X",
     seed: "N",
     size: "SIZE",
     path: "PATH",
@@ -121,7 +122,7 @@ OPTIONS = {
     "--prompt-cache-size": _takes(size, "how much that may take", default="10GiB"),
     "--temperature": _takes(number, "of sampling (default: 0, the most likely token)"),
     "--temperature@chat": _takes(number, "of sampling; 0: none (default: as the model's settings say)"),
-    "--top-p": _takes(number, "of the most likely tokens to sample among (default: 1)"),
+    "--top-p": _takes(share, "of the most likely tokens to sample among (default: 1)"),
     "--seed": _takes(seed, "of sampling (default: a random one)"),
     "--assistant": _takes(None, "a smaller model that drafts tokens (default: none)", "DIRECTORY", metavar="SMALL"),
     "--draft": _takes(draft, "tokens of a draft (default: auto, as many as pay)", default="auto"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.annotations import Json, Kwargs
-from offload.cli.output import counted, doing, hide_bars_off_a_terminal, print_json
+from offload.cli.output import counted, doing, hide_bars_off_a_terminal, print_json, say
 from offload.errors import ArgumentError, CheckpointError, OffloadError, visible_lines
 from offload.generation.bodies import Asked, Refused
 from offload.generation.chat import ONE_ANSWER, Prompt, Prompts, ends_of
@@ -79,16 +79,29 @@ def chat(options: argparse.Namespace) -> None:
     """
     messages: list[Json] = [] if options.system is None else [{"role": "system", "content": options.system}]
     with tempfile.TemporaryDirectory(prefix="offload-chat-") as scratch:
+        is_asked = options.prompt_cache is not None
         options.prompt_cache = options.prompt_cache or Path(scratch)
         _, answering, prompts = opened(options, options.max_new_tokens, is_alone=True)
+        if not prompts.tokenizer.chat_template:
+            raise CheckpointError(f"{options.model} has no chat template: offload generate continues a text")
         for line in _lines():
             messages.append({"role": "user", "content": line})
-            [prompt] = prompts.of(_in_chat(messages))
             pieces: list[str] = []
             try:
-                job, recording = _answered(answering, prompt, {}, options, pieces)
+                [prompt] = prompts.of(_in_chat(messages))
+                try:
+                    job, recording = _answered(answering, prompt, {}, options, pieces)
+                except ArgumentError:
+                    if is_asked:
+                        raise
+                    answering.more.clear()  # keys and values of some models can't be kept
+                    job, recording = _answered(answering, prompt, {}, options, pieces)
             except KeyboardInterrupt:
                 print()
+            except Refused as error:  # what was said has become too long
+                say(f"offload: {error}", file=sys.stderr)
+                messages.pop()
+                continue
             else:
                 print(flush=True)
                 print(_in_words(len(job.tokens), _figures(recording, job)), file=sys.stderr)
@@ -140,7 +153,10 @@ def _answered(
             if not getattr(options, "json", False):
                 show(piece.text)
 
-        job = Job(prompt, tell, {**({} if "top_p" in chosen else usual), **chosen})
+        how = {**({} if "top_p" in chosen else usual), **chosen}
+        if how.get("temperature") == 0:
+            how.pop("seed", None)  # nothing is drawn
+        job = Job(prompt, tell, how)
         try:
             answering(job)
         except (OffloadError, torch.OutOfMemoryError):

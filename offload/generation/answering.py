@@ -102,7 +102,7 @@ class Answering:
         log-probabilities are not told where it is: both are for answers without.
         """
         self._model, self._tokenizer, self._ends = model, tokenizer, ends
-        self._more, self._drafts = more, drafts
+        self.more, self._drafts = more, drafts
 
     def __call__(self, job: Job) -> str:
         """Answer a job; returns why it ended: "stop" or "length"."""
@@ -115,7 +115,7 @@ class Answering:
         options = self._options(job, streamer)
         if job.echo and job.top is not None:
             if job.prompt.most == 1 and not options.get("do_sample", True):
-                options |= {"custom_generate": self._one_token(job, streamer), **dict.fromkeys(self._more)}
+                options |= {"custom_generate": self._one_token(job, streamer), **dict.fromkeys(self.more)}
             else:
                 self._score_prompt(job, tokens)
         if not job.prompt.most or job.is_over:
@@ -129,7 +129,7 @@ class Answering:
         """Options for `generate`: as the model's settings say, or greedy where a temperature of 0 is asked for."""
         asked = job.options
         chosen: Kwargs = {
-            **self._more,
+            **self.more,
             **ONE_ANSWER,
             "max_new_tokens": job.prompt.most,
             "streamer": streamer,

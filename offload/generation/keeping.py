@@ -44,11 +44,16 @@ def keeping_prompts(kind: Any) -> dict[str, Any]:
     return {BEGINS: True, **{one.__name__: one for one in (generate, prepare_inputs_for_generation)}}
 
 
-def _context(model: Any, inputs: Any = None, **options: Any) -> int | None:
+def _context(
+    model: Any, inputs: Any = None, generation_config: Any = None, *_others: object, **options: Any
+) -> int | None:
     """How many tokens `generate` will have keys and values of; None if that is not said."""
     prompt = options.get("input_ids", inputs)
-    settings = options.get("generation_config") or getattr(model, "generation_config", None)
-    new = options.get("max_new_tokens") or getattr(settings, "max_new_tokens", None)
+    settings = generation_config or getattr(model, "generation_config", None)
+    new, beams, answers = (
+        options.get(name) or getattr(settings, name, None)
+        for name in ("max_new_tokens", "num_beams", "num_return_sequences")
+    )
     if not isinstance(prompt, torch.Tensor) or prompt.dim() != 2 or not isinstance(new, int):
         return None
-    return len(prompt) * (prompt.shape[1] + new)
+    return len(prompt) * max(beams or 1, answers or 1) * (prompt.shape[1] + new)

@@ -262,8 +262,10 @@ def _copy_of(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> C
     if type(whole) is Copy and whole.kept and whole.pool is pool:
         return whole
     is_small = handle.extent[1] <= SMALL
-    if is_small and pool.keeps_nothing and view_spec.numel() * view_spec.itemsize < handle.extent[1]:
-        return None  # a part of what does not stay either
+    if is_small and view_spec.numel() * view_spec.itemsize < handle.extent[1]:
+        with lock():
+            if pool.keeps_nothing:
+                return None  # a part of what does not stay either
     main = track(handle, *handle.extent) if is_small else range_of(handle, view_spec)
     if main is UNTRACKED:
         return None
@@ -295,21 +297,24 @@ def retry_on_oom(device: torch.device, act: Callable[[], _T]) -> _T:
     Raises:
         torch.OutOfMemoryError: nothing more can be dropped.
     """
+    is_last = False
     while True:
         try:
             return act()
         except torch.OutOfMemoryError:
-            if not _keeps_less(device):
+            if is_last:
                 raise
+            is_last = not _keep_less(device)  # what was sent ahead may have been all that was there
 
 
-def _keeps_less(device: torch.device) -> bool:
-    """Let half as much stay on a device; whether there was anything."""
+def _keep_less(device: torch.device) -> int:
+    """Let half as much stay on a device, and nothing that was sent ahead; how many bytes there were."""
     with replanning() as leaving:
         pools = {found for pool in Pool.all() if (found := pool.on_devices.get(device)) is not None}
         total = sum(value.cached_bytes() for pool in pools for value in pool.values())
-        log.warning("%s has too little memory: of %d bytes that stay there, half are dropped", device, total)
+        if total:
+            log.warning("%s has too little memory: of %d bytes that stay there, half are dropped", device, total)
         for pool in pools:
             leaving.extend(pool.keep_less())
             leaving.extend(value for value in pool.values() if type(value) is Copy and value.ahead is not None)
-    return bool(leaving)
+    return total

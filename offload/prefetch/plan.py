@@ -379,10 +379,8 @@ class OnDevice(Pool):
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether there is no budget to keep anything there, however small."""
-        if self._granted is None:
-            self._granted = self.room()
-        return not (self._granted if self.max_memory is None else self.max_memory)
+        """Whether there is no budget to keep anything there, however small. Under the engine's lock."""
+        return not (self.room() if self._granted is None or self.max_memory is not None else self._granted)
 
     def room(self) -> int:
         """Bytes that there is room for now, with those that are there. Under the engine's lock."""

@@ -4,7 +4,7 @@ Always true:
 - while the device reads one slot, the CPU fills another; a slot is refilled only after its copy has ended
 - a copy is on the copy stream: work of another stream is ordered after it by `Sent.here`, and the CPU waits for neither
 - what is not kept there is used once: the CPU waits while too much of it is on the device and not used yet
-- devices without streams get plain copies, and so do small values that are sent alone
+- devices without streams get plain copies
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Always true:
 - all give the same numbers when they decode or pick: torch's chain is the oracle of the others
 - what a backend supports follows from the run and a dtype, before anything is read; the functions that pass addresses
   on check all sizes again, and raise
-- `TAKEN` counts which backend took an act
+- `TAKEN` counts which backend was chosen for an act; products that are bound, and experts, are not chosen each time
 
 What it supports, a backend does: `decode` puts all rows of a run into `place`, (rows, *row); `multiply` puts
 `x @ packed rows.T + bias` there, (rows of x, packed rows); `pick` some of the rows that the pieces give, by number.

@@ -179,6 +179,16 @@ def test_ids_are_integers_of_any_dtype_and_numbers_floats(cache: TensorCache, dt
     assert [0.0, -K + 1.0] == cache.get([0], ["t"])["t"].logps[0, [0, -1]].tolist()
 
 
+def test_a_batch_without_any_probability_is_taken(cache: TensorCache) -> None:
+    ids = torch.arange(K)[None]
+
+    cache[[0]] = {"t": (ids, torch.full((1, K), -torch.inf))}
+
+    found = cache.get([0], ["t"])["t"]
+    assert [-torch.inf] * K == found.logps[0].tolist()
+    assert list(range(K)) == sorted(found.ids[0].tolist())
+
+
 def test_other_values_are_refused_and_nothing_is_written(cache: TensorCache) -> None:
     ids, logps = pairs(1)
     for value, error, said in [

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from offload import cli
 from offload.generation.answering import Answering
@@ -79,6 +86,39 @@ def test_an_interrupt_ends_an_answer_and_the_conversation_goes_on(typed: Type, m
     assert len(answered[1]) > len(answered[0]) + 6, "what was said before the interrupt is part of the conversation"
 
 
+def test_a_model_whose_keys_and_values_can_not_be_kept_chats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A state-space model; with a folder that is named, it is an error."""
+    folder = tmp_path / "mamba"
+    MambaForCausalLM(
+        MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, eos_token_id=None)
+    ).save_pretrained(folder)
+    tokenizer = _tokenizer(folder, 96)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    said = []
+    for options in ([], ["--prompt-cache", str(tmp_path / "kept")]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("w5\nw6\n"))
+        said.append(cli.main(["chat", str(folder), "--max-new-tokens", "3", "--temperature", "0", *options]))
+
+    printed = capsys.readouterr()
+    assert [0, 1] == said
+    assert [3, 3] == [len(line.split()) for line in printed.out.splitlines()]
+    assert "leave prompt_cache out" in printed.err
+
+
+def test_a_conversation_that_has_become_too_long_goes_on_with_shorter_lines(
+    folder: Path, typed: Type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+
+    said = typed("w5 " * 40 + "\nw5\n", "--temperature", "0")
+
+    assert [6] == [len(line.split()) for line in said.splitlines()]
+
+
 def test_a_seed_gives_the_same_answer_again_and_temperatures_give_others(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,10 +144,12 @@ def test_a_model_without_a_chat_template_does_not_chat(
 
     assert 1 == cli.main(["chat", str(folder)])
 
-    assert "the model has no chat template" in capsys.readouterr().err
+    assert " has no chat template: offload generate continues a text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["--temperature -1", "--temperature hot", "--top-p nan", "--seed -1", "--seed 1e3"])
+@pytest.mark.parametrize(
+    "words", ["--temperature -1", "--temperature hot", "--top-p nan", "--top-p 2", "--seed -1", "--seed 1e3"]
+)
 def test_sampling_takes_numbers(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["chat", "model", *words.replace(" -1", "=-1").split()])

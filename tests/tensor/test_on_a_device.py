@@ -25,6 +25,7 @@ from offload.cli.models import loaded_model
 from offload.errors import ChangedFileError
 from offload.planning.machine import Computing, diagnose
 from offload.prefetch import copies, plan, room, staging
+from offload.prefetch.copies import retry_on_oom
 from offload.prefetch.engine import POOL, replanning
 from offload.prefetch.plan import Pool
 from offload.prefetch.room import free_on, room_on, spare_of
@@ -181,6 +182,37 @@ def test_a_value_that_is_larger_than_the_device_is_an_error(device: torch.device
 
     with pytest.raises(torch.OutOfMemoryError):
         guest_of(weight)
+
+
+@on_the_device
+def test_an_op_that_never_fits_is_an_error_though_values_are_sent_ahead_of_it(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [on_disk(folder, f"w{number}", torch.ones(1 << 18)) for number in range(4)]
+    calls = []
+
+    def act() -> torch.Tensor:
+        calls.append(guest_of(weights[0]))
+        assert len(calls) < 50
+        raise torch.OutOfMemoryError("never")
+
+    with offload.set_max_memory({"delayed:0": 0}):
+        for _ in range(3):
+            for weight in weights:
+                guest_of(weight)
+        with pytest.raises(torch.OutOfMemoryError, match="never"):
+            retry_on_oom(device, act)
+
+
+@on_the_device
+def test_what_may_stay_on_a_device_is_told_before_anything_is_sent(device: torch.device, folder: Path) -> None:
+    weight = on_disk(folder, "w", torch.ones(1 << 18))
+
+    with offload.set_max_memory({"delayed:0": 5 * MIB}):
+        told = offload.memory_summary()
+
+    assert offload.is_offloaded(weight)
+    assert (5 * MIB, 0) == told.on_devices[str(device)]
 
 
 @on_the_device
