@@ -46,7 +46,7 @@ class Recording:
     @property
     def peak(self) -> int:
         """The largest anonymous memory seen, in bytes."""
-        return max(one.anonymous for one in self.samples)
+        return max(one.anonymous for one in (*self.samples, *self.marks))
 
     def mark(self) -> None:
         """Record that a token, or a step, is done."""

@@ -268,6 +268,9 @@ def runs_as_before(given: Any) -> None:
     assert RIGHT == out(given[0])
 
 
+RANDOM = frozenset({"random", "numpy", "torch"})
+
+
 def saves(size: int | None) -> Callable[[Path], Any]:
     """Saves a model of other values, in shards of this size, and loads it."""
     return lambda folder: dispatched((offload.save_checkpoint(network(1), folder, size or "5GB"), folder)[1])
@@ -362,10 +365,10 @@ MODELS = {
         lambda _: (network(),), lambda given: out(offload.disk_offload(*given)), runs_as_before, crashes=TOGETHER
     ),
     "map_batches": Act(lambda folder: offload.disk_offload(network(), folder), mapped_batches, crashes=TOGETHER),
-    "save_checkpoint": Act(same, saves(None)),
-    "save_checkpoint, shards over one": Act(saved_model, saves(100), one_or_the_other),
+    "save_checkpoint": Act(same, saves(None), changes=RANDOM),
+    "save_checkpoint, shards over one": Act(saved_model, saves(100), one_or_the_other, changes=RANDOM),
     "save_checkpoint, one over shards": Act(
-        lambda at: saved_model(at, max_shard_size=100), saves(None), one_or_the_other
+        lambda at: saved_model(at, max_shard_size=100), saves(None), one_or_the_other, changes=RANDOM
     ),
     "map_values": Act(numbers, mapped_once, each_is_once_or_twice),
     "convert_checkpoint": Act(checkpoint, lambda at: converted(at, dtype=torch.float64), nothing_or_whole),
@@ -519,12 +522,13 @@ def computed(folder: Path) -> torch.Tensor:
         return x @ x + 1
 
 
-RANDOM = frozenset({"random", "numpy", "torch"})
 TREES = {
     "save_tree": Act(same, new_tree),
     "save_tree, over another": Act(old_tree, new_tree, either_tree),
     "load_tree": Act(old_tree, read_tree, either_tree, crashes=READS),
-    "save_training": Act(trained, lambda at: save(at, 2, *stepped(2)), is_after_its_steps, crashes=MAPPED),
+    "save_training": Act(
+        trained, lambda at: save(at, 2, *stepped(2)), is_after_its_steps, changes=RANDOM, crashes=MAPPED
+    ),
     "save_training, of what is on disk": Act(
         on_disk, save_again, lambda given: is_after_its_steps(given[2], torch.optim.AdamW), crashes=WRITES - {FAULT}
     ),

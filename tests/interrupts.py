@@ -14,6 +14,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def _stopped_at(stop: Stop, tried: Act, given: Any, expected: Any, place: Path) 
         assert tracer.has_stopped or error is None
         assert error is None or type(error) is KeyboardInterrupt, f"{error!r}"
         error = None
-        assert [] == [*left_behind(before), *place.rglob(f"{TEMPORARY}*")]
+        assert [] == [*left_behind(before), *_temporaries(place)]
         tried.check(given)
         assert expected == tried.result(given)
     except BaseException as failure:
@@ -186,6 +187,14 @@ def torch_state() -> tuple[Any, ...]:
         torch.get_num_threads(),
         torch._C._autograd._saved_tensors_hooks_is_enabled(),
     )
+
+
+def _temporaries(place: Path) -> list[Path]:
+    """Temporary files that stay: a thread may be writing its last one."""
+    until = time.monotonic() + 10
+    while (found := list(place.rglob(f"{TEMPORARY}*"))) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
 
 
 def left_behind(state: tuple[Any, ...]) -> Iterator[str]:

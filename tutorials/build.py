@@ -45,7 +45,7 @@ GROUPS = {
     ),
     "Running models": "plan map_batches exact set_max_memory memory_summary",
     "Changing values": "map_values MapReport quantize_ merge_lora",
-    "Rows and nested data": "TensorCache save_tree load_tree",
+    "Rows and nested data": "TensorCache topk save_tree load_tree",
 }
 """The public names of the package itself, by the page that describes them."""
 

@@ -492,6 +492,7 @@ def pack_logps(ids: torch.Tensor, logps: torch.Tensor, width: int, id_bits: int,
     Raises:
         ArgumentError: sizes do not fit.
     """
+    require(ids.dim() == _OF_ROWS, "ids of the shape", ids.shape)
     ids, logps, (rows, k) = ids.contiguous(), logps.contiguous(), ids.shape
     packed = torch.empty((rows, width), dtype=torch.uint8, device="cpu")
     addresses = _address(ids, (rows, k), (torch.int64,)), _address(logps, (rows, k), (torch.float32,))

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 import offload
 from offload import cli
 from offload.errors import CheckpointError, UnsupportedOpError
-from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE, SMALL
+from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE
+from tests.sizes import SIZES
 
 TOKENS = torch.tensor([[1, 5, 9, 2]])
 WITH_IT, ALONE, REFUSED = "the model with the adapter", "the model alone", "an error with a way out"
@@ -35,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer of words."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(96)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return folder

@@ -24,7 +24,8 @@ import offload
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.peft import merge_checkpoint
 from tests.faults import Call, killed_at_each
-from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE, SMALL
+from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE
+from tests.sizes import SIZES
 
 MORE: dict[str, Callable[[], Any]] = {
     "rslora": lambda: LoraConfig(**ONE, **NOT_NEUTRAL, use_rslora=True),
@@ -50,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     made = {}
     for tied in (False, True):
         torch.manual_seed(0)
-        config = LlamaConfig(**SMALL, tie_word_embeddings=tied, dtype="bfloat16" if tied else "float32")
+        config = LlamaConfig(**SIZES, tie_word_embeddings=tied, dtype="bfloat16" if tied else "float32")
         made[tied] = tmp_path_factory.mktemp("llama")
         AutoModelForCausalLM.from_config(config).save_pretrained(made[tied])
     return made
@@ -158,7 +159,7 @@ def test_layers_of_all_kinds_merge_as_in_memory(kind: str, place: str, tmp_path:
 def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path: Path) -> None:
     """`target_parameters`: two in one module."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path / "model")
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, **NOT_NEUTRAL)
     adapter = adapter_for(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), config, tmp_path / "adapter")
@@ -192,7 +193,7 @@ def test_a_merge_that_was_killed_resumes_and_merges_nothing_twice(kind: str, pri
     base, target = private_place / "base", private_place / "new"
     torch.manual_seed(0)
     tied = {"tie_word_embeddings": kind == "tied embeddings", "attention_bias": True}
-    AutoModelForCausalLM.from_config(LlamaConfig(**{**SMALL, "num_hidden_layers": 1}, **tied)).save_pretrained(base)
+    AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, **tied)).save_pretrained(base)
     config = LoraConfig(**{"r": 2, **NOT_NEUTRAL, **ONCE[kind]})
     adapter = adapter_for(AutoModelForCausalLM.from_pretrained(base), config, private_place / "adapter")
     expected = merged_in_memory(AutoModelForCausalLM.from_pretrained(base), adapter)
@@ -359,7 +360,7 @@ def test_an_adapter_of_another_model_or_a_missing_one_is_refused(folder: Path, t
     adapter = adapter_for(
         AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE, **NOT_NEUTRAL), tmp_path / "adapter"
     )
-    smaller = LlamaConfig(**{**SMALL, "hidden_size": 32}, tie_word_embeddings=False)
+    smaller = LlamaConfig(**{**SIZES, "hidden_size": 32}, tie_word_embeddings=False)
     other = offload.disk_offload(AutoModelForCausalLM.from_config(smaller))
 
     with pytest.raises(

@@ -367,7 +367,7 @@ def test_an_error_about_the_class_names_the_argument_that_gives_another(tmp_path
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": None}))
 
-    with pytest.raises(CheckpointError, match="give it as model_class="):
+    with pytest.raises(CheckpointError, match="give it in Python as model_class="):
         offload.from_pretrained(tmp_path)
 
     assert ViTModel is offload.from_pretrained(tmp_path, model_class=AutoModel).__class__

@@ -59,6 +59,20 @@ GIVEN: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "decode": (native.decode, {"matrix": matrix(), "first": 8, "place": torch.empty(16, COLUMNS)}),
     "decode_turned": (native.decode_turned, {"matrix": matrix(), "place": torch.empty(COLUMNS, ROWS)}),
     "pick": (native.pick, {"matrix": matrix(), "rows": torch.tensor([3, 1, 23]), "place": torch.empty(3, COLUMNS)}),
+    "pack_logps": (
+        native.pack_logps,
+        {
+            "ids": torch.zeros(5, 4, dtype=torch.int64),
+            "logps": torch.zeros(5, 4),
+            "width": 14,
+            "id_bits": 10,
+            "bits": 10,
+        },
+    ),
+    "unpack_logps": (
+        native.unpack_logps,
+        {"packed": torch.zeros(5, 14, dtype=torch.uint8), "k": 4, "width": 14, "id_bits": 10, "bits": 10},
+    ),
     "multiply": (
         native.multiply,
         {
@@ -124,6 +138,11 @@ FITS = {  # the caller decides how many rows there are, or how far they are apar
     "decode": {("place", "fewer rows"), ("place", "no rows"), ("place", "rows that are apart")},
     "decode_turned": {("place", "rows that are apart")},
     "pick": {("place", "rows that are apart"), ("rows", "columns that are apart"), ("rows", "another dtype")},
+    "pack_logps": {(name, f"{what} that are apart") for name in ("ids", "logps") for what in ("rows", "columns")},
+    "unpack_logps": {
+        ("packed", other)
+        for other in ("fewer rows", "more rows", "no rows", "rows that are apart", "columns that are apart")
+    },
     "multiply": {(name, "rows that are apart") for name in ("x", "place")},
     "experts": {("x", "rows that are apart"), ("x", "more rows"), ("down", "more rows")},
     "experts, up": {("x", "rows that are apart"), ("x", "more rows"), ("down", "more rows")},
@@ -171,7 +190,8 @@ def test_each_function_that_takes_a_tensor_is_tried() -> None:
     functions = [act for name, act in vars(native).items() if inspect.isfunction(act) and name[0] != "_"]
     taking = {one.__name__ for one in functions if "torch.Tensor" in str(inspect.signature(one))}
 
-    assert {"decode", "decode_turned", "pick", "multiply", "multiply_experts", "memory_of"} == taking
+    of_logps = {"pack_logps", "unpack_logps"}
+    assert {"decode", "decode_turned", "pick", "multiply", "multiply_experts", "memory_of"} | of_logps == taking
 
 
 def test_addresses_are_taken_in_one_place() -> None:

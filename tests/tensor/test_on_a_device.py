@@ -205,7 +205,7 @@ def test_an_op_that_never_fits_is_an_error_though_values_are_sent_ahead_of_it(
 
 
 @on_the_device
-def test_what_may_stay_on_a_device_is_told_before_anything_is_sent(device: torch.device, folder: Path) -> None:
+def test_the_summary_has_the_budget_of_a_device_before_a_value_is_sent(device: torch.device, folder: Path) -> None:
     weight = on_disk(folder, "w", torch.ones(1 << 18))
 
     with offload.set_max_memory({"delayed:0": 5 * MIB}):
