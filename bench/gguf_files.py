@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -94,7 +95,8 @@ def _capped(arm: str, path: Path, limit: int, tokens: int) -> float:
         run = partial(subprocess.run, capture_output=True, encoding="utf-8", timeout=1800)
         done = run(command, preexec_fn=group.join, env={**os.environ, "PYTHONWARNINGS": "ignore"})
     if done.returncode:
-        raise RuntimeError("it was killed, for want of memory" if done.returncode < 0 else done.stderr)
+        is_killed = done.returncode == -signal.SIGKILL
+        raise RuntimeError("it was killed, for want of memory" if is_killed else f"{done.returncode}: {done.stderr}")
     return median(json.loads(done.stdout.splitlines()[-1]))
 
 
