@@ -215,7 +215,7 @@ def _write_one_by_one(tensors: Mapping[str, OffloadedTensor], folder: Path, dtyp
     for name, tensor in progress(tensors.items(), "converting", total=len(tensors)):
         cast = _cast(tensor, dtype) if file_name(name) not in done else None
         if isinstance(cast, DeferredTensor):
-            cast.assembly.in_file(name, folder, CPU)
+            cast.in_file(name, folder, CPU)
         elif cast is not None:
             OffloadedTensor.from_original_tensor(cast, name, folder)
 

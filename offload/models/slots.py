@@ -298,7 +298,7 @@ def at_place(
 def _put_together(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
     if place.device.type == "meta":
         return tensor.to(place.device)
-    steps = "as it is stored" if tensor.is_stored else tensor.assembly.steps()
+    steps = f"{tensor.form}, as {tensor.dtype}"
     if not place.on_disk:
         log.debug("%s: read into memory, for %s: %s", name, place.device, steps)
         return tensor.materialize(place.device)

@@ -38,7 +38,7 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `picks` | rows that are picked from a computed value, such as a packed embedding |
 | `groups` | products of groups of rows with a matrix each, as of experts |
 | `experts` | the experts of a layer as one act: asked for together, multiplied where they lie |
-| `deferred` `assembly` | tensors still to be put together from stored ones, and how that is done |
+| `deferred` | tensors of a checkpoint that are being rearranged: recorded as recipes |
 | `rebuilt` | tensor subclasses whose inner tensors are in files |
 | `saved` | writing tensors into other files than their own |
 | `processes` | passing tensors to another process |

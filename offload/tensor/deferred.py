@@ -1,17 +1,18 @@
-"""Tensors that are still to be put together from stored ones.
+"""Tensors of a checkpoint that are being rearranged: recorded as recipes over stored values.
 
 Always true:
-- nothing is read before the tensor is stored, or an op needs its numbers
+- nothing is read before an op needs the numbers
 - stacking, joining, slicing, casting, making contiguous, reordering rows or columns, arithmetic with a number, and
-  setting rows to a number are recorded; parts are offloaded tensors or views of them
-- the result is a recipe over stored values: nothing is written unless requested
-- at its first other write it gets a file of its own; its views see each write, copies made before do not
+  setting rows to a number are recorded: each result is a tensor on disk, stored or a recipe
+- a recipe over a recipe that was recorded here is one over the pieces of that
+- nothing is written unless requested; at its first other write a value gets a file of its own: its views see each
+  write, copies made before do not
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
@@ -22,18 +23,18 @@ from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
+from offload.storage.owning import create_from_blocks
 from offload.storage.write import layout_of
 from offload.system.modes import inside, no_functions, no_grad, no_modes
 from offload.system.regular import is_same_folder
-from offload.tensor.assembly import Assembly, ValuePart, as_parts
 from offload.tensor.decoded import Decoded
-from offload.tensor.guests import CPU, mapped_value
-from offload.tensor.recipes import Piece, stored_in
+from offload.tensor.guests import CPU, copied, mapped_value
+from offload.tensor.recipes import Joined, Piece, joined, stored_in
 from offload.tensor.registry import Rule
 from offload.tensor.rules import written_arguments
 from offload.tensor.runs import Decode, Decoder
-from offload.tensor.views import handle_of, is_part, meta_of_layout, view_spec_of
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
+from offload.tensor.views import handle_of, is_part, meta_of_layout, metadata_of, view_spec_of
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap, wrap_handle
 from offload.torch_api import DisableTorchFunctionSubclass, make_wrapper, refuse_pointers, tree_map_only
 
 _MOST_FILLS = 4  # each makes a recipe over the one before: what it takes to read them multiplies
@@ -42,27 +43,29 @@ _BIG = 1 << 20  # size in bytes from which the result of an op is stored at once
 _aten = torch.ops.aten
 
 Cut: TypeAlias = Callable[[torch.Tensor], Any]
+Part: TypeAlias = tuple[Piece, tuple[int, ...]]  # of a value, and the index of its first element in it
 
 
 @dataclass(slots=True)
 class Body:
-    """What a tensor and its views are put together from.
+    """The value that a tensor and its views are cut from.
 
     Attributes:
-        made: the only part is a value that was created for it.
-        own: no other body has this value among its parts: it may be written to.
+        whole: the value, on the CPU.
+        made: it was created here.
+        own: it is part of no other value: it may be written to.
         is_fixed: its dtype stays, whatever a loader asks for.
         fills: how often rows of it were set to a number by a recipe.
     """
 
-    parts: tuple[ValuePart, ...]
+    whole: OffloadedTensor
     made: bool = False
     own: bool = False
     is_fixed: bool = False
     fills: int = 0
 
-    def become(self, stored: OffloadedTensor) -> None:
-        self.parts, self.made, self.own = as_parts(stored), True, True
+    def become(self, made: OffloadedTensor) -> None:
+        self.whole, self.made, self.own = made, True, True
 
 
 class DeferredTensor(torch.Tensor):
@@ -73,10 +76,8 @@ class DeferredTensor(torch.Tensor):
     """
 
     _body: Body
-    _root: torch.Tensor  # all of the body, as a meta tensor
-    _cuts: tuple[Cut, ...]  # how this tensor is cut from the body's only part; empty if it is all of it
-    _seen: tuple[tuple[ValuePart, ...], tuple[ValuePart, ...]]  # parts of the body, and this tensor's at that time
-    _meta: torch.Tensor  # a meta tensor with this tensor's own metadata
+    _cuts: tuple[Cut, ...]  # how this tensor is cut from the body's value; empty if it is all of it
+    _seen: tuple[OffloadedTensor, OffloadedTensor]  # the body's value, and this tensor's at that time
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -86,21 +87,20 @@ class DeferredTensor(torch.Tensor):
         return rule(func, args, kwargs or {})
 
     @property
-    def _parts(self) -> tuple[ValuePart, ...]:
-        """The parts of the body, with the cuts applied."""
-        if not self._cuts:
-            return self._body.parts
-        if self._seen[0] is not self._body.parts:
-            source = self._body.parts[0].source
+    def source(self) -> OffloadedTensor:
+        """The value as a tensor on disk, stored or a recipe, on the CPU."""
+        whole = self._body.whole
+        if self._seen[0] is not whole:
+            source: Any = whole
             for cut in self._cuts:
                 source = cut(source)
-            self._seen = (self._body.parts, as_parts(source))
+            self._seen = (whole, source)
         return self._seen[1]
 
     @property
-    def assembly(self) -> Assembly:
-        """How it is put together, as recorded so far."""
-        return Assembly(self._parts, self._meta)
+    def _meta(self) -> torch.Tensor:
+        """A meta tensor with this tensor's own metadata."""
+        return view_spec_of(self.source)
 
     @property
     def data(self) -> torch.Tensor:
@@ -121,16 +121,20 @@ class DeferredTensor(torch.Tensor):
                 "the model is loaded"
             )
         other = _deferred(value.detach())
-        self._body, self._root, self._cuts, self._seen = other._body, other._root, other._cuts, other._seen
+        self._body, self._cuts, self._seen = other._body, other._cuts, other._seen
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"DeferredTensor({len(self._parts)} parts, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"DeferredTensor({self.form}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def form(self) -> str:
+        """What is done to the stored values, in words."""
+        return "as it is stored" if self.is_stored else self._recipe().form
 
     @property
     def is_stored(self) -> bool:
         """Whether it is a whole value on disk already, and will stay there."""
-        source = self.assembly.as_it_is()
-        return source is not None and not (is_part(source) or self._body.made)
+        return not (self._body.made or is_part(self.source))
 
     @inside(no_grad)
     def stored(
@@ -150,40 +154,64 @@ class DeferredTensor(torch.Tensor):
             WriteError, NameInUseError, ForeignFileError, CorruptFileError
         """
         if self.is_stored:
-            return self._parts[0].source.to(device)  # type: ignore[return-value]
-        written = self._in_its_own_file(name, offload_dir)
+            return self.source.to(device)  # type: ignore[return-value]
+        recipe = self._recipe()
+        written = _in_its_own_file(recipe, name, offload_dir)
         if written is not None:
-            written.update_values(self.settled(), strict_dtype=False)
+            written.update_values(self.source, strict_dtype=False)
             return written.to(device)  # type: ignore[return-value]
-        assembly = self.assembly
-        ours = [handle for handle in (handle_of(part.source) for part in assembly.parts) if handle.owned]
+        ours = [handle for handle in recipe.handles() if handle.owned]
         if any(handle.folder is not None or offload_dir is not None for handle in ours):
-            return assembly.in_file(name, offload_dir, device)
-        return wrap_handle(Handle.compose(assembly.recipe(), name, offload_dir), device)
+            return self.in_file(name, offload_dir, device)
+        return wrap_handle(Handle.compose(recipe, name, offload_dir), device)
+
+    def in_file(self, name: str, offload_dir: str | os.PathLike[str] | None, device: torch.device) -> OffloadedTensor:
+        """The value in a new file.
+
+        Raises:
+            WriteError, NameInUseError, ForeignFileError, CorruptFileError
+        """
+        recipe = self._recipe()
+        with no_functions(), no_modes():
+            handle = create_from_blocks(recipe.layout, recipe.blocks(), name, offload_dir)
+        return wrap_handle(handle, device)
 
     @inside(no_grad)
     def materialize(self, device: torch.device = CPU) -> torch.Tensor:
-        """The value in memory, as a plain tensor."""
-        return self.assembly.in_memory(device)
+        """The value in memory, as a plain tensor, or as a quantized one if it is stored as such."""
+        if handle_of(self.source).is_subclass:
+            return copied(mapped_value(self.source), device)
+        whole = torch.empty_like(self._meta, device=device)
+        self._recipe().put_into(whole)
+        return whole
 
-    def settled(self) -> OffloadedTensor:
-        """The value as one tensor that is on disk now."""
-        source = self.assembly.as_it_is()
-        if source is None:
-            self._settle()
-            source = self._parts[0].source
-        return source
+    def _recipe(self) -> Joined:
+        """The recipe that puts it together."""
+        with no_functions(), no_modes():
+            parts, layout = self._parts(), layout_of(self._meta)
+            return Joined(layout, [piece for piece, _ in parts], [start for _, start in parts])
+
+    def _parts(self, dtype: torch.dtype | None = None) -> Sequence[Part]:
+        """What it is put together from, for a value of this dtype (None: its own): pieces and their places.
+
+        One that narrows its pieces is a piece itself if it is cast again: in two steps, as requested.
+        """
+        source = self.source
+        piece = Piece(handle_of(source), view_spec_of(source))
+        if self._body.made and self._cuts:
+            piece = piece.alone()
+        composed = piece.handle.composed
+        if self._body.made and type(composed) is Joined and _is_all(piece):
+            now = source.dtype
+            if dtype in (None, now) or all(_passes(one.view_spec.dtype, now) for one in composed.pieces):
+                return composed.placed
+        return [(piece, (0,) * piece.view_spec.dim())]
 
     @inside(no_grad)
     def _settle(self) -> None:
-        """Make the body a single value: a recipe until it is written to."""
-        recipe = Assembly(self._body.parts, self._root).recipe()
+        """Make the body a value of its own: a recipe until it is written to."""
+        recipe = _view(self._body, ())._recipe()
         self._body.become(wrap_handle(Handle.compose(recipe, "deferred"), CPU))
-
-    def _copied(self) -> tuple[ValuePart, ...]:
-        """The parts, for another body: the next write to this one goes to a new file."""
-        self._body.own = False
-        return self._parts
 
     def alone(self) -> torch.Tensor:
         """The value for code that writes it elsewhere: a plain tensor over a file, in a storage of its own.
@@ -192,7 +220,7 @@ class DeferredTensor(torch.Tensor):
         """
         is_dense = _aten.is_non_overlapping_and_dense.default(self._meta)
         tensor = self if is_dense else _clone(_aten.clone.default, (self,), {"memory_format": torch.contiguous_format})
-        source = tensor.settled()
+        source = tensor.source
         composed = handle_of(source).composed
         if composed is not None and not composed.stands(view_spec_of(source)):
             return tensor.stored("deferred")
@@ -202,35 +230,41 @@ class DeferredTensor(torch.Tensor):
             span = value.untyped_storage()[start : start + value.numel() * value.itemsize]
             return torch.empty(0, dtype=value.dtype, device=CPU).set_(span, 0, value.shape, value.stride())
 
-    def _in_its_own_file(self, name: str, offload_dir: str | os.PathLike[str] | None) -> OffloadedTensor | None:
-        """The source that this is a cast of, if that is stored and writable where this should be."""
-        source = self._parts[0].source
-        if len(self._parts) > 1 or is_part(source) or source.shape != self.shape:
-            return None
-        handle = handle_of(source)
-        is_it = handle.owned and handle.name == name and is_same_folder(handle.folder, offload_dir)
-        return source if is_it else None
+
+def _is_all(piece: Piece) -> bool:
+    """Whether it is the whole of its value."""
+    layout, spec = piece.handle.layout, piece.view_spec
+    return (tuple(spec.shape), spec.stride(), spec.dtype) == (layout.shape, layout.stride, layout.dtype)
+
+
+def _passes(dtype: torch.dtype, through: torch.dtype) -> bool:
+    """Whether a value passes unchanged through another dtype."""
+    return through == dtype or through in _WIDER.get(dtype, ())
+
+
+def _in_its_own_file(recipe: Joined, name: str, offload_dir: str | os.PathLike[str] | None) -> OffloadedTensor | None:
+    """The value that this is a cast of, if that is stored and writable where this should be."""
+    [piece, *others] = recipe.pieces
+    handle = piece.handle
+    if others or not _is_all(piece) or handle.layout.shape != recipe.layout.shape or not handle.owned:
+        return None
+    is_it = handle.name == name and is_same_folder(handle.folder, offload_dir)
+    return wrap_handle(handle, CPU) if is_it else None
 
 
 def deferred(source: OffloadedTensor, *, keeps_dtype: bool = False) -> DeferredTensor:
-    """A deferred tensor with one part, on the CPU.
+    """A deferred tensor over all of `source`, on the CPU.
 
     Args:
         keeps_dtype: whether it stays as it is when a loader casts; one of a subclass always does.
     """
-    with no_functions():
-        meta = meta_of_layout(Layout(source.dtype, tuple(source.shape), source.stride()))
-    made = _made(as_parts(source), meta)
-    made._body.is_fixed = keeps_dtype or handle_of(source).is_subclass
-    return made
+    return _view(Body(source, is_fixed=keeps_dtype or handle_of(source).is_subclass), ())
 
 
 def refuse_to_share(tensor: torch.Tensor, name: str) -> None:
     """Raises `UnsupportedOpError` for a tensor subclass, such as torchao's: ranks can't have shards of it."""
-    sources: list[torch.Tensor] = (
-        [part.source for part in tensor._body.parts] if isinstance(tensor, DeferredTensor) else [tensor]
-    )
-    if any(is_offloaded(source) and handle_of(source).is_subclass for source in sources):
+    source = tensor.source if isinstance(tensor, DeferredTensor) else tensor
+    if is_offloaded(source) and any(handle.is_subclass for handle in stored_in([handle_of(source)])):
         raise UnsupportedOpError(
             f"{name!r} is stored as a torchao tensor, which ranks can't share: load them from a dense checkpoint, or "
             "from one in FP8, compressed-tensors, GPTQ..., whose weights are decoded as they are read"
@@ -248,38 +282,51 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (deferred(tensor) if is_offloaded(tensor) else tensor).to(dtype)
 
 
-def _made(parts: Sequence[ValuePart], meta: torch.Tensor) -> DeferredTensor:
-    body = Body(tuple(parts))
-    return _wrapped(body, meta, (), meta, body.parts)
+def _view(body: Body, cuts: tuple[Cut, ...], source: OffloadedTensor | None = None) -> DeferredTensor:
+    """A tensor over a body; `source` is the cut of its value, None for all of it."""
+    source = body.whole if source is None else source
+    spec = view_spec_of(source)
+    view: DeferredTensor = make_wrapper(DeferredTensor, spec.shape, strides=spec.stride(), dtype=spec.dtype, device=CPU)
+    view._body, view._cuts, view._seen = body, cuts, (body.whole, source)
+    refuse_pointers(view)
+    return view
 
 
-def _wrapped(
-    body: Body, root: torch.Tensor, cuts: tuple[Cut, ...], meta: torch.Tensor, parts: tuple[ValuePart, ...]
-) -> DeferredTensor:
-    made: DeferredTensor = make_wrapper(DeferredTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=CPU)
-    made._body = body
-    made._root = root
-    made._cuts = cuts
-    made._seen = (body.parts, parts)
-    made._meta = meta
-    refuse_pointers(made)
-    return made
+def _recorded(parts: Iterable[Part], result: torch.Tensor) -> DeferredTensor:
+    """The value that consists of these parts, with the metadata of `result`."""
+    with no_functions(), no_modes():
+        alike: dict[object, torch.Tensor] = {}  # thousands of experts share their layout
+        pieces, places = [], []
+        for piece, start in parts:
+            spec = piece.view_spec
+            key = metadata_of(spec), spec.untyped_storage().nbytes()
+            pieces.append(Piece(piece.handle, alike.setdefault(key, spec)))
+            places.append(start)
+        made = joined(layout_of(result), pieces, places, "deferred")
+        source = wrap(made.handle, made.view_spec, CPU)
+    is_new = made is not pieces[0]
+    return _view(Body(source, is_new, is_new), ())
 
 
 # Recorded ops
 
 
-def _same(func: Op, args: Args, kwargs: Kwargs) -> Any:
+def _same(_: Op, args: Args, __: Kwargs) -> Any:
     """Another tensor over the same values."""
     tensor = args[0]
-    meta = func(tensor._meta, *args[1:], **kwargs)
-    return _wrapped(tensor._body, tensor._root, tensor._cuts, meta, tensor._parts)
+    return _view(tensor._body, tensor._cuts, tensor.source)
+
+
+def _copied(tensor: DeferredTensor, dtype: torch.dtype | None = None) -> Sequence[Part]:
+    """The parts, for another body: the next write to this one goes to a new file."""
+    tensor._body.own = False
+    return tensor._parts(dtype)
 
 
 def _clone(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The same values until one of the two is written to; possibly with other strides."""
     tensor = args[0]
-    return _made(tensor._copied(), func(tensor._meta, *args[1:], **kwargs))
+    return _recorded(_copied(tensor), func(tensor._meta, *args[1:], **kwargs))
 
 
 def _convert(func: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -291,17 +338,9 @@ def _convert(func: Op, args: Args, kwargs: Kwargs) -> Any:
     if device != CPU or kwargs.get("layout") not in (None, torch.strided):
         return _compute(func, args, kwargs)
     if tensor._body.is_fixed:
-        return _same(_aten.alias.default, (tensor,), {})
-    parts = tensor._copied()
-    with DisableTorchFunctionSubclass():
-        stored = {part.source.dtype for part in parts}
-        was_narrowed = any(tensor.dtype not in (one, *_WIDER.get(one, ())) for one in stored)
-    dtype = kwargs.get("dtype") or tensor.dtype
-    if was_narrowed and dtype != tensor.dtype:  # in two steps, as requested
-        tensor.settled()
-        parts = tensor._copied()
+        return _same(func, args, {})
     options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-    return _made(parts, func(tensor._meta, **options, device="meta"))
+    return _recorded(_copied(tensor, kwargs.get("dtype")), func(tensor._meta, **options, device="meta"))
 
 
 def _stack(func: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -311,12 +350,13 @@ def _stack(func: Op, args: Args, kwargs: Kwargs) -> Any:
     if len({layout.dtype for layout in layouts}) > 1:
         return _compute(func, args, kwargs)
     dim %= len(meta.shape)
-    parts = []
-    for at, tensor in enumerate(tensors):
-        for part in tensor._copied():
-            raised = _aten.unsqueeze.default(part.source, dim)
-            parts.append(ValuePart(raised, (*part.start[:dim], at, *part.start[dim:])))
-    return _made(parts, meta)
+    with no_functions(), no_modes():
+        parts = [
+            (Piece(piece.handle, piece.view_spec.unsqueeze(dim)), (*start[:dim], at, *start[dim:]))
+            for at, tensor in enumerate(tensors)
+            for piece, start in _copied(tensor)
+        ]
+    return _recorded(parts, meta)
 
 
 def _cat(func: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -327,13 +367,14 @@ def _cat(func: Op, args: Args, kwargs: Kwargs) -> Any:
     meta = _meta_of_many(func, layouts, dim)
     rank = len(meta.shape)
     dim %= rank
-    parts: list[ValuePart] = []
+    parts: list[Part] = []
     at = 0
     for tensor, layout in zip(tensors, layouts, strict=True):
         if len(layout.shape) == rank:  # torch skips tensors of shape (0,)
-            parts.extend(part.moved(dim, at) for part in tensor._copied())
+            moved = ((piece, (*start[:dim], start[dim] + at, *start[dim + 1 :])) for piece, start in _copied(tensor))
+            parts.extend(moved)
             at += layout.shape[dim]
-    return _made(parts, meta)
+    return _recorded(parts, meta)
 
 
 def _layouts(tensors: Sequence[DeferredTensor]) -> tuple[Layout, ...]:
@@ -357,23 +398,18 @@ def _deferred(tensor: torch.Tensor) -> DeferredTensor:
 
 
 def _cut(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """A view of the only part: an existing one, or the recipe that joins the parts."""
+    """A view of the value."""
     tensor = args[0]
-    if len(tensor._parts) > 1 or (func not in _FOR_ANY_STRIDES and tensor.assembly.as_it_is() is None):
-        tensor._settle()
 
     def cut(source: torch.Tensor) -> Any:
         return func(source, *args[1:], **kwargs)
 
-    def view(meta: torch.Tensor, source: OffloadedTensor, cut: Cut) -> DeferredTensor:
-        return _wrapped(tensor._body, tensor._root, (*tensor._cuts, cut), meta, as_parts(source))
-
-    metas, sources = cut(tensor._meta), cut(tensor._parts[0].source)
-    if isinstance(metas, torch.Tensor):
-        return view(metas, sources, cut)
+    sources = cut(tensor.source)
+    if isinstance(sources, torch.Tensor):
+        return _view(tensor._body, (*tensor._cuts, cut), sources)  # type: ignore[arg-type]
     return [
-        view(meta, source, lambda source, at=at: cut(source)[at])  # type: ignore[misc]
-        for at, (meta, source) in enumerate(zip(metas, sources, strict=True))
+        _view(tensor._body, (*tensor._cuts, lambda source, at=at: cut(source)[at]), source)  # type: ignore[misc]
+        for at, source in enumerate(sources)
     ]
 
 
@@ -429,30 +465,30 @@ def _fill(func: Op, args: Args, kwargs: Kwargs) -> Any:
     rows = _rows_in_root(tensor) if isinstance(tensor, DeferredTensor) and not kwargs else None
     if rows is None or not all(map(_is_number, values)):
         return _compute(func, args, kwargs)
-    body, root = tensor._body, tensor._root
-    is_written = any(handle.owned for handle in stored_in(handle_of(part.source) for part in body.parts))
+    body, root = tensor._body, view_spec_of(tensor._body.whole)
+    is_written = any(handle.owned for handle in stored_in([handle_of(body.whole)]))
     if is_written or body.fills == _MOST_FILLS:
         return _compute(func, args, kwargs)
     number = func(torch.empty((), dtype=tensor.dtype), *values).item()
-    whole = _wrapped(body, root, (), root, body.parts)
+    whole = _view(body, ())
     before, old, after = (
         _cut(_aten.slice.Tensor, (whole, 0, *run), {}) for run in ((0, rows[0]), rows, (rows[1], len(root)))
     )
     new = _row_by_row(old, partial(_applied, name="aten::fill.Scalar", others=(number,)), old._meta)
-    joined = _cat(_aten.cat.default, ([before, new, after],), {})
-    body.become(wrap_handle(Handle.compose(joined.assembly.recipe(), "deferred"), CPU))
+    body.become(_cat(_aten.cat.default, ([before, new, after],), {}).source)
     body.fills += 1
     return tensor
 
 
 def _rows_in_root(tensor: DeferredTensor) -> tuple[int, int] | None:
     """The range of rows of its body that it consists of; None if it is not a range of whole rows."""
-    root, meta = tensor._root, tensor._meta
+    root, meta = view_spec_of(tensor._body.whole), tensor._meta
     is_plain = root.dtype == meta.dtype and not (meta.is_conj() or meta.is_neg())
     if not (is_plain and root.dim() and meta.numel() and root.is_contiguous() and meta.is_contiguous()):
         return None
     step = root.numel() // len(root)
-    (first, left), (count, more) = divmod(int(meta.storage_offset()), step), divmod(meta.numel(), step)
+    first, left = divmod(int(meta.storage_offset() - root.storage_offset()), step)
+    count, more = divmod(meta.numel(), step)
     return None if left or more else (first, first + count)
 
 
@@ -465,8 +501,8 @@ def _is_number(value: object) -> bool:
 
 def _row_by_row(tensor: DeferredTensor, decode: Decode, meta: torch.Tensor) -> DeferredTensor:
     """The result of a function of rows."""
-    source = tensor.settled()
-    tensor._copied()
+    source = tensor.source
+    tensor._body.own = False
     with no_functions(), no_modes():
         piece = Piece(handle_of(source), view_spec_of(source))
         recipe = Decoded(layout_of(meta), Decoder(decode, (1,)), [piece])
@@ -498,7 +534,7 @@ def _compute(func: Any, args: Args, kwargs: Kwargs) -> Any:
             )
         if not tensor._body.own:
             tensor._settle()
-    args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.settled, (tuple(args), kwargs))
+    args, kwargs = tree_map_only(DeferredTensor, lambda one: one.source, (tuple(args), kwargs))
     return tree_map_only(torch.Tensor, _back_on_disk, func(*args, **kwargs))
 
 
@@ -524,9 +560,4 @@ _RULES: dict[object, Rule] = {
     **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor), _each),
     **dict.fromkeys((_aten.neg.default, _aten.log.default, _aten.exp.default), _each),
     **dict.fromkeys((_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default), _fill),
-}
-_FOR_ANY_STRIDES = {
-    *(_aten.expand.default, _aten.permute.default, _aten.t.default, _aten.transpose.int),
-    *(_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int),
-    *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default),
 }

@@ -358,6 +358,16 @@ class Joined(Plain):
         parts += ["cast"] if any(piece.view_spec.dtype != self.layout.dtype for piece in self.pieces) else []
         return ", ".join(parts) or "laid out anew"
 
+    @property
+    def placed(self) -> list[tuple[Piece, tuple[int, ...]]]:
+        """Its pieces, each with the index of its first element."""
+        order = self.layout.order
+        back = [order.index(dim) for dim in range(len(order))]
+        return [
+            (Piece(piece.handle, piece.view_spec.permute(back)), tuple(place[dim] for dim in back))
+            for piece, place in zip(self.pieces, self._places, strict=True)
+        ]
+
     def note(self, digest: Digest) -> None:
         """As `Piece.note`."""
         super().note(digest)

@@ -608,7 +608,7 @@ def test_the_log_says_what_is_a_recipe_and_why(tmp_path: Path, caplog: pytest.Lo
     said = {record.getMessage() for record in caplog.records if record.name == "offload.models"}
     path = model.weight.offload_path
     assert said == {
-        f"weight: a recipe over {path}: cast from torch.float32 to torch.float16",
+        f"weight: a recipe over {path}: cast, as torch.float16",
         "bias: read into memory, for cpu",
         "Linear is ready; its values: cast 1 (24 bytes), in memory 1 (0 bytes)",
     }
