@@ -6,6 +6,8 @@ Always true:
 - a program that imports `offload` has all of it at once, and nothing is shown
 - the command reads its line, and answers `--help`, with the standard library and two small packages
 - a terminal shows that torch is being imported, in a line that is erased before anything else is printed
+- torch's threads wait for one another for a short time in the command: a token beside other programs takes a tenth of
+  the time (`tutorials/performance.md`); a program that imports `offload` decides that itself
 - no other module looks into `sys.modules`, where a library is from the moment that a thread begins to import it
 """
 
@@ -15,6 +17,7 @@ import sys
 from typing import Any
 
 _PACKAGE = "offload"
+_SPINS = "3000"  # looks of a thread of GNU OpenMP at what it waits for, some 0.1 ms, before it sleeps
 
 
 def is_wanted() -> bool:
@@ -27,6 +30,8 @@ def library() -> None:
     package = sys.modules[_PACKAGE]
     if package.__all__[0] in vars(package):
         return
+    if "OMP_WAIT_POLICY" not in os.environ:  # it is read when torch is loaded
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     show = sys.stderr.write if _is_seen() else len
     try:
         show("importing torch")

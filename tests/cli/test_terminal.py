@@ -127,6 +127,25 @@ def test_a_program_with_the_name_of_the_command_has_the_package() -> None:
     assert "False False OffloadedTensor\noffloading offload.budget\n" == run_script(script, fresh=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "policy", "expected"), [("offload", "", "3000"), ("offload", "active", "None"), ("train", "", "None")]
+)
+def test_threads_of_the_command_wait_for_one_another_for_a_short_time(name: str, policy: str, expected: str) -> None:
+    """Unless the user says how; other programs decide that themselves."""
+    script = f"""
+        import os, sys
+
+        sys.argv[0] = "/usr/bin/{name}"
+        import offload
+        offload.ON_DISK, print(os.environ.get("GOMP_SPINCOUNT"))
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+
+    said = run_script(script, env=environment | ({"OMP_WAIT_POLICY": policy} if policy else {}), fresh=True)
+
+    assert f"{expected}\n" == said
+
+
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
 def test_imports_are_not_reported_in_a_pipe(tmp_path: Path, term: str) -> None:
     save_file({"w": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
