@@ -16,6 +16,7 @@ Always true:
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -70,24 +71,20 @@ class FixedColumn:
     """An open column of fixed-size rows."""
 
     def __init__(self, folder: Path, column: Column, *, writes: bool) -> None:
-        """
-        Raises:
-            MissingFileError, CorruptFileError
-        """
+        """Raises: MissingFileError, CorruptFileError."""
         self.column = column
         self.path = folder / file_name(column.name)
         self._row_bytes = column.row_bytes
         self._start = _start(column)
         self._with_rows: TensorFile | None = None
         self.rowfile = RowFile(self.path, self._start, column.dtype, column.row_shape, writes=writes)
+        self.taken = self.rowfile.taken
 
     @staticmethod
     def create(folder: Path, column: Column, rows: int) -> None:
         """A file whose rows read as zeros; takes disk space for its header only. Durable with the first row.
 
-        Raises:
-            ForeignFileError: there is a file that offload did not write.
-            WriteError
+        Raises: ForeignFileError (there is a file that offload did not write); WriteError.
         """
         path = folder / file_name(column.name)
         refuse_foreign(path)
@@ -104,8 +101,7 @@ class FixedColumn:
         Args:
             filled: rows; a power cut may have left no header if there are none.
 
-        Raises:
-            CorruptFileError
+        Raises: CorruptFileError.
         """
         wanted = _head(self.column, 0)
         with reading(self.path):
@@ -126,10 +122,7 @@ class FixedColumn:
             )
 
     def check(self, rows: int) -> None:
-        """
-        Raises:
-            CorruptFileError: the file lacks some of these rows; under the lock, it was truncated.
-        """
+        """Raises: CorruptFileError (the file lacks some of these rows; under the lock, it was truncated)."""
         found, expected = size_of(self.rowfile.fd, self.path), self._size(rows)
         if found < expected:
             raise CorruptFileError(
@@ -166,9 +159,7 @@ class FixedColumn:
 
         Durable with the next row that is.
 
-        Raises:
-            CorruptFileError: it lacks known rows: they would read as zeros.
-            WriteError
+        Raises: CorruptFileError (it lacks known rows: they would read as zeros); WriteError.
         """
         self.check(known)
         head, fd = _head(self.column, rows), self.rowfile.fd
@@ -178,18 +169,13 @@ class FixedColumn:
                 self.write_head(rows)
 
     def write_head(self, rows: int) -> None:
-        """Say how many rows there are. Under the lock.
-
-        Raises:
-            OSError
-        """
+        """Say how many rows there are. Under the lock. Raises: OSError."""
         write_all(self.rowfile.fd, memoryview(_head(self.column, rows)), 0)
 
     def prepare(self, value: object, count: int, positions: Numbers | None) -> torch.Tensor:
         """`value` as `count` rows, reduced to those at these positions.
 
-        Raises:
-            ShapeMismatchError, DtypeMismatchError
+        Raises: ShapeMismatchError, DtypeMismatchError.
         """
         column, wanted = self.column, (count, *self.column.row_shape)
         tensor = as_tensor(value, column, self.path)
@@ -202,11 +188,7 @@ class FixedColumn:
         return rows if positions is None else rows[torch.from_numpy(positions)]
 
     def write(self, rows: Rows, values: torch.Tensor) -> int:
-        """Write what `prepare` returned to rows in ascending order; returns the number of bytes.
-
-        Raises:
-            OSError
-        """
+        """Write what `prepare` returned to rows in ascending order; returns the number of bytes. Raises: OSError."""
         self.rowfile.write(rows, values.numpy().reshape(-1).data)
         return self.nbytes(len(rows))
 
@@ -215,9 +197,7 @@ class FixedColumn:
     ) -> torch.Tensor:
         """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled` (None if all are).
 
-        Raises:
-            CorruptFileError
-            ShapeMismatchError: `out` has another shape.
+        Raises: CorruptFileError; ShapeMismatchError (`out` has another shape).
         """
         if out is not None:
             self._refuse_other(out, (rows.count, *self.column.row_shape))
@@ -247,10 +227,7 @@ class FixedColumn:
         return num_rows * self._row_bytes
 
     def sync(self) -> None:
-        """
-        Raises:
-            OSError: written data is not on the disk.
-        """
+        """Raises: OSError (written data is not on the disk)."""
         os.fdatasync(self.rowfile.fd)
 
     def close(self) -> None:
@@ -265,8 +242,7 @@ def _is_elsewhere(out: torch.Tensor) -> bool:
 def as_tensor(value: object, column: Column, path: Path) -> torch.Tensor:
     """A plain CPU tensor of the column's dtype.
 
-    Raises:
-        DtypeMismatchError: it has another one; lists and numbers are converted.
+    Raises: DtypeMismatchError (it has another one; lists and numbers are converted).
     """
     try:
         if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
@@ -327,11 +303,7 @@ class HeapColumn:
     """An open column of varying-size rows."""
 
     def __init__(self, folder: Path, column: Column, states: States, number: int, *, writes: bool) -> None:
-        """`number` is that of its length in `states`.
-
-        Raises:
-            MissingFileError, CorruptFileError
-        """
+        """`number` is that of its length in `states`. Raises: MissingFileError, CorruptFileError."""
         self.column = column
         self.path = _path(folder, column)
         self._states, self._number = states, number
@@ -344,12 +316,7 @@ class HeapColumn:
 
     @staticmethod
     def create(folder: Path, column: Column, rows: int) -> None:
-        """Empty files.
-
-        Raises:
-            ForeignFileError: there is a file that offload did not write.
-            OSError
-        """
+        """Empty files. Raises: ForeignFileError (there is a file that offload did not write); OSError."""
         path = _path(folder, column)
         with open_regular(path, os.O_RDWR | os.O_CREAT) as new:
             if os.fstat(new.fileno()).st_size:
@@ -362,10 +329,7 @@ class HeapColumn:
         return {self.path: self._values.fd, **self.index.descriptors}
 
     def check(self, rows: int) -> None:
-        """
-        Raises:
-            CorruptFileError: the index lacks rows; under the lock, if values are missing, too.
-        """
+        """Raises: CorruptFileError (the index lacks rows; under the lock, if values are missing, too)."""
         self.index.check(rows)
         end, expected = self._values.size, self._states.length(self._number)
         if end < expected:
@@ -376,8 +340,7 @@ class HeapColumn:
 
         Under the lock.
 
-        Raises:
-            CorruptFileError: it took more than that.
+        Raises: CorruptFileError (it took more than that).
         """
         end = self._values.size
         if 0 < self._states.length(self._number) <= end:
@@ -387,11 +350,7 @@ class HeapColumn:
         self._states.set_length(self._number, end)
 
     def prepare(self, value: object, count: int, positions: Numbers | None) -> Prepared:
-        """`value` as rows, reduced to those at these positions.
-
-        Raises:
-            ShapeMismatchError, DtypeMismatchError
-        """
+        """`value` as rows, reduced to those at these positions. Raises: ShapeMismatchError, DtypeMismatchError."""
         is_single = isinstance(value, torch.Tensor | np.ndarray) and not value.ndim
         if is_single or isinstance(value, str | bytes | bytearray | Mapping) or not hasattr(value, "__iter__"):
             raise ShapeMismatchError(
@@ -409,11 +368,7 @@ class HeapColumn:
         return np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), parts
 
     def write(self, rows: Rows, prepared: Prepared) -> int:
-        """Write what `prepare` returned; returns the number of bytes. Under the lock.
-
-        Raises:
-            OSError
-        """
+        """Write what `prepare` returned; returns the number of bytes. Under the lock. Raises: OSError."""
         counts, parts = prepared
         sizes = counts * self._each
         at, data = self._values.size, memoryview(b"".join(parts))
@@ -434,11 +389,7 @@ class HeapColumn:
     def read(
         self, rows: Rows, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
     ) -> list[Any] | Ragged:
-        """The rows; those that are not filled are empty.
-
-        Raises:
-            CorruptFileError
-        """
+        """The rows; those that are not filled are empty. Raises: CorruptFileError."""
         if out is not None:
             raise ShapeMismatchError(
                 f"column {self.column.name!r} has rows of different lengths: `out` can't hold them"
@@ -456,14 +407,16 @@ class HeapColumn:
         parts = [data[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
         return [self._decoded(part) for part in parts]
 
+    def taken(self, *_: object) -> NoReturn:
+        """Rows of varying size are read. Raises: OSError."""
+        raise OSError(errno.ENODATA, "there is no mapping")
+
     def _refuse_outside(self, index: Numbers, end: int) -> None:
-        """
-        Args:
+        """Args:
             index: (rows, 2)
             end: size of the file in bytes.
 
-        Raises:
-            CorruptFileError: the index points outside the file.
+        Raises: CorruptFileError (the index points outside the file).
         """
         starts, counts = index[:, 0], index[:, 1]
         most = (end - starts) // self._each if self._each else counts
@@ -480,10 +433,7 @@ class HeapColumn:
         return self.index.nbytes(num_rows) + self._values.size
 
     def sync(self) -> None:
-        """
-        Raises:
-            OSError: written data is not on the disk.
-        """
+        """Raises: OSError (written data is not on the disk)."""
         os.fdatasync(self._values.fd)
         self.index.sync()
 
@@ -529,8 +479,7 @@ class Ragged:
     def formed(self, form: str, padding: complex, top: TopK | None = None) -> Any:
         """As a list, padded, or as a jagged tensor; of unpacked log-probabilities, a list of pairs, or a pair.
 
-        Raises:
-            CacheError: `form` is unknown.
+        Raises: CacheError (`form` is unknown).
         """
         if top is not None:
             both = [Ragged(values, self.counts).formed(form, padding) for values in top.read(self.values)]

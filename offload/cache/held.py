@@ -65,8 +65,7 @@ class HeldColumn:
     def read(self, rows: Rows, *, pinned: bool = False) -> torch.Tensor:
         """(rows, *row_shape): on the tensor's device; for a file, on the CPU.
 
-        Raises:
-            MissingFileError, ChangedFileError, CorruptFileError
+        Raises: MissingFileError, ChangedFileError, CorruptFileError.
         """
         source = self._source()
         if isinstance(source, RowFile):
@@ -104,8 +103,7 @@ class HeldColumn:
         Args:
             opened: the files that are open already; this one is added.
 
-        Raises:
-            MissingFileError, ChangedFileError, CorruptFileError, ReadError
+        Raises: MissingFileError, ChangedFileError, CorruptFileError, ReadError.
         """
         if not is_offloaded(self.tensor):
             return
@@ -122,10 +120,7 @@ class HeldColumn:
         self._of, self._files = file, opened[file]
 
     def _refuse_changed(self) -> None:
-        """
-        Raises:
-            ChangedFileError: the opened file has been modified.
-        """
+        """Raises: ChangedFileError (the opened file has been modified)."""
         assert self._of is not None
         with reading(self._of.path):
             now = Identity.of(os.fstat(self._files.fd))
@@ -148,7 +143,6 @@ class HeldStore:
 
     is_closed = False
     writes = False
-    warm = None  # `read` is fast enough
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object], folder: Path | None = None
@@ -192,10 +186,7 @@ class HeldStore:
         return {name: column.tensor for name, column in self._columns.items()}
 
     def names(self, columns: Iterable[str] | None) -> list[str]:
-        """
-        Raises:
-            ColumnError: there is no such column.
-        """
+        """Raises: ColumnError (there is no such column)."""
         return columns_named(columns, self.schema, self.place)
 
     def missing(self, columns: Iterable[str] | None) -> Numbers:
@@ -223,6 +214,9 @@ class HeldStore:
         """Like `Store.read`; no rows are missing here."""
         found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
         return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
+
+    def taken(self, *_: object) -> None:
+        """`read` is fast enough."""
 
     @contextmanager
     def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
@@ -260,9 +254,7 @@ def _into(out: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
 def read_file(path: Path) -> HeldStore:
     """The tensors in a file of any origin, in place, with the metadata that `write_file` wrote.
 
-    Raises:
-        MissingFileError, CorruptFileError, CheckpointError
-        CacheError: they are not columns of the same length.
+    Raises: MissingFileError, CorruptFileError, CheckpointError; CacheError (they are not columns of the same length).
     """
     found = open_checkpoint(path)
     handles = [(value.handle(name), CPU) for name, value in found.items()]
@@ -287,9 +279,7 @@ def write_file(
     Args:
         blocks: by column, tensors that hold its rows, in order.
 
-    Raises:
-        ForeignFileError: there is a file that offload did not write.
-        WriteError
+    Raises: ForeignFileError (there is a file that offload did not write); WriteError.
     """
     by_size = sorted(columns, key=lambda name: -columns[name].dtype.itemsize)  # keeps every element aligned
     layouts = {name: contiguous(columns[name].dtype, (num_rows, *columns[name].row_shape)) for name in by_size}

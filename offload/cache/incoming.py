@@ -90,8 +90,7 @@ class Field:
     def of(cls, description: object) -> Field:
         """A column as described by the user, as for `TensorCache.create`.
 
-        Raises:
-            CacheError: the description is invalid.
+        Raises: CacheError (the description is invalid).
         """
         [column] = schema_of({"schema": description}).values()
         if column.top is not None:
@@ -137,9 +136,7 @@ def read_in_batches(
 def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
     """Values by column, as users write them, with plain tensors.
 
-    Raises:
-        CacheError: it is not a mapping.
-        UnknownSubclassError, UnsupportedOpError: a tensor can't be stored.
+    Raises: CacheError (it is not a mapping); UnknownSubclassError, UnsupportedOpError (a tensor can't be stored).
     """
     if not isinstance(values, Mapping):
         raise CacheError(f"rows are given by column, not as a {type(values).__name__}: cache[rows] = {{name: values}}")
@@ -149,9 +146,7 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
 def _plain(value: object, name: str) -> Any:
     """A value that is neither offloaded nor nested.
 
-    Raises:
-        UnknownSubclassError: its class can't be stored completely.
-        UnsupportedOpError: it is meta or sparse.
+    Raises: UnknownSubclassError (its class can't be stored completely); UnsupportedOpError (it is meta or sparse).
     """
     if not isinstance(value, torch.Tensor):
         return value

@@ -83,11 +83,7 @@ class Rows:
 
 
 def rows_of(index: object, size: int) -> Rows:
-    """The rows that `index` selects among `size`.
-
-    Raises:
-        RowIndexError: it is not an index, or is out of range.
-    """
+    """The rows that `index` selects among `size`. Raises: RowIndexError (it is not an index, or is out of range)."""
     if isinstance(index, slice):
         start, stop, step = index.indices(size)
         return Rows.run(start, stop) if step == 1 else Rows(np.arange(start, stop, step, dtype=np.int64))
@@ -100,6 +96,27 @@ def rows_of(index: object, size: int) -> Rows:
             return Rows(_masked(numbers, size))
         return Rows(*_checked(numbers, size), is_one=numbers.ndim == 0)
     return Rows(*_checked(np.array(_number(index)), size), is_one=True)
+
+
+def plain_of(index: object, size: int) -> int | slice | torch.Tensor | None:
+    """The rows that `index` selects among `size`, in a form that torch takes; None for all but the commonest forms.
+
+    A tensor's numbers are as they are: negative ones, and those out of range, are among them.
+    """
+    if type(index) is list:
+        with suppress(TypeError, ValueError, RuntimeError):  # not numbers, or too large
+            index = np.asarray(index)
+    if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.carray and min(index.strides) >= 0:
+        index = torch.from_numpy(index)
+    if type(index) is torch.Tensor:
+        return index if index.dtype == torch.int64 and index.ndim == 1 and index.is_cpu else None
+    if type(index) is int:
+        row = index if index >= 0 else index + size
+        return row if 0 <= row < size else None
+    if type(index) is slice:
+        start, stop, step = index.indices(size)
+        return slice(start, max(start, stop)) if step == 1 else None
+    return None
 
 
 def groups_of(index: Any) -> tuple[Any, tuple[int, ...]] | None:
@@ -158,7 +175,7 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDA
     """An array of bool or integers, with at most one dimension."""
     try:
         if isinstance(index, torch.Tensor):
-            array = _whole(index.detach().cpu()).numpy()
+            array = (index if index.dtype == torch.int64 and index.is_cpu else _whole(index.detach().cpu())).numpy()
         elif isinstance(index, np.ndarray):
             array = np.require(np.asarray(index), requirements=["C", "W"])  # as torch requires them
             array = array if min(array.strides, default=0) >= 0 else array.copy()  # of one row, backwards

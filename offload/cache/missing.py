@@ -78,14 +78,12 @@ class Claims:
     """Claimed rows: a lock on one byte of a file for each."""
 
     def __init__(self, store: Store, columns: Iterable[str] | None, count: int) -> None:
-        """
-        Args:
+        """Args:
             store: the folder.
             columns: the columns to fill; all if None.
             count: of the rows that there is an input for; others may have appended some since.
 
-        Raises:
-            ReadError, MissingFileError
+        Raises: ReadError, MissingFileError.
         """
         self._store, self._columns, self._count = store, columns, count
         self._path = store.folder / LOCK

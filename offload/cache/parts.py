@@ -34,21 +34,14 @@ class Descriptors:
 
     @classmethod
     def opened(cls, path: Path, *, writes: bool) -> Descriptors:
-        """
-        Raises:
-            MissingFileError, CorruptFileError, ForeignFileError, ReadError
-        """
+        """Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError."""
         file = opened(path, os.O_RDWR if writes else os.O_RDONLY)
         with closed_on_error(file):
             return cls(file, opened(path, os.O_RDONLY))
 
     @classmethod
     def reopened(cls, file: Descriptor, path: Path) -> Descriptors:
-        """For a file that is open already, whatever is at its path by now.
-
-        Raises:
-            ReadError
-        """
+        """For a file that is open already, whatever is at its path by now. Raises: ReadError."""
         with closed_on_error(file), reading(path):
             return cls(file, owned(os.open, f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
 
@@ -65,9 +58,7 @@ def read_parts(
 
     Small gaps between parts are read along.
 
-    Raises:
-        CorruptFileError: the file ends too early.
-        ReadError
+    Raises: CorruptFileError (the file ends too early); ReadError.
     """
     order = np.flatnonzero(sizes)
     order = order[np.argsort(starts[order], kind="stable")]
@@ -129,11 +120,7 @@ def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
 
 
 def size_of(fd: int, path: Path) -> int:
-    """The size of an open file in bytes.
-
-    Raises:
-        ReadError
-    """
+    """The size of an open file in bytes. Raises: ReadError."""
     try:
         return os.fstat(fd).st_size
     except OSError as error:
@@ -143,8 +130,7 @@ def size_of(fd: int, path: Path) -> int:
 def opened(path: Path, flags: int, what: str = "a file of the cache") -> Descriptor:
     """A regular file of a cache, opened; a symlink is followed to read, never to write.
 
-    Raises:
-        MissingFileError, CorruptFileError, ForeignFileError, ReadError
+    Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError.
     """
     try:
         return open_regular(path, flags)

@@ -63,13 +63,10 @@ class States:
     """
 
     def __init__(self, folder: Path, columns: int, rows: int, *, writes: bool) -> None:
-        """
-        Args:
+        """Args:
             rows: least number of rows.
 
-        Raises:
-            MissingFileError, CorruptFileError, ForeignFileError, ReadError
-            CacheError: it is of another version.
+        Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError; CacheError (it is of another version).
         """
         self.path = folder / FILE
         self._columns = columns
@@ -90,9 +87,7 @@ class States:
     def create(folder: Path, columns: int, rows: int) -> None:
         """A file in which every row is empty; takes one page of disk space.
 
-        Raises:
-            ForeignFileError: there is something that offload did not write.
-            WriteError
+        Raises: ForeignFileError (there is something that offload did not write); WriteError.
         """
         path = folder / FILE
         refuse_foreign(path, MAGIC, "exists, and is left as it is: choose another folder for the cache")
@@ -130,9 +125,7 @@ class States:
     def grow(self, rows: int) -> None:
         """Publish a larger number of rows, once the columns have room for them. Under the lock.
 
-        Raises:
-            WriteError
-            CorruptFileError: the file was truncated.
+        Raises: WriteError; CorruptFileError (the file was truncated).
         """
         self.refuse_cut()
         needed = rows * self._columns
@@ -178,9 +171,7 @@ class States:
 
         Under the lock.
 
-        Raises:
-            WriteError: the disk is full.
-            CorruptFileError: the file was truncated.
+        Raises: WriteError (the disk is full); CorruptFileError (the file was truncated).
         """
         self._all()  # of a file that another process may have made longer
         self._reserve(rows.numbers)
@@ -216,11 +207,7 @@ class States:
                 part[part != EMPTY] = EMPTY
 
     def sync(self) -> None:
-        """Wait until the file's contents are on the disk.
-
-        Raises:
-            WriteError
-        """
+        """Wait until the file's contents are on the disk. Raises: WriteError."""
         with writing(self.path):
             os.fdatasync(self.fd)
 
@@ -283,11 +270,7 @@ class States:
             del self.counts, self._lengths, self._bytes  # the mapping has its own descriptor
 
     def refuse_cut(self) -> None:
-        """
-        Raises:
-            CorruptFileError: the file is shorter than before.
-            ReadError
-        """
+        """Raises: CorruptFileError (the file is shorter than before); ReadError."""
         try:
             size = os.lseek(self.fd, 0, os.SEEK_END)  # three times as fast as `fstat`; the offset is not used
         except OSError as error:

@@ -39,12 +39,7 @@ from offload.storage.replacing import made_folder
 from offload.system.modes import no_functions, no_modes
 from offload.system.reasons import some
 from offload.system.regular import absolute, is_folder, is_there
-from offload.tensor.arguments import (
-    as_names,
-    checked_count,
-    checked_device,
-    without_stop,
-)
+from offload.tensor.arguments import as_names, checked_count, checked_device, without_stop
 from offload.tensor.guests import CPU
 
 
@@ -374,8 +369,8 @@ class TensorCache:
             return {name: grouped(value, groups[1]) for name, value in flat.items()}
         store = self._open()
         target = self.device if device is None else checked_device(device)
-        if out is None and missing == "error" and not pin_memory and (warm := store.warm) is not None:
-            ready = warm.take(rows, columns)
+        if out is None and missing == "error" and not pin_memory:
+            ready = store.taken(rows, columns)
             if ready is not None:
                 ready = ready if target == CPU else {name: value.to(target) for name, value in ready.items()}
                 return self._unpacked(ready) if self._has_packed else ready
