@@ -98,10 +98,7 @@ class FixedColumn:
     def refuse_another(self, filled: Iterator[Rows]) -> None:
         """Check that the header is of this column; a crash may have torn it after the row count, but not before.
 
-        Args:
-            filled: rows; a power cut may have left no header if there are none.
-
-        Raises: CorruptFileError.
+        `filled`: rows; a power cut may have left no header if there are none. Raises: CorruptFileError.
         """
         wanted = _head(self.column, 0)
         with reading(self.path):
@@ -142,22 +139,17 @@ class FixedColumn:
     def _size(self, rows: int) -> int:
         return self._start + rows * self._row_bytes
 
-    def _identity(self) -> Identity:
-        return Identity.of(file_status(self.path))
-
     def with_rows(self, rows: int) -> TensorFile:
         """The file as one with this number of rows (which it has), whatever its header says. Cached while unchanged."""
         known, name = self._with_rows, self.column.name
-        if known is not None and known.entry(name).layout.shape[0] == rows and known.identity == self._identity():
-            return known
-        layout = contiguous(self.column.dtype, (rows, *self.column.row_shape))
-        self._with_rows = TensorFile.raw(self.path, Entry(name, layout, _start(self.column)))
-        return self._with_rows
+        is_known = known is not None and known.entry(name).layout.shape[0] == rows
+        if known is None or not is_known or known.identity != Identity.of(file_status(self.path)):
+            layout = contiguous(self.column.dtype, (rows, *self.column.row_shape))
+            known = self._with_rows = TensorFile.raw(self.path, Entry(name, layout, _start(self.column)))
+        return known
 
     def fit(self, rows: int, known: int) -> None:
-        """Resize the file, which has `known` rows, to exactly `rows`. Under the lock.
-
-        Durable with the next row that is.
+        """Resize the file, which has `known` rows, to exactly `rows`; durable with the next row. Under the lock.
 
         Raises: CorruptFileError (it lacks known rows: they would read as zeros); WriteError.
         """
@@ -204,9 +196,8 @@ class FixedColumn:
         if filled is None:
             return self.rowfile.read(rows, out, pinned=pinned)
         if out is None:
-            out = torch.empty(
-                (len(rows), *self.column.row_shape), dtype=self.column.dtype, device="cpu", pin_memory=pinned
-            )
+            shape = (len(rows), *self.column.row_shape)
+            out = torch.empty(shape, dtype=self.column.dtype, device="cpu", pin_memory=pinned)
         part = self.rowfile.read(Rows(rows.numbers[filled]))  # a writer may be cutting off others
         self._as_bytes(out).zero_()[torch.from_numpy(filled)] = self._as_bytes(part)
         return out
@@ -336,9 +327,7 @@ class HeapColumn:
             raise self._cut(end, expected)
 
     def settle(self, filled: Iterable[Rows]) -> None:
-        """Determine the length of the file if it is unknown, or if a power cut took values that no row had yet.
-
-        Under the lock.
+        """Find the length of the file if it is unknown, or if a power cut took values of no row. Under the lock.
 
         Raises: CorruptFileError (it took more than that).
         """
@@ -378,9 +367,8 @@ class HeapColumn:
         self._values.write(Rows.run(at, at + len(data)), data)
         if data:
             self._states.set_length(self._number, at + len(data))
-        return len(data) + self.index.write(
-            rows, torch.from_numpy(np.stack([starts, counts], axis=1)).view(torch.uint8)
-        )
+        index = torch.from_numpy(np.stack([starts, counts], axis=1))
+        return len(data) + self.index.write(rows, index.view(torch.uint8))
 
     def lengths(self, rows: Rows, filled: Filled) -> Numbers:
         counts: Numbers = self.index.read(rows, filled).numpy()[:, 1]
@@ -412,12 +400,7 @@ class HeapColumn:
         raise OSError(errno.ENODATA, "there is no mapping")
 
     def _refuse_outside(self, index: Numbers, end: int) -> None:
-        """Args:
-            index: (rows, 2)
-            end: size of the file in bytes.
-
-        Raises: CorruptFileError (the index points outside the file).
-        """
+        """Raises: CorruptFileError (the index, (rows, 2), points outside the file, of `end` bytes)."""
         starts, counts = index[:, 0], index[:, 1]
         most = (end - starts) // self._each if self._each else counts
         if (index < 0).any() or (counts > most).any():
@@ -454,19 +437,18 @@ class HeapColumn:
         return counts, [bytes_of(tensor) for tensor in tensors]
 
     def _encoded(self, row: object) -> bytes:
-        what = f"column {self.column.name!r} ({self.path})"
         try:
             return json.dumps(_checked(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise DtypeMismatchError(f"{what} holds JSON, and a value can't be written as JSON: {error}") from error
+            what = f"column {self.column.name!r} ({self.path}) holds JSON"
+            raise DtypeMismatchError(f"{what}, and a value can't be written as JSON: {error}") from error
 
     def _decoded(self, part: bytes) -> Any:
         try:
             return json.loads(part) if part else None
         except (ValueError, RecursionError) as error:
-            raise CorruptFileError(
-                f"{self.path} holds a row that is not JSON: {error}. Download or copy all of it again."
-            ) from error
+            said = f"{self.path} holds a row that is not JSON: {error}. Download or copy all of it again."
+            raise CorruptFileError(said) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,14 +495,11 @@ def _index_of(column: Column) -> Column:
 
 def _checked(value: object) -> Any:
     """Refuse keys that JSON would turn into text."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is not text")
-            _checked(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            _checked(part)
+    for key in value if isinstance(value, dict) else ():
+        if not isinstance(key, str):
+            raise TypeError(f"the key {key!r} is not text")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        _checked(part)
     return value
 
 

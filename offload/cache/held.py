@@ -92,16 +92,20 @@ class HeldColumn:
             handle.base()  # switches to a new file if there is one
         if self._rows is None or self._of is not handle.file:
             self.open({})
-        if not handle.owned:
-            self._refuse_changed()
         assert self._rows is not None
+        assert self._of is not None
+        if not handle.owned:
+            with reading(self._of.path):
+                now = Identity.of(os.fstat(self._files.fd))
+            if now != self._of.identity:
+                raise ChangedFileError(
+                    f"{self._of.path} has changed since it was opened (size or modification time): its rows can't be "
+                    "trusted any more. Open the cache again."
+                )
         return self._rows
 
     def open(self, opened: dict[TensorFile, Descriptors]) -> None:
-        """Keep its file open from now on, if there is one, shared with the file's other columns.
-
-        Args:
-            opened: the files that are open already; this one is added.
+        """Keep its file open from now on, if there is one; `opened` are those of other columns, and this one is added.
 
         Raises: MissingFileError, ChangedFileError, CorruptFileError, ReadError.
         """
@@ -118,17 +122,6 @@ class HeldColumn:
             row_shape = tuple(tensor.shape[1:])
             self._rows = RowFile(handle.path, handle.extent[0], tensor.dtype, row_shape, files=opened[file])
         self._of, self._files = file, opened[file]
-
-    def _refuse_changed(self) -> None:
-        """Raises: ChangedFileError (the opened file has been modified)."""
-        assert self._of is not None
-        with reading(self._of.path):
-            now = Identity.of(os.fstat(self._files.fd))
-        if now != self._of.identity:
-            raise ChangedFileError(
-                f"{self._of.path} has changed since it was opened (size or modification time): its rows can't be "
-                "trusted any more. Open the cache again."
-            )
 
     def __getstate__(self) -> torch.Tensor:
         return self.tensor

@@ -39,10 +39,7 @@ class Rows:
     __slots__ = ("_numbers", "count", "is_one", "last", "span")
 
     def __init__(self, numbers: Numbers, last: int | None = None, *, is_one: bool = False) -> None:
-        """
-        Args:
-            last: the largest index, if known.
-        """
+        """`last`: the largest index, if known."""
         self._numbers: Numbers | None = numbers
         self.count = len(numbers)
         self.span = span_of(numbers)
@@ -93,7 +90,9 @@ def rows_of(index: object, size: int) -> Rows:
     if isinstance(index, torch.Tensor | np.ndarray | list):
         numbers = _array(index)
         if numbers.dtype == bool:
-            return Rows(_masked(numbers, size))
+            if len(numbers) != size:
+                raise RowIndexError(f"the mask has {len(numbers)} elements, and the cache {size} rows")
+            return Rows(np.flatnonzero(numbers))
         return Rows(*_checked(numbers, size), is_one=numbers.ndim == 0)
     return Rows(*_checked(np.array(_number(index)), size), is_one=True)
 
@@ -164,10 +163,8 @@ def last_of_each(numbers: Numbers) -> Numbers | None:
 
 def _number(index: Any) -> int:
     if not isinstance(index, bool | np.bool_):
-        try:
+        with suppress(TypeError, OverflowError):
             return operator.index(index)
-        except (TypeError, OverflowError):
-            pass
     raise RowIndexError(f"{_short(index)} ({type(index).__name__}) is not an index of rows: give {_FORMS}")
 
 
@@ -199,12 +196,6 @@ def _whole(index: torch.Tensor) -> torch.Tensor:
         return index
     numbers = index.double().nan_to_num(nan=0.5).clamp(-(2.0**62), 2.0**62)
     return numbers.long() if bool((numbers == numbers.trunc()).all()) else index
-
-
-def _masked(mask: npt.NDArray[np.bool_], size: int) -> Numbers:
-    if len(mask) != size:
-        raise RowIndexError(f"the mask has {len(mask)} elements, and the cache {size} rows")
-    return np.flatnonzero(mask)
 
 
 def _checked(numbers: npt.NDArray[Any], size: int) -> tuple[Numbers, int | None]:

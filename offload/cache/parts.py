@@ -54,9 +54,7 @@ class Descriptors:
 def read_parts(
     fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview, *, announce: bool = True
 ) -> None:
-    """Read parts of a file, with the given sizes, to their places in memory: all are announced, then read in order.
-
-    Small gaps between parts are read along.
+    """Read parts of a file to places in memory: all are announced, then read in order, with small gaps between them.
 
     Raises: CorruptFileError (the file ends too early); ReadError.
     """
@@ -71,19 +69,15 @@ def read_parts(
         for begin, end in runs:
             advise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
     slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
+    nowhere = memoryview(bytearray(_CLOSE))  # gaps are read to it
     for begin, end in runs:
         for at in range(begin, end, _MOST_PARTS):
             parts = slices[at : min(at + _MOST_PARTS, end)]
-            if len(parts) > 1 and gaps[at : at + len(parts) - 1].any():
-                parts = _with_gaps(parts, gaps[at : at + len(parts) - 1].tolist())
+            between = gaps[at : at + len(parts) - 1]
+            if between.any():
+                both = zip(parts, [*between.tolist(), 0], strict=True)
+                parts = [each for part, gap in both for each in (part, nowhere[:gap]) if len(each)]
             read_run(fd, path, first[at], parts)
-
-
-def _with_gaps(parts: Sequence[memoryview], gaps: Sequence[int]) -> list[memoryview]:
-    """The parts, and between them scratch memory for the gaps."""
-    nowhere = memoryview(bytearray(max(gaps)))
-    both = zip(parts, [*gaps, 0], strict=True)
-    return [memory for part, gap in both for memory in (part, nowhere[:gap]) if len(memory)]
 
 
 def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:

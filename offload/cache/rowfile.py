@@ -64,8 +64,7 @@ class RowFile:
         writes: bool = False,
         files: Descriptors | None = None,
     ) -> None:
-        """Args:
-            files: the descriptors, if it is open already.
+        """`files`: the descriptors, if it is open.
 
         Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError.
         """
@@ -124,10 +123,7 @@ class RowFile:
     def read_runs(self, starts: Numbers, sizes: Numbers, into: torch.Tensor, *, are_picked: bool) -> None:
         """Rows of one byte: runs of them, given by their first rows and sizes, one after the other into bytes.
 
-        Args:
-            are_picked: whether the runs are from anywhere in the file, and not all that there are between two of them.
-
-        Raises: as `read`.
+        `are_picked`: runs from anywhere, and not all that there are between two of them. Raises: as `read`.
         """
         is_cached = self._are_cached(Rows(starts[sizes > 0]))
         if is_cached:
@@ -135,20 +131,12 @@ class RowFile:
         elif are_picked:
             pages = int((-(-sizes // PAGE) * PAGE).sum())
             self._filling.missed(len(sizes), pages, self.size, self._to_be_filled)
-        places = np.cumsum(sizes) - sizes
-        read_parts(
-            self._random if are_picked else self.fd,
-            self.path,
-            starts,
-            sizes,
-            places,
-            into.numpy().data,
-            announce=not is_cached,
-        )
+        places, fd = np.cumsum(sizes) - sizes, self._random if are_picked else self.fd
+        read_parts(fd, self.path, starts, sizes, places, into.numpy().data, announce=not is_cached)
 
     @property
     def size(self) -> int:
-        """The size of the file in bytes. Raises: ReadError."""
+        """In bytes. Raises: ReadError."""
         return size_of(self.fd, self.path)
 
     def whole(self, count: int) -> torch.Tensor:
@@ -252,12 +240,9 @@ class RowFile:
     def _are_cached(self, rows: Rows) -> bool:
         """Whether some of the rows, spread over all, are in memory; or some others were a moment ago.
 
-        Checking a row loads its page, and the system then reads ahead in small steps; a run of rows is therefore taken
-        to be in memory until the file is mapped.
+        Checking a row loads its page, and the system then reads ahead in small steps: a run is taken to be in memory.
         """
-        if self.mapped is None and rows.span:
-            return True
-        if self.mapped is not None and time.monotonic() < self.in_memory_until:
+        if rows.span if self.mapped is None else time.monotonic() < self.in_memory_until:
             return True
         try:
             self.look(rows.some(_LOOKS if self.mapped is None else _LOOKS_IF_MAPPED))
@@ -266,10 +251,7 @@ class RowFile:
         return True
 
     def _mapped_if_warm(self, rows: Rows, is_cached: bool) -> torch.Tensor | None:
-        """The mapped rows of the file, if these rows and nearly all of the file are in memory.
-
-        Checking the whole file takes time: it is done at the first batch that is in memory, and not again soon.
-        """
+        """The mapped rows, if these and nearly all are in memory: a check that is not repeated soon."""
         mapped = self.mapped
         self._until_mapped -= rows.count * self._size
         is_due = is_cached and self._until_mapped < 0 and (mapped is None or len(mapped) <= rows.last)
@@ -321,11 +303,7 @@ class Watch:
     """The open files of a cache: whether they are still those at their paths, and the states not cut."""
 
     def __init__(self, states: States, columns: Iterable[Mapping[Path, int]]) -> None:
-        """Args:
-            columns: a descriptor of each file of each column.
-
-        Raises: ReadError.
-        """
+        """`columns`: a descriptor of each file of each column. Raises: ReadError."""
         self._states = states
         self._opened: dict[Path, os.stat_result] = {}
         for path, fd in ((states.path, states.fd), *(file for column in columns for file in column.items())):
@@ -334,10 +312,7 @@ class Watch:
         self._until = 0.0
 
     def look(self, now: float) -> None:
-        """Check now and then, for reads, which take no lock: system calls take as long as a small batch.
-
-        Args:
-            now: the time, in seconds.
+        """Check now and then (`now`: the time, in seconds): system calls take as long as a small batch.
 
         Raises: CorruptFileError, MissingFileError, ChangedFileError.
         """

@@ -219,8 +219,7 @@ class Manifest:
 
     def check(self, expect: Mapping[str, object] | None, folder: Path) -> None:
         """Raises: CacheError (the metadata differs from what is expected; says where)."""
-        wrong = self._others(as_json(expect, "expect"))
-        if wrong:
+        if wrong := self._others(as_json(expect, "expect")):
             raise CacheError(
                 f"the cache in {folder} has other metadata than expected: {'; '.join(wrong)}. "
                 "Open it without `expect`, or make another one."
@@ -248,13 +247,9 @@ class Manifest:
 
     def _others(self, expect: Mapping[str, object]) -> list[str]:
         """Differences between the metadata and what is expected."""
-        return [
-            f"{key!r} is {self.metadata[key]!r}, expected {value!r}"
-            if key in self.metadata
-            else f"{key!r} is missing, expected {value!r}"
-            for key, value in expect.items()
-            if key not in self.metadata or self.metadata[key] != value
-        ]
+        wrong = [key for key, value in expect.items() if key not in self.metadata or self.metadata[key] != value]
+        here = {key: repr(value) for key, value in self.metadata.items()}
+        return [f"{key!r} is {here.get(key, 'missing')}, expected {expect[key]!r}" for key in wrong]
 
 
 def as_json(metadata: Mapping[str, object] | None, what: str = "metadata") -> dict[str, Any]:

@@ -19,7 +19,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -63,15 +62,6 @@ _LEAST_FLUSHED = 4 << 20
 _ROW = 256  # overhead per row, in the count of unflushed bytes
 _MOST_SECONDS = 10.0
 _LOOKS = 1000  # retries if rows are being written while they are read
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Cells that were written and not flushed, for `states.fill`."""
-
-    rows: Rows
-    columns: list[int]
-    begun: Bytes
 
 
 class Store:
@@ -133,7 +123,7 @@ class Store:
         self._places = {name: place for place, name in enumerate(self._names)}
         self._lock = FolderLock(folder / LOCK, opened)
         self._flushing = fork_safe_lock()
-        self._written: list[Written] = []
+        self._written: list[tuple[Rows, list[int], Bytes]] = []  # cells that were not flushed, for `states.fill`
         self._written_bytes = 0
         self._most_bytes = 0
         self._written_since = 0.0
@@ -160,10 +150,7 @@ class Store:
 
     @contextmanager
     def _held(self, *, shared: bool = False) -> Iterator[None]:
-        """The lock of the folder, which is still the one that was opened.
-
-        Raises: MissingFileError, ChangedFileError (it, or a file in it, was removed, moved or replaced).
-        """
+        """The lock of the folder. Raises: MissingFileError, ChangedFileError (it is not the one that was opened)."""
         with self._lock.held(shared=shared):
             self._watch.refuse_replaced()
             yield
@@ -182,8 +169,9 @@ class Store:
                         file.settle(self._states.filled(self._places[name]))
                     file.index.fit(self.num_rows, self._rows_in(file))
         flock(self._states.fd, self._states.path, shared=True)
-        beside = "as the only writer" if is_only else "beside other writers"
-        log.debug("%s: opened for writing, %s", self.folder, beside)
+        log.debug(
+            "%s: opened for writing, %s", self.folder, "as the only writer" if is_only else "beside other writers"
+        )
         if not is_only:
             with self._held():
                 self._refuse_cut(self._files)
@@ -209,10 +197,7 @@ class Store:
         return used
 
     def _refuse_cut(self, names: Iterable[str]) -> None:
-        """Refuse truncated files: a write would extend them, and what was cut off would read as zeros. Under the lock.
-
-        Raises: CorruptFileError.
-        """
+        """Raises: CorruptFileError: a file was cut; a write would fill it with zeros. Under the lock."""
         for name in names:
             self._files[name].check(self.num_rows)
 
@@ -335,12 +320,10 @@ class Store:
             if missing == "error" and filled is not None:
                 self._refuse_missing(rows.numbers[~filled.all(axis=1)])
             try:
-                found = {
-                    name: self._files[name].read(
-                        rows, None if filled is None else filled[:, at], (out or {}).get(name), pinned=pinned
-                    )
-                    for at, name in enumerate(self._names[place] for place in places)
-                }
+                found = {}
+                for at, name in enumerate(self._names[place] for place in places):
+                    cells = None if filled is None else filled[:, at]
+                    found[name] = self._files[name].read(rows, cells, (out or {}).get(name), pinned=pinned)
             except CorruptFileError:  # or a concurrent write was read halfway
                 if self._are_still(rows, places, before, changes):
                     raise
@@ -427,13 +410,10 @@ class Store:
         return range(first, end)
 
     def _count(self, name: str, value: Any) -> int:
-        try:
+        with suppress(TypeError):
             return len(value)
-        except TypeError:
-            raise ShapeMismatchError(
-                f"column {name!r} of the cache in {self.folder}: a single value, not rows: "
-                "give a list, or a tensor with a first dimension"
-            ) from None
+        where = f"column {name!r} of the cache in {self.folder}"
+        raise ShapeMismatchError(f"{where}: a single value, not rows: give a list, or a tensor with a first dimension")
 
     def _put(self, rows: Rows, places: list[int], prepared: Mapping[str, Any]) -> None:
         """Write rows in ascending order. Those after the last one are rows once they are written. Under the lock."""
@@ -449,7 +429,7 @@ class Store:
         if not self._written:
             self._written_since = time.monotonic()
             self._most_bytes = min(_MOST_BYTES, max(available_bytes() // 8, _LEAST_FLUSHED))
-        self._written.append(Written(rows.copied(), places, begun))
+        self._written.append((rows.copied(), places, begun))
         self._written_bytes += nbytes + len(rows) * _ROW
 
     def _flush_if_due(self) -> None:
@@ -480,17 +460,17 @@ class Store:
         """Flush written rows, with these columns, or only with the columns that were written."""
         with self._lock.held():
             written, self._written, self._written_bytes = self._written, [], 0
-        touched = {self._names[place] for part in written for place in part.columns} if names is None else names
+        touched = {self._names[place] for _, places, _ in written for place in places} if names is None else names
         with writing(self.folder):
             for name in touched:
                 self._files[name].sync()
         with self._held():
             self._refuse_cut(touched)
             for part in written:
-                self._states.fill(part.rows, part.columns, part.begun)
+                self._states.fill(*part)
         self._states.sync()
         if written:
-            log.debug("%s: %d rows are on the disk", self.folder, sum(len(part.rows) for part in written))
+            log.debug("%s: %d rows are on the disk", self.folder, sum(len(rows) for rows, *_ in written))
 
     def close(self) -> None:
         """Flush, release the files and, if no other process writes, record how many rows there are.
@@ -511,10 +491,8 @@ class Store:
 
     def _may_write(self) -> None:
         if self.is_closed or not self.writes:
-            what = (
-                "closed" if self.is_closed else "open for reading only: TensorCache.open(folder, mode='r+') can write"
-            )
-            raise CacheError(f"the cache in {self.folder} is {what}")
+            only = "open for reading only: TensorCache.open(folder, mode='r+') can write"
+            raise CacheError(f"the cache in {self.folder} is {'closed' if self.is_closed else only}")
         if self._pid != os.getpid():  # the parent flushes its own rows
             self._written, self._written_bytes, self._pid = [], 0, os.getpid()
             self._states.count_in()
@@ -539,7 +517,7 @@ class Store:
 
     def _forget_unfilled(self) -> None:
         """Drop appended rows after the last one that was ever filled. Under the lock, by the only writer."""
-        rows = max(self.manifest.num_rows, self._states.known())
+        rows = max(self.manifest.num_rows, self._states.used(ever=True))
         if rows < self.num_rows:
             log.info("%s: %d rows from row %d on were never filled: cut off", self.folder, self.num_rows - rows, rows)
             self._states.forget(rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping
+from contextlib import suppress
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
@@ -39,7 +40,7 @@ from offload.storage.replacing import made_folder
 from offload.system.modes import no_functions, no_modes
 from offload.system.reasons import some
 from offload.system.regular import absolute, is_folder, is_there
-from offload.tensor.arguments import as_names, checked_count, checked_device, without_stop
+from offload.tensor.arguments import as_names, checked_count, checked_device
 from offload.tensor.guests import CPU
 
 
@@ -308,11 +309,9 @@ class TensorCache:
         Raises:
             MissingRowsError: rows are missing; names the first.
         """
-        missing = self.missing_rows(columns).tolist()
-        if missing:
-            raise MissingRowsError(
-                f"{len(missing)} of {len(self)} rows of {self.folder} are not filled: {some(missing)}"
-            )
+        if missing := self.missing_rows(columns).tolist():
+            what = f"{len(missing)} of {len(self)} rows of {self.folder}"
+            raise MissingRowsError(f"{what} are not filled: {some(missing)}")
 
     def __repr__(self) -> str:
         if self._store.is_closed:
@@ -562,10 +561,9 @@ class TensorCache:
             >>> cache[:]["square"]
             tensor([0, 1, 4, 9])
         """
-        try:
+        count = None
+        with suppress(TypeError):  # a tensor without dimensions
             count = len(inputs) if hasattr(inputs, "__getitem__") else None
-        except TypeError:  # a tensor without dimensions
-            count = None
         if count is None:
             raise ArgumentTypeError(f"inputs: a tensor, a list or a dataset with a length, not {repr(inputs)[:80]}")
         if count != len(self):
@@ -576,16 +574,13 @@ class TensorCache:
         log.info("%s: %d of %d rows are missing and are computed", self.folder, total, len(self))
         is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)
 
-        def rows_of(part: torch.Tensor) -> Mapping[str, Any]:
+        def made(part: torch.Tensor) -> Mapping[str, Any]:
             return fn(inputs[part] if is_taken_whole else collate([inputs[row] for row in part.tolist()]))
-
-        def make(part: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
-            return part, without_stop(rows_of, part)
 
         store = self._open()
         if total and isinstance(store, Store):
             with Bar(desc="rows", total=total, delay=1, disable=None if progress else True, leave=False) as bar:
-                fill_missing(store, columns, count, make, self.__setitem__, batch_size=size, map_fn=map_fn, bar=bar)
+                fill_missing(store, columns, count, made, self.__setitem__, batch_size=size, map_fn=map_fn, bar=bar)
 
     def flush(self) -> None:
         """Wait until what was written is on the disk: the rows are filled then, also after a power cut.

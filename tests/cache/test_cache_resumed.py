@@ -116,9 +116,7 @@ def forks() -> Iterator[None]:
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("workers", [0, 2, 4])
 @pytest.mark.parametrize("ranks", [(1, 2), (3, 2), (2, 3)], ids=str)
-def test_a_data_loader_goes_on_where_it_was_stopped(
-    cache: TensorCache, workers: int, ranks: tuple[int, int]
-) -> None:
+def test_a_data_loader_goes_on_where_it_was_stopped(cache: TensorCache, workers: int, ranks: tuple[int, int]) -> None:
     """The loop counts the steps, which workers do not tell; the ranks may be others afterwards."""
     chance = random.Random(f"{workers} {ranks}")
     expected = unstopped(cache, 2, shuffle=1)
