@@ -28,8 +28,7 @@ from bench.peers import OURS, absent
 from bench.rounds import Figure, in_turn
 
 K, VOCAB, BITS = 64, 151_936, 10
-_BATCH, _PART = 256, 8192  # positions
-_READS = 8  # batches
+_BATCH, _PART, _READS = 256, 8192, 8  # positions of a batch, and of a part; batches
 _PLAIN, _TENSORDICT = "offload, two columns", "tensordict"
 
 
@@ -38,7 +37,7 @@ def pair_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows[:, None] * 7919 + torch.arange(K) * 104_729) % VOCAB, -torch.arange(K) / 64.0 - rows[:, None] % 13
 
 
-def _offload(schema: dict[str, object], folder: Path, rows: int) -> offload.TensorCache:
+def _offload(schema: dict[str, Any], folder: Path, rows: int) -> offload.TensorCache:
     return offload.TensorCache.create(folder / "cache", schema, rows, exist_ok=True)
 
 
@@ -51,22 +50,12 @@ def _tensordict(folder: Path, rows: int) -> Any:
     return TensorDict({name: one.expand(rows, K) for name, one in both.items()}, [rows]).memmap_like(folder / "table")
 
 
-_COLUMNS = {"ids": (torch.int32, (K,)), "logps": (torch.bfloat16, (K,))}
+_COLUMNS: dict[str, Any] = {"ids": (torch.int32, (K,)), "logps": (torch.bfloat16, (K,))}
 _OPENED: dict[str, Callable[[Path, int], Any]] = {
     OURS: partial(_offload, {"t": offload.topk(K, VOCAB, BITS)}),
     _PLAIN: partial(_offload, _COLUMNS),
     _TENSORDICT: _tensordict,
 }
-
-
-def _put(arm: str, table: Any, first: int, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-    rows = slice(first, first + _PART)
-    values = {"t": pair} if arm == OURS else {"ids": pair[0].int(), "logps": pair[1].bfloat16()}
-    if arm != _TENSORDICT:
-        table[rows] = values
-        return
-    for name, value in values.items():
-        table[name][rows] = value
 
 
 def figures(nbytes: int, rounds: int, scratch: Path) -> list[Figure]:
@@ -102,7 +91,8 @@ def _written(arm: str, folder: Path, rows: int) -> float:
     for first in range(0, rows, _PART):
         pair = pair_of(torch.arange(first, first + _PART))
         start = time.perf_counter()
-        _put(arm, table, first, pair)
+        part = slice(first, first + _PART)
+        table[part] = {"t": pair} if arm == OURS else {"ids": pair[0].int(), "logps": pair[1].bfloat16()}
         seconds += time.perf_counter() - start
     start = time.perf_counter()
     if arm != _TENSORDICT:

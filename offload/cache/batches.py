@@ -325,20 +325,15 @@ def _worker() -> tuple[int, int]:
 class RowDataset(Dataset[dict[str, Any]]):
     """Rows of a cache as dicts. Use `TensorCache.as_dataset`."""
 
-    def __init__(
-        self, cache: TensorCache, columns: Sequence[str] | None, ragged: str = "list", padding: complex = 0
-    ) -> None:
-        self.cache = cache
-        self.columns = columns
-        self.ragged = ragged
-        self.padding = padding
+    def __init__(self, cache: TensorCache, read: Callable[[Any], dict[str, Any]]) -> None:
+        self.cache, self._read = cache, read
 
     def __len__(self) -> int:
         return len(self.cache)
 
     def __getitem__(self, rows: object) -> dict[str, Any]:
         """One row; for several, a batch, for a `DataLoader` with `batch_size=None` and a batch sampler."""
-        return self.cache.get(rows, columns=self.columns, ragged=self.ragged, padding=self.padding)
+        return self._read(rows)
 
     def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Separate rows, read together."""

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from offload.cache.indexing import Numbers, Rows
+from offload.cache.indexing import Numbers, Out, Rows
 from offload.cache.parts import Descriptors
 from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column, Manifest, columns_named, schema_of
@@ -140,12 +140,7 @@ class HeldStore:
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object], folder: Path | None = None
     ) -> None:
-        """
-        Raises:
-            ArgumentTypeError: they have no names.
-            CacheError: there are no tensors, they differ in length, or one can't be a column.
-            MissingFileError, ChangedFileError, CorruptFileError, ReadError
-        """
+        """Raises: as `TensorCache`; MissingFileError, ChangedFileError, CorruptFileError, ReadError."""
         if not isinstance(tensors, Mapping):
             raise ArgumentTypeError(f"tensors is a {type(tensors).__name__}: give a dict of names and tensors")
         self.folder = folder
@@ -153,11 +148,8 @@ class HeldStore:
         lengths = {name: len(column.tensor) for name, column in self._columns.items()}
         if len(set(lengths.values())) != 1:
             each = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
-            raise CacheError(
-                f"the tensors differ in length ({each}): all columns must have the same number of rows"
-                if each
-                else "there are no tensors: a cache has at least one column"
-            )
+            differ = f"the tensors differ in length ({each}): all columns must have the same number of rows"
+            raise CacheError(differ if each else "there are no tensors: a cache has at least one column")
         [self.num_rows] = set(lengths.values())
         self.schema = schema_of({name: (value.dtype, value.shape[1:]) for name, value in self.tensors.items()})
         self.manifest = Manifest(self.schema, self.num_rows, metadata)
@@ -195,15 +187,7 @@ class HeldStore:
         tensor = self._columns[name].tensor
         return tensor.to(device) if is_offloaded(tensor) else tensor
 
-    def read(
-        self,
-        rows: Rows,
-        columns: Iterable[str] | None,
-        *,
-        out: Mapping[str, torch.Tensor] | None,
-        pinned: bool,
-        **_: object,
-    ) -> dict[str, Any]:
+    def read(self, rows: Rows, columns: Iterable[str] | None, *, out: Out, pinned: bool, **_: object) -> dict[str, Any]:
         """Like `Store.read`; no rows are missing here."""
         found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
         return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
@@ -267,10 +251,7 @@ def write_file(
     blocks: Mapping[str, Iterable[torch.Tensor]],
     metadata: Mapping[str, object],
 ) -> None:
-    """Put a safetensors file of columns at `path`, atomically.
-
-    Args:
-        blocks: by column, tensors that hold its rows, in order.
+    """Put a safetensors file of columns at `path`, atomically. `blocks`: by column, its rows in order.
 
     Raises: ForeignFileError (there is a file that offload did not write); WriteError.
     """
@@ -285,9 +266,7 @@ def save_file(
 ) -> None:
     """Put a file of `torch.save` at `path`, atomically.
 
-    Args:
-        columns: plain tensors that cover their storages; left before the file is at `path`.
-
+    `columns` are plain tensors that cover their storages; it is left before the file is there.
     Raises: as `write_file`, and what `columns` raises.
     """
     refuse_foreign(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ import torch
 from offload.errors import RowIndexError
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
+Out: TypeAlias = "Mapping[str, torch.Tensor] | None"  # what is read into, by column
 _FORMS = (
     "an int, a slice, a range, integers or whole floats of any dtype in a tensor, an array or a list (of any shape to "
     "read rows, else 1-D), or a mask of bools"

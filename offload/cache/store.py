@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from offload.cache.columns import FixedColumn, HeapColumn
-from offload.cache.indexing import Numbers, Rows, last_of_each, plain_of, rows_of
+from offload.cache.indexing import Numbers, Out, Rows, last_of_each, plain_of, rows_of
 from offload.cache.parts import opened
 from offload.cache.rowfile import Watch
 from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest, columns_named
@@ -73,10 +73,7 @@ class Store:
     def create(cls, folder: Path, manifest: Manifest, *, exist_ok: bool) -> Store:
         """A new folder with empty rows; or with `exist_ok` an existing one that matches.
 
-        Raises:
-            CacheError: it is a cache already, or another process is creating one; or it does not match.
-            ForeignFileError: a file that offload did not write is in the way.
-            WriteError, ReadError
+        Raises: as `TensorCache.create`; CacheError, too, if another process is creating it.
         """
         with writing(folder):
             create_folder(folder)
@@ -295,13 +292,7 @@ class Store:
         return found if self._states.changes == changes and self._states.counts[2] == count else None
 
     def read(
-        self,
-        rows: Rows,
-        columns: Iterable[str] | None,
-        *,
-        missing: str,
-        out: Mapping[str, torch.Tensor] | None,
-        pinned: bool,
+        self, rows: Rows, columns: Iterable[str] | None, *, missing: str, out: Out, pinned: bool
     ) -> dict[str, Any]:
         """Rows of some columns, consistent: a concurrent write is seen completely or not at all.
 
@@ -368,11 +359,7 @@ class Store:
     # Writing
 
     def write(self, rows: Rows, values: Mapping[str, object]) -> None:
-        """
-        Raises:
-            ColumnError, ShapeMismatchError, DtypeMismatchError: nothing was written.
-            WriteError: the rows are missing now.
-        """
+        """Raises: ColumnError, ShapeMismatchError, DtypeMismatchError: nothing is written; WriteError."""
         self._may_write()
         places = self.places(values)
         numbers = rows.numbers

@@ -484,7 +484,7 @@ class TensorCache:
         """
         if self.mode == "r+":
             self.flush()
-        return RowDataset(self, as_names(columns), ragged, padding)
+        return RowDataset(self, partial(self.get, columns=as_names(columns), ragged=ragged, padding=padding))
 
     # Rows in
 
@@ -516,10 +516,7 @@ class TensorCache:
             return self._open().append(given)
 
     def _stored(self, values: Mapping[str, object]) -> dict[str, Any]:
-        given = plain_values(values)
-        if not self._has_packed:
-            return given
-        known = self.schema
+        given, known = plain_values(values), self.schema
         return {name: known[name].stored(value) if name in known else value for name, value in given.items()}
 
     def fill(
