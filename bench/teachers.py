@@ -79,8 +79,7 @@ def figures(nbytes: int, rounds: int, scratch: Path) -> list[Figure]:
 
 
 def _figure(case: str, arms: Mapping[str, Callable[[], float]], rounds: int, missing: dict[str, str]) -> Figure:
-    done = in_turn(arms, rounds, missing)
-    return Figure(case, "s", done.results, [], "", done.missing)
+    return Figure(case, "s", (done := in_turn(arms, rounds, missing)).results, [], "", done.missing)
 
 
 def _written(arm: str, folder: Path, rows: int) -> float:

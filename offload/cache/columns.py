@@ -16,7 +16,6 @@ Always true:
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +77,6 @@ class FixedColumn:
         self._start = _start(column)
         self._with_rows: TensorFile | None = None
         self.rowfile = RowFile(self.path, self._start, column.dtype, column.row_shape, writes=writes)
-        self.taken = self.rowfile.taken
 
     @staticmethod
     def create(folder: Path, column: Column, rows: int) -> None:
@@ -394,10 +392,6 @@ class HeapColumn:
         data, places = flat.numpy().tobytes(), np.cumsum(sizes) - sizes
         parts = [data[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
         return [self._decoded(part) for part in parts]
-
-    def taken(self, *_: object) -> NoReturn:
-        """Rows of varying size are read. Raises: OSError."""
-        raise OSError(errno.ENODATA, "there is no mapping")
 
     def _refuse_outside(self, index: Numbers, end: int) -> None:
         """Raises: CorruptFileError (the index, (rows, 2), points outside the file, of `end` bytes)."""

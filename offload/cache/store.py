@@ -138,6 +138,7 @@ class Store:
                     self._opened.callback(self._files[name].close)
                     self._files[name].index.refuse_another(self._states.filled(self._places[name]))
                     self._rows_in(self._files[name])
+            self._rowfiles = {name: file.rowfile for name, file in self._files.items() if isinstance(file, FixedColumn)}
             self._watch = Watch(self._states, (file.descriptors for file in self._files.values()))
             if writes:
                 self._settle()
@@ -285,9 +286,11 @@ class Store:
         if rows is None or not isinstance(columns, list | tuple | None):  # an iterator would be used up
             return None
         try:
-            names = self._names if columns is None else columns
-            found = {name: self._files[name].taken(rows, count, now) for name in names}
-        except (KeyError, IndexError, OSError):  # no such column; negative numbers, or out of range; not in memory
+            files = [(name, self._rowfiles[name]) for name in (self._names if columns is None else columns)]
+            if not all(file.mapped is not None for _, file in files):
+                return None
+            found = {name: file.taken(rows, count, now) for name, file in files}
+        except (KeyError, IndexError, OSError):  # of varying size; negative numbers, or out of range; not in memory
             return None
         return found if self._states.changes == changes and self._states.counts[2] == count else None
 
