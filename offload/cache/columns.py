@@ -202,7 +202,8 @@ class FixedColumn:
 
     def _refuse_other(self, out: torch.Tensor, shape: tuple[int, ...]) -> None:
         checked_dense(out, f"out[{self.column.name!r}]")
-        if tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or _is_elsewhere(out):
+        is_here = out.device.type == "cpu" and not (is_offloaded(out) or out.is_conj() or out.is_neg())
+        if tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or not is_here:
             raise ShapeMismatchError(
                 f"column {self.column.name!r}: `out` must be contiguous, on the CPU, {shape} {self.column.dtype}, "
                 f"and is {tuple(out.shape)} {out.dtype}"
@@ -221,11 +222,6 @@ class FixedColumn:
 
     def close(self) -> None:
         self.rowfile.close()
-
-
-def _is_elsewhere(out: torch.Tensor) -> bool:
-    """Whether the tensor's values are not simply in this process's memory."""
-    return out.device.type != "cpu" or is_offloaded(out) or out.is_conj() or out.is_neg()
 
 
 def as_tensor(value: object, column: Column, path: Path) -> torch.Tensor:
@@ -463,20 +459,14 @@ class Ragged:
         if form == "list":
             return list(self.values.split(self.counts.tolist()))
         if form == "padded":
-            return self._padded(padding)
+            counts, longest = torch.from_numpy(self.counts), int(self.counts.max(initial=0))
+            padded = self.values.new_full((len(counts), longest, *self.values.shape[1:]), padding)
+            padded[(torch.arange(longest, device="cpu") < counts[:, None]).to(padded.device)] = self.values
+            return padded
         if form == "jagged":
             offsets = torch.from_numpy(np.append(0, np.cumsum(self.counts))).to(self.values.device)
             return torch.nested.nested_tensor_from_jagged(self.values, offsets)
         raise CacheError(f"unknown ragged={form!r}: use 'list', 'padded' or 'jagged'")
-
-    def _padded(self, padding: complex) -> torch.Tensor:
-        """(rows, longest, ...)"""
-        counts = torch.from_numpy(self.counts)
-        longest = int(self.counts.max()) if len(counts) else 0
-        shape = (len(counts), longest, *self.values.shape[1:])
-        padded = torch.full(shape, padding, dtype=self.values.dtype, device=self.values.device)
-        padded[(torch.arange(longest, device="cpu") < counts[:, None]).to(padded.device)] = self.values
-        return padded
 
 
 def _path(folder: Path, column: Column) -> Path:

@@ -106,10 +106,11 @@ def plain_of(index: object, size: int) -> int | slice | torch.Tensor | None:
     if type(index) is list:
         with suppress(TypeError, ValueError, RuntimeError):  # not numbers, or too large
             index = np.asarray(index)
-    if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.carray and min(index.strides) >= 0:
-        index = torch.from_numpy(index)
+    if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.carray and index.ndim == 1:
+        index = torch.from_numpy(index) if index.strides[0] >= 0 else None  # contiguous, if it has one row
     if type(index) is torch.Tensor:
-        return index if index.dtype == torch.int64 and index.ndim == 1 and index.is_cpu else None
+        is_plain = index.dtype == torch.int64 and index.layout == torch.strided and index.ndim == 1 and index.is_cpu
+        return index if is_plain else None
     if type(index) is int:
         row = index if index >= 0 else index + size
         return row if 0 <= row < size else None

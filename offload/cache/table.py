@@ -372,18 +372,16 @@ class TensorCache:
             ready = store.taken(rows, columns)
             if ready is not None:
                 ready = ready if target == CPU else {name: value.to(target) for name, value in ready.items()}
-                return self._unpacked(ready) if self._has_packed else ready
+                return (
+                    {n: _formed(value, self.schema[n].top) for n, value in ready.items()} if self._has_packed else ready
+                )
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
             found = {name: sent(value, target, pinned=pin_memory) for name, value in found.items()}
         form = "list" if wanted.is_one else ragged
-        found = self._unpacked(found, form, padding)
+        found = {name: _formed(value, self.schema[name].top, form, padding) for name, value in found.items()}
         return {name: row_at(value, 0) for name, value in found.items()} if wanted.is_one else found
-
-    def _unpacked(self, found: Mapping[str, Any], form: str = "list", padding: complex = 0) -> dict[str, Any]:
-        """What was read, as it is handed out."""
-        return {name: _formed(value, self.schema[name].top, form, padding) for name, value in found.items()}
 
     def lengths(self, column: str, rows: object = slice(None)) -> torch.Tensor:
         """How many values rows of different lengths have, without reading the values.
@@ -680,7 +678,7 @@ class TensorCache:
         return self._store
 
 
-def _formed(value: Any, top: TopK | None, form: str, padding: complex) -> Any:
+def _formed(value: Any, top: TopK | None, form: str = "list", padding: complex = 0) -> Any:
     if isinstance(value, Ragged):
         return value.formed(form, padding, top)
     return value if top is None else top.read(value)
