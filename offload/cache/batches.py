@@ -111,11 +111,7 @@ class Given:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def batches(self, _: int, first: int, steps: Iterator[int]) -> Iterator[Any]:
-        """Those that come after so many, and the next step.
-
-        Raises:
-            CacheError: several workers would share them out.
-        """
+        """Those that come after so many, and the next step. Raises: CacheError (several workers would share them)."""
         if _worker()[1] > 1:
             raise CacheError("a sampler may differ from worker to worker: give a number of rows, and shuffle=")
         source = iter(self.sampler)
@@ -126,11 +122,7 @@ class Given:
 def order_of(
     sampler: int | Iterable[object], num_rows: int, *, shuffle: int | None, drop_last: bool, rank: int, world_size: int
 ) -> Order | Given:
-    """See `TensorCache.batches`.
-
-    Raises:
-        CacheError: a batch has no rows, there is no such rank, or a sampler is to be shuffled or shared out.
-    """
+    """See `TensorCache.batches`. Raises: CacheError (no rows, no such rank, or a sampler to be shuffled or shared)."""
     seed = None if shuffle is None or shuffle is False else checked_count(int(shuffle), "shuffle", least=0)
     if not 0 <= rank < world_size:
         raise CacheError(f"rank={rank} of world_size={world_size}: ranks go from 0 to {world_size - 1}")

@@ -154,12 +154,7 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def rows_of(records: Iterable[object], schema: Mapping[str, Field], optional: Collection[str]) -> Incoming:
-    """Records as rows.
-
-    Raises:
-        CacheError: there are no records, or a field can't become a column; raised while iterating if a record
-            does not fit.
-    """
+    """Records as rows. Raises: CacheError (there are none, a field is no column, or later a record does not fit)."""
     source = iter(records)
     first = next(source, None)
     if first is None:
@@ -190,9 +185,7 @@ def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 def fields_of(record: object) -> dict[str, Any]:
     """Its fields by name; those of a nested record as `outer.inner`. A dict without tensors is a value.
 
-    Raises:
-        CacheError: it is not a record.
-        UnsupportedOpError, UnknownSubclassError: a tensor in it has no dense value, or can't be stored completely.
+    Raises: CacheError (it is not a record); UnsupportedOpError, UnknownSubclassError (a tensor can't be stored).
     """
     found: dict[str, Any] = {}
     for name, value in _items(record):

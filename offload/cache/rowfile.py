@@ -171,8 +171,7 @@ class RowFile:
     def look(self, rows: Iterable[int]) -> None:
         """Check that these rows are in memory; for a moment, all others are assumed to be, too.
 
-        Raises:
-            OSError: one of them is not in memory or not in the file; or the file has become shorter than its mapping.
+        Raises: OSError (one of them is not in memory, or not in the file; or the file is shorter than its mapping).
         """
         mapped = self.mapped
         if mapped is not None and os.fstat(self._random).st_size < self._at(len(mapped)):
@@ -322,12 +321,7 @@ class Watch:
             self._until = now + _STILL
 
     def refuse_replaced(self) -> None:
-        """
-        Raises:
-            MissingFileError: nothing is at the path of one of them any more.
-            ChangedFileError: another file is there.
-            ReadError
-        """
+        """Raises: MissingFileError (nothing is at one of the paths); ChangedFileError (another is); ReadError."""
         lost = "what was written to this cache and not flushed is lost. Open the one that is there now"
         for path, opened in self._opened.items():
             try:

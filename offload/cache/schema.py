@@ -199,13 +199,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """
-        Raises:
-            MissingFileError: there is no cache.
-            CorruptFileError: the file is something else.
-            ReadError: it can't be read at the moment.
-            CacheError: it is of another version.
-        """
+        """Raises: MissingFileError (there is no cache); CorruptFileError; ReadError; CacheError (its version)."""
         path = folder / MANIFEST
         data = read_state(path, _KIND)
         try:
@@ -226,10 +220,7 @@ class Manifest:
             )
 
     def refuse_other(self, wanted: Manifest, folder: Path) -> None:
-        """
-        Raises:
-            CacheError: the columns, the number of rows or the metadata differ from what is wanted; says where.
-        """
+        """Raises: CacheError (columns, the number of rows or metadata differ from what is wanted; says where)."""
         wrong = [f"it has no column {name!r}" for name in wanted.columns if name not in self.columns]
         for name, column in self.columns.items():
             if name not in wanted.columns:
