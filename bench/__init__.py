@@ -5,7 +5,7 @@
 | `__main__` | the command: `python -m bench` |
 | `dispatch` `load` `decode` `generate` `cold` `capped` `larger` `update` `small` | the cases |
 | `gguf_files` `llama_cpp.mjs` | a token from a GGUF file: the case, and the program that runs llama.cpp |
-| `cache` `row_stores` | tables of rows: the case, and the stores that are compared |
+| `cache` `teachers` `row_stores` | tables of rows: the cases, and the stores that are compared |
 | `gpu` | the tests and figures of an accelerator: `make gpu` |
 | `main_job` | the main job on real input: `make run` |
 | `architectures` | every transformers architecture, from disk: `python -m bench.architectures` |

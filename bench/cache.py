@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import torch
 
+from bench import teachers
 from bench.apart import run_apart
 from bench.limits import MIB, sync
 from bench.memory_cap import Group, memory_cap
@@ -109,7 +110,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     for table in tables:
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
             found += _reads(Path(folder), table, scale.rounds)
-    return found
+    return [*found, *run_apart(teachers.figures, scale.cache_bytes, scale.rounds, scratch)]
 
 
 # Writing

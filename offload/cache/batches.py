@@ -111,11 +111,7 @@ class Given:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def batches(self, _: int, first: int, steps: Iterator[int]) -> Iterator[Any]:
-        """Those that come after so many, and the next step.
-
-        Raises:
-            CacheError: several workers would share them out.
-        """
+        """Those that come after so many, and the next step. Raises: CacheError (several workers would share them)."""
         if _worker()[1] > 1:
             raise CacheError("a sampler may differ from worker to worker: give a number of rows, and shuffle=")
         source = iter(self.sampler)
@@ -126,11 +122,7 @@ class Given:
 def order_of(
     sampler: int | Iterable[object], num_rows: int, *, shuffle: int | None, drop_last: bool, rank: int, world_size: int
 ) -> Order | Given:
-    """See `TensorCache.batches`.
-
-    Raises:
-        CacheError: a batch has no rows, there is no such rank, or a sampler is to be shuffled or shared out.
-    """
+    """See `TensorCache.batches`. Raises: CacheError (no rows, no such rank, or a sampler to be shuffled or shared)."""
     seed = None if shuffle is None or shuffle is False else checked_count(int(shuffle), "shuffle", least=0)
     if not 0 <= rank < world_size:
         raise CacheError(f"rank={rank} of world_size={world_size}: ranks go from 0 to {world_size - 1}")
@@ -325,20 +317,15 @@ def _worker() -> tuple[int, int]:
 class RowDataset(Dataset[dict[str, Any]]):
     """Rows of a cache as dicts. Use `TensorCache.as_dataset`."""
 
-    def __init__(
-        self, cache: TensorCache, columns: Sequence[str] | None, ragged: str = "list", padding: complex = 0
-    ) -> None:
-        self.cache = cache
-        self.columns = columns
-        self.ragged = ragged
-        self.padding = padding
+    def __init__(self, cache: TensorCache, read: Callable[[Any], dict[str, Any]]) -> None:
+        self.cache, self._read = cache, read
 
     def __len__(self) -> int:
         return len(self.cache)
 
     def __getitem__(self, rows: object) -> dict[str, Any]:
         """One row; for several, a batch, for a `DataLoader` with `batch_size=None` and a batch sampler."""
-        return self.cache.get(rows, columns=self.columns, ragged=self.ragged, padding=self.padding)
+        return self._read(rows)
 
     def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Separate rows, read together."""

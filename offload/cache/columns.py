@@ -70,10 +70,7 @@ class FixedColumn:
     """An open column of fixed-size rows."""
 
     def __init__(self, folder: Path, column: Column, *, writes: bool) -> None:
-        """
-        Raises:
-            MissingFileError, CorruptFileError
-        """
+        """Raises: MissingFileError, CorruptFileError."""
         self.column = column
         self.path = folder / file_name(column.name)
         self._row_bytes = column.row_bytes
@@ -85,9 +82,7 @@ class FixedColumn:
     def create(folder: Path, column: Column, rows: int) -> None:
         """A file whose rows read as zeros; takes disk space for its header only. Durable with the first row.
 
-        Raises:
-            ForeignFileError: there is a file that offload did not write.
-            WriteError
+        Raises: ForeignFileError (there is a file that offload did not write); WriteError.
         """
         path = folder / file_name(column.name)
         refuse_foreign(path)
@@ -101,11 +96,7 @@ class FixedColumn:
     def refuse_another(self, filled: Iterator[Rows]) -> None:
         """Check that the header is of this column; a crash may have torn it after the row count, but not before.
 
-        Args:
-            filled: rows; a power cut may have left no header if there are none.
-
-        Raises:
-            CorruptFileError
+        `filled`: rows; a power cut may have left no header if there are none. Raises: CorruptFileError.
         """
         wanted = _head(self.column, 0)
         with reading(self.path):
@@ -126,10 +117,7 @@ class FixedColumn:
             )
 
     def check(self, rows: int) -> None:
-        """
-        Raises:
-            CorruptFileError: the file lacks some of these rows; under the lock, it was truncated.
-        """
+        """Raises: CorruptFileError (the file lacks some of these rows; under the lock, it was truncated)."""
         found, expected = size_of(self.rowfile.fd, self.path), self._size(rows)
         if found < expected:
             raise CorruptFileError(
@@ -149,26 +137,19 @@ class FixedColumn:
     def _size(self, rows: int) -> int:
         return self._start + rows * self._row_bytes
 
-    def _identity(self) -> Identity:
-        return Identity.of(file_status(self.path))
-
     def with_rows(self, rows: int) -> TensorFile:
         """The file as one with this number of rows (which it has), whatever its header says. Cached while unchanged."""
         known, name = self._with_rows, self.column.name
-        if known is not None and known.entry(name).layout.shape[0] == rows and known.identity == self._identity():
-            return known
-        layout = contiguous(self.column.dtype, (rows, *self.column.row_shape))
-        self._with_rows = TensorFile.raw(self.path, Entry(name, layout, _start(self.column)))
-        return self._with_rows
+        is_known = known is not None and known.entry(name).layout.shape[0] == rows
+        if known is None or not is_known or known.identity != Identity.of(file_status(self.path)):
+            layout = contiguous(self.column.dtype, (rows, *self.column.row_shape))
+            known = self._with_rows = TensorFile.raw(self.path, Entry(name, layout, _start(self.column)))
+        return known
 
     def fit(self, rows: int, known: int) -> None:
-        """Resize the file, which has `known` rows, to exactly `rows`. Under the lock.
+        """Resize the file, which has `known` rows, to exactly `rows`; durable with the next row. Under the lock.
 
-        Durable with the next row that is.
-
-        Raises:
-            CorruptFileError: it lacks known rows: they would read as zeros.
-            WriteError
+        Raises: CorruptFileError (it lacks known rows: they would read as zeros); WriteError.
         """
         self.check(known)
         head, fd = _head(self.column, rows), self.rowfile.fd
@@ -178,18 +159,13 @@ class FixedColumn:
                 self.write_head(rows)
 
     def write_head(self, rows: int) -> None:
-        """Say how many rows there are. Under the lock.
-
-        Raises:
-            OSError
-        """
+        """Say how many rows there are. Under the lock. Raises: OSError."""
         write_all(self.rowfile.fd, memoryview(_head(self.column, rows)), 0)
 
     def prepare(self, value: object, count: int, positions: Numbers | None) -> torch.Tensor:
         """`value` as `count` rows, reduced to those at these positions.
 
-        Raises:
-            ShapeMismatchError, DtypeMismatchError
+        Raises: ShapeMismatchError, DtypeMismatchError.
         """
         column, wanted = self.column, (count, *self.column.row_shape)
         tensor = as_tensor(value, column, self.path)
@@ -202,11 +178,7 @@ class FixedColumn:
         return rows if positions is None else rows[torch.from_numpy(positions)]
 
     def write(self, rows: Rows, values: torch.Tensor) -> int:
-        """Write what `prepare` returned to rows in ascending order; returns the number of bytes.
-
-        Raises:
-            OSError
-        """
+        """Write what `prepare` returned to rows in ascending order; returns the number of bytes. Raises: OSError."""
         self.rowfile.write(rows, values.numpy().reshape(-1).data)
         return self.nbytes(len(rows))
 
@@ -215,25 +187,23 @@ class FixedColumn:
     ) -> torch.Tensor:
         """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled` (None if all are).
 
-        Raises:
-            CorruptFileError
-            ShapeMismatchError: `out` has another shape.
+        Raises: CorruptFileError; ShapeMismatchError (`out` has another shape).
         """
         if out is not None:
             self._refuse_other(out, (rows.count, *self.column.row_shape))
         if filled is None:
             return self.rowfile.read(rows, out, pinned=pinned)
         if out is None:
-            out = torch.empty(
-                (len(rows), *self.column.row_shape), dtype=self.column.dtype, device="cpu", pin_memory=pinned
-            )
+            shape = (len(rows), *self.column.row_shape)
+            out = torch.empty(shape, dtype=self.column.dtype, device="cpu", pin_memory=pinned)
         part = self.rowfile.read(Rows(rows.numbers[filled]))  # a writer may be cutting off others
         self._as_bytes(out).zero_()[torch.from_numpy(filled)] = self._as_bytes(part)
         return out
 
     def _refuse_other(self, out: torch.Tensor, shape: tuple[int, ...]) -> None:
         checked_dense(out, f"out[{self.column.name!r}]")
-        if tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or _is_elsewhere(out):
+        is_here = out.device.type == "cpu" and not (is_offloaded(out) or out.is_conj() or out.is_neg())
+        if tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or not is_here:
             raise ShapeMismatchError(
                 f"column {self.column.name!r}: `out` must be contiguous, on the CPU, {shape} {self.column.dtype}, "
                 f"and is {tuple(out.shape)} {out.dtype}"
@@ -247,26 +217,17 @@ class FixedColumn:
         return num_rows * self._row_bytes
 
     def sync(self) -> None:
-        """
-        Raises:
-            OSError: written data is not on the disk.
-        """
+        """Raises: OSError (written data is not on the disk)."""
         os.fdatasync(self.rowfile.fd)
 
     def close(self) -> None:
         self.rowfile.close()
 
 
-def _is_elsewhere(out: torch.Tensor) -> bool:
-    """Whether the tensor's values are not simply in this process's memory."""
-    return out.device.type != "cpu" or is_offloaded(out) or out.is_conj() or out.is_neg()
-
-
 def as_tensor(value: object, column: Column, path: Path) -> torch.Tensor:
     """A plain CPU tensor of the column's dtype.
 
-    Raises:
-        DtypeMismatchError: it has another one; lists and numbers are converted.
+    Raises: DtypeMismatchError (it has another one; lists and numbers are converted).
     """
     try:
         if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
@@ -327,11 +288,7 @@ class HeapColumn:
     """An open column of varying-size rows."""
 
     def __init__(self, folder: Path, column: Column, states: States, number: int, *, writes: bool) -> None:
-        """`number` is that of its length in `states`.
-
-        Raises:
-            MissingFileError, CorruptFileError
-        """
+        """`number` is that of its length in `states`. Raises: MissingFileError, CorruptFileError."""
         self.column = column
         self.path = _path(folder, column)
         self._states, self._number = states, number
@@ -344,12 +301,7 @@ class HeapColumn:
 
     @staticmethod
     def create(folder: Path, column: Column, rows: int) -> None:
-        """Empty files.
-
-        Raises:
-            ForeignFileError: there is a file that offload did not write.
-            OSError
-        """
+        """Empty files. Raises: ForeignFileError (there is a file that offload did not write); OSError."""
         path = _path(folder, column)
         with open_regular(path, os.O_RDWR | os.O_CREAT) as new:
             if os.fstat(new.fileno()).st_size:
@@ -362,22 +314,16 @@ class HeapColumn:
         return {self.path: self._values.fd, **self.index.descriptors}
 
     def check(self, rows: int) -> None:
-        """
-        Raises:
-            CorruptFileError: the index lacks rows; under the lock, if values are missing, too.
-        """
+        """Raises: CorruptFileError (the index lacks rows; under the lock, if values are missing, too)."""
         self.index.check(rows)
         end, expected = self._values.size, self._states.length(self._number)
         if end < expected:
             raise self._cut(end, expected)
 
     def settle(self, filled: Iterable[Rows]) -> None:
-        """Determine the length of the file if it is unknown, or if a power cut took values that no row had yet.
+        """Find the length of the file if it is unknown, or if a power cut took values of no row. Under the lock.
 
-        Under the lock.
-
-        Raises:
-            CorruptFileError: it took more than that.
+        Raises: CorruptFileError (it took more than that).
         """
         end = self._values.size
         if 0 < self._states.length(self._number) <= end:
@@ -387,11 +333,7 @@ class HeapColumn:
         self._states.set_length(self._number, end)
 
     def prepare(self, value: object, count: int, positions: Numbers | None) -> Prepared:
-        """`value` as rows, reduced to those at these positions.
-
-        Raises:
-            ShapeMismatchError, DtypeMismatchError
-        """
+        """`value` as rows, reduced to those at these positions. Raises: ShapeMismatchError, DtypeMismatchError."""
         is_single = isinstance(value, torch.Tensor | np.ndarray) and not value.ndim
         if is_single or isinstance(value, str | bytes | bytearray | Mapping) or not hasattr(value, "__iter__"):
             raise ShapeMismatchError(
@@ -409,11 +351,7 @@ class HeapColumn:
         return np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), parts
 
     def write(self, rows: Rows, prepared: Prepared) -> int:
-        """Write what `prepare` returned; returns the number of bytes. Under the lock.
-
-        Raises:
-            OSError
-        """
+        """Write what `prepare` returned; returns the number of bytes. Under the lock. Raises: OSError."""
         counts, parts = prepared
         sizes = counts * self._each
         at, data = self._values.size, memoryview(b"".join(parts))
@@ -423,9 +361,8 @@ class HeapColumn:
         self._values.write(Rows.run(at, at + len(data)), data)
         if data:
             self._states.set_length(self._number, at + len(data))
-        return len(data) + self.index.write(
-            rows, torch.from_numpy(np.stack([starts, counts], axis=1)).view(torch.uint8)
-        )
+        index = torch.from_numpy(np.stack([starts, counts], axis=1))
+        return len(data) + self.index.write(rows, index.view(torch.uint8))
 
     def lengths(self, rows: Rows, filled: Filled) -> Numbers:
         counts: Numbers = self.index.read(rows, filled).numpy()[:, 1]
@@ -434,11 +371,7 @@ class HeapColumn:
     def read(
         self, rows: Rows, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
     ) -> list[Any] | Ragged:
-        """The rows; those that are not filled are empty.
-
-        Raises:
-            CorruptFileError
-        """
+        """The rows; those that are not filled are empty. Raises: CorruptFileError."""
         if out is not None:
             raise ShapeMismatchError(
                 f"column {self.column.name!r} has rows of different lengths: `out` can't hold them"
@@ -457,14 +390,7 @@ class HeapColumn:
         return [self._decoded(part) for part in parts]
 
     def _refuse_outside(self, index: Numbers, end: int) -> None:
-        """
-        Args:
-            index: (rows, 2)
-            end: size of the file in bytes.
-
-        Raises:
-            CorruptFileError: the index points outside the file.
-        """
+        """Raises: CorruptFileError (the index, (rows, 2), points outside the file, of `end` bytes)."""
         starts, counts = index[:, 0], index[:, 1]
         most = (end - starts) // self._each if self._each else counts
         if (index < 0).any() or (counts > most).any():
@@ -480,10 +406,7 @@ class HeapColumn:
         return self.index.nbytes(num_rows) + self._values.size
 
     def sync(self) -> None:
-        """
-        Raises:
-            OSError: written data is not on the disk.
-        """
+        """Raises: OSError (written data is not on the disk)."""
         os.fdatasync(self._values.fd)
         self.index.sync()
 
@@ -504,19 +427,18 @@ class HeapColumn:
         return counts, [bytes_of(tensor) for tensor in tensors]
 
     def _encoded(self, row: object) -> bytes:
-        what = f"column {self.column.name!r} ({self.path})"
         try:
             return json.dumps(_checked(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise DtypeMismatchError(f"{what} holds JSON, and a value can't be written as JSON: {error}") from error
+            what = f"column {self.column.name!r} ({self.path}) holds JSON"
+            raise DtypeMismatchError(f"{what}, and a value can't be written as JSON: {error}") from error
 
     def _decoded(self, part: bytes) -> Any:
         try:
             return json.loads(part) if part else None
         except (ValueError, RecursionError) as error:
-            raise CorruptFileError(
-                f"{self.path} holds a row that is not JSON: {error}. Download or copy all of it again."
-            ) from error
+            said = f"{self.path} holds a row that is not JSON: {error}. Download or copy all of it again."
+            raise CorruptFileError(said) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,8 +451,7 @@ class Ragged:
     def formed(self, form: str, padding: complex, top: TopK | None = None) -> Any:
         """As a list, padded, or as a jagged tensor; of unpacked log-probabilities, a list of pairs, or a pair.
 
-        Raises:
-            CacheError: `form` is unknown.
+        Raises: CacheError (`form` is unknown).
         """
         if top is not None:
             both = [Ragged(values, self.counts).formed(form, padding) for values in top.read(self.values)]
@@ -538,20 +459,14 @@ class Ragged:
         if form == "list":
             return list(self.values.split(self.counts.tolist()))
         if form == "padded":
-            return self._padded(padding)
+            counts, longest = torch.from_numpy(self.counts), int(self.counts.max(initial=0))
+            padded = self.values.new_full((len(counts), longest, *self.values.shape[1:]), padding)
+            padded[(torch.arange(longest, device="cpu") < counts[:, None]).to(padded.device)] = self.values
+            return padded
         if form == "jagged":
             offsets = torch.from_numpy(np.append(0, np.cumsum(self.counts))).to(self.values.device)
             return torch.nested.nested_tensor_from_jagged(self.values, offsets)
         raise CacheError(f"unknown ragged={form!r}: use 'list', 'padded' or 'jagged'")
-
-    def _padded(self, padding: complex) -> torch.Tensor:
-        """(rows, longest, ...)"""
-        counts = torch.from_numpy(self.counts)
-        longest = int(self.counts.max()) if len(counts) else 0
-        shape = (len(counts), longest, *self.values.shape[1:])
-        padded = torch.full(shape, padding, dtype=self.values.dtype, device=self.values.device)
-        padded[(torch.arange(longest, device="cpu") < counts[:, None]).to(padded.device)] = self.values
-        return padded
 
 
 def _path(folder: Path, column: Column) -> Path:
@@ -564,14 +479,11 @@ def _index_of(column: Column) -> Column:
 
 def _checked(value: object) -> Any:
     """Refuse keys that JSON would turn into text."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is not text")
-            _checked(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            _checked(part)
+    for key in value if isinstance(value, dict) else ():
+        if not isinstance(key, str):
+            raise TypeError(f"the key {key!r} is not text")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        _checked(part)
     return value
 
 

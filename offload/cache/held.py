@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from offload.cache.indexing import Numbers, Rows
+from offload.cache.indexing import Numbers, Out, Rows
 from offload.cache.parts import Descriptors
 from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column, Manifest, columns_named, schema_of
@@ -65,8 +65,7 @@ class HeldColumn:
     def read(self, rows: Rows, *, pinned: bool = False) -> torch.Tensor:
         """(rows, *row_shape): on the tensor's device; for a file, on the CPU.
 
-        Raises:
-            MissingFileError, ChangedFileError, CorruptFileError
+        Raises: MissingFileError, ChangedFileError, CorruptFileError.
         """
         source = self._source()
         if isinstance(source, RowFile):
@@ -93,19 +92,22 @@ class HeldColumn:
             handle.base()  # switches to a new file if there is one
         if self._rows is None or self._of is not handle.file:
             self.open({})
-        if not handle.owned:
-            self._refuse_changed()
         assert self._rows is not None
+        assert self._of is not None
+        if not handle.owned:
+            with reading(self._of.path):
+                now = Identity.of(os.fstat(self._files.fd))
+            if now != self._of.identity:
+                raise ChangedFileError(
+                    f"{self._of.path} has changed since it was opened (size or modification time): its rows can't be "
+                    "trusted any more. Open the cache again."
+                )
         return self._rows
 
     def open(self, opened: dict[TensorFile, Descriptors]) -> None:
-        """Keep its file open from now on, if there is one, shared with the file's other columns.
+        """Keep its file open from now on, if there is one; `opened` are those of other columns, and this one is added.
 
-        Args:
-            opened: the files that are open already; this one is added.
-
-        Raises:
-            MissingFileError, ChangedFileError, CorruptFileError, ReadError
+        Raises: MissingFileError, ChangedFileError, CorruptFileError, ReadError.
         """
         if not is_offloaded(self.tensor):
             return
@@ -121,20 +123,6 @@ class HeldColumn:
             self._rows = RowFile(handle.path, handle.extent[0], tensor.dtype, row_shape, files=opened[file])
         self._of, self._files = file, opened[file]
 
-    def _refuse_changed(self) -> None:
-        """
-        Raises:
-            ChangedFileError: the opened file has been modified.
-        """
-        assert self._of is not None
-        with reading(self._of.path):
-            now = Identity.of(os.fstat(self._files.fd))
-        if now != self._of.identity:
-            raise ChangedFileError(
-                f"{self._of.path} has changed since it was opened (size or modification time): its rows can't be "
-                "trusted any more. Open the cache again."
-            )
-
     def __getstate__(self) -> torch.Tensor:
         return self.tensor
 
@@ -148,17 +136,11 @@ class HeldStore:
 
     is_closed = False
     writes = False
-    warm = None  # `read` is fast enough
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object], folder: Path | None = None
     ) -> None:
-        """
-        Raises:
-            ArgumentTypeError: they have no names.
-            CacheError: there are no tensors, they differ in length, or one can't be a column.
-            MissingFileError, ChangedFileError, CorruptFileError, ReadError
-        """
+        """Raises: as `TensorCache`; MissingFileError, ChangedFileError, CorruptFileError, ReadError."""
         if not isinstance(tensors, Mapping):
             raise ArgumentTypeError(f"tensors is a {type(tensors).__name__}: give a dict of names and tensors")
         self.folder = folder
@@ -166,11 +148,8 @@ class HeldStore:
         lengths = {name: len(column.tensor) for name, column in self._columns.items()}
         if len(set(lengths.values())) != 1:
             each = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
-            raise CacheError(
-                f"the tensors differ in length ({each}): all columns must have the same number of rows"
-                if each
-                else "there are no tensors: a cache has at least one column"
-            )
+            differ = f"the tensors differ in length ({each}): all columns must have the same number of rows"
+            raise CacheError(differ if each else "there are no tensors: a cache has at least one column")
         [self.num_rows] = set(lengths.values())
         self.schema = schema_of({name: (value.dtype, value.shape[1:]) for name, value in self.tensors.items()})
         self.manifest = Manifest(self.schema, self.num_rows, metadata)
@@ -192,10 +171,7 @@ class HeldStore:
         return {name: column.tensor for name, column in self._columns.items()}
 
     def names(self, columns: Iterable[str] | None) -> list[str]:
-        """
-        Raises:
-            ColumnError: there is no such column.
-        """
+        """Raises: ColumnError (there is no such column)."""
         return columns_named(columns, self.schema, self.place)
 
     def missing(self, columns: Iterable[str] | None) -> Numbers:
@@ -211,18 +187,13 @@ class HeldStore:
         tensor = self._columns[name].tensor
         return tensor.to(device) if is_offloaded(tensor) else tensor
 
-    def read(
-        self,
-        rows: Rows,
-        columns: Iterable[str] | None,
-        *,
-        out: Mapping[str, torch.Tensor] | None,
-        pinned: bool,
-        **_: object,
-    ) -> dict[str, Any]:
+    def read(self, rows: Rows, columns: Iterable[str] | None, *, out: Out, pinned: bool, **_: object) -> dict[str, Any]:
         """Like `Store.read`; no rows are missing here."""
         found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
         return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
+
+    def taken(self, *_: object) -> None:
+        """`read` is fast enough."""
 
     @contextmanager
     def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
@@ -260,9 +231,7 @@ def _into(out: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
 def read_file(path: Path) -> HeldStore:
     """The tensors in a file of any origin, in place, with the metadata that `write_file` wrote.
 
-    Raises:
-        MissingFileError, CorruptFileError, CheckpointError
-        CacheError: they are not columns of the same length.
+    Raises: MissingFileError, CorruptFileError, CheckpointError; CacheError (they are not columns of the same length).
     """
     found = open_checkpoint(path)
     handles = [(value.handle(name), CPU) for name, value in found.items()]
@@ -282,14 +251,9 @@ def write_file(
     blocks: Mapping[str, Iterable[torch.Tensor]],
     metadata: Mapping[str, object],
 ) -> None:
-    """Put a safetensors file of columns at `path`, atomically.
+    """Put a safetensors file of columns at `path`, atomically. `blocks`: by column, its rows in order.
 
-    Args:
-        blocks: by column, tensors that hold its rows, in order.
-
-    Raises:
-        ForeignFileError: there is a file that offload did not write.
-        WriteError
+    Raises: ForeignFileError (there is a file that offload did not write); WriteError.
     """
     by_size = sorted(columns, key=lambda name: -columns[name].dtype.itemsize)  # keeps every element aligned
     layouts = {name: contiguous(columns[name].dtype, (num_rows, *columns[name].row_shape)) for name in by_size}
@@ -302,9 +266,7 @@ def save_file(
 ) -> None:
     """Put a file of `torch.save` at `path`, atomically.
 
-    Args:
-        columns: plain tensors that cover their storages; left before the file is at `path`.
-
+    `columns` are plain tensors that cover their storages; it is left before the file is there.
     Raises: as `write_file`, and what `columns` raises.
     """
     refuse_foreign(path)

@@ -90,8 +90,7 @@ class Field:
     def of(cls, description: object) -> Field:
         """A column as described by the user, as for `TensorCache.create`.
 
-        Raises:
-            CacheError: the description is invalid.
+        Raises: CacheError (the description is invalid).
         """
         [column] = schema_of({"schema": description}).values()
         if column.top is not None:
@@ -135,41 +134,27 @@ def read_in_batches(
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
-    """Values by column, as users write them, with plain tensors.
+    """Values by column, as users write them, with plain tensors: neither offloaded nor nested.
 
-    Raises:
-        CacheError: it is not a mapping.
-        UnknownSubclassError, UnsupportedOpError: a tensor can't be stored.
+    Raises: CacheError (it is not a mapping); UnknownSubclassError, UnsupportedOpError (a tensor can't be stored).
     """
     if not isinstance(values, Mapping):
         raise CacheError(f"rows are given by column, not as a {type(values).__name__}: cache[rows] = {{name: values}}")
-    return {name: _plain(value, name) for name, value in values.items()}
-
-
-def _plain(value: object, name: str) -> Any:
-    """A value that is neither offloaded nor nested.
-
-    Raises:
-        UnknownSubclassError: its class can't be stored completely.
-        UnsupportedOpError: it is meta or sparse.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not value.is_nested:
-        refuse_unstorable(value, name)
-    return list(value.detach().unbind()) if value.is_nested else guest_of(value.detach())
+    plain: dict[str, Any] = dict(values)
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            plain[name] = list(value.detach().unbind())
+        elif isinstance(value, torch.Tensor):
+            refuse_unstorable(value, name)
+            plain[name] = guest_of(value.detach())
+    return plain
 
 
 # Records
 
 
 def rows_of(records: Iterable[object], schema: Mapping[str, Field], optional: Collection[str]) -> Incoming:
-    """Records as rows.
-
-    Raises:
-        CacheError: there are no records, or a field can't become a column; raised while iterating if a record
-            does not fit.
-    """
+    """Records as rows. Raises: CacheError (there are none, a field is no column, or later a record does not fit)."""
     source = iter(records)
     first = next(source, None)
     if first is None:
@@ -200,9 +185,7 @@ def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 def fields_of(record: object) -> dict[str, Any]:
     """Its fields by name; those of a nested record as `outer.inner`. A dict without tensors is a value.
 
-    Raises:
-        CacheError: it is not a record.
-        UnsupportedOpError, UnknownSubclassError: a tensor in it has no dense value, or can't be stored completely.
+    Raises: CacheError (it is not a record); UnsupportedOpError, UnknownSubclassError (a tensor can't be stored).
     """
     found: dict[str, Any] = {}
     for name, value in _items(record):
@@ -258,10 +241,8 @@ def _settled(first: dict[str, Any], schema: Mapping[str, Field], optional: Colle
 
 def _field_of(name: str, value: object) -> Field:
     if value is None:
-        raise CacheError(
-            f"the field {name!r} is None in the first record: describe it, as in "
-            f"schema={{{name!r}: (torch.float32, ())}}"
-        )
+        how = f"schema={{{name!r}: (torch.float32, ())}}"
+        raise CacheError(f"the field {name!r} is None in the first record: describe it, as in {how}")
     tensor = _as_tensor(value)
     if tensor is None:
         return Field(None)
@@ -329,29 +310,21 @@ def _fitting(name: str, field: Field, value: object, number: int) -> torch.Tenso
     if value is None:
         return torch.zeros([size or 0 for size in field.row_shape], dtype=field.dtype)
     tensor = _as_tensor(value)
+    what, holds = f"the field {name!r} of record {number}", f"its column holds {field.dtype} of shape {field.row_shape}"
     if tensor is None:
-        raise CacheError(
-            f"the field {name!r} of record {number} is a {type(value).__name__}, but its column holds "
-            f"{_described(field)}"
-        )
+        raise CacheError(f"{what} is a {type(value).__name__}, but {holds}")
     if isinstance(value, _PLAIN) and torch.can_cast(tensor.dtype, field.dtype):
         try:
             tensor = torch.tensor(value, dtype=field.dtype)
         except (ValueError, RuntimeError, OverflowError) as error:
-            raise CacheError(
-                f"the field {name!r} of record {number} is {value!r}, too large for {field.dtype}"
-            ) from error
+            raise CacheError(f"{what} is {value!r}, too large for {field.dtype}") from error
     shape = (None, *tensor.shape[1:]) if field.is_ragged and tensor.ndim else tuple(tensor.shape)
     if (tensor.dtype, shape) != (field.dtype, field.row_shape):
         raise CacheError(
-            f"the field {name!r} of record {number} is {tensor.dtype} of shape {tuple(tensor.shape)}, but its column "
-            f"holds {_described(field)}: pass schema=, with a first size of None for any length"
+            f"{what} is {tensor.dtype} of shape {tuple(tensor.shape)}, but {holds}: pass schema=, with a first size of "
+            "None for any length"
         )
     return tensor.cpu()
-
-
-def _described(field: Field) -> str:
-    return f"{field.dtype} of shape {field.row_shape}"
 
 
 # Into a cache
@@ -384,8 +357,9 @@ def _remove_others(folder: Path, before: Collection[str] | None) -> None:
     """Remove a cache that could not be filled: all files that are new, and the folder if it is new."""
     if before is None:
         shutil.rmtree(folder, ignore_errors=True)
-        return
+    names: set[str] = set()
     with suppress(OSError):
-        for name in set(os.listdir(folder)) - set(before):
-            with suppress(OSError):
-                (folder / name).unlink()
+        names = set(os.listdir(folder)) - set(before or ())
+    for name in names:
+        with suppress(OSError):
+            (folder / name).unlink()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ import torch
 from offload.errors import RowIndexError
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
+Out: TypeAlias = "Mapping[str, torch.Tensor] | None"  # what is read into, by column
 _FORMS = (
     "an int, a slice, a range, integers or whole floats of any dtype in a tensor, an array or a list (of any shape to "
     "read rows, else 1-D), or a mask of bools"
@@ -39,10 +40,7 @@ class Rows:
     __slots__ = ("_numbers", "count", "is_one", "last", "span")
 
     def __init__(self, numbers: Numbers, last: int | None = None, *, is_one: bool = False) -> None:
-        """
-        Args:
-            last: the largest index, if known.
-        """
+        """`last`: the largest index, if known."""
         self._numbers: Numbers | None = numbers
         self.count = len(numbers)
         self.span = span_of(numbers)
@@ -83,11 +81,7 @@ class Rows:
 
 
 def rows_of(index: object, size: int) -> Rows:
-    """The rows that `index` selects among `size`.
-
-    Raises:
-        RowIndexError: it is not an index, or is out of range.
-    """
+    """The rows that `index` selects among `size`. Raises: RowIndexError (it is not an index, or is out of range)."""
     if isinstance(index, slice):
         start, stop, step = index.indices(size)
         return Rows.run(start, stop) if step == 1 else Rows(np.arange(start, stop, step, dtype=np.int64))
@@ -97,9 +91,33 @@ def rows_of(index: object, size: int) -> Rows:
     if isinstance(index, torch.Tensor | np.ndarray | list):
         numbers = _array(index)
         if numbers.dtype == bool:
-            return Rows(_masked(numbers, size))
+            if len(numbers) != size:
+                raise RowIndexError(f"the mask has {len(numbers)} elements, and the cache {size} rows")
+            return Rows(np.flatnonzero(numbers))
         return Rows(*_checked(numbers, size), is_one=numbers.ndim == 0)
     return Rows(*_checked(np.array(_number(index)), size), is_one=True)
+
+
+def plain_of(index: object, size: int) -> int | slice | torch.Tensor | None:
+    """The rows that `index` selects among `size`, in a form that torch takes; None for all but the commonest forms.
+
+    A tensor's numbers are as they are: negative ones, and those out of range, are among them.
+    """
+    if type(index) is list:
+        with suppress(TypeError, ValueError, RuntimeError):  # not numbers, or too large
+            index = np.asarray(index)
+    if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.carray and index.ndim == 1:
+        index = torch.from_numpy(index) if index.strides[0] >= 0 else None  # contiguous, if it has one row
+    if type(index) is torch.Tensor:
+        is_plain = index.dtype == torch.int64 and index.layout == torch.strided and index.ndim == 1 and index.is_cpu
+        return index if is_plain else None
+    if type(index) is int:
+        row = index if index >= 0 else index + size
+        return row if 0 <= row < size else None
+    if type(index) is slice:
+        start, stop, step = index.indices(size)
+        return slice(start, max(start, stop)) if step == 1 else None
+    return None
 
 
 def groups_of(index: Any) -> tuple[Any, tuple[int, ...]] | None:
@@ -147,10 +165,8 @@ def last_of_each(numbers: Numbers) -> Numbers | None:
 
 def _number(index: Any) -> int:
     if not isinstance(index, bool | np.bool_):
-        try:
+        with suppress(TypeError, OverflowError):
             return operator.index(index)
-        except (TypeError, OverflowError):
-            pass
     raise RowIndexError(f"{_short(index)} ({type(index).__name__}) is not an index of rows: give {_FORMS}")
 
 
@@ -158,7 +174,7 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDA
     """An array of bool or integers, with at most one dimension."""
     try:
         if isinstance(index, torch.Tensor):
-            array = _whole(index.detach().cpu()).numpy()
+            array = (index if index.dtype == torch.int64 and index.is_cpu else _whole(index.detach().cpu())).numpy()
         elif isinstance(index, np.ndarray):
             array = np.require(np.asarray(index), requirements=["C", "W"])  # as torch requires them
             array = array if min(array.strides, default=0) >= 0 else array.copy()  # of one row, backwards
@@ -182,12 +198,6 @@ def _whole(index: torch.Tensor) -> torch.Tensor:
         return index
     numbers = index.double().nan_to_num(nan=0.5).clamp(-(2.0**62), 2.0**62)
     return numbers.long() if bool((numbers == numbers.trunc()).all()) else index
-
-
-def _masked(mask: npt.NDArray[np.bool_], size: int) -> Numbers:
-    if len(mask) != size:
-        raise RowIndexError(f"the mask has {len(mask)} elements, and the cache {size} rows")
-    return np.flatnonzero(mask)
 
 
 def _checked(numbers: npt.NDArray[Any], size: int) -> tuple[Numbers, int | None]:

@@ -23,6 +23,7 @@ from offload.cache.parts import opened
 from offload.cache.store import LOCK, Store
 from offload.progress import Bar
 from offload.system.locks import lock_range, unlock_range
+from offload.tensor.arguments import without_stop
 
 _FLUSH_EVERY = 2.0  # seconds of work that a kill may lose
 
@@ -34,7 +35,7 @@ def fill_missing(
     store: Store,
     columns: Iterable[str] | None,
     count: int,
-    make: Callable[[torch.Tensor], Made],
+    make: Callable[[torch.Tensor], Mapping[str, Any]],
     write: Callable[[torch.Tensor, Mapping[str, Any]], None],
     *,
     batch_size: int,
@@ -43,16 +44,15 @@ def fill_missing(
 ) -> None:
     """Compute the missing rows among the first `count`, and write them; see `TensorCache.fill`.
 
-    Args:
-        make: computes a batch of rows.
-        map_fn: applies `make` to batches, as `map` does.
-
-    Raises: what `make` and `write` raise.
+    `map_fn` applies `make`, which computes a batch of rows, as `map` does. Raises: what `make` and `write` raise.
     """
     claims = Claims(store, columns, count)
 
+    def each(part: torch.Tensor) -> Made:
+        return part, without_stop(make, part)
+
     def made() -> Generator[Made, None, None]:  # closing it closes what `map_fn` returns
-        yield from map_fn(make, claims.parts(batch_size))
+        yield from map_fn(each, claims.parts(batch_size))
 
     try:
         is_more = True
@@ -78,15 +78,7 @@ class Claims:
     """Claimed rows: a lock on one byte of a file for each."""
 
     def __init__(self, store: Store, columns: Iterable[str] | None, count: int) -> None:
-        """
-        Args:
-            store: the folder.
-            columns: the columns to fill; all if None.
-            count: of the rows that there is an input for; others may have appended some since.
-
-        Raises:
-            ReadError, MissingFileError
-        """
+        """For so many rows, those that have an input: others may append some. Raises: ReadError, MissingFileError."""
         self._store, self._columns, self._count = store, columns, count
         self._path = store.folder / LOCK
         self._file = opened(self._path, os.O_RDWR)

@@ -34,21 +34,14 @@ class Descriptors:
 
     @classmethod
     def opened(cls, path: Path, *, writes: bool) -> Descriptors:
-        """
-        Raises:
-            MissingFileError, CorruptFileError, ForeignFileError, ReadError
-        """
+        """Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError."""
         file = opened(path, os.O_RDWR if writes else os.O_RDONLY)
         with closed_on_error(file):
             return cls(file, opened(path, os.O_RDONLY))
 
     @classmethod
     def reopened(cls, file: Descriptor, path: Path) -> Descriptors:
-        """For a file that is open already, whatever is at its path by now.
-
-        Raises:
-            ReadError
-        """
+        """For a file that is open already, whatever is at its path by now. Raises: ReadError."""
         with closed_on_error(file), reading(path):
             return cls(file, owned(os.open, f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
 
@@ -61,13 +54,9 @@ class Descriptors:
 def read_parts(
     fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview, *, announce: bool = True
 ) -> None:
-    """Read parts of a file, with the given sizes, to their places in memory: all are announced, then read in order.
+    """Read parts of a file to places in memory: all are announced, then read in order, with small gaps between them.
 
-    Small gaps between parts are read along.
-
-    Raises:
-        CorruptFileError: the file ends too early.
-        ReadError
+    Raises: CorruptFileError (the file ends too early); ReadError.
     """
     order = np.flatnonzero(sizes)
     order = order[np.argsort(starts[order], kind="stable")]
@@ -80,19 +69,15 @@ def read_parts(
         for begin, end in runs:
             advise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
     slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
+    nowhere = memoryview(bytearray(_CLOSE))  # gaps are read to it
     for begin, end in runs:
         for at in range(begin, end, _MOST_PARTS):
             parts = slices[at : min(at + _MOST_PARTS, end)]
-            if len(parts) > 1 and gaps[at : at + len(parts) - 1].any():
-                parts = _with_gaps(parts, gaps[at : at + len(parts) - 1].tolist())
+            between = gaps[at : at + len(parts) - 1]
+            if between.any():
+                both = zip(parts, [*between.tolist(), 0], strict=True)
+                parts = [each for part, gap in both for each in (part, nowhere[:gap]) if len(each)]
             read_run(fd, path, first[at], parts)
-
-
-def _with_gaps(parts: Sequence[memoryview], gaps: Sequence[int]) -> list[memoryview]:
-    """The parts, and between them scratch memory for the gaps."""
-    nowhere = memoryview(bytearray(max(gaps)))
-    both = zip(parts, [*gaps, 0], strict=True)
-    return [memory for part, gap in both for memory in (part, nowhere[:gap]) if len(memory)]
 
 
 def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
@@ -129,11 +114,7 @@ def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
 
 
 def size_of(fd: int, path: Path) -> int:
-    """The size of an open file in bytes.
-
-    Raises:
-        ReadError
-    """
+    """The size of an open file in bytes. Raises: ReadError."""
     try:
         return os.fstat(fd).st_size
     except OSError as error:
@@ -143,8 +124,7 @@ def size_of(fd: int, path: Path) -> int:
 def opened(path: Path, flags: int, what: str = "a file of the cache") -> Descriptor:
     """A regular file of a cache, opened; a symlink is followed to read, never to write.
 
-    Raises:
-        MissingFileError, CorruptFileError, ForeignFileError, ReadError
+    Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError.
     """
     try:
         return open_regular(path, flags)

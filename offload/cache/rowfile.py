@@ -1,10 +1,9 @@
-"""Rows of a file by index, and the short path to rows that are all in memory: what `cache[rows]` does while warm.
+"""Rows of a file by index, and the files of a cache: whether they are still the ones that were opened.
 
 Always true:
 - a mapping is used only for what is in memory: under a memory cap, faulting in the rest goes page by page
 - what is not in memory is read with system calls, all of which are announced before the first one is waited for
 - only whole rows are written, never through a mapping
-- `WarmRows` returns what `Store.read` would return; if in doubt, nothing
 
 A file, as one process sees it (`RowFile`):
 
@@ -15,14 +14,7 @@ A file, as one process sees it (`RowFile`):
       └─ many random rows were missed ──> FILLING, read by a thread ── all is in memory ──> COLD, and mapped next time
                                              └── no room, or not asked for any more ──> COLD
 
-All rows of a cache (`WarmRows`, in `Store.warm`):
-
-    NONE ── after a read: every cell was seen filled at the change counter `c`, and every file is MAPPED ──> WARM(c, n)
-     ^                                                                                                          │
-     └── replaced after the next `Store.read` ── the counter or the number of rows is another one: `take` gives None
-
-`take` checks before and after it copies: the counter and the number of rows in the mapped page of `rows.state`; at most
-every 10 ms, with system calls, that the files are not cut or replaced and that sampled rows are in memory.
+At most every 10 ms, with system calls: that the file of a mapping is not cut, and that sampled rows are in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +39,6 @@ from offload.prefetch.pages import PAGE, begin_to_write_out, cached_bytes, has_h
 from offload.storage.layout import contiguous
 from offload.storage.mapping import map_bytes
 from offload.storage.replacing import write_all
-from offload.system.modes import is_plain_world
 from offload.system.reasons import explained, reading
 
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # rows to check for being in memory
@@ -58,7 +49,6 @@ _WRITTEN_OUT = 8 << 20  # consecutive bytes to hand to the disk while the next o
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # dtype names common to NumPy and torch
 _HUGE = 32 << 20  # bytes: smaller allocations reuse memory of the C library that has been touched
 _LONG = 1 << 20  # bytes of a run that a system call copies faster than the processor does out of small pages
-_NEVER = -1  # no change counter
 
 
 class RowFile:
@@ -74,12 +64,9 @@ class RowFile:
         writes: bool = False,
         files: Descriptors | None = None,
     ) -> None:
-        """
-        Args:
-            files: the descriptors, if it is open already.
+        """`files`: the descriptors, if it is open.
 
-        Raises:
-            MissingFileError, CorruptFileError, ForeignFileError, ReadError
+        Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError.
         """
         files = files or Descriptors.opened(path, writes=writes)
         self.path = path
@@ -94,18 +81,14 @@ class RowFile:
         self._files = files
         self.fd = files.fd
         self._random = files.random
-        self.mapped: torch.Tensor | None = None  # (rows in the file, *words of a row); for `picked`
+        self.mapped: torch.Tensor | None = None  # (rows in the file, *words of a row)
         self.in_memory_until = 0.0  # as far as is known
         self._behind = range(0)  # consecutive bytes that were written but not handed to the disk
         self._until_mapped = 0  # bytes to be read from memory before it is mapped
         self._filling = Filling()
 
     def write(self, rows: Rows, data: memoryview) -> None:
-        """Write rows in ascending order; `data` has them one after the other.
-
-        Raises:
-            OSError
-        """
+        """Write rows in ascending order; `data` has them one after the other. Raises: OSError."""
         runs = [(rows.span.start, 0, rows.count)] if rows.span else runs_of(rows.numbers)
         for first, begin, end in runs:
             at = self._at(first)
@@ -114,12 +97,10 @@ class RowFile:
     def read(self, rows: Rows, out: torch.Tensor | None = None, *, pinned: bool = False) -> torch.Tensor:
         """Rows in any order: (rows, *row_shape), plain, on the CPU; `out`, if given, must be contiguous.
 
-        Raises:
-            CorruptFileError: the file is truncated.
-            ReadError: the disk failed.
+        Raises: CorruptFileError (the file is truncated); ReadError (the disk failed).
         """
         mapped = self.mapped  # another thread may change it meanwhile
-        if mapped is not None and rows.last < len(mapped) and time.monotonic() < self.in_memory_until:
+        if mapped is not None and rows.last < mapped.size(0) and time.monotonic() < self.in_memory_until:
             return self._taken(mapped, rows, out, pinned=pinned)
         if not self._size or not rows.count:
             return self._values(self._fresh(rows.count, pinned=pinned)) if out is None else out
@@ -142,10 +123,7 @@ class RowFile:
     def read_runs(self, starts: Numbers, sizes: Numbers, into: torch.Tensor, *, are_picked: bool) -> None:
         """Rows of one byte: runs of them, given by their first rows and sizes, one after the other into bytes.
 
-        Args:
-            are_picked: whether the runs are from anywhere in the file, and not all that there are between two of them.
-
-        Raises: as `read`.
+        `are_picked`: runs from anywhere, and not all that there are between two of them. Raises: as `read`.
         """
         is_cached = self._are_cached(Rows(starts[sizes > 0]))
         if is_cached:
@@ -153,32 +131,18 @@ class RowFile:
         elif are_picked:
             pages = int((-(-sizes // PAGE) * PAGE).sum())
             self._filling.missed(len(sizes), pages, self.size, self._to_be_filled)
-        places = np.cumsum(sizes) - sizes
-        read_parts(
-            self._random if are_picked else self.fd,
-            self.path,
-            starts,
-            sizes,
-            places,
-            into.numpy().data,
-            announce=not is_cached,
-        )
+        places, fd = np.cumsum(sizes) - sizes, self._random if are_picked else self.fd
+        read_parts(fd, self.path, starts, sizes, places, into.numpy().data, announce=not is_cached)
 
     @property
     def size(self) -> int:
-        """The size of the file in bytes.
-
-        Raises:
-            ReadError
-        """
+        """In bytes. Raises: ReadError."""
         return size_of(self.fd, self.path)
 
     def whole(self, count: int) -> torch.Tensor:
         """The first rows, (count, *row_shape), over a mapping of their own, for code that goes through them once.
 
-        Raises:
-            CorruptFileError: the file is truncated.
-            ReadError
+        Raises: CorruptFileError (the file is truncated); ReadError.
         """
         shape, nbytes = (count, *self._row_shape), count * self._size
         if not nbytes:
@@ -189,28 +153,25 @@ class RowFile:
         empty = torch.empty(0, dtype=self._dtype, device="cpu")
         return empty.set_(storage, 0, shape, contiguous(self._dtype, shape).stride)
 
-    def picked(self, words: torch.Tensor, rows: int | slice | torch.Tensor) -> torch.Tensor:
-        """Rows of a table, copied.
+    def taken(self, rows: int | slice | torch.Tensor, count: int, now: float) -> torch.Tensor:
+        """Some of the first `count` rows, out of the mapping: what `read` gives, for plain forms of an index.
 
-        Raises:
-            IndexError
+        Raises: IndexError; OSError (they are not mapped, or not in memory).
         """
-        if isinstance(rows, slice):
-            found = words[rows]
-            into = self._fresh(len(found), pinned=False)
-            if found.nbytes < _LONG:
-                return self._values(into.copy_(found))
-            self._read(Rows.run(rows.start, rows.start + len(found)), into, announce=False)
-            return self._values(into)
-        if isinstance(rows, int):
-            return self._values(words[rows].clone())
-        return self._values(torch.index_select(words, 0, rows))
+        mapped = self.mapped
+        if mapped is None or mapped.size(0) < count:
+            raise OSError(errno.ENODATA, "there is no mapping")
+        if now > self.in_memory_until:
+            self.look(_some(rows))
+        words = mapped if mapped.size(0) == count else mapped[:count]
+        if isinstance(rows, slice) and (rows.stop - rows.start) * self._size >= _LONG:
+            return self.read(Rows.run(rows.start, rows.stop))
+        return self._values(words.index_select(0, rows) if isinstance(rows, torch.Tensor) else words[rows].clone())
 
     def look(self, rows: Iterable[int]) -> None:
         """Check that these rows are in memory; for a moment, all others are assumed to be, too.
 
-        Raises:
-            OSError: one of them is not in memory or not in the file; or the file has become shorter than its mapping.
+        Raises: OSError (one of them is not in memory, or not in the file; or the file is shorter than its mapping).
         """
         mapped = self.mapped
         if mapped is not None and os.fstat(self._random).st_size < self._at(len(mapped)):
@@ -220,13 +181,16 @@ class RowFile:
         self.in_memory_until = time.monotonic() + _STILL
 
     def _taken(self, mapped: torch.Tensor, rows: Rows, out: torch.Tensor | None, *, pinned: bool) -> torch.Tensor:
-        if out is None and not pinned:
-            return self.picked(mapped, rows.span or torch.from_numpy(rows.numbers))
+        """Rows that are in memory, out of the mapping; a long run by a system call."""
+        if rows.span is None and out is None and not pinned:
+            return self._values(mapped.index_select(0, torch.from_numpy(rows.numbers)))  # faster than into others
         into = self._fresh(rows.count, pinned=pinned) if out is None else self._words_of(out)
-        if rows.span:
+        if rows.span is None:
+            torch.index_select(mapped, 0, torch.from_numpy(rows.numbers), out=into)
+        elif into.nbytes < _LONG:
             into.copy_(mapped[rows.span])
         else:
-            torch.index_select(mapped, 0, torch.from_numpy(rows.numbers), out=into)
+            self._read(rows, into, announce=False)
         return self._values(into) if out is None else out
 
     def _words_of(self, out: torch.Tensor) -> torch.Tensor:
@@ -275,12 +239,9 @@ class RowFile:
     def _are_cached(self, rows: Rows) -> bool:
         """Whether some of the rows, spread over all, are in memory; or some others were a moment ago.
 
-        Checking a row loads its page, and the system then reads ahead in small steps; a run of rows is therefore taken
-        to be in memory until the file is mapped.
+        Checking a row loads its page, and the system then reads ahead in small steps: a run is taken to be in memory.
         """
-        if self.mapped is None and rows.span:
-            return True
-        if self.mapped is not None and time.monotonic() < self.in_memory_until:
+        if rows.span if self.mapped is None else time.monotonic() < self.in_memory_until:
             return True
         try:
             self.look(rows.some(_LOOKS if self.mapped is None else _LOOKS_IF_MAPPED))
@@ -289,10 +250,7 @@ class RowFile:
         return True
 
     def _mapped_if_warm(self, rows: Rows, is_cached: bool) -> torch.Tensor | None:
-        """The mapped rows of the file, if these rows and nearly all of the file are in memory.
-
-        Checking the whole file takes time: it is done at the first batch that is in memory, and not again soon.
-        """
+        """The mapped rows, if these and nearly all are in memory: a check that is not repeated soon."""
         mapped = self.mapped
         self._until_mapped -= rows.count * self._size
         is_due = is_cached and self._until_mapped < 0 and (mapped is None or len(mapped) <= rows.last)
@@ -305,12 +263,11 @@ class RowFile:
     def _map(self) -> torch.Tensor | None:
         """The mapped rows of the file, if nearly all are in memory."""
         size = os.fstat(self.fd).st_size
-        if size > available_bytes() // 2:
-            return None
         rows = self._filling.take()
         if rows is None or len(rows) != (size - self._start) // self._size:
             rows = self._all_mapped()
-        return rows if rows is not None and _is_in_memory(rows) else None
+        is_mapped = rows is not None and _is_in_memory(rows) and size <= available_bytes() // 2
+        return rows if is_mapped else None
 
     def _to_be_filled(self) -> torch.Tensor | None:
         return None if has_holes(os.fstat(self.fd)) else self._all_mapped()
@@ -331,10 +288,10 @@ class RowFile:
 
 
 def _is_in_memory(mapped: torch.Tensor) -> bool:
-    """Whether nearly all of it is in memory, by a sample of pages."""
+    """Whether nearly all of it is in memory, by a sample of pages: from the end, which a cold scan reaches last."""
     address, step = mapped.data_ptr(), max(mapped.nbytes // _SAMPLES, PAGE)
     absent, most = 0, _ABSENT if step > PAGE else 0
-    for at in range(address + min(step, mapped.nbytes) // 2, address + mapped.nbytes, step):
+    for at in reversed(range(address + min(step, mapped.nbytes) // 2, address + mapped.nbytes, step)):
         absent += not cached_bytes(at, 1)
         if absent > most:
             return False
@@ -345,13 +302,7 @@ class Watch:
     """The open files of a cache: whether they are still those at their paths, and the states not cut."""
 
     def __init__(self, states: States, columns: Iterable[Mapping[Path, int]]) -> None:
-        """
-        Args:
-            columns: a descriptor of each file of each column.
-
-        Raises:
-            ReadError
-        """
+        """`columns`: a descriptor of each file of each column. Raises: ReadError."""
         self._states = states
         self._opened: dict[Path, os.stat_result] = {}
         for path, fd in ((states.path, states.fd), *(file for column in columns for file in column.items())):
@@ -360,13 +311,9 @@ class Watch:
         self._until = 0.0
 
     def look(self, now: float) -> None:
-        """Check now and then, for reads, which take no lock: system calls take as long as a small batch.
+        """Check now and then (`now`: the time, in seconds): system calls take as long as a small batch.
 
-        Args:
-            now: the time, in seconds.
-
-        Raises:
-            CorruptFileError, MissingFileError, ChangedFileError
+        Raises: CorruptFileError, MissingFileError, ChangedFileError.
         """
         if now > self._until:
             self._states.refuse_cut()  # touching a truncated part would kill the process
@@ -374,12 +321,7 @@ class Watch:
             self._until = now + _STILL
 
     def refuse_replaced(self) -> None:
-        """
-        Raises:
-            MissingFileError: nothing is at the path of one of them any more.
-            ChangedFileError: another file is there.
-            ReadError
-        """
+        """Raises: MissingFileError (nothing is at one of the paths); ChangedFileError (another is); ReadError."""
         lost = "what was written to this cache and not flushed is lost. Open the one that is there now"
         for path, opened in self._opened.items():
             try:
@@ -391,90 +333,6 @@ class Watch:
                 raise explained(path, error) from error
             if not os.path.samestat(now, opened):
                 raise ChangedFileError(f"{path} was replaced while the cache was open; {lost}")
-
-
-class WarmRows:
-    """Rows that are all filled and all in memory, as in most reads of a warm cache: returned by a short path.
-
-    Attributes:
-        changes: the change counter of the states at which they are.
-    """
-
-    def __init__(
-        self,
-        states: States,
-        changes: int,
-        num_rows: int,
-        tables: Mapping[str, tuple[str, RowFile, torch.Tensor]],
-        watch: Watch,
-    ) -> None:
-        self.changes = changes
-        self._num_rows = num_rows
-        self._watch = watch
-        self._counts = states.counts
-        self._tables = tables
-        self._all = list(tables.values())
-
-    @classmethod
-    def of(cls, states: States, changes: int, files: Mapping[str, RowFile | None], watch: Watch) -> WarmRows | None:
-        """Those of a cache; None if some are not in memory, or not known to be filled.
-
-        Args:
-            changes: the change counter.
-            files: those of the columns, None for one with rows of varying size.
-        """
-        count, tables = states.known_filled(changes), {}
-        for name, file in files.items():
-            mapped = None if file is None else file.mapped
-            if file is None or mapped is None or len(mapped) < count or not count:
-                return None
-            tables[name] = (name, file, mapped[:count])
-        return cls(states, changes, count, tables, watch)
-
-    def take(self, index: object, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
-        """Rows by number, contiguous slice, or list, array or tensor of numbers; None for other forms."""
-        now = time.monotonic()
-        self._watch.look(now)
-        if not self._is_still() or not is_plain_world():
-            return None
-        rows = self._plain(index)
-        if rows is None or not isinstance(columns, list | tuple | None):  # an iterator would be used up
-            return None
-        try:
-            tables = self._all if columns is None else [self._tables[name] for name in columns]
-            for _, file, _ in tables:
-                if now > file.in_memory_until:
-                    file.look(_some(rows))
-            found = {name: file.picked(words, rows) for name, file, words in tables}
-        except (KeyError, IndexError):  # no such column; negative indices, or out of range
-            return None
-        except OSError:
-            self.changes = _NEVER  # until `read` has checked whether the files are still mapped
-            return None
-        return found if self._is_still() else None
-
-    def _is_still(self) -> bool:
-        return int(self._counts[3]) == self.changes and int(self._counts[2]) == self._num_rows
-
-    def _plain(self, index: object) -> int | slice | torch.Tensor | None:
-        if type(index) is list:
-            try:
-                index = np.asarray(index)
-            except (TypeError, ValueError, RuntimeError):  # not numbers, or too large
-                return None
-        if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.c_contiguous and index.flags.writeable:
-            if index.ndim != 1 or index.strides[0] < 0:  # contiguous, if it has one row
-                return None
-            index = torch.from_numpy(index)
-        if type(index) is torch.Tensor:
-            return index if index.dtype == torch.int64 and index.ndim == 1 and index.is_cpu else None
-        if type(index) is int:
-            row = index if index >= 0 else index + self._num_rows
-            return row if 0 <= row < self._num_rows else None
-        if type(index) is slice:
-            start, stop, step = index.indices(self._num_rows)
-            return slice(start, stop) if step == 1 else None
-        return None
 
 
 def _some(rows: int | slice | torch.Tensor) -> Iterable[int]:
@@ -492,8 +350,7 @@ def _some(rows: int | slice | torch.Tensor) -> Iterable[int]:
 def look_at(fd: int, places: Iterable[int]) -> None:
     """Check that these bytes of a file are in memory.
 
-    Raises:
-        OSError: one of them is not in memory, or not in the file.
+    Raises: OSError (one of them is not in memory, or not in the file).
     """
     for place in places:
         if not os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT):

@@ -90,10 +90,7 @@ class Column:
 
     @classmethod
     def from_json(cls, name: str, described: Json) -> Column:
-        """
-        Raises:
-            ValueError: it does not describe a column.
-        """
+        """Raises: ValueError (it does not describe a column)."""
         try:
             kind = described["kind"]
             if kind == JSON:
@@ -115,8 +112,7 @@ def schema_of(columns: Mapping[str, object]) -> dict[str, Column]:
         columns: by name: `(dtype, row_shape)`, where a first size of None varies from row to row; `"json"`, `str`,
             `dict` or `list` for JSON values; `topk(...)`.
 
-    Raises:
-        CacheError: there are no columns, or a description is invalid.
+    Raises: CacheError (there are no columns, or a description is invalid).
     """
     if not columns:
         raise CacheError("a cache needs at least one column: give {name: (dtype, row_shape)}")
@@ -136,8 +132,7 @@ def schema_of(columns: Mapping[str, object]) -> dict[str, Column]:
 def columns_named(columns: Iterable[str] | None, schema: Mapping[str, Column], place: object) -> list[str]:
     """The names of some columns of the cache at a place; of all if None.
 
-    Raises:
-        ColumnError: there is no such column.
+    Raises: ColumnError (there is no such column).
     """
     named = as_names(columns)
     for name in named or ():
@@ -197,24 +192,14 @@ class Manifest:
         return replace(self, num_rows=num_rows)
 
     def write(self, folder: Path) -> None:
-        """
-        Raises:
-            WriteError
-            CacheError: the metadata can't be expressed in JSON.
-        """
+        """Raises: WriteError; CacheError (the metadata can't be expressed in JSON)."""
         columns = {name: column.to_json() for name, column in self.columns.items()}
         data = {"num_rows": self.num_rows, "columns": columns, "metadata": dict(self.metadata)}
         write_state(folder / MANIFEST, _KIND, data)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """
-        Raises:
-            MissingFileError: there is no cache.
-            CorruptFileError: the file is something else.
-            ReadError: it can't be read at the moment.
-            CacheError: it is of another version.
-        """
+        """Raises: MissingFileError (there is no cache); CorruptFileError; ReadError; CacheError (its version)."""
         path = folder / MANIFEST
         data = read_state(path, _KIND)
         try:
@@ -227,22 +212,15 @@ class Manifest:
         return cls(columns, rows, metadata)
 
     def check(self, expect: Mapping[str, object] | None, folder: Path) -> None:
-        """
-        Raises:
-            CacheError: the metadata differs from what is expected; says where.
-        """
-        wrong = self._others(as_json(expect, "expect"))
-        if wrong:
+        """Raises: CacheError (the metadata differs from what is expected; says where)."""
+        if wrong := self._others(as_json(expect, "expect")):
             raise CacheError(
                 f"the cache in {folder} has other metadata than expected: {'; '.join(wrong)}. "
                 "Open it without `expect`, or make another one."
             )
 
     def refuse_other(self, wanted: Manifest, folder: Path) -> None:
-        """
-        Raises:
-            CacheError: the columns, the number of rows or the metadata differ from what is wanted; says where.
-        """
+        """Raises: CacheError (columns, the number of rows or metadata differ from what is wanted; says where)."""
         wrong = [f"it has no column {name!r}" for name in wanted.columns if name not in self.columns]
         for name, column in self.columns.items():
             if name not in wanted.columns:
@@ -260,21 +238,15 @@ class Manifest:
 
     def _others(self, expect: Mapping[str, object]) -> list[str]:
         """Differences between the metadata and what is expected."""
-        return [
-            f"{key!r} is {self.metadata[key]!r}, expected {value!r}"
-            if key in self.metadata
-            else f"{key!r} is missing, expected {value!r}"
-            for key, value in expect.items()
-            if key not in self.metadata or self.metadata[key] != value
-        ]
+        wrong = [key for key, value in expect.items() if key not in self.metadata or self.metadata[key] != value]
+        here = {key: repr(value) for key, value in self.metadata.items()}
+        return [f"{key!r} is {here.get(key, 'missing')}, expected {expect[key]!r}" for key in wrong]
 
 
 def as_json(metadata: Mapping[str, object] | None, what: str = "metadata") -> dict[str, Any]:
     """Metadata as it comes back from JSON.
 
-    Raises:
-        ArgumentTypeError: it is not a dict.
-        CacheError: it can't be expressed in JSON.
+    Raises: ArgumentTypeError (it is not a dict); CacheError (it can't be expressed in JSON).
     """
     if metadata is None:
         return {}

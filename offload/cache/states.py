@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -63,13 +63,9 @@ class States:
     """
 
     def __init__(self, folder: Path, columns: int, rows: int, *, writes: bool) -> None:
-        """
-        Args:
-            rows: least number of rows.
+        """With this many rows, or more.
 
-        Raises:
-            MissingFileError, CorruptFileError, ForeignFileError, ReadError
-            CacheError: it is of another version.
+        Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError; CacheError (it is of another version).
         """
         self.path = folder / FILE
         self._columns = columns
@@ -90,9 +86,7 @@ class States:
     def create(folder: Path, columns: int, rows: int) -> None:
         """A file in which every row is empty; takes one page of disk space.
 
-        Raises:
-            ForeignFileError: there is something that offload did not write.
-            WriteError
+        Raises: ForeignFileError (there is something that offload did not write); WriteError.
         """
         path = folder / FILE
         refuse_foreign(path, MAGIC, "exists, and is left as it is: choose another folder for the cache")
@@ -110,11 +104,7 @@ class States:
         return int(self.counts[3])
 
     def length(self, number: int) -> int:
-        """The size of a column's values in bytes, known to all its writers; 0 if unknown.
-
-        Args:
-            number: of the column, among those with rows of varying size.
-        """
+        """The size of a column's values in bytes, known to all its writers; 0 if unknown. They are numbered."""
         return int(self._lengths[number]) if number < _MOST_LENGTHS else 0
 
     def set_length(self, number: int, nbytes: int) -> None:
@@ -130,9 +120,7 @@ class States:
     def grow(self, rows: int) -> None:
         """Publish a larger number of rows, once the columns have room for them. Under the lock.
 
-        Raises:
-            WriteError
-            CorruptFileError: the file was truncated.
+        Raises: WriteError; CorruptFileError (the file was truncated).
         """
         self.refuse_cut()
         needed = rows * self._columns
@@ -178,9 +166,7 @@ class States:
 
         Under the lock.
 
-        Raises:
-            WriteError: the disk is full.
-            CorruptFileError: the file was truncated.
+        Raises: WriteError (the disk is full); CorruptFileError (the file was truncated).
         """
         self._all()  # of a file that another process may have made longer
         self._reserve(rows.numbers)
@@ -196,10 +182,7 @@ class States:
         return now
 
     def fill(self, rows: Rows, columns: list[int], begun: Bytes) -> None:
-        """Mark cells as filled, once their data is on the disk, except those that another writer has begun to rewrite.
-
-        Under the lock.
-        """
+        """Mark cells as filled, once on the disk, but those that another writer rewrites by now. Under the lock."""
         cells = self._cells(rows, columns)
         now = self._all()[cells]
         done: Bytes = begun + 1
@@ -216,11 +199,7 @@ class States:
                 part[part != EMPTY] = EMPTY
 
     def sync(self) -> None:
-        """Wait until the file's contents are on the disk.
-
-        Raises:
-            WriteError
-        """
+        """Wait until the file's contents are on the disk. Raises: WriteError."""
         with writing(self.path):
             os.fdatasync(self.fd)
 
@@ -240,17 +219,11 @@ class States:
             if len(numbers):
                 yield Rows(numbers)
 
-    def used(self) -> int:
-        """The number of rows up to the last one that is filled in any column."""
-        return self._up_to_last(cells_filled)
-
-    def known(self) -> int:
-        """The number of rows up to the last one that was ever filled: rows that are being rewritten count."""
-        return self._up_to_last(lambda cells: cells > BEGUN)
-
-    def _up_to_last(self, holds: Callable[[Bytes], npt.NDArray[np.bool_]]) -> int:
+    def used(self, *, ever: bool = False) -> int:
+        """The number of rows up to the last one that is filled in any column, or that ever was: and is rewritten."""
         for at in reversed(range(0, self.num_rows, _SCANNED)):
-            found = np.flatnonzero(holds(self._some(at, _SCANNED)).any(axis=1))
+            cells = self._some(at, _SCANNED)
+            found = np.flatnonzero((cells > BEGUN if ever else cells_filled(cells)).any(axis=1))
             if len(found):
                 return at + int(found[-1]) + 1
         return 0
@@ -283,11 +256,7 @@ class States:
             del self.counts, self._lengths, self._bytes  # the mapping has its own descriptor
 
     def refuse_cut(self) -> None:
-        """
-        Raises:
-            CorruptFileError: the file is shorter than before.
-            ReadError
-        """
+        """Raises: CorruptFileError (the file is shorter than before); ReadError."""
         try:
             size = os.lseek(self.fd, 0, os.SEEK_END)  # three times as fast as `fstat`; the offset is not used
         except OSError as error:

@@ -8,8 +8,8 @@ Always true:
 - all columns have room for new rows before their number is raised: a crash leaves some to spare, which the next writer
   cuts off
 - readers need no column header: one torn by a crash is repaired by the next writer
+- what `taken` returns is what `read` would return
 - rows that were written and not flushed are visible to this process only: others see them as missing
-- what `warm` returns is what `read` would return
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,9 @@ import numpy.typing as npt
 import torch
 
 from offload.cache.columns import FixedColumn, HeapColumn
-from offload.cache.indexing import Numbers, Rows, last_of_each, rows_of
+from offload.cache.indexing import Numbers, Out, Rows, last_of_each, plain_of, rows_of
 from offload.cache.parts import opened
-from offload.cache.rowfile import WarmRows, Watch
+from offload.cache.rowfile import Watch
 from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest, columns_named
 from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
@@ -50,6 +49,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.replacing import create_folder, sweep
 from offload.system.locks import FolderLock, flock, fork_safe_lock
+from offload.system.modes import is_plain_world
 from offload.system.reasons import some, writing
 from offload.system.regular import is_there, open_regular
 from offload.tensor.guests import CPU
@@ -64,15 +64,6 @@ _MOST_SECONDS = 10.0
 _LOOKS = 1000  # retries if rows are being written while they are read
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Cells that were written and not flushed, for `states.fill`."""
-
-    rows: Rows
-    columns: list[int]
-    begun: Bytes
-
-
 class Store:
     """An open folder."""
 
@@ -82,10 +73,7 @@ class Store:
     def create(cls, folder: Path, manifest: Manifest, *, exist_ok: bool) -> Store:
         """A new folder with empty rows; or with `exist_ok` an existing one that matches.
 
-        Raises:
-            CacheError: it is a cache already, or another process is creating one; or it does not match.
-            ForeignFileError: a file that offload did not write is in the way.
-            WriteError, ReadError
+        Raises: as `TensorCache.create`; CacheError, too, if another process is creating it.
         """
         with writing(folder):
             create_folder(folder)
@@ -132,13 +120,12 @@ class Store:
         self._places = {name: place for place, name in enumerate(self._names)}
         self._lock = FolderLock(folder / LOCK, opened)
         self._flushing = fork_safe_lock()
-        self._written: list[Written] = []
+        self._written: list[tuple[Rows, list[int], Bytes]] = []  # cells that were not flushed, for `states.fill`
         self._written_bytes = 0
         self._most_bytes = 0
         self._written_since = 0.0
         self._pid = os.getpid()
         self._tensors: dict[str, OffloadedTensor] = {}
-        self.warm: WarmRows | None = None
         self._files: dict[str, FixedColumn | HeapColumn] = {}
         self._opened = ExitStack()
         self._opened.callback(self._lock.close)
@@ -151,8 +138,8 @@ class Store:
                     self._opened.callback(self._files[name].close)
                     self._files[name].index.refuse_another(self._states.filled(self._places[name]))
                     self._rows_in(self._files[name])
+            self._rowfiles = {name: file.rowfile for name, file in self._files.items() if isinstance(file, FixedColumn)}
             self._watch = Watch(self._states, (file.descriptors for file in self._files.values()))
-            self._rowfiles = {name: getattr(file, "rowfile", None) for name, file in self._files.items()}
             if writes:
                 self._settle()
         except BaseException:
@@ -161,11 +148,7 @@ class Store:
 
     @contextmanager
     def _held(self, *, shared: bool = False) -> Iterator[None]:
-        """The lock of the folder, which is still the one that was opened.
-
-        Raises:
-            MissingFileError, ChangedFileError: it, or a file in it, was removed, moved or replaced.
-        """
+        """The lock of the folder. Raises: MissingFileError, ChangedFileError (it is not the one that was opened)."""
         with self._lock.held(shared=shared):
             self._watch.refuse_replaced()
             yield
@@ -173,8 +156,7 @@ class Store:
     def _settle(self) -> None:
         """Register this writer; if it is the only one, repair what killed writers left.
 
-        Raises:
-            CorruptFileError: a file was truncated.
+        Raises: CorruptFileError (a file was truncated).
         """
         is_only = flock(self._states.fd, self._states.path, wait=False)
         if is_only:
@@ -185,8 +167,9 @@ class Store:
                         file.settle(self._states.filled(self._places[name]))
                     file.index.fit(self.num_rows, self._rows_in(file))
         flock(self._states.fd, self._states.path, shared=True)
-        beside = "as the only writer" if is_only else "beside other writers"
-        log.debug("%s: opened for writing, %s", self.folder, beside)
+        log.debug(
+            "%s: opened for writing, %s", self.folder, "as the only writer" if is_only else "beside other writers"
+        )
         if not is_only:
             with self._held():
                 self._refuse_cut(self._files)
@@ -202,8 +185,7 @@ class Store:
 
         It may lack some that were added just before a power cut: none of them was filled.
 
-        Raises:
-            CorruptFileError: it lacks more than that.
+        Raises: CorruptFileError (it lacks more than that).
         """
         if file.index.has(self.num_rows):
             return self.num_rows
@@ -213,11 +195,7 @@ class Store:
         return used
 
     def _refuse_cut(self, names: Iterable[str]) -> None:
-        """Refuse truncated files: a write would extend them, and what was cut off would read as zeros. Under the lock.
-
-        Raises:
-            CorruptFileError
-        """
+        """Raises: CorruptFileError: a file was cut; a write would fill it with zeros. Under the lock."""
         for name in names:
             self._files[name].check(self.num_rows)
 
@@ -232,10 +210,7 @@ class Store:
         return sum(file.nbytes(self.num_rows) for file in self._files.values())
 
     def places(self, columns: Iterable[str] | None) -> list[int]:
-        """
-        Raises:
-            ColumnError: there is no such column.
-        """
+        """Raises: ColumnError (there is no such column)."""
         return [self._places[name] for name in columns_named(columns, self.schema, self.folder)]
 
     def missing(self, columns: Iterable[str] | None) -> Numbers:
@@ -302,19 +277,30 @@ class Store:
 
     # Reading
 
+    def taken(self, index: object, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
+        """What `read` returns, in half the time, where all rows are filled and in memory; None if in doubt."""
+        now = time.monotonic()
+        self._watch.look(now)  # before the first byte of the states is touched
+        changes = self._states.changes
+        count = self._states.known_filled(changes)
+        rows = plain_of(index, count) if count == self._states.counts[2] and is_plain_world() else None
+        if rows is None or not isinstance(columns, list | tuple | None):  # an iterator would be used up
+            return None
+        try:
+            files = [(name, self._rowfiles[name]) for name in (self._names if columns is None else columns)]
+            if not all(file.mapped is not None for _, file in files):
+                return None
+            found = {name: file.taken(rows, count, now) for name, file in files}
+        except (KeyError, IndexError, OSError):  # of varying size; negative numbers, or out of range; not in memory
+            return None
+        return found if self._states.changes == changes and self._states.counts[2] == count else None
+
     def read(
-        self,
-        rows: Rows,
-        columns: Iterable[str] | None,
-        *,
-        missing: str,
-        out: Mapping[str, torch.Tensor] | None,
-        pinned: bool,
+        self, rows: Rows, columns: Iterable[str] | None, *, missing: str, out: Out, pinned: bool
     ) -> dict[str, Any]:
         """Rows of some columns, consistent: a concurrent write is seen completely or not at all.
 
-        Raises:
-            MissingRowsError, CorruptFileError
+        Raises: MissingRowsError, CorruptFileError.
         """
         if missing not in ("error", "zeros"):
             raise CacheError(f"unknown missing={missing!r}: use 'error' or 'zeros'")
@@ -329,19 +315,15 @@ class Store:
             if missing == "error" and filled is not None:
                 self._refuse_missing(rows.numbers[~filled.all(axis=1)])
             try:
-                found = {
-                    name: self._files[name].read(
-                        rows, None if filled is None else filled[:, at], (out or {}).get(name), pinned=pinned
-                    )
-                    for at, name in enumerate(self._names[place] for place in places)
-                }
+                found = {}
+                for at, name in enumerate(self._names[place] for place in places):
+                    cells = None if filled is None else filled[:, at]
+                    found[name] = self._files[name].read(rows, cells, (out or {}).get(name), pinned=pinned)
             except CorruptFileError:  # or a concurrent write was read halfway
                 if self._are_still(rows, places, before, changes):
                     raise
                 continue
             if self._are_still(rows, places, before, changes):
-                if self.warm is None or self.warm.changes != changes:
-                    self.warm = WarmRows.of(self._states, changes, self._rowfiles, self._watch)
                 return found
         raise CacheError(f"rows of {self.folder} are rewritten faster than they can be read: try again")
 
@@ -349,9 +331,7 @@ class Store:
     def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
         """Columns of fixed-size rows, mapped, to be gone through once.
 
-        Raises:
-            MissingRowsError, CorruptFileError
-            CacheError: at the end, if rows were rewritten meanwhile.
+        Raises: MissingRowsError, CorruptFileError; CacheError (at the end, if rows were rewritten meanwhile).
         """
         places, rows = self.places(columns), Rows.run(0, self.num_rows)
         self.flush_own()
@@ -383,11 +363,7 @@ class Store:
     # Writing
 
     def write(self, rows: Rows, values: Mapping[str, object]) -> None:
-        """
-        Raises:
-            ColumnError, ShapeMismatchError, DtypeMismatchError: nothing was written.
-            WriteError: the rows are missing now.
-        """
+        """Raises: ColumnError, ShapeMismatchError, DtypeMismatchError: nothing is written; WriteError."""
         self._may_write()
         places = self.places(values)
         numbers = rows.numbers
@@ -425,13 +401,10 @@ class Store:
         return range(first, end)
 
     def _count(self, name: str, value: Any) -> int:
-        try:
+        with suppress(TypeError):
             return len(value)
-        except TypeError:
-            raise ShapeMismatchError(
-                f"column {name!r} of the cache in {self.folder}: a single value, not rows: "
-                "give a list, or a tensor with a first dimension"
-            ) from None
+        where = f"column {name!r} of the cache in {self.folder}"
+        raise ShapeMismatchError(f"{where}: a single value, not rows: give a list, or a tensor with a first dimension")
 
     def _put(self, rows: Rows, places: list[int], prepared: Mapping[str, Any]) -> None:
         """Write rows in ascending order. Those after the last one are rows once they are written. Under the lock."""
@@ -447,7 +420,7 @@ class Store:
         if not self._written:
             self._written_since = time.monotonic()
             self._most_bytes = min(_MOST_BYTES, max(available_bytes() // 8, _LEAST_FLUSHED))
-        self._written.append(Written(rows.copied(), places, begun))
+        self._written.append((rows.copied(), places, begun))
         self._written_bytes += nbytes + len(rows) * _ROW
 
     def _flush_if_due(self) -> None:
@@ -459,8 +432,7 @@ class Store:
     def flush(self) -> None:
         """Put everything written, also through tensors, on the disk, and mark the rows as filled.
 
-        Raises:
-            WriteError, MissingFileError, ChangedFileError: rows written since the last flush are missing.
+        Raises: WriteError, MissingFileError, ChangedFileError (rows written since the last flush are missing).
         """
         self._may_write()
         with self._flushing:
@@ -479,23 +451,22 @@ class Store:
         """Flush written rows, with these columns, or only with the columns that were written."""
         with self._lock.held():
             written, self._written, self._written_bytes = self._written, [], 0
-        touched = {self._names[place] for part in written for place in part.columns} if names is None else names
+        touched = {self._names[place] for _, places, _ in written for place in places} if names is None else names
         with writing(self.folder):
             for name in touched:
                 self._files[name].sync()
         with self._held():
             self._refuse_cut(touched)
             for part in written:
-                self._states.fill(part.rows, part.columns, part.begun)
+                self._states.fill(*part)
         self._states.sync()
         if written:
-            log.debug("%s: %d rows are on the disk", self.folder, sum(len(part.rows) for part in written))
+            log.debug("%s: %d rows are on the disk", self.folder, sum(len(rows) for rows, *_ in written))
 
     def close(self) -> None:
         """Flush, release the files and, if no other process writes, record how many rows there are.
 
-        Raises:
-            WriteError, MissingFileError, ChangedFileError: rows written since the last flush are missing.
+        Raises: WriteError, MissingFileError, ChangedFileError (rows written since the last flush are missing).
         """
         if self.is_closed:
             return
@@ -511,10 +482,8 @@ class Store:
 
     def _may_write(self) -> None:
         if self.is_closed or not self.writes:
-            what = (
-                "closed" if self.is_closed else "open for reading only: TensorCache.open(folder, mode='r+') can write"
-            )
-            raise CacheError(f"the cache in {self.folder} is {what}")
+            only = "open for reading only: TensorCache.open(folder, mode='r+') can write"
+            raise CacheError(f"the cache in {self.folder} is {'closed' if self.is_closed else only}")
         if self._pid != os.getpid():  # the parent flushes its own rows
             self._written, self._written_bytes, self._pid = [], 0, os.getpid()
             self._states.count_in()
@@ -539,7 +508,7 @@ class Store:
 
     def _forget_unfilled(self) -> None:
         """Drop appended rows after the last one that was ever filled. Under the lock, by the only writer."""
-        rows = max(self.manifest.num_rows, self._states.known())
+        rows = max(self.manifest.num_rows, self._states.used(ever=True))
         if rows < self.num_rows:
             log.info("%s: %d rows from row %d on were never filled: cut off", self.folder, self.num_rows - rows, rows)
             self._states.forget(rows)
@@ -556,7 +525,6 @@ class Store:
 
     def _close_files(self) -> None:
         self._tensors.clear()
-        self.warm = None
         self._opened.close()
 
 

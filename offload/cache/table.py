@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping
+from contextlib import suppress
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
@@ -39,12 +40,7 @@ from offload.storage.replacing import made_folder
 from offload.system.modes import no_functions, no_modes
 from offload.system.reasons import some
 from offload.system.regular import absolute, is_folder, is_there
-from offload.tensor.arguments import (
-    as_names,
-    checked_count,
-    checked_device,
-    without_stop,
-)
+from offload.tensor.arguments import as_names, checked_count, checked_device
 from offload.tensor.guests import CPU
 
 
@@ -313,11 +309,9 @@ class TensorCache:
         Raises:
             MissingRowsError: rows are missing; names the first.
         """
-        missing = self.missing_rows(columns).tolist()
-        if missing:
-            raise MissingRowsError(
-                f"{len(missing)} of {len(self)} rows of {self.folder} are not filled: {some(missing)}"
-            )
+        if missing := self.missing_rows(columns).tolist():
+            what = f"{len(missing)} of {len(self)} rows of {self.folder}"
+            raise MissingRowsError(f"{what} are not filled: {some(missing)}")
 
     def __repr__(self) -> str:
         if self._store.is_closed:
@@ -374,22 +368,20 @@ class TensorCache:
             return {name: grouped(value, groups[1]) for name, value in flat.items()}
         store = self._open()
         target = self.device if device is None else checked_device(device)
-        if out is None and missing == "error" and not pin_memory and (warm := store.warm) is not None:
-            ready = warm.take(rows, columns)
+        if out is None and missing == "error" and not pin_memory:
+            ready = store.taken(rows, columns)
             if ready is not None:
                 ready = ready if target == CPU else {name: value.to(target) for name, value in ready.items()}
-                return self._unpacked(ready) if self._has_packed else ready
+                return (
+                    {n: _formed(value, self.schema[n].top) for n, value in ready.items()} if self._has_packed else ready
+                )
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
             found = {name: sent(value, target, pinned=pin_memory) for name, value in found.items()}
         form = "list" if wanted.is_one else ragged
-        found = self._unpacked(found, form, padding)
+        found = {name: _formed(value, self.schema[name].top, form, padding) for name, value in found.items()}
         return {name: row_at(value, 0) for name, value in found.items()} if wanted.is_one else found
-
-    def _unpacked(self, found: Mapping[str, Any], form: str = "list", padding: complex = 0) -> dict[str, Any]:
-        """What was read, as it is handed out."""
-        return {name: _formed(value, self.schema[name].top, form, padding) for name, value in found.items()}
 
     def lengths(self, column: str, rows: object = slice(None)) -> torch.Tensor:
         """How many values rows of different lengths have, without reading the values.
@@ -490,7 +482,7 @@ class TensorCache:
         """
         if self.mode == "r+":
             self.flush()
-        return RowDataset(self, as_names(columns), ragged, padding)
+        return RowDataset(self, partial(self.get, columns=as_names(columns), ragged=ragged, padding=padding))
 
     # Rows in
 
@@ -522,10 +514,7 @@ class TensorCache:
             return self._open().append(given)
 
     def _stored(self, values: Mapping[str, object]) -> dict[str, Any]:
-        given = plain_values(values)
-        if not self._has_packed:
-            return given
-        known = self.schema
+        given, known = plain_values(values), self.schema
         return {name: known[name].stored(value) if name in known else value for name, value in given.items()}
 
     def fill(
@@ -567,10 +556,9 @@ class TensorCache:
             >>> cache[:]["square"]
             tensor([0, 1, 4, 9])
         """
-        try:
+        count = None
+        with suppress(TypeError):  # a tensor without dimensions
             count = len(inputs) if hasattr(inputs, "__getitem__") else None
-        except TypeError:  # a tensor without dimensions
-            count = None
         if count is None:
             raise ArgumentTypeError(f"inputs: a tensor, a list or a dataset with a length, not {repr(inputs)[:80]}")
         if count != len(self):
@@ -581,16 +569,13 @@ class TensorCache:
         log.info("%s: %d of %d rows are missing and are computed", self.folder, total, len(self))
         is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)
 
-        def rows_of(part: torch.Tensor) -> Mapping[str, Any]:
+        def made(part: torch.Tensor) -> Mapping[str, Any]:
             return fn(inputs[part] if is_taken_whole else collate([inputs[row] for row in part.tolist()]))
-
-        def make(part: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
-            return part, without_stop(rows_of, part)
 
         store = self._open()
         if total and isinstance(store, Store):
             with Bar(desc="rows", total=total, delay=1, disable=None if progress else True, leave=False) as bar:
-                fill_missing(store, columns, count, make, self.__setitem__, batch_size=size, map_fn=map_fn, bar=bar)
+                fill_missing(store, columns, count, made, self.__setitem__, batch_size=size, map_fn=map_fn, bar=bar)
 
     def flush(self) -> None:
         """Wait until what was written is on the disk: the rows are filled then, also after a power cut.
@@ -693,7 +678,7 @@ class TensorCache:
         return self._store
 
 
-def _formed(value: Any, top: TopK | None, form: str, padding: complex) -> Any:
+def _formed(value: Any, top: TopK | None, form: str = "list", padding: complex = 0) -> Any:
     if isinstance(value, Ragged):
         return value.formed(form, padding, top)
     return value if top is None else top.read(value)

@@ -118,10 +118,7 @@ class TopK:
 
     @classmethod
     def from_json(cls, described: Mapping[str, int]) -> TopK:
-        """
-        Raises:
-            CacheError, KeyError, TypeError: it does not describe such a column.
-        """
+        """Raises: CacheError, KeyError, TypeError (it does not describe such a column)."""
         return topk(described["k"], described["vocab"], described["bits"])
 
 

@@ -217,11 +217,10 @@ def test_batches_come_as_they_are_read_without_being_collated(cache: TensorCache
 def test_rows_that_are_asked_for_together_are_read_together(
     cache: TensorCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, asked = cache.as_dataset(), []
-    get = cache.get
+    asked, get = [], cache.get
     monkeypatch.setattr(cache, "get", lambda rows, **form: (asked.append(rows), get(rows, **form))[1])
 
-    list(DataLoader(data, batch_size=10))
+    list(DataLoader(cache.as_dataset(), batch_size=10))
 
     assert [list(range(10)), list(range(10, 20)), [20, 21, 22]] == asked
 

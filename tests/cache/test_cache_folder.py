@@ -94,94 +94,48 @@ def test_metadata_that_do_not_match_are_reported(folder):
         TensorCache.create(folder.parent / "other", COLUMNS, metadata={"model": torch.nn.Linear})
 
 
-def broken(name, act, kind, said):
-    return pytest.param(act, kind, said, id=name)
+MANIFEST, STATES, COLUMN = "manifest.json", "rows.state", "x.safetensors"
+NO_STATES = "is incomplete, or is not a file of row states"
+BROKEN = {
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), MissingFileError, "there is no complete cache in this folder"),
+    "half a manifest": (lambda f: cut(f / MANIFEST, 40), CorruptFileError, "can't be read as the manifest"),
+    "foreign": (lambda f: edited(f, format="chrome"), CorruptFileError, "is not the manifest of a cache of offload"),
+    "later": (
+        lambda f: edited(f, version=2),
+        CacheError,
+        "is of version 2, and this release of offload reads version 1",
+    ),
+    "old states": (lambda f: counted_as(f, 1), CacheError, "rows.state is of version 1, and this .* reads version 3"),
+    "kind": (lambda f: edited(f, columns={"x": {"kind": "y"}}), CorruptFileError, "column 'x' is described as"),
+    "no name": (lambda f: edited(f, columns={"": {"kind": "json"}}), CorruptFileError, "can't be called ''"),
+    "too large": (lambda f: declared(f, row_shape=[1 << 62, 9]), CorruptFileError, "larger than any file"),
+    "another dtype": (lambda f: declared(f, dtype="int32"), CorruptFileError, OTHER_ROWS),
+    "another shape": (lambda f: declared(f, row_shape=[30]), CorruptFileError, OTHER_ROWS),
+    "another column's file": (lambda f: replaced(f, "t%2findex.safetensors"), CorruptFileError, OTHER_ROWS),
+    "odd rows": (lambda f: edited(f, num_rows="8"), CorruptFileError, "malformed: '8' rows"),
+    "cut column": (
+        lambda f: cut(f / COLUMN, 9000),
+        CorruptFileError,
+        r"x.safetensors has 9000 bytes, and 8 rows of \(300,\) torch.int64 take 23296: it was truncated",
+    ),
+    "no column": (lambda f: (f / COLUMN).unlink(), MissingFileError, "a file of the cache is missing"),
+    "no values": (lambda f: (f / "t.values").unlink(), MissingFileError, "t.values"),
+    "cut index": (lambda f: cut(f / "t%2findex.safetensors", 4100), CorruptFileError, "it was truncated"),
+    "no states": (lambda f: (f / STATES).unlink(), MissingFileError, "that says which rows are filled is missing"),
+    "short states": (
+        lambda f: cut(f / STATES, PAGE + 5),
+        CorruptFileError,
+        "has 4101 bytes and 3 columns, where 8 rows of 3 columns take 4120",
+    ),
+    "empty states": (lambda f: cut(f / STATES, 0), CorruptFileError, NO_STATES),
+    "other states": (lambda f: (f / STATES).write_bytes(b"x" * 5000), CorruptFileError, NO_STATES),
+}
 
 
-@pytest.mark.parametrize(
-    ("act", "kind", "said"),
-    [
-        broken(
-            "no manifest",
-            lambda f: (f / "manifest.json").unlink(),
-            MissingFileError,
-            "there is no complete cache in this folder",
-        ),
-        broken(
-            "half a manifest",
-            lambda f: cut(f / "manifest.json", 40),
-            CorruptFileError,
-            "manifest.json can't be read as the manifest",
-        ),
-        broken(
-            "foreign manifest",
-            lambda f: edited(f, format="chrome"),
-            CorruptFileError,
-            "is not the manifest of a cache of offload",
-        ),
-        broken(
-            "another version",
-            lambda f: edited(f, version=2),
-            CacheError,
-            "is of version 2, and this release of offload reads version 1",
-        ),
-        broken(
-            "states of another version",
-            lambda f: counted_as(f, 1),
-            CacheError,
-            "rows.state is of version 1, and this release of offload reads version 3",
-        ),
-        broken(
-            "odd column",
-            lambda f: edited(f, columns={"x": {"kind": "y"}}),
-            CorruptFileError,
-            "column 'x' is described as",
-        ),
-        broken("no name", lambda f: edited(f, columns={"": {"kind": "json"}}), CorruptFileError, "can't be called ''"),
-        broken("too large", lambda f: declared(f, row_shape=[1 << 62, 9]), CorruptFileError, "larger than any file"),
-        broken("another dtype", lambda f: declared(f, dtype="int32"), CorruptFileError, OTHER_ROWS),
-        broken("another shape", lambda f: declared(f, row_shape=[30]), CorruptFileError, OTHER_ROWS),
-        broken("another column's file", lambda f: replaced(f, "t%2findex.safetensors"), CorruptFileError, OTHER_ROWS),
-        broken("odd rows", lambda f: edited(f, num_rows="8"), CorruptFileError, "malformed: '8' rows"),
-        broken(
-            "cut column",
-            lambda f: cut(f / "x.safetensors", 9000),
-            CorruptFileError,
-            r"x.safetensors has 9000 bytes, and 8 rows of \(300,\) torch.int64 take 23296: it was truncated",
-        ),
-        broken(
-            "no column", lambda f: (f / "x.safetensors").unlink(), MissingFileError, "a file of the cache is missing"
-        ),
-        broken("no values", lambda f: (f / "t.values").unlink(), MissingFileError, "t.values"),
-        broken("cut index", lambda f: cut(f / "t%2findex.safetensors", 4100), CorruptFileError, "it was truncated"),
-        broken(
-            "no states",
-            lambda f: (f / "rows.state").unlink(),
-            MissingFileError,
-            "the file that says which rows are filled is missing",
-        ),
-        broken(
-            "short states",
-            lambda f: cut(f / "rows.state", PAGE + 5),
-            CorruptFileError,
-            "has 4101 bytes and 3 columns, where 8 rows of 3 columns take 4120",
-        ),
-        broken(
-            "empty states",
-            lambda f: cut(f / "rows.state", 0),
-            CorruptFileError,
-            "is incomplete, or is not a file of row states",
-        ),
-        broken(
-            "other states",
-            lambda f: (f / "rows.state").write_bytes(b"x" * 5000),
-            CorruptFileError,
-            "is incomplete, or is not a file of row states",
-        ),
-    ],
-)
+@pytest.mark.parametrize("what", BROKEN)
 @pytest.mark.parametrize("mode", ["r", "r+"])
-def test_a_folder_that_is_not_whole_is_an_error_with_words(folder, act, kind, said, mode):
+def test_a_folder_that_is_not_whole_is_an_error_with_words(folder, what, mode):
+    act, kind, said = BROKEN[what]
     act(folder)
 
     with pytest.raises(kind, match=said) as caught:

@@ -1,4 +1,4 @@
-"""A cache with all rows filled and in memory: the short path gives the same results."""
+"""A cache with all rows filled and in memory: they are copied out of mappings."""
 
 from __future__ import annotations
 
@@ -40,95 +40,35 @@ def folder(tmp_path):
 
 
 def hot(folder, mode="r"):
-    """An open cache whose next batch takes the short path."""
+    """An open cache whose files are mapped."""
     cache = TensorCache.open(folder, mode)
     made_hot(cache)
     return cache
 
 
-@pytest.fixture
-def no_other(monkeypatch):
-    """Allows only the short path: any other read is an error."""
+@pytest.mark.parametrize("index", [torch.tensor([7, 0, 39, 7]), slice(3, 9), slice(38, 100), 7, -1], ids=str)
+def test_hot_rows_come_out_of_mappings_and_are_the_callers(folder, monkeypatch, index):
+    cache = hot(folder)
+    for read in ("read_run", "read_parts"):
+        monkeypatch.setattr(rowfile, read, None)
 
-    def watch(cache):
-        monkeypatch.setattr(cache._store, "read", None)
-        return cache
-
-    return watch
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        torch.tensor([7, 0, 39, 7]),
-        torch.tensor([], dtype=torch.int64),
-        torch.arange(40)[::3],
-        np.array([7, 0, 39, 7]),
-        [7, 0, 39, 7],
-        slice(None),
-        slice(3, 9),
-        slice(-5, None),
-        slice(38, 100),
-        slice(9, 3),
-        slice(2, 5, 1),
-    ],
-    ids=str,
-)
-def test_hot_rows_are_those_of_the_plain_tensors(folder, no_other, index):
-    cache = no_other(hot(folder))
-
-    found = cache[index]
-
-    expected = values(torch.arange(ROWS)[index])
-    assert list(COLUMNS) == list(found)
-    for name, value in expected.items():
-        assert (value.shape, value.dtype) == (found[name].shape, found[name].dtype)
-        assert torch.equal(value, found[name])
-
-
-@pytest.mark.parametrize("row", [0, 7, -1, -ROWS])
-def test_a_hot_row_has_no_leading_dimension_and_memory_of_its_own(folder, no_other, row):
-    cache = no_other(hot(folder))
-
-    found = cache[row]
-    found["x"].fill_(-1.0)
-
-    assert torch.equal(values(range(ROWS))["x"][row], cache[row]["x"])
-    assert [((), torch.int16), ((5,), torch.uint16)] == [(found[n].shape, found[n].dtype) for n in ("y", "odd")]
-    assert torch.equal(values(range(ROWS))["odd"][row], found["odd"])
-
-
-@pytest.mark.parametrize(
-    "index", [ROWS, -ROWS - 1, [0, ROWS], True, [True] * 3, [[True]], [0.5], ["x"], [1 << 70], None]
-)
-def test_an_invalid_index_is_the_same_error_on_the_hot_path(folder, index):
-    with pytest.raises(RowIndexError):
-        hot(folder)[index]
+    for _ in range(2):
+        found = cache[index]
+        for name, value in found.items():
+            expected = values(torch.arange(ROWS))[name][index]
+            assert (expected.shape, expected.dtype) == (value.shape, value.dtype)
+            assert torch.equal(expected, value)
+            value.zero_()
+    assert {"meta"} == {value.device.type for value in cache.get(index, device="meta").values()}
 
 
 @pytest.mark.parametrize("columns", [["y"], ("odd", "x"), [], ["x", "x"]])
-def test_some_columns_come_in_the_order_that_was_asked_for(folder, no_other, columns):
-    found = no_other(hot(folder)).get(torch.tensor([3, 1]), columns)
+def test_some_columns_come_in_the_order_that_was_asked_for(folder, columns):
+    found = hot(folder).get(torch.tensor([3, 1]), columns)
 
     assert list(dict.fromkeys(columns)) == list(found)
     for name in columns:
         assert torch.equal(values([3, 1])[name], found[name])
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        *([-4, 2], [True, False] * 20, range(4), slice(None, None, -1), slice(1, 30, 4), np.array([9, 8])),
-        *(torch.tensor([-1, 2]), torch.tensor(5), torch.arange(40) > 37, torch.tensor([3], dtype=torch.int8)),
-    ],
-    ids=str,
-)
-def test_other_forms_give_their_rows(folder, index):
-    numbers = np.arange(ROWS)[np.asarray(index) if not isinstance(index, slice) else index]
-
-    found = hot(folder)[index]
-
-    assert torch.equal(values(np.atleast_1d(numbers).copy())["x"].reshape(*np.shape(numbers), 3, 2), found["x"])
 
 
 @pytest.mark.parametrize("numbers", [np.arange(ROWS)[::-3], np.arange(9)])
@@ -141,48 +81,28 @@ def test_arrays_that_torch_does_not_take_name_rows_too(folder, numbers):
         assert numbers.tolist() == cache[numbers]["y"].tolist()
 
 
-def test_errors_are_the_same_on_the_hot_path(folder):
-    cache = hot(folder)
-
-    for index, words in [
-        (torch.tensor([1, 40]), "row 40 is out of range for a cache of 40 rows"),
-        (torch.tensor([-41]), "row -41 is out of range for a cache of 40 rows"),
-        (torch.tensor([1.5]), "is not an index of rows"),
-    ]:
-        with pytest.raises(RowIndexError, match=words):
-            cache[index]
-    with pytest.raises(ColumnError, match="no column 'z'"):
-        cache.get(torch.tensor([1]), ["x", "z"])
-    with pytest.raises(CacheError, match="unknown missing='zero'"):
-        cache.get(torch.tensor([1]), missing="zero")
-    with pytest.raises(TypeError, match="slice indices must be integers"):
-        cache["a":"b"]
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_hot_rows_land_where_they_are_wanted(folder, no_other, device):
-    found = no_other(hot(folder)).get([7, 0], device=device)
-
-    assert {device} == {value.device.type for value in found.values()}
-    assert [(2, 3, 2), (2,), (2, 5)] == [tuple(value.shape) for value in found.values()]
+@pytest.mark.parametrize(
+    ("index", "how", "error", "words"),
+    [
+        (True, {}, RowIndexError, ""),
+        ([True] * 3, {}, RowIndexError, ""),
+        ([1 << 70], {}, RowIndexError, ""),
+        ([-ROWS - 1], {}, RowIndexError, "row -41 is out of range for a cache of 40 rows"),
+        (torch.tensor([1]), {"columns": ["x", "z"]}, ColumnError, "no column 'z'"),
+        (torch.tensor([1]), {"missing": "zero"}, CacheError, "unknown missing='zero'"),
+        (slice("a", "b"), {}, TypeError, "slice indices must be integers"),
+    ],
+)
+def test_errors_are_the_same_for_hot_rows(folder, index, how, error, words):
+    with pytest.raises(error, match=words):
+        hot(folder).get(index, **how)
 
 
 def test_names_that_can_be_gone_through_once_are_not_used_up(folder):
     cache = hot(folder)
 
-    for number in (2, -1):  # a negative index does not take the short path
+    for number in (2, -1):
         assert ["y", "x"] == list(cache.get(torch.tensor([number]), (name for name in ["y", "x"])))
-
-
-def test_a_batch_is_the_callers(folder):
-    cache = hot(folder)
-
-    for index in (torch.tensor([4, 5]), slice(4, 6)):
-        batch = cache[index]
-        for value in batch.values():
-            value.zero_()
-
-    assert torch.equal(values([4, 5])["x"], cache[4:6]["x"])
 
 
 @pytest.mark.parametrize("mode", ["inference", "fake", "default device", "no_grad"])
@@ -259,10 +179,10 @@ def test_rows_not_in_memory_are_read_from_the_disk(folder, monkeypatch):
         assert torch.equal(values([3, 30])["x"], cache[rows]["x"])
 
         assert announced
-        assert cache._store.warm.take(rows, None) is None
+        assert cache._store._files["x"].rowfile.mapped is not None
         patch.setattr(rowfile, "cached_bytes", lambda *_: 0)
         cache[rows]
-    assert cache._store.warm is None  # the file is no longer mapped
+    assert cache._store._files["x"].rowfile.mapped is None
     assert torch.equal(values([3, 30])["x"], cache[rows]["x"])
 
 
@@ -309,8 +229,8 @@ def test_rows_whose_writing_failed_before_it_began_are_missing_and_not_left_out(
     assert [39, 3] == reader[torch.tensor([39, 3])]["y"].tolist()
 
 
-def test_long_runs_are_copied_by_a_system_call_and_are_the_same(folder, no_other, monkeypatch):
-    cache, runs = no_other(hot(folder)), []
+def test_long_runs_are_copied_by_a_system_call_and_are_the_same(folder, monkeypatch):
+    cache, runs = hot(folder), []
     monkeypatch.setattr(rowfile, "_LONG", 60)  # bytes
     read_run = rowfile.read_run
     monkeypatch.setattr(rowfile, "read_run", lambda *given: (runs.append(given[2]), read_run(*given)))

@@ -8,6 +8,7 @@ import torch
 
 from offload import OffloadedTensor, TensorCache
 from tests.cache.stores import StoreTests
+from tests.page_cache import made_hot
 
 
 class TestInMemory(StoreTests):
@@ -66,3 +67,12 @@ class TestFolderToRead(StoreTests):
     def make(folder: Path, tensors: dict[str, torch.Tensor]) -> TensorCache:
         TestFolderToWrite.make(folder, tensors).close()
         return TensorCache.from_disk(folder / "cache")
+
+
+class TestFolderInMemory(StoreTests):
+    """All rows come out of mappings."""
+
+    @staticmethod
+    def make(folder: Path, tensors: dict[str, torch.Tensor]) -> TensorCache:
+        made_hot(cache := TestFolderToRead.make(folder, tensors))
+        return cache

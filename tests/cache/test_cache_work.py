@@ -143,7 +143,7 @@ def test_a_file_of_which_a_part_is_not_in_memory_is_not_mapped(tmp_path, monkeyp
 
     assert torch.equal(rows, cache[rows]["x"][:, 7])
     assert (256 if absent == 5 else 200) == len(places) == len(set(places))
-    assert {512 * 8192 // 256} == {later - place for place, later in pairwise(places)}
+    assert {512 * 8192 // 256} == {place - later for place, later in pairwise(places)}  # from the end
     assert (absent == 6) == (cache._store._files["x"].rowfile.mapped is None)
 
 
