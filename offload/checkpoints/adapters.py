@@ -27,9 +27,7 @@ def has_adapter(folder: Path) -> bool:
 def base_of(folder: Path) -> str | None:
     """The folder or name of the model that a lone adapter belongs to; None for a folder with a model, or no adapter.
 
-    Raises:
-        CheckpointError: the adapter does not name it.
-        CorruptFileError: its configuration is damaged.
+    Raises `CheckpointError` if the adapter does not name it; `CorruptFileError` if its configuration is damaged.
     """
     if not has_adapter(folder) or (is_file(folder / "config.json") and _has_weights(folder)):
         return None

@@ -289,8 +289,7 @@ def _open_distributed(folder: Path) -> Checkpoint:
 def open_archives(folder: Path, name: str, places: Mapping[str, tuple[int, int]]) -> TensorFile:
     """A file with values of many processes, one archive after the other.
 
-    Raises:
-        MissingFileError, CorruptFileError, ReadError, CheckpointError
+    Raises `MissingFileError`, `CorruptFileError`, `ReadError`, `CheckpointError`.
     """
     try:
         return TensorFile.of_archives(folder / name, places)

@@ -69,8 +69,7 @@ def refuse_more_layers(settings: Settings, stored: int, path: Path) -> None:
         stored: how many values there are.
         path: of the checkpoint.
 
-    Raises:
-        CheckpointError
+    Raises `CheckpointError`.
     """
     most = max(stored, _MOST_LAYERS)
     left: list[tuple[str, Any]] = [("", settings)]
@@ -175,8 +174,7 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
     Args:
         trust_remote_code: whether code in the folder may run.
 
-    Raises:
-        CheckpointError: there is none that can be loaded.
+    Raises `CheckpointError` if there is none that can be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -228,22 +226,14 @@ class Companions:
     old: tuple[Path, ...]
 
     def put(self, folder: Path) -> None:
-        """Write the new ones, each as a whole, and remove the old ones.
-
-        Raises:
-            WriteError
-        """
+        """Write the new ones, each as a whole, and remove the old ones. Raises `WriteError`."""
         put_files(folder, self.new)
         for path in self.old:
             path.unlink(missing_ok=True)
 
 
 def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files, each as a whole.
-
-    Raises:
-        WriteError
-    """
+    """Write files, each as a whole. Raises `WriteError`."""
     for name, data in files.items():
         if "/" in name:
             made_folder((folder / name).parent)
@@ -260,9 +250,7 @@ def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mappin
         files: by name; None if nothing is known of the model, as for a state dict: then what is there stays.
         noted: the metadata of the existing checkpoint.
 
-    Raises:
-        ForeignFileError: there is a different configuration, or code, that offload did not write.
-        ReadError
+    Raises `ForeignFileError` if there is a different configuration, or code, that offload did not write; `ReadError`.
     """
     known = _hashes(noted)
     if files is None:

@@ -152,9 +152,7 @@ def source_of(source: Checkpoint, dtype: torch.dtype | None) -> ModelSource:
         source: of a model that is not quantized, or a GGUF file.
         dtype: of the floating-point values; None for the dtype they have, and for float32 where a GGUF file is packed.
 
-    Raises:
-        CheckpointError: no JSON in its `config.json`, or a GGUF file that transformers can't read.
-        ReadError
+    Raises `CheckpointError` if no JSON in its `config.json`, or a GGUF file that transformers can't read; `ReadError`.
     """
     if source.is_gguf:
         return _dequantized(source, dtype)
@@ -270,8 +268,7 @@ def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[P
 def target_outside(target: PathLike, *sources: PathLike) -> Path:
     """The path of a new folder, which is in none of the folders that are read.
 
-    Raises:
-        ForeignFileError: it is in one of them.
+    Raises `ForeignFileError` if it is in one of them.
     """
     path = absolute(target)
     around = next(
@@ -304,9 +301,7 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, *, is_dens
         dtype: what the configuration is to say, if given.
         is_dense: whether the configuration is to say nothing of quantization.
 
-    Raises:
-        CheckpointError: there is no JSON in `config.json`, or there is an adapter alone.
-        ReadError
+    Raises `CheckpointError` if there is no JSON in `config.json`, or there is an adapter alone; `ReadError`.
     """
     found: dict[str, bytes] = {}
     if not is_folder(source):
@@ -331,8 +326,7 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, *, is_dens
 def dtype_in(folder: Path) -> str | None:
     """The name of the dtype that a model's folder says it computes in.
 
-    Raises:
-        CheckpointError: there is no JSON in its `config.json`.
+    Raises `CheckpointError` if there is no JSON in its `config.json`.
     """
     path = folder / CONFIG
     found = _dtype_of(_read_config(path)) if is_file(path) else None

@@ -38,9 +38,8 @@ def paths_of_parts(file: TensorFile) -> list[Path]:
     Args:
         file: any of them.
 
-    Raises:
-        MissingFileError: a part is missing.
-        CheckpointError: the name of the file does not say which part it is.
+    Raises `MissingFileError` if a part is missing; `CheckpointError` if the name of the file does not say which part it
+    is.
     """
     count = file.header.metadata.get(PARTS, "1")
     if count in ("0", "1"):

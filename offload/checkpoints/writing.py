@@ -75,8 +75,7 @@ def write_checkpoint(
     Returns:
         The files with the weights, the index last.
 
-    Raises:
-        ForeignFileError, WriteError, ReadError: see `offload.save_checkpoint`.
+    Raises `ForeignFileError`, `WriteError`, `ReadError`, see `offload.save_checkpoint`.
     """
     files = _shards(contents, most)
     earlier = _earlier_in(folder, files, contents.sources)
@@ -175,9 +174,8 @@ def contents_of(
         discarded: of names with the same value, those that are only kept if there is no other.
         metadata: of the files that the tensors are from.
 
-    Raises:
-        ArgumentTypeError, ArgumentError: a name or a value can't be in such a file.
-        UnsupportedOpError, UnknownSubclassError: a value can't be stored.
+    Raises `ArgumentTypeError`, `ArgumentError` if a name or a value can't be in such a file; `UnsupportedOpError`,
+    `UnknownSubclassError` if a value can't be stored.
     """
     for name, tensor in tensors.items():
         _check(name, tensor)
@@ -348,8 +346,7 @@ def _earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterab
         files: that it would have.
         sources: the files that its values come from, by name.
 
-    Raises:
-        ForeignFileError: files there are not ours, or live tensors refer to them.
+    Raises `ForeignFileError` if files there are not ours, or live tensors refer to them.
     """
     found = [path for path in (folder / _INDEX, folder / _SINGLE) if is_there(path)]
     with reading(folder):
@@ -372,8 +369,7 @@ def _notes_in(earlier: Iterable[Path]) -> dict[str, str]:
 def _remove_earlier(paths: Iterable[Path]) -> None:
     """Remove files of the earlier checkpoint; the index durably, before any shard that it names.
 
-    Raises:
-        WriteError
+    Raises `WriteError`.
     """
     for path in paths:
         try:

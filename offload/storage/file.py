@@ -71,9 +71,8 @@ class FormatReader(Protocol):
     def read_header(self, file: BinaryIO, size: int, /) -> Header:
         """The checked header of a file of `size` bytes; no value is read.
 
-        Raises:
-            CorruptFileError: it is incomplete or damaged.
-            CheckpointError: it is not opened: it holds code, or no tensors by name, or a package is missing.
+        Raises `CorruptFileError` if it is incomplete or damaged; `CheckpointError` if it holds code, or no tensors by
+        name, or a package is missing.
         """
 
 
@@ -234,9 +233,8 @@ class TensorFile:
             flags: for `os.open`; must not create or truncate.
             settled: also refuse a file whose modification time has changed; False for files that we write to.
 
-        Raises:
-            MissingFileError, CorruptFileError, ReadError: the file can't be opened.
-            ChangedFileError: there is another file now.
+        Raises `MissingFileError`, `CorruptFileError`, `ReadError` if the file can't be opened; `ChangedFileError` if
+        there is another file now.
         """
         opened = open_regular(self.path, flags)
         with closed_on_error(opened), reading(self.path):
@@ -255,10 +253,7 @@ class TensorFile:
         return part
 
     def tensor(self, entry: Entry, *, shared: bool) -> torch.Tensor:
-        """The value of one entry, over its storage.
-
-        Raises: as `descriptor`.
-        """
+        """The value of one entry, over its storage. Raises: as `descriptor`."""
         empty = torch.empty(0, dtype=entry.layout.dtype, device="cpu")
         return empty.set_(self.storage(entry, shared=shared), 0, entry.layout.shape, entry.layout.stride)
 
@@ -267,10 +262,7 @@ class TensorFile:
         self._private = self._shared = None
 
     def mapped(self, *, shared: bool) -> torch.UntypedStorage:
-        """The whole file, mapped once.
-
-        Raises: as `descriptor`.
-        """
+        """The whole file, mapped once. Raises: as `descriptor`."""
         mapped = self.mapping(shared=shared)
         if mapped is not None:
             return mapped
@@ -300,9 +292,7 @@ class TensorFile:
 def file_of_ours(path: Path) -> TensorFile | None:
     """The file of tensors at `path`, if `offload` wrote it; None for a link, and for what others wrote.
 
-    Raises:
-        MissingFileError: there is nothing.
-        ReadError: the system does not tell what is there.
+    Raises `MissingFileError` if there is nothing; `ReadError` if the system does not tell what is there.
     """
     if not _is_link(path):
         with suppress(CorruptFileError, CheckpointError, UnsupportedTorchError):

@@ -55,9 +55,7 @@ def recognizes(start: bytes) -> bool:
 def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 
-    Raises:
-        CorruptFileError: it is incomplete.
-        CheckpointError: the `gguf` package is not installed.
+    Raises `CorruptFileError` if it is incomplete; `CheckpointError` if the `gguf` package is not installed.
     """
     reader, metadata = _opened(file)
     entries: dict[str, Entry] = {}

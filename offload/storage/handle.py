@@ -196,9 +196,8 @@ class Handle:
 
         A composed value is computed, which reads all of it.
 
-        Raises:
-            MissingFileError, ChangedFileError, CorruptFileError: the file has changed.
-            ReadError: it can't be read at the moment.
+        Raises `MissingFileError`, `ChangedFileError`, `CorruptFileError` if the file has changed; `ReadError` if it
+        can't be read at the moment.
         """
         source, base = self.source, self._base  # in this order: see `set_source`
         if base is not None:

@@ -88,8 +88,7 @@ def recognizes(_: bytes) -> bool:
 def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 
-    Raises:
-        CorruptFileError: it is incomplete or damaged, or another kind of file.
+    Raises `CorruptFileError` if it is incomplete or damaged, or another kind of file.
     """
     length = header_length(file.read(_LENGTH.size), size)
     return parse(file.read(length), size)
@@ -98,8 +97,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 def header_length(prefix: bytes, size: int) -> int:
     """The length of the JSON in bytes, from the first 8 bytes of a file of `size` bytes.
 
-    Raises:
-        CorruptFileError: this is not the start of a safetensors file.
+    Raises `CorruptFileError` if this is not the start of a safetensors file.
     """
     if not size:
         raise CorruptFileError("it is empty")
@@ -133,8 +131,7 @@ class Head:
 def parse(text: bytes, size: int) -> Header:
     """The checked header of a file of `size` bytes whose JSON is `text`.
 
-    Raises:
-        CorruptFileError: the JSON is not a header, or does not match the file's size.
+    Raises `CorruptFileError` if the JSON is not a header, or does not match the file's size.
     """
     raw = _json_object(text)
     metadata = raw.pop("__metadata__", {})
@@ -174,9 +171,7 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Json], metadata: Ma
 
     `notes` go into the `offload` metadata, `metadata` beside it.
 
-    Raises:
-        UnsupportedOpError: a dtype can't be stored.
-        ValueError: no tensor can have such a shape.
+    Raises `UnsupportedOpError` if a dtype can't be stored; `ValueError` if no tensor can have such a shape.
     """
     values: dict[str, dict[str, Json]] = {}
     specs: dict[str, Json] = {}

@@ -165,9 +165,8 @@ def decode(node: Node, tensor: Callable[[str, Json], torch.Tensor], class_named:
         tensor: returns a tensor, given the kind of its node and the node's content.
         class_named: returns the class with a name, or raises.
 
-    Raises:
-        UnknownTypeError: a class can't be built from the fields that were saved.
-        CorruptFileError: it is not a valid node.
+    Raises `UnknownTypeError` if a class can't be built from the fields that were saved; `CorruptFileError` if it is not
+    a valid node.
     """
 
     def value(node: Node) -> Any:

@@ -73,8 +73,7 @@ def make(
         exist_ok: whether to replace a file that an earlier tensor left under that name.
         take: called with the file once it is in place; by default, `handle.own`.
 
-    Raises:
-        NameInUseError, ForeignFileError, WriteError
+    Raises `NameInUseError`, `ForeignFileError`, `WriteError`.
     """
     noted, is_named = {**(notes or {}), "name": handle.name}, handle.folder is not None
     with (
@@ -183,9 +182,8 @@ def open_value(file: TensorFile, key: str, offload_dir: Folder = None) -> Handle
 def open_owned(file: TensorFile, name: str) -> Handle:
     """The value of a file of ours in a user's folder, opened for writing.
 
-    Raises:
-        NameInUseError: a live tensor is stored there.
-        ForeignFileError: `offload` did not write that file, or the path is a symlink.
+    Raises `NameInUseError` if a live tensor is stored there; `ForeignFileError` if `offload` did not write that file,
+    or the path is a symlink.
     """
     if file.path.is_symlink():
         raise ForeignFileError(
@@ -201,8 +199,7 @@ def open_owned(file: TensorFile, name: str) -> Handle:
 def switch_to(handle: Handle, file: TensorFile) -> None:
     """Continue with a file of ours that is where the first write would put one.
 
-    Raises:
-        NameInUseError: a live tensor is stored there.
+    Raises `NameInUseError` if a live tensor is stored there.
     """
     with handle.lock, _claimed(handle):
         handle.own(file)
@@ -214,8 +211,7 @@ def switch_to(handle: Handle, file: TensorFile) -> None:
 def open_stored(handle: Handle, mark: str) -> bool:
     """Switch to the file in the named folder in which a composed value with this mark was stored, if there is one.
 
-    Raises:
-        ReadError: it can't be read at the moment.
+    Raises `ReadError` if it can't be read at the moment.
     """
     file = _stored(handle)
     if file is None or file.notes.get(MADE_OF) != mark:
@@ -331,9 +327,8 @@ def _copy(handle: Handle, other: Handle) -> None:
 def replace_whole(handle: Handle, tensor: torch.Tensor, notes: Notes = None) -> None:
     """Make `tensor` (of any shape and dtype) the whole value, atomically; `notes` go into the file's header.
 
-    Raises:
-        WriteError, ForeignFileError, NameInUseError: the old value is kept.
-        UnsupportedOpError: the file may only be written in place.
+    Raises `WriteError`, `ForeignFileError`, `NameInUseError`, and the old value is kept; `UnsupportedOpError` if the
+    file may only be written in place.
     """
     source = getattr(handle, "source", None)
     if source is not None and source.in_place:
@@ -350,8 +345,7 @@ def replace_by_zeros(handle: Handle, layout: Layout, parts: Iterable[tuple[int, 
 
     `parts` are the non-zero parts: plain tensors, each with its byte offset in the value.
 
-    Raises:
-        WriteError: the old value is kept.
+    Raises `WriteError`, and the old value is kept.
     """
 
     def take(file: TensorFile) -> None:

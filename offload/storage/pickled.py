@@ -90,9 +90,8 @@ def recognizes(start: bytes) -> bool:
 def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 
-    Raises:
-        CorruptFileError: it is incomplete or damaged.
-        CheckpointError: it contains code, has an old or foreign form, or has no named tensors.
+    Raises `CorruptFileError` if it is incomplete or damaged; `CheckpointError` if it contains code, has an old or
+    foreign form, or has no named tensors.
     """
     with no_functions(), no_modes():
         saved, pieces, records, metadata = _read(file, size)
@@ -426,9 +425,7 @@ class NotedObject:
 def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
     """The content of a pickle, with objects of the listed classes (names per module) as notes of classes of that name.
 
-    Raises:
-        CheckpointError: it names anything else except a dtype.
-        CorruptFileError: it is cut off or damaged.
+    Raises `CheckpointError` if it names anything else except a dtype; `CorruptFileError` if it is cut off or damaged.
     """
     known = {(module, name): type(name, (NotedObject,), {}) for module, names in classes.items() for name in names}
 

@@ -60,8 +60,7 @@ def replacing(
         size: bytes to reserve, so that a full disk is an error before anything is written.
         place, durable, placed: as for `replacing_all`.
 
-    Raises:
-        WriteError: the disk is full, the folder is read-only...
+    Raises `WriteError` if the disk is full, the folder is read-only...
     """
     with (
         replacing_all([path], size, place=place, durable=durable, placed=placed) as new,
@@ -90,8 +89,7 @@ def replacing_all(
         durable: whether all of it survives a power cut once the block has ended.
         placed: called as soon as all is in place: from then on no error removes it.
 
-    Raises:
-        WriteError
+    Raises `WriteError`.
     """
     *others, last = paths
     with writing(last.parent if others else last, size, place):
@@ -138,21 +136,13 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def is_filled(path: Path) -> bool:
-    """Whether something other than an empty folder is there.
-
-    Raises:
-        ReadError
-    """
+    """Whether something other than an empty folder is there. Raises `ReadError`."""
     with reading(path):
         return is_there(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir()))
 
 
 def refuse_filled(path: Path) -> None:
-    """
-    Raises:
-        ForeignFileError: something other than an empty folder is there.
-        ReadError
-    """
+    """Raises `ForeignFileError` if something other than an empty folder is there; `ReadError`."""
     if is_filled(path):
         raise ForeignFileError(f"{path} exists, and is not an empty folder: take another one, or remove it first")
 
@@ -166,9 +156,7 @@ def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], obje
         size: bytes to be written, for errors.
         refuse: checks what is there, before and after the block; the default accepts only an empty folder.
 
-    Raises:
-        ForeignFileError: what is there must not be replaced.
-        WriteError
+    Raises `ForeignFileError` if what is there must not be replaced; `WriteError`.
     """
     refuse(path)
     made_folder(path.parent, size)
@@ -184,8 +172,7 @@ def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) ->
 
     Without `durable`, a power cut may leave it torn until it is synced.
 
-    Raises:
-        WriteError: the disk is full, the folder is read-only...
+    Raises `WriteError` if the disk is full, the folder is read-only...
     """
     with replacing(path, len(data), durable=durable) as (fd, _):
         write_all(fd, memoryview(data), 0)
@@ -248,8 +235,7 @@ def made_folder(folder: Path, size: int = 0) -> None:
 
     `size` is what will be written, for errors.
 
-    Raises:
-        WriteError
+    Raises `WriteError`.
     """
     with writing(folder, size):
         create_folder(folder)
@@ -274,26 +260,21 @@ def create_folder(folder: Path) -> None:
 def temporary_for(path: Path) -> Path:
     """An unused temporary name beside `path`; what a killed process leaves under it is swept.
 
-    Raises:
-        WriteError: the system does not tell which process this is.
+    Raises `WriteError` if the system does not tell which process this is.
     """
     with writing(path):
         return path.with_name(temporary_name())
 
 
 def temporary_name(prefix: str = TEMPORARY) -> str:
-    """
-    Raises:
-        OSError: the system does not tell which process this is.
-    """
+    """Raises `OSError` if the system does not tell which process this is."""
     return f"{prefix}{process_tag()}-{secrets.token_hex(4)}"
 
 
 def sweep(folder: Path, prefix: str = TEMPORARY) -> None:
     """Remove the temporary files and folders that killed processes left in a folder.
 
-    Raises:
-        OSError: it can't be listed.
+    Raises `OSError` if it can't be listed.
     """
     with os.scandir(folder) as items:
         found = [Path(item.path) for item in items if item.name.startswith(prefix)]
@@ -325,8 +306,7 @@ def remove(path: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Remove a folder of ours; its name disappears first, so that no half-removed folder is ever seen there.
 
-    Raises:
-        OSError: it could not be removed.
+    Raises `OSError` if it could not be removed.
     """
     aside = temporary_for(path)
     try:
@@ -340,8 +320,7 @@ def remove_folder(path: Path) -> None:
 def sync_whole(folder: Path) -> None:
     """Make a folder with all that is in it survive a power cut, whoever wrote it: other packages do not sync files.
 
-    Raises:
-        WriteError: the disk failed.
+    Raises `WriteError` if the disk failed.
     """
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
@@ -372,8 +351,7 @@ def sync_folder(folder: Path) -> None:
 def process_tag() -> str:
     """`machine-pid-start` of the running process, in letters and digits.
 
-    Raises:
-        OSError: the system does not tell, because too many files are open, for example.
+    Raises `OSError` if the system does not tell, because too many files are open, for example.
     """
     return _tag(os.getpid())
 

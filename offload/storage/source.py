@@ -93,19 +93,12 @@ class Stored:
 
     @classmethod
     def of_others(cls, file: TensorFile, name: str, part: Entry | None = None) -> Stored:
-        """
-        Raises:
-            KeyError: the file has no such value.
-            CorruptFileError: torch can't read it.
-        """
+        """Raises `KeyError` if the file has no such value; `CorruptFileError` if torch can't read it."""
         return cls(file, name, *_described(file, name, part), part=part)
 
     @classmethod
     def of_ours(cls, file: TensorFile, name: str, *, in_place: bool = False) -> Stored:
-        """
-        Raises:
-            KeyError: the file has no such value.
-        """
+        """Raises `KeyError` if the file has no such value."""
         return cls(file, name, *_described(file, name), owned=True, in_place=in_place, has_holes=in_place)
 
     @property
@@ -125,9 +118,7 @@ class Stored:
     def map(self) -> torch.Tensor:
         """The value as a plain tensor over the mapped file: shared if it is ours, otherwise copy-on-write.
 
-        Raises:
-            MissingFileError, CorruptFileError, ReadError
-            ChangedFileError: another file is there by now.
+        Raises `MissingFileError`, `CorruptFileError`, `ReadError`; `ChangedFileError` if another file is there by now.
         """
         if not self.owned:
             self.file.check()
@@ -164,10 +155,7 @@ class Composed:
         return cls(composed, composed.file, composed.layout, composed.subclass)
 
     def map(self) -> torch.Tensor:
-        """The value, computed; all of its sources are read.
-
-        Raises: as `Stored.map`.
-        """
+        """The value, computed; all of its sources are read. Raises: as `Stored.map`."""
         return self.composed.value()
 
 

@@ -46,11 +46,7 @@ class Kind:
 
 
 def write_state(path: Path, kind: Kind, content: Mapping[str, Json]) -> None:
-    """Put a file of ours in place as a whole.
-
-    Raises:
-        WriteError
-    """
+    """Put a file of ours in place as a whole. Raises `WriteError`."""
     put_file(path, (json.dumps({**kind.stamp, **content}, indent=kind.indent) + "\n").encode())
 
 
@@ -78,8 +74,7 @@ def read_state(path: Path, kind: Kind) -> dict[str, Json]:
 def state_if_ours(path: Path, kind: Kind) -> dict[str, Json] | None:
     """Like `read_state`; None if there is no such file, or one of another kind or version.
 
-    Raises:
-        ReadError: it can't be read at the moment.
+    Raises `ReadError` if it can't be read at the moment.
     """
     try:
         return read_state(path, kind)

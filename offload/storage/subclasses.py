@@ -120,8 +120,7 @@ def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
 
     Attributes that begin with an underscore are marks and caches, and may be left out.
 
-    Raises:
-        UnknownSubclassError: its class can't be flattened, is not on the allow-list, or leaves attributes out.
+    Raises `UnknownSubclassError` if its class can't be flattened, is not on the allow-list, or leaves attributes out.
     """
     kind = type(tensor)
     if kind in _PLAIN or _word(kind) in _NUMBERS_ALONE:
@@ -144,8 +143,7 @@ def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
 def extras_of(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes set on a tensor; for a wrapper subclass, only those that rebuilding it does not set.
 
-    Raises:
-        UnknownSubclassError: it can't be rebuilt.
+    Raises `UnknownSubclassError` if it can't be rebuilt.
     """
     noted: dict[str, Any] = vars(tensor)
     if type(tensor) in _PLAIN or not noted:
@@ -206,11 +204,7 @@ def with_inner(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tens
 
 
 def layout_from(spec: Json) -> Layout:
-    """The dtype, shape and strides of the rebuilt tensor.
-
-    Raises:
-        CorruptFileError: it is malformed.
-    """
+    """The dtype, shape and strides of the rebuilt tensor. Raises `CorruptFileError` if it is malformed."""
     try:
         dtype = dtype_named(spec["dtype"])
         layout = None if dtype is None else layout_as(dtype, spec["shape"], spec["stride"])
@@ -224,9 +218,8 @@ def layout_from(spec: Json) -> Layout:
 def unflatten(values: Mapping[str, torch.Tensor], spec: SubclassSpec, name: str) -> torch.Tensor:
     """The tensor that `flatten` took apart.
 
-    Raises:
-        UnknownSubclassError: its class is not on the allow-list.
-        CorruptFileError: an inner tensor is missing, or `spec` is malformed.
+    Raises `UnknownSubclassError` if its class is not on the allow-list; `CorruptFileError` if an inner tensor is
+    missing, or `spec` is malformed.
     """
     try:
         rebuilt = _rebuilt(values, spec, name)

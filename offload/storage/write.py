@@ -63,9 +63,8 @@ def put_values(
     `notes` are as for `header.build`; with `durable`, it survives a power cut. `take` is called with the file as soon
     as it is at `path`: from then on no error removes it.
 
-    Raises:
-        ForeignFileError: there is a file that `offload` did not write.
-        WriteError: the disk is full, the folder is read-only...
+    Raises `ForeignFileError` if there is a file that `offload` did not write; `WriteError` if the disk is full, the
+    folder is read-only...
     """
     head = build(layouts, notes)
 
@@ -104,8 +103,7 @@ def write_beside(
 
     `notes` and `metadata` are as for `header.build`.
 
-    Raises:
-        WriteError: the disk is full, the folder is read-only...
+    Raises `WriteError` if the disk is full, the folder is read-only...
     """
     head = build(layouts, notes or {}, metadata)
     with writing(path, head.size), new_file(temporary, head.size, like=path) as fd:
@@ -176,9 +174,7 @@ def write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
 def refuse_foreign(path: Path, kind: Kind | bytes | None = None, why: str = _FOREIGN) -> None:
     """Do nothing if the place is free or holds a file that `offload` wrote; `kind` is as for `is_ours`.
 
-    Raises:
-        ForeignFileError: there is another file.
-        ReadError: the system does not tell what is there.
+    Raises `ForeignFileError` if there is another file; `ReadError` if the system does not tell what is there.
     """
     with suppress(MissingFileError):  # also if it was removed just now
         if not is_ours(path, kind):
@@ -199,8 +195,7 @@ def refuse_earlier(path: Path, name: str) -> None:
 def fill_holes(fd: int, size: int) -> None:
     """Allocate the missing blocks of a file of `size` bytes, in place.
 
-    Raises:
-        OSError: the disk is full, or this file system can't allocate them.
+    Raises `OSError` if the disk is full, or this file system can't allocate them.
     """
     if os.fstat(fd).st_blocks * 512 < size:
         os.posix_fallocate(fd, 0, size)

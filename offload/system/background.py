@@ -48,8 +48,7 @@ class Background(ABC, Generic[Work]):
     def wake(self) -> None:
         """Announce new work. Called under the lock.
 
-        Raises:
-            RuntimeError: the interpreter is shutting down and starts no more threads.
+        Raises `RuntimeError` if the interpreter is shutting down and starts no more threads.
         """
         if self.thread is None or not self.thread.is_running:
             self.thread = Worker(self._run, self._name)

@@ -36,8 +36,7 @@ class Worker(threading.Thread):
     def begin(self) -> None:
         """Begin it, without waiting until it runs.
 
-        Raises:
-            RuntimeError: the system has no more threads, or the interpreter is shutting down.
+        Raises `RuntimeError` if the system has no more threads, or the interpreter is shutting down.
         """
         try:
             self._is_running = True

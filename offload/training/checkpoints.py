@@ -246,8 +246,7 @@ class _States:
 def _read(checkpoint: Path) -> _States:
     """A whole checkpoint, its tensors on disk.
 
-    Raises:
-        CheckpointError, CorruptFileError, MissingFileError: it is incomplete.
+    Raises `CheckpointError`, `CorruptFileError`, `MissingFileError` if it is incomplete.
     """
     try:
         read_state(checkpoint / MANIFEST, _KIND)  # refuses other trees

@@ -299,8 +299,7 @@ def _steps_one_by_one(kind: type[Optimizer]) -> bool:
 def _own_step(optimizer: Optimizer) -> dict[str, Any]:
     """A `step` that a learning-rate scheduler set on the optimizer, which would call the previous class's.
 
-    Raises:
-        UnsupportedOpError: it was not set by a scheduler.
+    Raises `UnsupportedOpError` if it was not set by a scheduler.
     """
     replaced = vars(optimizer).get("step")
     if replaced is None:

@@ -200,8 +200,7 @@ def _kind_of(tensor: torch.Tensor, way: Way) -> str:
 def _alone_in(folder: Path) -> Iterator[None]:
     """Only one process at a time saves in a folder, where folders can be locked.
 
-    Raises:
-        WriteError: another process is saving.
+    Raises `WriteError` if another process is saving.
     """
     with locked_folder(folder, wait=False) as is_alone:
         if not is_alone:
@@ -286,8 +285,7 @@ def _manifest(folder: Path) -> dict[str, Json]:
 def _files_that_stand(folder: Path, kind: Kind) -> set[str]:
     """The files of the current tree in a folder, if there is one.
 
-    Raises:
-        ForeignFileError: it is not a tree of this kind.
+    Raises `ForeignFileError` if it is not a tree of this kind.
     """
     path = folder / MANIFEST
     if not is_there(path):

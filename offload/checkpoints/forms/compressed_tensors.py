@@ -118,8 +118,7 @@ def _read(settings: Settings) -> tuple[_Scheme, ...]:
 def _scheme_of(pieces: Pieces) -> _Scheme:
     """The scheme of a layer: that of the most specific matching group. Classes of layers are not known here.
 
-    Raises:
-        CheckpointError: groups that differ may be meant.
+    Raises `CheckpointError` if groups that differ may be meant.
     """
     name = pieces.name.removesuffix("weight").removesuffix(".")
     schemes: tuple[_Scheme, ...] = pieces.settings

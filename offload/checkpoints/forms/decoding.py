@@ -141,8 +141,7 @@ def decoded(
         shape: of the dense value.
         dtype: of the dense value, if the decoder leaves the last rounding to a copy.
 
-    Raises:
-        CheckpointError: the pieces have other numbers of rows, or can't be decoded.
+    Raises `CheckpointError` if the pieces have other numbers of rows, or can't be decoded.
     """
     granule, per = decoder.granule, decoder.per
     rows, *row = shape[1:] if stacked else shape
@@ -208,10 +207,7 @@ def number_rows(
 
 
 def read_now(piece: OffloadedTensor) -> torch.Tensor:
-    """The numbers of a small piece, which say how others are packed.
-
-    Raises: as `Handle.base`.
-    """
+    """The numbers of a small piece, which say how others are packed. Raises: as `Handle.base`."""
     with no_functions(), no_modes():
         return Piece(handle_of(piece), view_spec_of(piece)).value()
 

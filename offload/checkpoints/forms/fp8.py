@@ -62,8 +62,7 @@ def _block(
         shape: of the dense weight.
         block_size: the configuration's block size; without one, the scales must divide the weight evenly.
 
-    Raises:
-        CheckpointError: the scales are not those of such blocks.
+    Raises `CheckpointError` if the scales are not those of such blocks.
     """
     sides = shape[-2:]
     is_single = scales.dim() < 2 or scales.numel() == 1

@@ -96,8 +96,7 @@ def _stretch(config: Config, source: Checkpoint) -> None:
 
     Source: llama.cpp's `rope.scaling.*`; `rope_freqs.weight` has the factors of Llama 3.
 
-    Raises:
-        CheckpointError: the configuration can't say that.
+    Raises `CheckpointError` if the configuration can't say that.
     """
     said = {key.split(".rope.", 1)[1]: value for key, value in source.metadata.items() if any(map(key.count, ROPE))}
     names = [name for name in source if name.startswith("rope_")]
@@ -158,10 +157,7 @@ def _check_factors(config: Config, base: float, factors: torch.Tensor) -> None:
 
 
 def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Pretrained:
-    """The model in a file, on the meta device.
-
-    Raises: as `config_of`.
-    """
+    """The model in a file, on the meta device. Raises: as `config_of`."""
     config, _ = config_of(source.path)
     refuse_more_layers(config.to_dict(), len(source.keys()), source.path)
     with torch.device("meta"):
@@ -211,8 +207,7 @@ def as_saved(
         empty: the model, on the meta device.
         dtype: the requested one.
 
-    Raises:
-        CheckpointError: transformers treats this architecture in a way that is not supported here.
+    Raises `CheckpointError` if transformers treats this architecture in a way that is not supported here.
     """
     try:
         if is_new(source):

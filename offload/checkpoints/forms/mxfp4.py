@@ -45,12 +45,7 @@ def _weight(pieces: Pieces) -> OffloadedTensor | None:
 
 
 def _decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of inputs, in float32.
-
-    Args:
-        blocks: (blocks, outputs, 16) bytes.
-        scales: (blocks, outputs) bytes.
-    """
+    """Rows of inputs, in float32. `blocks`: (blocks, outputs, 16) bytes. `scales`: (blocks, outputs) bytes."""
     turned = blocks.transpose(1, 2).contiguous()  # (blocks, 16, outputs): pairs of input rows
     bits = torch.empty(len(blocks), _BLOCK // 2, 2, turned.shape[2], dtype=torch.int16, device=blocks.device)
     bits[:, :, 0].copy_(turned & 0x0F)

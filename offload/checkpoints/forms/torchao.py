@@ -111,8 +111,7 @@ def in_torchaos_form(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, tor
 
     The metadata can't represent names without a dot.
 
-    Raises:
-        UnknownSubclassError: torchao can't store a value's class.
+    Raises `UnknownSubclassError` if torchao can't store a value's class.
     """
     parts: dict[str, torch.Tensor] = {}
     notes: dict[str, str] = {}

@@ -91,8 +91,7 @@ def values_in(
         model: on the meta device; needed for a GGUF file, and for values in a form for modules of its own.
         dtype: the requested one, of what is mapped or for modules; None for the model's.
 
-    Raises:
-        CheckpointError: pieces are missing or do not match each other, or the form is not supported.
+    Raises `CheckpointError` if pieces are missing or do not match each other, or the form is not supported.
     """
     tensors = source.tensors(offload_dir)
     if source.is_gguf:
@@ -132,8 +131,7 @@ def refuse_scaled(
         unused: names in the checkpoint of which the model has no value.
         method: what the configuration says that the weights are packed by; None if nothing.
 
-    Raises:
-        CheckpointError
+    Raises `CheckpointError`.
     """
     for name, dtype in dtypes.items():
         layer = name.removesuffix("weight")
