@@ -28,7 +28,7 @@ from offload.storage.file import TensorFile, file_status
 from offload.storage.folders import discard
 from offload.storage.layout import Entry, Layout
 from offload.storage.mapping import addresses
-from offload.storage.source import MADE_OF, Composed, Composition, Source, Stored
+from offload.storage.source import MADE_OF, Composition, Source, Stored
 from offload.storage.subclasses import SubclassSpec, with_inner
 from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
@@ -170,7 +170,7 @@ class Handle:
     @classmethod
     def compose(cls, composed: Composition, name: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
         """A value that is computed at each read; its first write stores it in `offload_dir`."""
-        return cls(name, offload_dir, Composed.of(composed))
+        return cls(name, offload_dir, composed)
 
     @classmethod
     def shared(cls, file: TensorFile, name: str, folder: Path | None, *, in_place: bool = False) -> Handle:
@@ -213,7 +213,7 @@ class Handle:
                 and (source.owned or status.st_mtime_ns == known.modified)
             ):
                 return base
-        elif type(source) is Composed:
+        elif source.composed is not None:
             return source.map()
         return self._map()
 
@@ -261,7 +261,7 @@ class Handle:
     def another_base(self) -> torch.Tensor:
         """Like `base`, but a new tensor object over the file."""
         base, source = self.base(), self.source
-        if isinstance(source, Composed):
+        if isinstance(source, Composition):
             return base if source.subclass is None else with_inner(base, lambda inner: inner)
         with naming(self.name), no_functions(), no_modes():
             return source.map()
@@ -278,7 +278,7 @@ class Handle:
                 return self._addresses
         self.base()
         source = self.source
-        assert not isinstance(source, Composed)
+        assert isinstance(source, Stored)
         return source.bytes()
 
     def unmap(self) -> None:

@@ -31,7 +31,7 @@ from offload.storage.file import TensorFile, file_of_ours, value_of
 from offload.storage.folders import claim, claim_among_ranks, file_name, named_folder, release
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
-from offload.storage.source import MADE_OF, Composed, InBlocks, Stored
+from offload.storage.source import MADE_OF, Composition, InBlocks, Stored
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import (
     Fill,
@@ -305,17 +305,17 @@ def duplicate(handle: Handle) -> Handle:
 def _copy(handle: Handle, other: Handle) -> None:
     """Give `other` the value of `handle`, from file to file."""
     source, name = handle.source, other.name
-    if isinstance(source, Composed):
-        composed, layouts = source.composed, {name: source.layout}
-        if isinstance(composed, InBlocks):
-            make(other, layouts, from_values({name: composed.blocks()}, layouts))
+    if isinstance(source, Composition):
+        if isinstance(source, InBlocks):
+            layouts = {name: source.layout}
+            make(other, layouts, from_values({name: source.blocks()}, layouts))
         else:
-            replace_whole(other, composed.value())
+            replace_whole(other, source.value())
         return
     with handle.lock:
         handle.base()  # switches to the current file
         source = handle.source
-        assert not isinstance(source, Composed)
+        assert isinstance(source, Stored)
         notes = None if source.subclass is None else {"subclass": source.subclass}
         with naming(name), from_file(source.file, source.entries, settled=not source.owned) as fill:
             make(other, {entry.key: entry.layout for entry in source.entries}, fill, notes)

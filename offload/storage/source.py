@@ -9,9 +9,10 @@ Always true:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 
@@ -27,39 +28,55 @@ _CPU = torch.device("cpu")
 MADE_OF = "made of"  # a note in the file that stores a composed value: of what
 
 
-class Composition(Protocol):
-    """How a value is computed from other stored values, which must not be written to.
+class Composition(ABC):
+    """A value that is computed at each read from other stored values, which must not be written to.
 
     Attributes:
         layout: of the computed value.
         subclass: how to rebuild it if it is a tensor subclass; else None.
     """
 
+    __slots__ = ()
     layout: Layout
     subclass: SubclassSpec | None
+    extent = (0, 0)
+    owned = in_place = has_holes = False
 
     @property
+    def composed(self) -> Composition:
+        return self
+
+    @property
+    @abstractmethod
     def file(self) -> TensorFile:
         """The file of the first source value."""
 
+    @abstractmethod
     def value(self, view_spec: torch.Tensor | None = None, device: torch.device = _CPU) -> torch.Tensor:
         """The view that a meta tensor describes, or the whole, as a plain tensor: do not write to it or keep it.
 
-        Args:
-            device: where it is computed: only what is stored is sent there.
+        `device`: where it is computed: only what is stored is sent there.
         """
 
-    def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+    @abstractmethod
+    def reads(self, view_spec: torch.Tensor, /) -> Iterator[tuple[Handle, torch.Tensor]]:
         """The views of stored values from which the view that a meta tensor describes is computed, as they are read."""
 
-    def stands(self, view_spec: torch.Tensor, /) -> bool:
+    def stands(self, _: torch.Tensor, /) -> bool:
         """Whether the view that a meta tensor describes is stored as is, so that `value` maps it without computing."""
+        return False
+
+    def map(self) -> torch.Tensor:
+        """The value, computed; all of its sources are read."""
+        return self.value()
 
 
-@runtime_checkable
-class InBlocks(Composition, Protocol):
+class InBlocks(Composition):
     """A composed value that is a plain tensor and can be computed in parts."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def blocks(self) -> Iterator[torch.Tensor]:
         """Contiguous plain tensors that make up the whole in layout order; each is valid until the next one."""
 
@@ -129,37 +146,7 @@ class Stored:
             return unflatten(parts, self.subclass, self.name)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Composed:
-    """A value that is computed at each read.
-
-    Attributes:
-        composed: how.
-        file: of its first source.
-        layout, subclass, extent: as for a value in a file.
-    """
-
-    composed: Composition
-    file: TensorFile
-    layout: Layout
-    subclass: SubclassSpec | None
-    extent: tuple[int, int] = (0, 0)
-
-    owned: ClassVar[bool] = False
-    part: ClassVar[None] = None
-    in_place: ClassVar[bool] = False
-    has_holes: ClassVar[bool] = False
-
-    @classmethod
-    def of(cls, composed: Composition) -> Composed:
-        return cls(composed, composed.file, composed.layout, composed.subclass)
-
-    def map(self) -> torch.Tensor:
-        """The value, computed; all of its sources are read. Raises: as `Stored.map`."""
-        return self.composed.value()
-
-
-Source: TypeAlias = Stored | Composed
+Source: TypeAlias = Stored | Composition
 
 
 def _described(
@@ -172,8 +159,7 @@ def _described(
     with naming(name, file.path):
         subclass = file.notes.get("subclass")
         if subclass is None:
-            file.entry(name)  # raises
-            raise AssertionError(name)
+            raise AssertionError(file.entry(name))  # which raises
         layout, entries = layout_from(subclass), file.entries.values()
     start = min(entry.start for entry in entries)
     return layout, subclass, (start, max(entry.start + entry.layout.nbytes for entry in entries) - start)
