@@ -5,6 +5,8 @@ Always true:
 - a configuration that is written says that weights are quantized only if the ones beside it are
 - a file that offload did not write, or that was edited since, is never replaced or removed: the checkpoint stores a
   hash of each file it wrote
+- a folder with a configuration and weights is a model, with its adapter of peft if it has one; one without them, but
+  with an adapter, stands for the model that the adapter names, its base
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ from torch import nn
 
 from offload.annotations import Config, Pretrained, Settings
 from offload.checkpoints import log
-from offload.checkpoints.adapters import base_of
+from offload.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.importing import imported
 from offload.storage.layout import dtype_name
 from offload.storage.replacing import made_folder, put_file
-from offload.storage.state_file import MOST_JSON, parse_json
+from offload.storage.state_file import MOST_JSON, parse_json, read_json
 from offload.system.reasons import first_line, reading
 from offload.system.regular import is_file, is_folder, is_there, read_regular
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+_ADAPTER_CONFIG = "adapter_config.json"
+_BASE = "base_model_name_or_path"
 NOTE = "offload.companions"  # in the metadata of a safetensors file
 _OF_TOKENIZERS = (
     *("*token*.json", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
@@ -313,3 +317,52 @@ def _is_same_model(one: bytes, other: bytes) -> bool:
         return False
     keys = (first.keys() | second.keys()) - _SET_BY_SAVING
     return all(first.get(key) == second.get(key) for key in keys)
+
+
+# Adapters of peft, in a folder with or without their model
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether there is an adapter, with or without a model."""
+    return is_folder(folder) and is_file(folder / _ADAPTER_CONFIG)
+
+
+def base_of(folder: Path) -> str | None:
+    """The folder or name of the model that a lone adapter belongs to; None for a folder with a model, or no adapter.
+
+    Raises `CheckpointError` if the adapter does not name it; `CorruptFileError` if its configuration is damaged.
+    """
+    if not has_adapter(folder) or (is_file(folder / CONFIG) and _has_weights(folder)):
+        return None
+    found = read_json(folder / _ADAPTER_CONFIG, "the configuration of an adapter")
+    name = found.get(_BASE) if isinstance(found, dict) else None
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(
+            f"{folder} holds an adapter and no model, and its {_ADAPTER_CONFIG} does not name one as {_BASE}: load the "
+            "model that it was trained on, and the adapter with peft.PeftModel.from_pretrained(model, folder)"
+        )
+    return name
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        opened = open_checkpoint(folder)
+    except CheckpointError:
+        return False
+    return not all(file.path.name.startswith(ADAPTER) for value in opened.values() for file in value.files)
+
+
+def refuse_lone_adapter(folder: Path) -> None:
+    """Raises `CheckpointError` if there is an adapter, and no model."""
+    base = base_of(folder)
+    if base is not None:
+        raise CheckpointError(
+            f"{folder} holds an adapter and no model: write one with `offload merge-lora {base} {folder} TARGET`, or "
+            f"give the model, {base}"
+        )
+
+
+def adapter_files(folder: Path) -> dict[str, bytes]:
+    """The weights of the adapter in a folder, by the names of their files; empty without one."""
+    with reading(folder):
+        return {path.name: path.read_bytes() for path in folder.glob(f"{ADAPTER}*")} if has_adapter(folder) else {}

@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from offload.annotations import Json, Settings
-from offload.checkpoints.adapters import adapter_files, refuse_lone_adapter
 from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
-from offload.checkpoints.companions import CONFIG, companions_of, put_files
+from offload.checkpoints.companions import CONFIG, adapter_files, companions_of, put_files, refuse_lone_adapter
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import empty_model
 from offload.checkpoints.forms.torchao import PARTS_NOTE

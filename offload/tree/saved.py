@@ -8,6 +8,7 @@ Always true:
   tensors are views of, stay where they are, the others are removed
 - only two things are removed: tree files in numbered folders that no manifest names, and what a killed process left
 - no value is ever in memory as a whole
+- a tensor that is in several places has one name; a class is one of those passed in, or registered
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,16 +45,17 @@ from offload.storage.layout import dtype_name
 from offload.storage.nodes import Way, decode, encode, name_of, place_of
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
+from offload.storage.subclasses import registered
 from offload.system.locks import locked_folder
 from offload.system.reasons import short, writing
 from offload.system.regular import absolute, is_there
 from offload.tensor.arguments import checked_device, refuse_unstorable
-from offload.tensor.saved import files_of, write_dense, write_file
+from offload.tensor.saved import files_of, identity_of, write_dense, write_file
 from offload.tensor.views import handle_of, is_part, view_spec_of
 from offload.tensor.wrapper import dressed, is_offloaded, wrap_handle
-from offload.tree.structure import ROOT, Named, classes_among
 
 _log = logging.getLogger("offload.tree")
+ROOT = "tensor"  # the name of a tensor that is the whole tree
 MANIFEST = "tree.json"
 _VERSION = 1
 _NOTES = {"tree": _VERSION}  # what the files of a tree note in addition to their values
@@ -332,3 +335,58 @@ def _tree_of(
         raise UnknownTypeError(f"{folder / MANIFEST}: {error}") from error
     except CorruptFileError as error:
         raise CorruptFileError(f"{folder / MANIFEST} can't be used: {error}. Save the tree again.") from error
+
+
+# Names for tensors, and the classes that may be made
+
+
+@dataclass
+class Named:
+    """The tensors of a nest by name, each once.
+
+    Example:
+        >>> from offload.storage.nodes import encode
+        >>> named, one = Named(), torch.ones(1)
+        >>> encode([one, {"again": one, "sum": torch.zeros(1)}], lambda *found: {"tensor": named.name_for(*found)})
+        {'list': [{'tensor': '0'}, {'dict': {'again': {'tensor': '0'}, 'sum': {'tensor': '1.sum'}}}]}
+        >>> named.tensors
+        {'0': tensor([1.]), '1.sum': tensor([0.])}
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    _names: dict[Hashable, str] = field(default_factory=dict)
+
+    def name_for(self, tensor: torch.Tensor, way: Way) -> str:
+        """The path joined by dots; numbered if another path reads the same, or if it is not a valid name."""
+        same = identity_of(tensor)
+        if same not in self._names:
+            name, number = ".".join(way) or ROOT, 1
+            while name in self.tensors or name == "__metadata__":
+                number += 1
+                name = f"{'.'.join(way) or ROOT}~{number}"
+            self._names[same], self.tensors[name] = name, tensor
+        return self._names[same]
+
+
+def class_among(types: Iterable[type], name: str) -> type | None:
+    """The class with the full name; or the only one with that class name: its module may have been a script before."""
+    exact = [cls for cls in types if f"{cls.__module__}.{cls.__qualname__}" == name]
+    alike = [cls for cls in types if cls.__name__ == name.rpartition(".")[2]]
+    return exact[0] if exact else alike[0] if len(alike) == 1 else None
+
+
+def classes_among(types: Iterable[type]) -> Callable[[str], type]:
+    """What `decode` needs to find these classes, and registered ones, by name."""
+    known = tuple(types)
+
+    def class_named(word: str) -> type:
+        module, _, name = word.partition(":")
+        found = class_among(known, word.replace(":", ".")) or registered(module, name)
+        if found is None:
+            raise UnknownTypeError(
+                f"the tree holds a {name} (of {module}), and no such class was given: "
+                f"pass types=[{name.rpartition('.')[2]}], or call offload.register_subclass with it"
+            )
+        return found
+
+    return class_named

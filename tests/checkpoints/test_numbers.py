@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import offload
 from offload.checkpoints.forms.formats import unpacked
-from offload.checkpoints.forms.mxfp4 import _decode as _decode_mxfp4
+from offload.checkpoints.forms.fp8 import decode_mxfp4 as _decode_mxfp4
 from offload.checkpoints.forms.numbers import E2M1, numbers_of, of_halves, product
 from offload.storage.layout import contiguous
 from offload.tensor.recipes import Joined, Piece

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.annotations import Settings
-from offload.checkpoints.forms import bitsandbytes, compressed_tensors, fp8, integers, mxfp4
+from offload.checkpoints.forms import bitsandbytes, compressed_tensors, fp8, integers
 from offload.checkpoints.forms.decoding import Format, Pieces, Tensors, is_followed, method_of, unfit
 from offload.errors import CheckpointError
 from offload.system.reasons import short
@@ -31,7 +31,7 @@ FORMATS: dict[str, Format] = {  # by the method's name in a configuration
     "fbgemm_fp8": fp8.FBGEMM,
     "fp8": fp8.FORMAT,
     "gptq": integers.GPTQ,
-    "mxfp4": mxfp4.FORMAT,
+    "mxfp4": fp8.MXFP4,
     "mxfp8": fp8.FORMAT,
 }
 _LEFT_TO_TRANSFORMERS = ("bitnet", "metal", "torchao")

@@ -26,10 +26,9 @@ import numpy as np
 import torch
 
 from offload.annotations import Config, Kwargs, Pretrained, Settings
-from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint, with_other_parts
 from offload.checkpoints.companions import class_of, refuse_more_layers
 from offload.checkpoints.forms.decoding import read_now
-from offload.checkpoints.gguf_parts import with_other_parts
 from offload.errors import CheckpointError, OffloadError
 from offload.kernels.packed import GgufRows
 from offload.storage.file import TensorFile

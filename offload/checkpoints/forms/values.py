@@ -15,10 +15,10 @@ import torch
 
 from offload.annotations import Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
-from offload.checkpoints.forms.bitnet import for_modules
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.formats import unpacked
 from offload.checkpoints.forms.gguf import as_saved
+from offload.checkpoints.forms.integers import for_modules
 from offload.checkpoints.forms.packing import left_beside
 from offload.checkpoints.forms.torchao import PARTS_NOTE, rebuilt
 from offload.errors import CheckpointError
