@@ -267,20 +267,19 @@ class TensorFile:
         if mapped is not None:
             return mapped
         with _LOCK:  # two mappings would keep each other's pages in memory
-            return self.mapping(shared=shared) or self._make_mapping(shared=shared)
+            mapped = self.mapping(shared=shared)
+            if mapped is None:
+                with self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared) as opened:
+                    mapped = map_bytes(opened.fileno(), self.path, 0, self.identity.size, shared=shared)
+                if shared:
+                    self._shared = mapped
+                else:
+                    self._private = mapped
+            return mapped
 
     def mapping(self, *, shared: bool) -> torch.UntypedStorage | None:
         """The mapping of the whole file, if there is one already."""
         return self._shared if shared else self._private
-
-    def _make_mapping(self, *, shared: bool) -> torch.UntypedStorage:
-        with self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared) as opened:
-            mapped = map_bytes(opened.fileno(), self.path, 0, self.identity.size, shared=shared)
-        if shared:
-            self._shared = mapped
-        else:
-            self._private = mapped
-        return mapped
 
     def _changed(self) -> ChangedFileError:
         return ChangedFileError(

@@ -193,19 +193,15 @@ def file_name(name: str) -> str:
         raise ArgumentError("a tensor's name must not be empty: it is the name of its file")
     if name == _TAKEN:
         raise ArgumentError(f"a tensor can't be called {_TAKEN!r}, which safetensors files use for themselves")
-    stem = "".join(char if char in _PLAIN else _percent(char) for char in name)
+    try:
+        stem = "".join(char if char in _PLAIN else "".join(f"%{byte:02x}" for byte in char.encode()) for char in name)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"a tensor's name must be valid unicode, not {error.object!r}") from error
     if stem[0] == "." or stem.partition(".")[0] in _RESERVED:
         stem = f"%{ord(stem[0]):02x}{stem[1:]}"
     if len(stem) > _LONGEST:
         stem = f"{_cut(stem, _LONGEST - 34)}%~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
     return stem + SUFFIX
-
-
-def _percent(char: str) -> str:
-    try:
-        return "".join(f"%{byte:02x}" for byte in char.encode())
-    except UnicodeEncodeError as error:
-        raise ArgumentError(f"a tensor's name must be valid unicode, not {char!r}") from error
 
 
 def _cut(stem: str, length: int) -> str:

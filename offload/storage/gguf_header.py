@@ -20,23 +20,14 @@ import torch
 
 from offload.errors import CheckpointError, CorruptFileError
 from offload.storage.header import Header, is_unicode
-from offload.storage.layout import Entry, Layout, can_be_over, contiguous, is_countable
+from offload.storage.layout import TORCH_DTYPES, Entry, Layout, can_be_over, contiguous, is_countable
 from offload.system.reasons import short
 
 MAGIC = b"GGUF"
 ARCHITECTURE, PARTS, PART = "general.architecture", "split.count", "split.no"
 _METADATA = (ARCHITECTURE, "general.name", PARTS, PART)  # metadata that is kept, with what has one of the next words
 ROPE = (".rope.scaling.", ".rope.scale_")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+_DTYPES = {word: TORCH_DTYPES[word] for word in ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")}
 _MOST_ELEMENTS, _MOST_TENSORS = 1 << 25, 1 << 17  # more means a damaged header
 _LONGEST_ARRAY = 1024  # longest array, in elements, that slow readers get
 _TOKENS = "tokenizer.ggml.tokens"

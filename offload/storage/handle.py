@@ -221,7 +221,13 @@ class Handle:
         with self.lock, naming(self.name), no_functions(), no_modes():
             self._base = base = self._map_owned() if self.source.owned else self.source.map()
         if self.source.owned:
-            _keep_mapped(self)
+            with _LOCK:
+                _MAPPED.pop(id(self), None)
+                _MAPPED[id(self)] = weakref.ref(self)
+                while len(_MAPPED) > MOST_MAPPINGS:
+                    oldest = _MAPPED.pop(next(iter(_MAPPED)))()
+                    if oldest is not None:
+                        oldest.unmap()
         return base
 
     def _map_owned(self) -> torch.Tensor:
@@ -341,17 +347,6 @@ class Handle:
 
 def _another(file: TensorFile) -> ChangedFileError:
     return ChangedFileError(f"{file.path} is not the file that was opened: open it again")
-
-
-def _keep_mapped(handle: Handle) -> None:
-    """Record a mapping, and drop the oldest when there are too many."""
-    with _LOCK:
-        _MAPPED.pop(id(handle), None)
-        _MAPPED[id(handle)] = weakref.ref(handle)
-        while len(_MAPPED) > MOST_MAPPINGS:
-            found = _MAPPED.pop(next(iter(_MAPPED)))()
-            if found is not None:
-                found.unmap()
 
 
 _LOCK = fork_safe_lock()

@@ -177,7 +177,13 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Json], metadata: Ma
     specs: dict[str, Json] = {}
     end, begins = 0, {}
     for key, layout in layouts.items():
-        _refuse_unstorable(key, layout)
+        if not is_storable(layout.dtype):
+            raise UnsupportedOpError(
+                f"{key!r} is of {layout.dtype}, which is meaningless without its scale: dequantize() it"
+            )
+        itemsize = 1 if layout.overlaps else layout.dtype.itemsize
+        if not are_counts(list(layout.shape)) or not is_countable(layout.shape, itemsize):
+            raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: not the shape of a tensor")
         word, shape, note = _spec(layout)
         begins[key], end = end, end + layout.nbytes
         specs[key] = {"dtype": word, "shape": shape, "data_offsets": [begins[key], end]}
@@ -195,15 +201,6 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Json], metadata: Ma
 def is_standard(layout: Layout) -> bool:
     """Whether safetensors has a word for such values, so that any reader returns them as they are."""
     return not _spec(layout)[2]
-
-
-def _refuse_unstorable(key: str, layout: Layout) -> None:
-    if not is_storable(layout.dtype):
-        raise UnsupportedOpError(
-            f"{key!r} is of {layout.dtype}, which is meaningless without its scale: dequantize() it"
-        )
-    if not layout.is_possible:
-        raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: not the shape of a tensor")
 
 
 def _json_object(text: bytes) -> dict[str, Json]:

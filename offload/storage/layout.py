@@ -51,11 +51,6 @@ class Layout:
         return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
 
     @property
-    def is_possible(self) -> bool:
-        """Whether torch can have a tensor of this shape."""
-        return are_counts(list(self.shape)) and is_countable(self.shape, 1 if self.overlaps else self.dtype.itemsize)
-
-    @property
     def is_dense(self) -> bool:
         """True if the elements fill their bytes without a gap or an overlap."""
         step = 1
@@ -197,29 +192,13 @@ def are_counts(numbers: Json) -> bool:
 
 
 # Words whose elements are whole bytes; the 4-bit and 6-bit words of the format have no torch dtype of their own.
-_WORDS = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "I32": "int32",
-    "U32": "uint32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
+_WORDS = (
+    "BOOL=bool U8=uint8 I8=int8 I16=int16 U16=uint16 I32=int32 U32=uint32 I64=int64 U64=uint64 F16=float16 "
+    "BF16=bfloat16 F32=float32 F64=float64 C64=complex64 F8_E4M3=float8_e4m3fn F8_E5M2=float8_e5m2 "
+    "F8_E4M3FNUZ=float8_e4m3fnuz F8_E5M2FNUZ=float8_e5m2fnuz F8_E8M0=float8_e8m0fnu"
+)
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    word: getattr(torch, name) for word, name in _WORDS.items() if hasattr(torch, name)
+    word: getattr(torch, name) for word, name in (pair.split("=") for pair in _WORDS.split()) if hasattr(torch, name)
 }
 WORDS: dict[torch.dtype, str] = {dtype: word for word, dtype in TORCH_DTYPES.items()}
 _SCALED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})

@@ -184,7 +184,9 @@ def decode(node: Node, tensor: Callable[[str, Json], torch.Tensor], class_named:
         name, content = data
         cls = class_named(name)
         if kind == "enum":
-            return _member(cls, content)
+            if not issubclass(cls, enum.Enum) or content not in cls.__members__:
+                raise UnknownTypeError(f"{cls.__name__} is no enum with a {content!r}, as it was when it was saved")
+            return cls[content]
         return _object(cls, {field: value(below) for field, below in content.items()})
 
     try:
@@ -193,14 +195,6 @@ def decode(node: Node, tensor: Callable[[str, Json], torch.Tensor], class_named:
         raise
     except Exception as error:  # malformed nodes can raise anything
         raise CorruptFileError(f"its structure is malformed ({type(error).__name__}: {str(error)[:100]})") from error
-
-
-def _member(cls: type, name: str) -> enum.Enum:
-    if not issubclass(cls, enum.Enum):
-        raise UnknownTypeError(f"{cls.__name__} is not an enum, as it was when it was saved")
-    if name not in cls.__members__:
-        raise UnknownTypeError(f"{cls.__name__} has no member {name!r}, as it had when it was saved")
-    return cls[name]
 
 
 def _object(cls: Any, fields: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -213,19 +213,16 @@ def open_stored(handle: Handle, mark: str) -> bool:
 
     Raises `ReadError` if it can't be read at the moment.
     """
-    file = _stored(handle)
+    assert handle.folder is not None
+    try:
+        file = file_of_ours(handle.folder / file_name(handle.name))
+    except MissingFileError:
+        return False
     if file is None or file.notes.get(MADE_OF) != mark:
         return False
     with handle.lock:
         handle.set_source(Stored.of_others(file, handle.name))
     return True
-
-
-def _stored(handle: Handle) -> TensorFile | None:
-    assert handle.folder is not None
-    with suppress(MissingFileError):
-        return file_of_ours(handle.folder / file_name(handle.name))
-    return None
 
 
 def store_recipe(handle: Handle, mark: str) -> None:
@@ -260,19 +257,15 @@ def writable_base(handle: Handle) -> torch.Tensor:
 def make_writable(handle: Handle) -> None:
     """See `writable_base`."""
     source = handle.source
-    if not source.owned:
-        _make_own(handle)
-    elif source.has_holes:
-        _fill_holes(handle)
-
-
-def _make_own(handle: Handle) -> None:
+    if source.owned:
+        if source.has_holes:
+            _fill_holes(handle)
+        return
     with handle.lock:
-        if handle.owned:
-            return
-        before = handle.path
-        _copy(handle, handle)
-        log.debug("%r is copied from %s to %s for its first write", handle.name, before, handle.path)
+        if not handle.owned:
+            before = handle.path
+            _copy(handle, handle)
+            log.debug("%r is copied from %s to %s for its first write", handle.name, before, handle.path)
 
 
 def _fill_holes(handle: Handle) -> None:

@@ -22,7 +22,7 @@ import reprlib
 import struct
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, TypeAlias
@@ -95,7 +95,8 @@ def read_header(file: BinaryIO, size: int) -> Header:
     """
     with no_functions(), no_modes():
         saved, pieces, records, metadata = _read(file, size)
-        return replace(_header(_tensors_in(saved), pieces, records), metadata=metadata)
+        places = {key: _place(key, tensor, pieces, records) for key, tensor in _tensors_in(saved).items()}
+    return _header(places, metadata, is_aligned)
 
 
 def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int]]) -> Header:
@@ -106,37 +107,22 @@ def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int
 
     Raises: as `read_header`.
     """
-    entries: dict[str, Entry] = {}
-    unreadable: dict[str, str] = {}
-    loose: dict[str, Loose] = {}
+    found: dict[str, Loose | str] = {}
     for key, (begin, nbytes) in places.items():
         if begin + nbytes > size:
             raise CorruptFileError(
                 f"it is cut off: its archive of {key!r} ends at byte {begin + nbytes}, it has {size}"
             )
         section = io.BufferedReader(Section(file.fileno(), begin, nbytes))
-        found = _read_tensor(section, nbytes, key)
-        if isinstance(found, str):
-            unreadable[key] = found
-            continue
-        found = replace(found, record=replace(found.record, start=found.record.start + begin))
-        if found.entry is not None and can_be_over(found.entry):
-            entries[key] = found.entry
-        else:
-            loose[key] = found
-    return Header({}, entries, unreadable, loose)
-
-
-def _read_tensor(file: BinaryIO, size: int, key: str) -> Loose | str:
-    """The place of the value in a file that holds one unnamed tensor, or why it can't be read.
-
-    Raises: as `read_header`.
-    """
-    with no_functions(), no_modes():
-        saved, pieces, records, _ = _read(file, size)
-        if not isinstance(saved, torch.Tensor):
-            raise CheckpointError(f"holds {_described(saved)} in place of {key!r}: {_SAVE_TENSORS}")
-        return _place(key, saved, pieces, records)
+        with no_functions(), no_modes():
+            saved, pieces, records, _ = _read(section, nbytes)
+            if not isinstance(saved, torch.Tensor):
+                raise CheckpointError(f"holds {_described(saved)} in place of {key!r}: {_SAVE_TENSORS}")
+            place = _place(key, saved, pieces, records)
+        if not isinstance(place, str):
+            place = replace(place, record=replace(place.record, start=place.record.start + begin))
+        found[key] = place
+    return _header(found, {}, can_be_over)
 
 
 def _read(file: BinaryIO, size: int) -> Saved:
@@ -353,17 +339,14 @@ def _refuse_call(function: Any, arguments: object) -> None:
     if not callable(function):
         raise CheckpointError(f"is a pickle that calls a {type(function).__name__}, and is not opened: {_SAVE_TENSORS}")
     takes_a_size = function is bytearray or function is torch.Tensor or function in CLASSES_OF_TENSORS
-    if takes_a_size and not _is_harmless(arguments):
+    # None give something empty, and text something no larger than itself.
+    is_harmless = isinstance(arguments, tuple) and (not arguments or isinstance(arguments[0], str | bytes))
+    if takes_a_size and not is_harmless:
         raise CheckpointError(
             f"is a pickle that asks for a {function.__name__} of any size, and is not opened: {_SAVE_TENSORS}"
         )
     if function is needed(rebuild_from_type) and isinstance(arguments, tuple) and len(arguments) == 4:
         _refuse_call(arguments[0], arguments[2])
-
-
-def _is_harmless(arguments: object) -> bool:
-    """Whether these arguments give something empty, or no larger than the text they contain."""
-    return isinstance(arguments, tuple) and (not arguments or isinstance(arguments[0], str | bytes))
 
 
 @contextmanager
@@ -489,21 +472,16 @@ def _described(saved: object) -> str:
     return f"a dictionary of {len(saved)} ({items})" if saved else "an empty dictionary"
 
 
-def _header(
-    tensors: Mapping[str, torch.Tensor], pieces: Mapping[int, StorageRecord], records: Mapping[str, Record]
-) -> Header:
-    entries: dict[str, Entry] = {}
-    loose: dict[str, Loose] = {}
-    unreadable: dict[str, str] = {}
-    for key, tensor in tensors.items():
-        found = _place(key, tensor, pieces, records)
-        if isinstance(found, str):
-            unreadable[key] = found
-        elif found.entry is not None and is_aligned(found.entry):
-            entries[key] = found.entry
-        else:
-            loose[key] = found
-    return Header({}, entries, unreadable, loose)
+def _header(places: Mapping[str, Loose | str], metadata: Mapping[str, str], can_be: Callable[[Entry], bool]) -> Header:
+    """Values by their places: those that can be mapped are entries; instead of a place there may be a reason."""
+    found = {key: place for key, place in places.items() if not isinstance(place, str)}
+    entries = {key: place.entry for key, place in found.items() if place.entry is not None and can_be(place.entry)}
+    return Header(
+        metadata,
+        entries,
+        {key: place for key, place in places.items() if isinstance(place, str)},
+        {key: place for key, place in found.items() if key not in entries},
+    )
 
 
 def _place(

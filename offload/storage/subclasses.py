@@ -99,15 +99,11 @@ def _refuse_unfit(cls: object) -> None:
                 f"{cls.__name__} (of {cls.__module__}) lacks __tensor_flatten__ and __tensor_unflatten__: without "
                 "them a file would hold only its numbers. Add both, or store its parts"
             )
-    elif not (issubclass(cls, enum.Enum) or dataclasses.is_dataclass(cls) or _is_named_tuple(cls)):
+    elif not issubclass(cls, enum.Enum) and not dataclasses.is_dataclass(cls) and not hasattr(cls, "_fields"):
         raise UnknownSubclassError(
             f"{cls.__name__} (of {cls.__module__}) is not a tensor subclass, enum, dataclass or named tuple: "
             "it can't be rebuilt from plain data"
         )
-
-
-def _is_named_tuple(cls: type) -> bool:
-    return issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
 def registered(module: str, name: str) -> type | None:
@@ -156,12 +152,12 @@ def extras_of(tensor: torch.Tensor) -> dict[str, Any]:
         raise UnknownSubclassError(
             f"a {type(tensor).__name__} can't be rebuilt from the result of its __tensor_flatten__: {error}"
         ) from error
-    return {name: value for name, value in noted.items() if name not in rebuilt or _differ(value, rebuilt[name])}
-
-
-def _differ(value: object, other: object) -> bool:
-    """Whether two numbers or texts differ; other objects are not compared."""
-    return type(value) in _SIMPLE and (type(other) is not type(value) or str(other) != str(value))
+    return {
+        name: value
+        for name, value in noted.items()  # of values, only numbers and texts are compared
+        if name not in rebuilt
+        or (type(value) in _SIMPLE and (type(value), str(value)) != (type(rebuilt[name]), str(rebuilt[name])))
+    }
 
 
 def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], SubclassSpec]:
