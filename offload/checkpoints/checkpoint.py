@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +21,7 @@ import torch
 
 from offload.annotations import Json
 from offload.checkpoints import log
-from offload.checkpoints.dcp import METADATA, SUFFIX, Sharded, archives_of, check_shard, read_metadata
+from offload.checkpoints.dcp import METADATA, SUFFIX, archives_of, check_shard, read_metadata
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
@@ -282,32 +283,23 @@ def _without_adapter(names: list[str]) -> list[str]:
 
 
 def _open_distributed(folder: Path) -> Checkpoint:
-    values = read_metadata(folder)
-    files = {file: open_archives(folder, file, places) for file, places in archives_of(values).items()}
-    return Checkpoint(folder, {name: _value_in(files, value) for name, value in values.items()})
+    values, files, found = read_metadata(folder), {}, dict[str, Value]()
+    for name, places in archives_of(values).items():
+        files[name] = _open_part(folder / name, next(iter(places)), partial(TensorFile.of_archives, places=places))
+    for name, value in values.items():
+        for shard in value.shards:
+            check_shard(files[shard.file], value, shard)
+        stored = tuple((StoredValue(files[shard.file], shard.key), shard.start) for shard in value.shards)
+        found[name] = stored[0][0] if not stored[1:] else ShardedValue(contiguous(value.dtype, value.shape), stored)
+    return Checkpoint(folder, found)
 
 
-def open_archives(folder: Path, name: str, places: Mapping[str, tuple[int, int]]) -> TensorFile:
-    """A file with values of many processes, one archive after the other.
-
-    Raises `MissingFileError`, `CorruptFileError`, `ReadError`, `CheckpointError`.
-    """
+def _open_part(path: Path, name: str, opens: Callable[[Path], TensorFile] = TensorFile.open) -> TensorFile:
+    """One of several files; the error if it is missing names a value that it holds."""
     try:
-        return TensorFile.of_archives(folder / name, places)
+        return opens(path)
     except MissingFileError as error:
-        holds = next(iter(places))
-        raise MissingFileError(
-            f"{folder / name}, which holds {holds!r}, is missing: download or copy that file again"
-        ) from error
-
-
-def _value_in(files: Mapping[str, TensorFile], value: Sharded) -> Value:
-    for shard in value.shards:
-        check_shard(files[shard.file], value, shard)
-    stored = tuple((StoredValue(files[shard.file], shard.key), shard.start) for shard in value.shards)
-    if len(stored) == 1:
-        return stored[0][0]
-    return ShardedValue(contiguous(value.dtype, value.shape), stored)
+        raise MissingFileError(f"{path}, which holds {name!r}, is missing: download or copy that file again") from error
 
 
 def _values_by_name(files: Iterable[TensorFile]) -> dict[str, StoredValue]:
@@ -365,22 +357,13 @@ def _open_index(path: Path) -> Checkpoint:
     places, metadata = read_index(path)
     for name, shard in places.items():
         if shard not in shards:
-            shards[shard] = _open_shard(path.parent, shard, name)
+            shards[shard] = _values_of(_open_part(path.parent / shard, name))
         if name not in shards[shard]:
             raise CheckpointError(
                 f"{path} says that {name!r} is in {shard}, and it is not: the files do not belong together"
             )
         values[name] = shards[shard][name]
     return Checkpoint(path.parent, values, metadata)
-
-
-def _open_shard(folder: Path, shard: str, name: str) -> dict[str, StoredValue]:
-    try:
-        return _values_of(TensorFile.open(folder / shard))
-    except MissingFileError as error:
-        raise MissingFileError(
-            f"{folder / shard}, which holds {name!r}, is missing: download or copy that shard again"
-        ) from error
 
 
 def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, Json]]:

@@ -66,14 +66,9 @@ def quantization_of(config: Config) -> Any:
 
 
 def refuse_more_layers(settings: Settings, stored: int, path: Path) -> None:
-    """Refuse a configuration that asks for many more layers than a checkpoint can fill: they would be made for hours.
+    """Refuse a configuration with many more layers than the values that a checkpoint at `path` stores can fill.
 
-    Args:
-        settings: a configuration of transformers, as a dictionary.
-        stored: how many values there are.
-        path: of the checkpoint.
-
-    Raises `CheckpointError`.
+    They would be made for hours. Raises `CheckpointError`.
     """
     most = max(stored, _MOST_LAYERS)
     left: list[tuple[str, Any]] = [("", settings)]
@@ -194,8 +189,11 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
             raise ValueError("it has no tokens")
         return found
     except ImportError as error:
+        root: Exception = error
+        while isinstance(root.__cause__, Exception):
+            root = root.__cause__
         raise CheckpointError(
-            f"the tokenizer of {place} needs a package that is missing or broken: {first_line(_root_of(error))}"
+            f"the tokenizer of {place} needs a package that is missing or broken: {first_line(root)}"
         ) from error
     except Exception as error:  # it can raise anything for damaged files
         unread = f" that transformers can load ({first_line(error)})"
@@ -206,13 +204,6 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
             f"{folder} has no tokenizer{unread if has_one else of_base}: put the tokenizer of the model there "
             "(tokenizer.json and tokenizer_config.json)"
         ) from error
-
-
-def _root_of(error: Exception) -> Exception:
-    """The first of the errors that led to this one."""
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return error
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,6 @@ def check_shard(file: TensorFile, value: Sharded, shard: Shard) -> None:
         )
 
 
-# The metadata
-
-
 def _fields(noted: object, kind: type = NotedObject) -> dict[Any, Any]:
     """The fields of a noted dataclass, or a dictionary itself."""
     fields = noted.state if kind is NotedObject and isinstance(noted, NotedObject) else noted
@@ -186,7 +183,14 @@ def _sharded(
         if start not in parts and (0 not in sides or 0 in shape):
             parts[start] = _shard(name, start, sides, shape, places.get((key, start)))
     shards = tuple(parts[start] for start in sorted(parts))
-    _refuse_uncovered(name, shape, shards)
+    inside = all(
+        low + side <= end for shard in shards for low, side, end in zip(shard.start, shard.shape, shape, strict=True)
+    )
+    if not shards or not inside or not _is_cut_into(shape, shards):
+        raise CheckpointError(
+            f"gives {name!r} of shape {list(shape)} {len(shards)} shards that do not cover it: "
+            "the save was not finished"
+        )
     return Sharded(dtype, shape, shards)
 
 
@@ -204,18 +208,6 @@ def _shard(name: str, start: Sizes, sides: Sizes, shape: Sizes, place: Mapping[s
         raise CorruptFileError(f"places {name!r} at a malformed byte: download or copy it again")
     sections = ", ".join(f"{low}:{low + side}" for low, side in zip(start, sides, strict=True))
     return Shard(file, name if sides == shape else f"{name}[{sections}]", begin, nbytes, start, sides)
-
-
-def _refuse_uncovered(name: str, shape: Sizes, shards: tuple[Shard, ...]) -> None:
-    """Raises `CheckpointError` unless each element is in exactly one shard."""
-    inside = all(
-        low + side <= end for shard in shards for low, side, end in zip(shard.start, shard.shape, shape, strict=True)
-    )
-    if not shards or not inside or not _is_cut_into(shape, shards):
-        raise CheckpointError(
-            f"gives {name!r} of shape {list(shape)} {len(shards)} shards that do not cover it: "
-            "the save was not finished"
-        )
 
 
 def _is_cut_into(shape: Sizes, shards: tuple[Shard, ...]) -> bool:

@@ -131,7 +131,13 @@ def _verify_folder(folder: Path, verdict: Verdict) -> None:
             _verify_file(folder / name, verdict)
     if not verdict.files and not verdict.findings:
         raise CheckpointError(f"{folder} holds no tensors: name a checkpoint, or an offload folder")
-    verdict.findings.extend(_claims(verdict))
+    holders: dict[str, Path] = {}  # of names in an offload folder
+    for path, file in verdict.files.items():
+        if file is not None and "name" in file.notes:
+            first = holders.setdefault(claimed := str(file.notes["name"]), path)
+            if first != path:
+                what = f"holds {claimed!r}, as {first.name} does: remove the wrong one"
+                verdict.findings.append(Finding(path, what))
     if not any(name.endswith(INDEX) for name in names):
         parts = [path for path in verdict.files if is_shard(path.name) and path.suffix != ".gguf"]
         verdict.findings.extend(Finding(path, "is one shard of a checkpoint, and there is no index") for path in parts)
@@ -147,17 +153,6 @@ def _verify_distributed(folder: Path, verdict: Verdict) -> None:
                 file = verdict.files[folder / shard.file]
                 if file is not None:
                     check_shard(file, value, shard)
-
-
-def _claims(verdict: Verdict) -> Iterator[Finding]:
-    """Report offload folder files that hold the same name."""
-    holders: dict[str, Path] = {}
-    for path, file in verdict.files.items():
-        if file is not None and "name" in file.notes:
-            name = str(file.notes["name"])
-            if name in holders:
-                yield Finding(path, f"holds {name!r}, as {holders[name].name} does: remove the wrong one")
-            holders.setdefault(name, path)
 
 
 def _verify_index(path: Path, verdict: Verdict) -> None:

@@ -79,8 +79,10 @@ def write_checkpoint(
     """
     files = _shards(contents, most)
     earlier = _earlier_in(folder, files, contents.sources)
-    beside = companions_in(folder, companions, _notes_in(earlier))
-    contents = contents.noting(beside.note)
+    opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None and file.is_ours]
+    noted = {key: text for file in opened for key, text in file.header.metadata.items()}
+    beside = companions_in(folder, companions, noted)
+    contents = replace(contents, metadata={**contents.metadata, **beside.note})
     files = _with_free_names(folder, files)
     targets = _targets_in(folder, files)
     made_folder(folder, contents.nbytes)
@@ -153,10 +155,6 @@ class Contents:
     def nbytes(self) -> int:
         """Bytes of all values."""
         return sum(part.layout.nbytes for part in self.parts.values())
-
-    def noting(self, note: Mapping[str, str]) -> Contents:
-        """The same with more metadata."""
-        return replace(self, metadata={**self.metadata, **note})
 
 
 def contents_of(
@@ -299,13 +297,7 @@ def _targets_in(folder: Path, files: Iterable[str]) -> list[Path]:
 
 
 def _write_files(contents: Contents, files: Mapping[str, list[str]], temporaries: Mapping[Path, Path]) -> None:
-    """Create the files, under their temporary names, and write the values.
-
-    Args:
-        contents: of all files.
-        files: the keys in each.
-        temporaries: by target.
-    """
+    """Create the files, under their temporary names by target, and write the values, by their keys in each."""
     nbytes = sum(contents.parts[key].layout.nbytes for path in temporaries for key in files.get(path.name, ()))
     with progress_in_bytes(nbytes, "saving") as advance:
 
@@ -339,12 +331,8 @@ def _write_index(target: Path, temporary: Path, contents: Contents, files: Mappi
 def _earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterable[Path]]) -> list[Path]:
     """The files of the earlier checkpoint in a folder, which a new one replaces or removes; index first.
 
-    These include our shards that no index names: a killed process left them.
-
-    Args:
-        folder: of the new checkpoint.
-        files: that it would have.
-        sources: the files that its values come from, by name.
+    These include our shards that no index names: a killed process left them. The new one would have `files`, and its
+    values come from `sources`, by name.
 
     Raises `ForeignFileError` if files there are not ours, or live tensors refer to them.
     """
@@ -358,12 +346,6 @@ def _earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterab
     refuse_sources(sources, earlier)
     refuse_referenced(earlier)
     return earlier
-
-
-def _notes_in(earlier: Iterable[Path]) -> dict[str, str]:
-    """The metadata of an earlier checkpoint's files."""
-    opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None]
-    return {key: text for file in opened for key, text in file.header.metadata.items() if file.is_ours}
 
 
 def _remove_earlier(paths: Iterable[Path]) -> None:

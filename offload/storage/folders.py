@@ -178,9 +178,6 @@ def _free_private_path(file: str, root: Path) -> Path:
     return folder / file
 
 
-# Names
-
-
 def file_name(name: str) -> str:
     """The name of the file that stores the tensor called `name`.
 

@@ -188,9 +188,6 @@ def are_counts(numbers: Json) -> bool:
     return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MOST for number in numbers)
 
 
-# Dtypes
-
-
 # Words whose elements are whole bytes; the 4-bit and 6-bit words of the format have no torch dtype of their own.
 _WORDS = (
     "BOOL=bool U8=uint8 I8=int8 I16=int16 U16=uint16 I32=int32 U32=uint32 I64=int64 U64=uint64 F16=float16 "

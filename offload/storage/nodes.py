@@ -34,9 +34,6 @@ def place_of(way: Way) -> str:
     return repr(".".join(way)) if way else "the value itself"
 
 
-# From values to nodes
-
-
 def encode(
     value: object, tensor: Callable[[torch.Tensor, Way], Node], named: Callable[[type], str] | None = None
 ) -> Node:
@@ -152,9 +149,6 @@ def _refuse_key(_: torch.Tensor, way: Way) -> Node:
 def name_of(cls: type) -> str:
     """The full name of a class, with a colon after its module."""
     return f"{cls.__module__}:{cls.__qualname__}"
-
-
-# From nodes to values
 
 
 def decode(node: Node, tensor: Callable[[str, Json], torch.Tensor], class_named: Callable[[str], type]) -> Any:

@@ -52,9 +52,6 @@ Folder: TypeAlias = "str | os.PathLike[str] | None"
 Notes: TypeAlias = "Mapping[str, Json] | None"
 
 
-# The one way to a file
-
-
 def make(
     handle: Handle,
     layouts: Mapping[str, Layout],
@@ -130,9 +127,6 @@ def _claimed(handle: Handle, root: Path | None = None, *, exist_ok: bool = True,
         raise
 
 
-# New values
-
-
 def create_value(
     tensor: torch.Tensor, name: str, offload_dir: Folder, notes: Notes = None, *, exist_ok: bool = True
 ) -> Handle:
@@ -157,9 +151,6 @@ def create_from_blocks(layout: Layout, blocks: Iterable[torch.Tensor], name: str
 def allocate_value(layout: Layout, name: str, offload_dir: Folder, *, exist_ok: bool = True) -> Handle:
     """A new file that reads as zeros; takes disk space, but no memory and no time. See `make`."""
     return make(Handle(name, offload_dir), {name: layout}, of_zeros, exist_ok=exist_ok)
-
-
-# Values of files that are there
 
 
 def open_value(file: TensorFile, key: str, offload_dir: Folder = None) -> Handle:
@@ -205,9 +196,6 @@ def switch_to(handle: Handle, file: TensorFile) -> None:
         handle.own(file)
 
 
-# Composed values that are stored
-
-
 def open_stored(handle: Handle, mark: str) -> bool:
     """Switch to the file in the named folder in which a composed value with this mark was stored, if there is one.
 
@@ -239,9 +227,6 @@ def store_recipe(handle: Handle, mark: str) -> None:
     make(other, layouts, from_values({handle.name: composed.blocks()}, layouts), {MADE_OF: mark})
     with handle.lock:
         handle.set_source(Stored.of_others(TensorFile.open(other.path), handle.name))
-
-
-# Writing in place
 
 
 def writable_base(handle: Handle) -> torch.Tensor:
@@ -312,9 +297,6 @@ def _copy(handle: Handle, other: Handle) -> None:
         notes = None if source.subclass is None else {"subclass": source.subclass}
         with naming(name), from_file(source.file, source.entries, settled=not source.owned) as fill:
             make(other, {entry.key: entry.layout for entry in source.entries}, fill, notes)
-
-
-# Replacing
 
 
 def replace_whole(handle: Handle, tensor: torch.Tensor, notes: Notes = None) -> None:

@@ -116,9 +116,6 @@ def _fill(fd: int, head: Head, fill: Fill) -> None:
         fill(fd, key, head.start(key))
 
 
-# What fills them
-
-
 def from_values(values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]], layouts: Mapping[str, Layout]) -> Fill:
     """Writes plain tensors; instead of one, contiguous CPU tensors may be given that make it up in layout order."""
 
@@ -155,9 +152,6 @@ def from_file(source: TensorFile, entries: Iterable[Entry], *, settled: bool) ->
             copy_range(opened.fileno(), entry.start, fd, start, entry.layout.nbytes, source.path)
 
         yield copy
-
-
-# Writing
 
 
 def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:

@@ -136,8 +136,13 @@ def save_as(kind: Kind, tree: object, folder: str | os.PathLike[str], *, togethe
         _log.debug("%s: %s of %s tensors are written, the others keep their files", folder, len(new), len(files))
         try:
             if new:
-                with replacing_folder(folder / str(number)) as place:
-                    (_write_together if together else _write_apart)(place, new)
+                nbytes = sum(tensor.nbytes for tensor in new.values())
+                with replacing_folder(folder / str(number)) as place, progress_in_bytes(nbytes, "saving") as advance:
+                    if together:
+                        write_dense(place / _TOGETHER, new, _NOTES, advance)
+                    for name, tensor in () if together else new.items():
+                        write_file(place / file_name(name), name, tensor, _NOTES)
+                        advance(tensor.nbytes)
             write_state(folder / MANIFEST, kind, {"tensors": tensors, "structure": structure})
         finally:
             with suppress(OffloadError, OSError):  # what can't be removed now is removed by the next save
@@ -190,9 +195,6 @@ def load_tree(
                 raise
 
 
-# Writing
-
-
 def _kind_of(tensor: torch.Tensor, way: Way) -> str:
     """What a tensor is apart from its values."""
     refuse_unstorable(tensor, ".".join(way) or ROOT)
@@ -212,18 +214,6 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _write_apart(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    with progress_in_bytes(sum(tensor.nbytes for tensor in tensors.values()), "saving") as advance:
-        for name, tensor in tensors.items():
-            write_file(folder / file_name(name), name, tensor, _NOTES)
-            advance(tensor.nbytes)
-
-
-def _write_together(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    with progress_in_bytes(sum(tensor.nbytes for tensor in tensors.values()), "saving") as advance:
-        write_dense(folder / _TOGETHER, tensors, _NOTES, advance)
-
-
 def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | None:
     """The file of the tree in `folder` that holds exactly this value; None if there is none."""
     if not is_offloaded(tensor):
@@ -238,9 +228,6 @@ def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | 
         return None
     handle.file.check()
     return file
-
-
-# Removing
 
 
 def _files_behind(tensors: Iterable[torch.Tensor], folder: Path) -> set[str]:
@@ -272,9 +259,6 @@ def _is_ours(path: Path) -> bool:
     except (MissingFileError, ReadError):
         return False
     return file is not None and "tree" in file.notes
-
-
-# Reading
 
 
 def _manifest(folder: Path) -> dict[str, Json]:

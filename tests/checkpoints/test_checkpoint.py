@@ -84,7 +84,7 @@ def test_an_offload_folder_is_a_checkpoint_with_the_values_as_last_updated(tmp_p
 def test_a_missing_shard_is_named_with_a_tensor_that_it_holds(sharded: Path, suffix: str) -> None:
     (sharded / f"two.{suffix}").unlink()
 
-    words = rf"two\.{suffix}, which holds 'b', is missing: download or copy that shard again"
+    words = rf"two\.{suffix}, which holds 'b', is missing: download or copy that file again"
     with pytest.raises(MissingFileError, match=words):
         open_checkpoint(sharded)
 

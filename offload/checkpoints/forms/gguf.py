@@ -104,7 +104,9 @@ def _stretch(config: Config, source: Checkpoint) -> None:
     if not (said or names) or rope.get("rope_type", "default") != "default":  # transformers knows this architecture's
         return
     try:
-        factors = _factors(source) if names == [_FREQUENCIES] else torch.ones(1)
+        factors = torch.ones(1)
+        if names == [_FREQUENCIES]:
+            factors = read_now(source.tensors(None, {_FREQUENCIES: CPU})[_FREQUENCIES]).to(torch.float64)
         wanted = _stretching({key.removeprefix("scaling."): value for key, value in said.items()}, float(factors.max()))
         if (names not in ([], [_FREQUENCIES])) or (wanted and "rope_theta" not in rope):
             raise ValueError("there is no place for it")
@@ -139,10 +141,6 @@ def _stretching(said: Settings, most: float) -> dict[str, Any]:
 
 _FREQUENCIES = "rope_freqs.weight"
 _BEFORE = 8192  # tokens that all models of Llama 3 were trained with at first; their files do not say so
-
-
-def _factors(source: Checkpoint) -> torch.Tensor:
-    return read_now(source.tensors(None, {_FREQUENCIES: CPU})[_FREQUENCIES]).to(torch.float64)
 
 
 def _check_factors(config: Config, base: float, factors: torch.Tensor) -> None:
@@ -216,9 +214,6 @@ def as_saved(
         raise
     except (NotImplementedError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"transformers can't map the tensors of {source.path}: {first_line(error)}") from error
-
-
-# Tensor processors
 
 
 def _by_processors(
@@ -337,9 +332,6 @@ def _unpaired(values: torch.Tensor, *, rows: int, decode: Decode | None = None) 
 def _log_of_negated(values: torch.Tensor) -> torch.Tensor:
     """With numpy, as in transformers: the last bits differ from torch's."""
     return torch.from_numpy(np.log(-values.cpu().numpy())).to(values.device)
-
-
-# Conversions
 
 
 def _by_conversions(
