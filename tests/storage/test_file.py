@@ -147,9 +147,6 @@ def test_an_entry_of_an_unknown_dtype_is_named_when_it_is_read(tmp_path):
         TensorFile.open(path).entry("w")
 
 
-# What is not there, or not whole
-
-
 def test_a_path_below_a_regular_file_is_missing(checkpoint):
     with pytest.raises(MissingFileError, match="missing"):
         TensorFile.open(checkpoint / "w.safetensors")
@@ -208,9 +205,6 @@ def test_an_unreadable_file_is_named_and_not_called_damaged(checkpoint):
     assert (errno.EACCES, str(checkpoint)) == (caught.value.errno, caught.value.filename)
 
 
-# What changes while it is looked at
-
-
 @pytest.mark.parametrize(
     ("harm", "error"),
     [(lambda path: os.truncate(path, 4100), ChangedFileError), (os.unlink, MissingFileError)],
@@ -243,9 +237,6 @@ def test_a_file_replaced_between_check_and_mapping_is_detected(tmp_path, monkeyp
     with pytest.raises(ChangedFileError):
         value_of(file, shared=True)
     assert torch.equal(torch.ones(4), value_of(TensorFile.open(path)))
-
-
-# What a mapping costs
 
 
 def test_a_mapping_keeps_no_descriptor_and_ends_with_the_last_tensor_over_it(tmp_path):

@@ -23,9 +23,6 @@ class Owner:
     """An object that claims a name."""
 
 
-# The user's folders
-
-
 def test_a_named_folder_is_made_with_its_parents_and_again_if_it_was_removed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -67,9 +64,6 @@ def test_the_first_use_of_a_folder_sweeps_what_killed_processes_left(tmp_path):
     named_folder(tmp_path)
 
     assert sorted([f".offload-tmp-{process_tag()}-aa", "mine"]) == sorted(os.listdir(tmp_path))
-
-
-# Claims
 
 
 def test_two_live_owners_cannot_claim_one_name_in_one_folder(tmp_path):
@@ -130,9 +124,6 @@ def test_many_private_values_of_one_name_are_created_in_constant_time():
         discard(path)
     assert not any(path.parent.exists() for path in paths[1:])
     assert private_folder().exists()
-
-
-# Private folders
 
 
 def test_a_private_folder_vanishes_however_its_process_ends_and_a_killed_ones_is_swept(tmp_path):

@@ -77,9 +77,6 @@ def test_names_of_every_kind_live_beside_each_other(tmp_path):
     assert not list(tmp_path.parent.glob("*.safetensors"))
 
 
-# Ways in
-
-
 def test_a_created_value_is_the_file_itself(tmp_path):
     value = torch.arange(6.0).reshape(2, 3).t()
     handle = create_value(value, "w", tmp_path)
@@ -114,9 +111,6 @@ def test_a_value_opened_as_owned_is_written_in_place(tmp_path):
 def test_a_foreign_file_is_not_opened_as_owned(checkpoint):
     with pytest.raises(ForeignFileError, match=r"model\.safetensors was not written by offload: 'a' can be referenced"):
         open_owned(TensorFile.open(checkpoint), "a")
-
-
-# One name, one live value
 
 
 def test_two_live_values_cannot_claim_one_name_in_one_folder(tmp_path):
@@ -159,9 +153,6 @@ def test_values_that_cannot_be_stored_are_refused_and_leave_no_file(tmp_path, la
     with pytest.raises((UnsupportedOpError, ValueError), match="'w'"):
         allocate_value(layout, "w", tmp_path)
     assert [] == os.listdir(tmp_path)
-
-
-# Errors name the tensor, the path and the way out
 
 
 def looks(handle: Handle) -> tuple[Callable[[], object], ...]:
@@ -276,9 +267,6 @@ def test_a_value_put_back_where_its_file_went_missing_is_found_again(tmp_path):
     assert torch.equal(torch.ones(3), handle.base())
 
 
-# A file that changes
-
-
 @pytest.mark.parametrize("mapped_before", [True, False])
 def test_a_changed_checkpoint_is_an_error_that_names_tensor_and_file(checkpoint, mapped_before):
     before = checkpoint.stat()
@@ -367,9 +355,6 @@ def test_a_file_replaced_after_every_check_is_an_error(tmp_path, monkeypatch):
 
     with pytest.raises(ChangedFileError, match="replaced faster than it can be mapped"):
         handle.base()
-
-
-# Replacing, copying, flushing
 
 
 def test_a_replaced_value_keeps_its_strides_and_readers_keep_the_old_one(tmp_path):
@@ -462,9 +447,6 @@ def test_the_oldest_of_too_many_mappings_are_dropped_and_mapped_again(tmp_path, 
     assert mapped() <= 4
 
 
-# Who removes the file
-
-
 def test_a_private_file_that_is_gone_already_causes_no_error(capsys):
     handle = create_value(torch.zeros(3), "w", None)
     handle.path.unlink()
@@ -523,9 +505,6 @@ def test_holes_of_a_file_that_others_write_are_filled_once(tmp_path, monkeypatch
     assert [path.stat().st_size] == filled
     with pytest.raises(UnsupportedOpError, match="written in place by others"):
         replace_whole(handle, torch.ones(1 << 16))
-
-
-# Threads
 
 
 # As a user meets it

@@ -415,9 +415,6 @@ def test_copying_out_takes_the_memory_of_one_value(tmp_path, how):
     assert left < 6 << 20
 
 
-# What else a pickle contains
-
-
 @pytest.mark.parametrize("nest", NESTS)
 def test_a_state_dict_under_a_usual_key_is_taken_and_the_rest_is_left(tmp_path, nest):
     path = saved(
@@ -484,9 +481,6 @@ def test_sparse_tensors_in_a_file_do_not_disturb_the_next_torch_load(tmp_path):
     with torch.sparse.check_sparse_tensor_invariants():
         loaded = torch.load(path, weights_only=True)
     assert torch.equal(torch.eye(3), loaded["coo"].to_dense())
-
-
-# Refused
 
 
 class Bomb:

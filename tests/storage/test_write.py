@@ -74,9 +74,6 @@ def patterned(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor
 
 
-# Read back
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (5,), (2, 3, 4)], ids=str)
 def test_every_dtype_and_shape_comes_back(tmp_path, dtype, shape):
@@ -265,9 +262,6 @@ def test_an_error_of_a_copy_says_which_of_the_two_files_it_is_of(tmp_path, call,
     assert ["model.safetensors"] == os.listdir(tmp_path)
 
 
-# In the way
-
-
 def test_a_new_value_replaces_the_old_file_and_readers_of_the_old_keep_it(tmp_path):
     path = write(tmp_path / "w.safetensors", torch.zeros(3))
     kept = read(path)
@@ -454,9 +448,6 @@ def test_an_immutable_folder_is_an_error_with_a_way_out(tmp_path):
         subprocess.run(["chattr", "-i", tmp_path], check=True)
     assert torch.equal(torch.zeros(3), read(path))
     assert ["w.safetensors"] == os.listdir(tmp_path)
-
-
-# Syncing and sweeping
 
 
 def number_of(fd):
