@@ -177,9 +177,8 @@ class Checkpoint(Mapping[str, Value]):
     def tensors(
         self, offload_dir: PathLike | None = None, devices: Mapping[str, torch.device] | None = None
     ) -> dict[str, OffloadedTensor]:
-        """Its values as tensors, referenced in place.
-
-        Values of an offload folder that is `offload_dir` itself are opened for writing.
+        """Its values as tensors, referenced in place; those of an offload folder that is `offload_dir` itself, to be
+        written.
 
         Args:
             offload_dir: where they go at the first write; None for a private folder.
@@ -369,10 +368,8 @@ def _open_index(path: Path) -> Checkpoint:
 def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, Json]]:
     """The file of each name according to an index, and the rest of the index.
 
-    Raises:
-        MissingFileError: there is none.
-        ReadError: it can't be read at the moment.
-        CheckpointError: it is not an index, has duplicate keys, or names a file outside its folder.
+    Raises `MissingFileError`, `ReadError`; `CheckpointError` if it is not an index, has duplicate keys, or names a file
+    outside its folder.
     """
     try:
         index = read_json(path, "an index of shards")
@@ -428,13 +425,9 @@ def pattern_of(name: str) -> str:
 
 
 def paths_of_parts(file: TensorFile) -> list[Path]:
-    """The paths of all parts of a GGUF file, in order; of a file that is whole, its own.
+    """The paths of all parts of a GGUF file, in order, given any of them; of a file that is whole, its own.
 
-    Args:
-        file: any of them.
-
-    Raises `MissingFileError` if a part is missing; `CheckpointError` if the name of the file does not say which part it
-    is.
+    Raises `MissingFileError` if a part is missing; `CheckpointError` if the file's name does not say which part it is.
     """
     count = file.header.metadata.get(PARTS, "1")
     if count in ("0", "1"):

@@ -170,9 +170,6 @@ def _written_tokenizer(path: Path) -> dict[str, bytes]:
 def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a model's folder, or in its GGUF file; for a lone adapter without one, that of its base.
 
-    Args:
-        trust_remote_code: whether code in the folder may run.
-
     Raises `CheckpointError` if there is none that can be loaded.
     """
     from transformers import AutoTokenizer
@@ -236,16 +233,11 @@ def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mapping[str, str]) -> Companions:
-    """What has to be written and removed so that a folder has these files.
+    """What has to be written and removed so that a folder has these files, of a checkpoint whose metadata was `noted`.
 
-    An existing tokenizer or generation config from elsewhere is kept, with a warning.
-
-    Args:
-        folder: of the checkpoint.
-        files: by name; None if nothing is known of the model, as for a state dict: then what is there stays.
-        noted: the metadata of the existing checkpoint.
-
-    Raises `ForeignFileError` if there is a different configuration, or code, that offload did not write; `ReadError`.
+    An existing tokenizer or generation config from elsewhere is kept, with a warning. Without `files`, nothing is known
+    of the model, as for a state dict: what is there stays. Raises `ForeignFileError` if there is a different
+    configuration, or code, that offload did not write; `ReadError`.
     """
     known = _hashes(noted)
     if files is None:

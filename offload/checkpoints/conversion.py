@@ -147,11 +147,9 @@ def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, 
 def source_of(source: Checkpoint, dtype: torch.dtype | None) -> ModelSource:
     """A dense model, from a folder or a GGUF file.
 
-    Args:
-        source: of a model that is not quantized, or a GGUF file.
-        dtype: of the floating-point values; None for the dtype they have, and for float32 where a GGUF file is packed.
-
-    Raises `CheckpointError` if no JSON in its `config.json`, or a GGUF file that transformers can't read; `ReadError`.
+    Floating-point values are cast to `dtype`; if that is None, only what is packed in a GGUF file is, to float32.
+    Raises `CheckpointError` for a `config.json` that is no JSON, or a GGUF file that transformers can't read;
+    `ReadError`.
     """
     if source.is_gguf:
         return _dequantized(source, dtype)
@@ -222,12 +220,7 @@ def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[P
     """The folder `target` + ".partial", which keeps the progress of a run while the block, or the next run, goes on.
 
     When the block succeeds, which puts the new folder at `target`, it is removed; so it is if the block fails before
-    there is any progress.
-
-    Args:
-        target: the new folder.
-        run: what identifies this run, as JSON.
-        resume: whether to continue a run that was started.
+    there is any progress. `run` identifies the run, as JSON.
 
     Raises:
         JournalError: there is a run that should not be resumed, or another one.
@@ -293,14 +286,9 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
 def companions_beside(source: Path, dtype: torch.dtype | None = None, *, is_dense: bool = False) -> dict[str, bytes]:
     """The configuration and tokenizer files in a model's folder (`COMPANIONS`), by name; none beside a lone file.
 
-    An adapter that is there belongs to them, with its weights; and the folders of a sentence-transformers model.
-
-    Args:
-        source: the folder, or the file.
-        dtype: what the configuration is to say, if given.
-        is_dense: whether the configuration is to say nothing of quantization.
-
-    Raises `CheckpointError` if there is no JSON in `config.json`, or there is an adapter alone; `ReadError`.
+    An adapter that is there belongs to them, with its weights; and the folders of a sentence-transformers model. The
+    configuration is to say this dtype, if one is given, and with `is_dense` nothing of quantization. Raises
+    `CheckpointError` if there is no JSON in `config.json`, or there is an adapter alone; `ReadError`.
     """
     found: dict[str, bytes] = {}
     if not is_folder(source):

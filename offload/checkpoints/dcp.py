@@ -49,11 +49,9 @@ Sizes: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a value, or all of it, as written by one process.
+    """A part of a value, or all of it, as written by one process, in a file of the folder under a key.
 
     Attributes:
-        file: its file name in the folder.
-        key: its key there.
         begin, nbytes: the range of its archive in that file.
         start, shape: which part of the value it is.
     """
@@ -78,10 +76,8 @@ class Sharded:
 def read_metadata(folder: Path) -> dict[str, Sharded]:
     """The values in a folder, by name; for a nested training state, those of the model.
 
-    Raises:
-        MissingFileError, ReadError: the metadata is missing, or can't be read at the moment.
-        CorruptFileError: it is cut off or damaged.
-        CheckpointError: it names code or a file outside the folder, has no tensors, or its shards do not cover a value.
+    Raises `MissingFileError`, `ReadError`; `CorruptFileError` if the metadata is cut off or damaged; `CheckpointError`
+    if it names code or a file outside the folder, has no tensors, or its shards do not cover a value.
     """
     path = folder / METADATA
     try:

@@ -93,10 +93,8 @@ class Verdict:
 def verify(path: str | os.PathLike[str]) -> Verdict:
     """Check a file of tensors, an index and its shards, or all of these in a folder.
 
-    Raises:
-        MissingFileError: there is nothing.
-        CheckpointError: the folder has no tensors.
-        ReadError: a file can't be read at the moment, which says nothing about its content.
+    Raises `MissingFileError`; `CheckpointError` if the folder has no tensors; `ReadError` if a file can't be read at
+    the moment, which says nothing about its content.
     """
     path, verdict = absolute(path), Verdict()
     if is_folder(path):

@@ -64,18 +64,14 @@ _KIND = Kind(what="an index of offload", stamp={"metadata": {MARK: json.dumps({"
 def write_checkpoint(
     contents: Contents, folder: Path, most: int, *, companions: Mapping[str, bytes] | None = None
 ) -> list[Path]:
-    """Write a checkpoint, in place of an earlier one of ours.
+    """Write a checkpoint, in place of an earlier one of ours; returns the files with the weights, the index last.
 
     Args:
-        contents: the values.
         folder: created if needed.
         most: bytes of the values in a file; a value that is larger has its own file.
         companions: the files of a model beside its weights; None if nothing is known of one: then what is there stays.
 
-    Returns:
-        The files with the weights, the index last.
-
-    Raises `ForeignFileError`, `WriteError`, `ReadError`, see `offload.save_checkpoint`.
+    Raises `ForeignFileError`, `WriteError`, `ReadError`: see `offload.save_checkpoint`.
     """
     files = _shards(contents, most)
     earlier = _earlier_in(folder, files, contents.sources)
@@ -164,10 +160,9 @@ def contents_of(
     discarded: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> Contents:
-    """Named tensors as the contents of a checkpoint.
+    """Named tensors as the contents of a checkpoint; those with the same value are written once.
 
     Args:
-        tensors: those with the same value are written once.
         dtype: to which floating-point values of more than 8 bits are converted; None for none.
         discarded: of names with the same value, those that are only kept if there is no other.
         metadata: of the files that the tensors are from.

@@ -99,11 +99,8 @@ class TensorFile:
     def open(cls, path: str | os.PathLike[str]) -> TensorFile:
         """The file at `path`, its header read and checked against its length.
 
-        Raises:
-            MissingFileError: there is no file at `path`.
-            CorruptFileError: it is not a complete file of tensors.
-            ReadError: it can't be read at the moment.
-            CheckpointError: it is a pickle with code in it, or without named tensors.
+        Raises `MissingFileError`, `ReadError`; `CorruptFileError` if it is not a complete file of tensors;
+        `CheckpointError` if it is a pickle with code in it, or without named tensors.
         """
         path = absolute(path)
         with _LOCK:
@@ -134,10 +131,7 @@ class TensorFile:
     def raw(cls, path: str | os.PathLike[str], entry: Entry) -> TensorFile:
         """The file at `path`, which has no header: one value, laid out as `entry` says; other bytes may follow it.
 
-        Raises:
-            MissingFileError: there is no file at `path`.
-            CorruptFileError: it is too short for the value, or not a regular file.
-            ReadError: it can't be read at the moment.
+        Raises `MissingFileError`, `ReadError`; `CorruptFileError` if it is too short, or not a regular file.
         """
         path = absolute(path)
         status, end = file_status(path), entry.start + entry.layout.nbytes
@@ -154,10 +148,8 @@ class TensorFile:
 
     @classmethod
     def of_archives(cls, path: str | os.PathLike[str], places: Mapping[str, tuple[int, int]]) -> TensorFile:
-        """The file at `path`, a sequence of torch.save archives with one tensor each.
-
-        Args:
-            places: the offset and size in bytes of each tensor's archive, by the key it gets here.
+        """The file at `path`, a sequence of torch.save archives of one tensor each: `places` has their offset and size,
+        by key.
 
         Raises: as `open`.
         """
@@ -227,14 +219,11 @@ class TensorFile:
             _OPENED[path] = self
 
     def descriptor(self, flags: int = os.O_RDONLY, *, settled: bool = True) -> Descriptor:
-        """The very file whose header was read, opened.
+        """The very file whose header was read, opened with `flags` of `os.open` that neither create nor truncate.
 
-        Args:
-            flags: for `os.open`; must not create or truncate.
-            settled: also refuse a file whose modification time has changed; False for files that we write to.
-
-        Raises `MissingFileError`, `CorruptFileError`, `ReadError` if the file can't be opened; `ChangedFileError` if
-        there is another file now.
+        With `settled`, a file whose modification time has changed is refused, too; not for files that we write to.
+        Raises `MissingFileError`, `CorruptFileError`, `ReadError` if it can't be opened; `ChangedFileError` if there is
+        another file now.
         """
         opened = open_regular(self.path, flags)
         with closed_on_error(opened), reading(self.path):

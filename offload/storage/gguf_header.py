@@ -66,10 +66,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 def without_vocabulary(file: BinaryIO, names: Iterable[str]) -> tuple[bytes, int | None]:
     """The bare header without long arrays, for slow readers, and the number of tokens.
 
-    Args:
-        names: of the tensors that it says are there: of all parts, if it is one of several.
-
-    Raises: as `read_header`.
+    It says that tensors of these names are there: those of all parts. Raises: as `read_header`.
     """
     reader, _ = _opened(file)
     data = reader.data

@@ -64,13 +64,10 @@ class Handle:
     """The value called `name`. Use `reference`, `compose`, `shared`, or the functions in `owning`.
 
     Attributes:
-        name: the tensor's name; its key in the file.
         folder: the user's folder that writes go to; None for a private one.
-        source: where the value is, or how it is computed.
         generation: counts changes of the layout, so that views can tell when they are stale.
         meta: a meta tensor of the whole value, created on first use; None until then.
         page_state: what the prefetcher knows about its bytes in memory.
-        access: how it is read.
     """
 
     __slots__ = (
@@ -192,12 +189,10 @@ class Handle:
     # Reading
 
     def base(self) -> torch.Tensor:
-        """The whole value as a plain CPU tensor over the mapped file. Reads nothing; must not be written to.
+        """The whole value as a plain CPU tensor over the mapped file, which must not be written to.
 
-        A composed value is computed, which reads all of it.
-
-        Raises `MissingFileError`, `ChangedFileError`, `CorruptFileError` if the file has changed; `ReadError` if it
-        can't be read at the moment.
+        Reads nothing; but a composed value is computed. Raises `MissingFileError`, `ChangedFileError`,
+        `CorruptFileError` if the file has changed; `ReadError` if it can't be read at the moment.
         """
         source, base = self.source, self._base  # in this order: see `set_source`
         if base is not None:
@@ -318,10 +313,7 @@ class Handle:
     def flush(self) -> None:
         """Wait until all writes are on the disk.
 
-        Raises:
-            WriteError: the disk failed.
-            MissingFileError, ChangedFileError, CorruptFileError: the file has changed.
-            ReadError: it can't be opened at the moment.
+        Raises `WriteError` if the disk failed; and as `Handle.base`.
         """
         if not self.owned:
             return

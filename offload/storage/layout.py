@@ -27,8 +27,6 @@ _MOST = 2**63 - 1  # largest number of bytes and elements that torch can count
 class Layout:
     """Layout of one value in memory: dtype, shape, and strides in elements.
 
-    Dense, or that of an expanded value, or another one with overlapping elements.
-
     Attributes:
         nbytes: size in bytes; with overlapping elements, from the first one to the last.
         overlaps: whether it has more elements than its bytes can hold separately.
@@ -72,11 +70,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The bytes of a storage in a file.
+    """The bytes of a storage in a file: where they begin, and their number, unpacked.
 
     Attributes:
-        start: where they begin in the file.
-        nbytes: their number, unpacked.
         packed: their number in the file, if deflated; None if they are stored as they are.
         is_swapped: whether they are in the other byte order.
     """

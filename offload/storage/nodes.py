@@ -37,19 +37,13 @@ def place_of(way: Way) -> str:
 def encode(
     value: object, tensor: Callable[[torch.Tensor, Way], Node], named: Callable[[type], str] | None = None
 ) -> Node:
-    """The node for `value`.
+    """The node for nested data.
 
     Args:
-        value: nested data of the supported kinds.
         tensor: returns the node for a tensor, given the tensor and its path.
         named: returns the name of a class, for the reader; None if enums, dataclasses and named tuples are refused.
 
-    Raises:
-        UnknownTypeError: something in it can't be stored, contains itself, or is nested too deeply.
-
-    Example:
-        >>> encode([{"step": 3}, torch.float16, torch.ones(1)], lambda _, way: {"tensor": ".".join(way)})
-        {'list': [{'dict': {'step': 3}}, {'dtype': 'float16'}, {'tensor': '2'}]}
+    Raises `UnknownTypeError` if something in it can't be stored, contains itself, or is nested too deeply.
     """
 
     def node(value: object, way: Way, around: tuple[int, ...], tensor: Callable[[torch.Tensor, Way], Node]) -> Node:
@@ -152,15 +146,13 @@ def name_of(cls: type) -> str:
 
 
 def decode(node: Node, tensor: Callable[[str, Json], torch.Tensor], class_named: Callable[[str], type]) -> Any:
-    """The value for which `encode` made the node.
+    """The value for which `encode` made the node, which is from a file, and not trusted.
 
     Args:
-        node: from a file, not trusted.
         tensor: returns a tensor, given the kind of its node and the node's content.
         class_named: returns the class with a name, or raises.
 
-    Raises `UnknownTypeError` if a class can't be built from the fields that were saved; `CorruptFileError` if it is not
-    a valid node.
+    Raises `UnknownTypeError` if a class can't be built from its fields; `CorruptFileError` if it is not a valid node.
     """
 
     def value(node: Node) -> Any:

@@ -216,10 +216,8 @@ def open_stored(handle: Handle, mark: str) -> bool:
 def store_recipe(handle: Handle, mark: str) -> None:
     """Compute a composed value once, store it in its file in the named folder, and refer to that from then on.
 
-    That file is never written to: a first write replaces it and drops the mark.
-
-    Raises:
-        WriteError, NameInUseError, ForeignFileError, and as `Handle.base`.
+    That file is never written to: a first write replaces it and drops the mark. Raises `WriteError`, `NameInUseError`,
+    `ForeignFileError`, and as `Handle.base`.
     """
     composed, other = handle.composed, Handle(handle.name, handle.folder)
     assert isinstance(composed, InBlocks)

@@ -100,10 +100,8 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int]]) -> Header:
-    """The checked header of a file of `size` bytes that is a sequence of archives with one tensor each.
-
-    Args:
-        places: the offset and size in bytes of each tensor's archive, by the key it gets here.
+    """The checked header of a file that is a sequence of archives with one tensor each; `places`: see
+    `TensorFile.of_archives`.
 
     Raises: as `read_header`.
     """
@@ -263,14 +261,11 @@ def _read_legacy(file: BinaryIO, size: int) -> Saved:
 
 @dataclass(frozen=True, slots=True)
 class StorageRecord:
-    """A storage without data, as named in a pickle.
+    """A storage without data, as named in a pickle, which keeps its address unique.
 
     Attributes:
-        key: of its record.
         begin, nbytes: its part of the record, in bytes; old pickles may name parts.
         whole: size of the record in bytes.
-        itemsize: bytes per element.
-        storage: kept alive so that its address stays unique.
     """
 
     key: str

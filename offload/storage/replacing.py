@@ -55,12 +55,8 @@ def replacing(
 ) -> Iterator[New]:
     """A new file beside `path` that replaces it if the block succeeds, and is removed if not.
 
-    Args:
-        path: whatever is there is replaced, even a symlink: check first.
-        size: bytes to reserve, so that a full disk is an error before anything is written.
-        place, durable, placed: as for `replacing_all`.
-
-    Raises `WriteError` if the disk is full, the folder is read-only...
+    Whatever is there is replaced, even a symlink: check first. `size` bytes are reserved, so that a full disk is an
+    error before anything is written. For other arguments and errors see `replacing_all`.
     """
     with (
         replacing_all([path], size, place=place, durable=durable, placed=placed) as new,
@@ -80,16 +76,14 @@ def replacing_all(
 ) -> Iterator[dict[Path, Path]]:
     """Temporary names beside `paths`: what is made there is put in place if the block succeeds, and removed if not.
 
-    The last path is the one that counts (an index, say): it is put in place once all others are safely there. The
-    others' places must be free.
+    The last path is the one that counts (an index, say): it is put in place once all others, whose places must be free,
+    are safely there. `size` and `place` are as for `writing`.
 
     Args:
-        size: bytes in all, for errors.
-        place: as for `writing`.
         durable: whether all of it survives a power cut once the block has ended.
         placed: called as soon as all is in place: from then on no error removes it.
 
-    Raises `WriteError`.
+    Raises `WriteError` if the disk is full, the folder is read-only...
     """
     *others, last = paths
     with writing(last.parent if others else last, size, place):
@@ -151,12 +145,8 @@ def refuse_filled(path: Path) -> None:
 def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], object] = refuse_filled) -> Iterator[Path]:
     """A new folder beside `path` that replaces it if the block succeeds, and is removed if not.
 
-    Args:
-        path: what is there is replaced, in two steps where the system can't do it in one.
-        size: bytes to be written, for errors.
-        refuse: checks what is there, before and after the block; the default accepts only an empty folder.
-
-    Raises `ForeignFileError` if what is there must not be replaced; `WriteError`.
+    What is there is replaced in one step where the system can do that; `refuse` checks it before and after the block.
+    Raises `ForeignFileError` if it must not be replaced; `WriteError`.
     """
     refuse(path)
     made_folder(path.parent, size)
@@ -183,10 +173,7 @@ def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) ->
 def new_file(path: Path, size: int, *, like: Path | None = None, durable: bool = True) -> Iterator[int]:
     """A descriptor of a new file of `size` bytes with disk space reserved; the caller removes what is left on failure.
 
-    It gets the mode and owner of the file at `like`, if given.
-
-    Raises:
-        OSError: from the system; see `writing`.
+    It gets the mode and owner of the file at `like`, if given. Raises `OSError` from the system; see `writing`.
     """
     with owned(os.open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666) as file:
         fd = file.fileno()

@@ -87,10 +87,7 @@ class Stored:
 
     Attributes:
         name: its key in the file, or the beginning of the keys of its inner tensors.
-        layout: shape, dtype and strides of the whole value.
-        subclass: how to rebuild it if it is a tensor subclass; else None.
         extent: its first byte in the file, and its size.
-        owned: whether the file is ours to write.
         part: its place, if it is only a part of the value `name` of others.
         in_place: whether others write to the file in place, so that it must never be replaced.
         has_holes: whether the file may be sparse; its blocks are then reserved before the first store.

@@ -234,10 +234,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def copy_range(source: int, start: int, target: int, at: int, count: int, path: Path) -> None:
     """Copy bytes from file to file; what the kernel can't copy goes through memory. `path` is the source's.
 
-    Raises:
-        OSError: writing the target failed.
-        ReadError: reading the source failed.
-        ChangedFileError: the source has become shorter.
+    Raises `OSError` if writing fails; `ReadError` if reading does; `ChangedFileError` if the source has become shorter.
     """
     done = _send_range(source, start, target, at, count)
     while done < count:

@@ -61,16 +61,10 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> Descriptor:
-    """The regular file at `path`, opened.
+    """The regular file at `path`, opened; with `flags` that write, or `O_NOFOLLOW`, `path` itself must not be a link.
 
-    Args:
-        flags: for `os.open`; with flags that write, or with `O_NOFOLLOW`, `path` itself must not be a link.
-
-    Raises:
-        MissingFileError: there is no file at `path`.
-        ForeignFileError: it is a symlink and must not be followed.
-        CorruptFileError: it is not a regular file.
-        ReadError: it can't be opened at the moment.
+    Raises `MissingFileError`, `ReadError`; `ForeignFileError` if it is a symlink and must not be followed;
+    `CorruptFileError` if it is not a regular file.
     """
     if flags & _WRITES:
         flags |= os.O_NOFOLLOW

@@ -326,16 +326,7 @@ def _tree_of(
 
 @dataclass
 class Named:
-    """The tensors of a nest by name, each once.
-
-    Example:
-        >>> from offload.storage.nodes import encode
-        >>> named, one = Named(), torch.ones(1)
-        >>> encode([one, {"again": one, "sum": torch.zeros(1)}], lambda *found: {"tensor": named.name_for(*found)})
-        {'list': [{'tensor': '0'}, {'dict': {'again': {'tensor': '0'}, 'sum': {'tensor': '1.sum'}}}]}
-        >>> named.tensors
-        {'0': tensor([1.]), '1.sum': tensor([0.])}
-    """
+    """The tensors of a nest by name, each once."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     _names: dict[Hashable, str] = field(default_factory=dict)

@@ -42,18 +42,12 @@ _WAY_OUT = "Get the checkpoint in another form, or dequantize it with the packag
 
 
 def unpacked(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor] | None:
-    """The tensors of a quantized checkpoint as those of the dense one, by the names they would have there.
+    """The tensors of a quantized checkpoint, referenced, as those of the dense one, by the names they would have there.
 
-    Args:
-        tensors: of the checkpoint, referenced.
-        quantization: the `quantization_config` of the model.
+    None if the weights should stay packed because transformers computes with them as they are.
 
-    Returns:
-        None if the weights should stay packed because transformers computes with them as they are.
-
-    Raises:
-        CheckpointError: pieces are missing, or do not match each other; the message names the tensor and its file. Or
-            the format, or a setting, is not supported.
+    Raises `CheckpointError` if pieces are missing, or do not match each other: the message names the tensor and its
+    file; or if the format, or a setting, is not supported.
     """
     method = str(method_of(quantization))
     if method in _LEFT_TO_TRANSFORMERS:

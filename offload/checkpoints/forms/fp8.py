@@ -63,13 +63,10 @@ def _weight(pieces: Pieces, *, wide: tuple[torch.dtype, ...] = _WIDE) -> Offload
 def _block(
     pieces: Pieces, weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], block_size: Json
 ) -> tuple[int, int]:
-    """Rows and columns that share a scale.
+    """Rows and columns that share a scale, of a dense weight of this shape.
 
-    Args:
-        shape: of the dense weight.
-        block_size: the configuration's block size; without one, the scales must divide the weight evenly.
-
-    Raises `CheckpointError` if the scales are not those of such blocks.
+    Without a block size in the configuration, the scales must divide the weight evenly. Raises `CheckpointError` if the
+    scales are not those of such blocks.
     """
     sides = shape[-2:]
     is_single = scales.dim() < 2 or scales.numel() == 1

@@ -51,10 +51,8 @@ Dense: TypeAlias = "dict[str, torch.Tensor]"
 def settings_in(path: Path) -> Settings:
     """The configuration in a file, as read by transformers.
 
-    Raises:
-        CheckpointError: transformers does not support the architecture, or something is missing.
-        CorruptFileError: the file is damaged.
-        MissingFileError: a part is missing.
+    Raises `CheckpointError` if transformers does not support the architecture, or something is missing;
+    `CorruptFileError`; `MissingFileError` if a part is missing.
     """
     parts = with_other_parts(TensorFile.open(path))
     path, metadata = parts[0].path, parts[0].header.metadata
@@ -197,14 +195,10 @@ def usual_dtype(source: Checkpoint) -> torch.dtype:
 def as_saved(
     source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Pretrained, dtype: torch.dtype
 ) -> Dense:
-    """The tensors of a file as in a checkpoint saved by transformers, by the names that it would have.
+    """The dense tensors of a file as in a checkpoint saved by transformers, by the names that it would have.
 
-    Args:
-        tensors: those of `source`, dense.
-        empty: the model, on the meta device.
-        dtype: the requested one.
-
-    Raises `CheckpointError` if transformers treats this architecture in a way that is not supported here.
+    `empty` is the model, on the meta device. Raises `CheckpointError` if transformers treats this architecture in a way
+    that is not supported here.
     """
     try:
         if is_new(source):

@@ -83,11 +83,8 @@ def _decode_gptq(
 ) -> torch.Tensor:
     """Rows of a weight, in float32.
 
-    Args:
-        words: (rows, inputs / 8) for 4 bits.
-        zeros: (rows / 8, groups); the first version stores them minus one.
-        scales: (rows, groups).
-        order: the group of each input.
+    Of words (rows, inputs / 8) for 4 bits, zeros (rows / 8, groups), which the first version stores minus one, scales
+    (rows, groups), and the group of each input.
     """
     half = 2 ** (bits - 1)  # subtracted from both
     numbers = of_words(words.contiguous(), bits).to(torch.float32)
@@ -103,13 +100,7 @@ def _decode_gptq(
 
 
 def _decode_awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of a weight, in float32.
-
-    Args:
-        words: (rows / 8, inputs).
-        zeros: (rows / 8, groups).
-        scales: (rows, groups).
-    """
+    """Rows of a weight, in float32: of words (rows / 8, inputs), zeros (rows / 8, groups), scales (rows, groups)."""
     return _scaled(_awq_rows(words), _awq_rows(zeros), scales.to(torch.float32))
 
 

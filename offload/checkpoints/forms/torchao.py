@@ -30,15 +30,10 @@ PARTS_NOTE = "tensor_names"  # lists the tensors, both whole ones and those stor
 
 
 def rebuilt(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, OffloadedTensor]:
-    """The tensors of a checkpoint in torchao's format: quantized weights by name, the others as they are.
+    """The tensors of a checkpoint in torchao's format: quantized weights by name, the others as they are, referenced.
 
-    Args:
-        tensors: of the checkpoint, referenced.
-        metadata: of its files.
-
-    Raises:
-        CheckpointError: an inner tensor is missing, or they don't match each other; the message names the tensor and
-            its file.
+    Raises `CheckpointError` if an inner tensor is missing, or they don't match each other: the message names the tensor
+    and its file.
     """
     found = dict(tensors)
     for name, note in _notes(metadata).items():
