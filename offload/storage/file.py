@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import torch
 
@@ -34,8 +34,7 @@ from offload.errors import (
     UnsupportedTorchError,
 )
 from offload.storage import gguf_header, pickled
-from offload.storage import header as safetensors_header
-from offload.storage.header import Header
+from offload.storage.header import Header, read_header
 from offload.storage.layout import Entry, Loose, Record, contiguous
 from offload.storage.mapping import map_bytes, scratch, scratch_bytes
 from offload.storage.state_file import Kind, state_if_ours
@@ -60,20 +59,6 @@ class Identity:
     @classmethod
     def of(cls, status: os.stat_result) -> Identity:
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-class FormatReader(Protocol):
-    """A format of files of tensors. The modules that read one are readers."""
-
-    def recognizes(self, start: bytes, /) -> bool:
-        """Whether a file that begins like this is of this format, or pretends to be."""
-
-    def read_header(self, file: BinaryIO, size: int, /) -> Header:
-        """The checked header of a file of `size` bytes; no value is read.
-
-        Raises `CorruptFileError` if it is incomplete or damaged; `CheckpointError` if it holds code, or no tensors by
-        name, or a package is missing.
-        """
 
 
 class TensorFile:
@@ -341,8 +326,11 @@ def _read_header(file: BinaryIO, size: int) -> Header:
     if start.startswith(_LFS):
         raise CorruptFileError("it is a git-lfs pointer instead of the file: run `git lfs pull`")
     file.seek(0)
-    reader = next(reader for reader in _READERS if reader.recognizes(start))
-    return reader.read_header(file, size)
+    if pickled.recognizes(start):
+        return pickled.read_header(file, size)
+    if start.startswith(gguf_header.MAGIC):
+        return gguf_header.read_header(file, size)
+    return read_header(file, size)
 
 
 # Values that can't be mapped as tensors
@@ -429,7 +417,6 @@ def _inflated(record: Record, file: TensorFile) -> Iterator[bytes]:
 
 
 _START = 512  # first bytes, enough to recognise a format
-_READERS: tuple[FormatReader, ...] = (pickled, gguf_header, safetensors_header)  # the last one takes anything else
 _LFS = b"version https://git-lfs"
 _LOCK = fork_safe_lock()
 _OPENED: weakref.WeakValueDictionary[Path, TensorFile] = weakref.WeakValueDictionary()

@@ -38,11 +38,6 @@ _LENGTH = struct.Struct("<Q")
 _TYPE = struct.Struct("<I")
 
 
-def recognizes(start: bytes) -> bool:
-    """Whether a file that begins like this is of llama.cpp."""
-    return start.startswith(MAGIC)
-
-
 def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 

@@ -80,11 +80,6 @@ class Header:
         return _notes(self.metadata)
 
 
-def recognizes(_: bytes) -> bool:
-    """True: such files have no magic number, so that this format is the last to be tried."""
-    return True
-
-
 def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 

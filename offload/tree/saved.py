@@ -121,7 +121,9 @@ def save_as(kind: Kind, tree: object, folder: str | os.PathLike[str], *, togethe
     structure = encode(tree, lambda tensor, way: {_kind_of(tensor, way): named.name_for(tensor, way)}, name_of)
     made_folder(folder)
     with _alone_in(folder):
-        old, in_use = _files_that_stand(folder, kind), _files_behind(named.tensors.values(), folder)
+        paths = [path for tensor in named.tensors.values() for path in files_of(tensor)]
+        in_use = {f"{path.parent.name}/{path.name}" for path in paths if path.parent.parent == folder}
+        old = _files_that_stand(folder, kind)
         with writing(folder):
             _sweep(folder, old | in_use)
             number = 1 + max((int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
@@ -228,12 +230,6 @@ def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | 
         return None
     handle.file.check()
     return file
-
-
-def _files_behind(tensors: Iterable[torch.Tensor], folder: Path) -> set[str]:
-    """The files in numbered folders that these tensors are views of."""
-    paths = [path for tensor in tensors for path in files_of(tensor)]
-    return {f"{path.parent.name}/{path.name}" for path in paths if path.parent.parent == folder}
 
 
 def _sweep(folder: Path, files: Collection[str]) -> None:
@@ -343,20 +339,18 @@ class Named:
         return self._names[same]
 
 
-def class_among(types: Iterable[type], name: str) -> type | None:
-    """The class with the full name; or the only one with that class name: its module may have been a script before."""
-    exact = [cls for cls in types if f"{cls.__module__}.{cls.__qualname__}" == name]
-    alike = [cls for cls in types if cls.__name__ == name.rpartition(".")[2]]
-    return exact[0] if exact else alike[0] if len(alike) == 1 else None
-
-
 def classes_among(types: Iterable[type]) -> Callable[[str], type]:
-    """What `decode` needs to find these classes, and registered ones, by name."""
+    """What `decode` needs to find these classes, and registered ones, by their full names.
+
+    Or the only one of these with that class name: its module may have been a script before.
+    """
     known = tuple(types)
 
     def class_named(word: str) -> type:
         module, _, name = word.partition(":")
-        found = class_among(known, word.replace(":", ".")) or registered(module, name)
+        exact = [cls for cls in known if name_of(cls) == word]
+        alike = [cls for cls in known if cls.__name__ == name.rpartition(".")[2]]
+        found = exact[0] if exact else alike[0] if len(alike) == 1 else registered(module, name)
         if found is None:
             raise UnknownTypeError(
                 f"the tree holds a {name} (of {module}), and no such class was given: "
