@@ -6,13 +6,16 @@ import errno
 import gc
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import offload
 from offload.errors import (
     ChangedFileError,
     CorruptFileError,
@@ -30,6 +33,7 @@ from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.owning import allocate_value, create_value, duplicate, open_owned, replace_whole, writable_base
 from offload.storage.write import write_values
+from offload.tensor.views import handle_of
 from tests.processes import in_fork
 
 
@@ -508,3 +512,23 @@ def test_holes_of_a_file_that_others_write_are_filled_once(tmp_path, monkeypatch
 
 
 # As a user meets it
+
+
+def test_values_that_are_not_read_have_no_lock(tmp_path: Path) -> None:
+    save_file({f"{number}": torch.ones(8) for number in range(4)}, tmp_path / "w.safetensors")
+    stored = offload.load_file(tmp_path / "w.safetensors")
+    stored["2"].sum()
+
+    assert ["2"] == [name for name, value in stored.items() if handle_of(value)._own_lock is not None]
+
+
+def test_all_threads_share_one_lock() -> None:
+    start = Barrier(8)
+
+    def lock_of(handle: Handle) -> int:
+        start.wait()
+        return id(handle.lock)
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(20):
+            assert 1 == len(set(threads.map(lock_of, [Handle("w", None)] * 8)))
