@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import BinaryIO
@@ -155,7 +155,10 @@ def parse(text: bytes, size: int) -> Header:
         else:
             loose[key] = Loose(key, layout, Record(entry.start, layout.nbytes), 0, layout.stride)
     if "name" in notes:
-        _check_name(notes, raw)
+        name = notes["name"]  # the value that the file must contain, under its name, or as the parts of a subclass
+        is_named = isinstance(name, str) and is_unicode(name)
+        if not is_named or (name not in raw and not isinstance(notes.get("subclass"), dict)):
+            raise CorruptFileError(f"its `offload` metadata says that it holds {short(name)!r}, and it does not")
         if loose:
             raise CorruptFileError(f"its value {short(next(iter(loose)))!r} begins in the middle of an element")
     return Header(metadata, entries, unreadable, loose)
@@ -231,13 +234,6 @@ def _notes(metadata: Mapping[str, str]) -> Mapping[str, Json] | None:
     except (ValueError, RecursionError):
         return None
     return notes if isinstance(notes, dict) and "version" in notes else None
-
-
-def _check_name(notes: Mapping[str, Json], keys: Container[str]) -> None:
-    """A file of ours must contain the value it is named for: under its name, or as the parts of a subclass."""
-    name, subclass = notes["name"], notes.get("subclass")
-    if not isinstance(name, str) or not is_unicode(name) or (name not in keys and not isinstance(subclass, dict)):
-        raise CorruptFileError(f"its `offload` metadata says that it holds {short(name)!r}, and it does not")
 
 
 def _in_order(raw: dict[str, Json], nbytes: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:

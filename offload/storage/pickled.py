@@ -151,7 +151,11 @@ def _read_zip(file: BinaryIO) -> Saved:
     if len(infos) < len(archive.infolist()):
         raise CorruptFileError("its zip directory names a record twice")
     root = _root(infos)
-    is_swapped = _is_swapped(archive, infos.get(f"{root}byteorder"))
+    info = infos.get(f"{root}byteorder")
+    order = b"little" if info is None else _content(archive, info)
+    if order not in (b"little", b"big"):
+        raise CorruptFileError(f"its byte order is {order[:20]!r}, neither little nor big")
+    is_swapped = order != sys.byteorder.encode()
 
     saved, pieces = _unpickle(io.BytesIO(_content(archive, infos[f"{root}data.pkl"])))
     records = {}
@@ -180,13 +184,6 @@ def _root(infos: Mapping[str, object]) -> str:
             "save its state_dict()"
         )
     return roots[0]
-
-
-def _is_swapped(archive: zipfile.ZipFile, info: zipfile.ZipInfo | None) -> bool:
-    order = b"little" if info is None else _content(archive, info)
-    if order not in (b"little", b"big"):
-        raise CorruptFileError(f"its byte order is {order[:20]!r}, neither little nor big")
-    return order != sys.byteorder.encode()
 
 
 def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
@@ -301,8 +298,13 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, StorageRecord]]:
 
     unpickler = _Sparing(file)
     unpickler.persistent_load = storage_for  # type: ignore[method-assign]
-    with _explained(), _without_sparse_checks():
-        return unpickler.load(), pieces  # type: ignore[no-untyped-call]
+    waiting = unchecked_sparse()  # for a check in the next torch.load; what is sparse here has no data
+    before = len(waiting)
+    try:
+        with _explained():
+            return unpickler.load(), pieces  # type: ignore[no-untyped-call]
+    finally:
+        del waiting[before:]
 
 
 class _Sparing(Unpickler):
@@ -367,17 +369,6 @@ def _leave_to_the_system(error: Exception) -> None:
     for each in (error, error.__context__):
         if isinstance(each, OSError) and each.errno not in (None, errno.EINVAL):  # EINVAL: an invalid offset
             raise each
-
-
-@contextmanager
-def _without_sparse_checks() -> Iterator[None]:
-    """The unpickler queues sparse tensors for a check in the next torch.load; ours have no data: drop them."""
-    waiting = unchecked_sparse()
-    before = len(waiting)
-    try:
-        yield
-    finally:
-        del waiting[before:]
 
 
 # Pickles of objects other than tensors

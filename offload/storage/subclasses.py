@@ -28,7 +28,7 @@ from offload.errors import (
     UnknownTypeError,
 )
 from offload.storage.layout import Layout, dtype_name, dtype_named, layout_as
-from offload.storage.nodes import Node, decode, encode
+from offload.storage.nodes import decode, encode
 from offload.system.reasons import naming
 from offload.torch_api import is_traceable_wrapper_subclass
 
@@ -179,9 +179,13 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], S
         else:
             refuse_lossy(part, key)
             values[key], inner[attribute] = part, None
+    try:
+        node = encode(context, _refuse_tensor, _checked_word)
+    except UnknownTypeError as error:
+        raise UnknownSubclassError(f"in a tensor subclass's context, {error}") from error
     spec = {
         "class": _checked_word(type(tensor)),
-        "context": _context_node(context),
+        "context": node,
         "inner": inner,
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
@@ -240,13 +244,6 @@ def _rebuilt(values: Mapping[str, torch.Tensor], spec: SubclassSpec, name: str) 
     context = decode(spec["context"], _refuse_tensor, _known)
     rebuilt: torch.Tensor = cls.__tensor_unflatten__(inner, context, shape, stride)  # type: ignore[attr-defined]
     return rebuilt
-
-
-def _context_node(context: object) -> Node:
-    try:
-        return encode(context, _refuse_tensor, _checked_word)
-    except UnknownTypeError as error:
-        raise UnknownSubclassError(f"in a tensor subclass's context, {error}") from error
 
 
 def _refuse_tensor(_: object, where: object) -> NoReturn:

@@ -17,8 +17,8 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -120,7 +120,10 @@ def save_as(kind: Kind, tree: object, folder: str | os.PathLike[str], *, togethe
     named = Named()
     structure = encode(tree, lambda tensor, way: {_kind_of(tensor, way): named.name_for(tensor, way)}, name_of)
     made_folder(folder)
-    with _alone_in(folder):
+    with locked_folder(folder, wait=False) as is_alone:  # where folders can be locked
+        if not is_alone:
+            reason = "a tree is being saved here by another process, or thread: wait for it, or take another folder"
+            raise WriteError(errno.EAGAIN, reason, str(folder))
         paths = [path for tensor in named.tensors.values() for path in files_of(tensor)]
         in_use = {f"{path.parent.name}/{path.name}" for path in paths if path.parent.parent == folder}
         old = _files_that_stand(folder, kind)
@@ -201,19 +204,6 @@ def _kind_of(tensor: torch.Tensor, way: Way) -> str:
     """What a tensor is apart from its values."""
     refuse_unstorable(tensor, ".".join(way) or ROOT)
     return _KINDS[tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)]
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Only one process at a time saves in a folder, where folders can be locked.
-
-    Raises `WriteError` if another process is saving.
-    """
-    with locked_folder(folder, wait=False) as is_alone:
-        if not is_alone:
-            reason = "a tree is being saved here by another process, or thread: wait for it, or take another folder"
-            raise WriteError(errno.EAGAIN, reason, str(folder))
-        yield
 
 
 def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | None:

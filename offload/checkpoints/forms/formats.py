@@ -87,17 +87,12 @@ def _dense(tensors: Tensors, form: Format, settings: object) -> dict[str, Offloa
             packed.add(weight)
         else:
             dense.update({name: tensors[name] for role, name in names.items() if role == "" or "" not in names})
-    _refuse_unknown(dense, packed)
-    return dense
-
-
-def _refuse_unknown(dense: Tensors, packed: set[str]) -> None:
-    """Refuse pieces of packed weights that the format does not have: they may change what the weights are."""
-    for name in dense.keys() - packed:
+    for name in dense.keys() - packed:  # a piece that the format does not have may change what the weights are
         ends = (at for at, letter in enumerate(name) if letter in "._" and name[at:] != "_bias")
-        weight = next((name[:at] for at in ends if name[:at] in packed), None)
-        if weight is not None:
-            raise unfit(weight, [dense[weight], dense[name]], f"{name!r} is not known here. {_WAY_OUT}")
+        part_of = next((name[:at] for at in ends if name[:at] in packed), None)
+        if part_of is not None:
+            raise unfit(part_of, [dense[part_of], dense[name]], f"{name!r} is not known here. {_WAY_OUT}")
+    return dense
 
 
 def _refuse_settings(quantization: Settings, form: Format, path: Path | None) -> None:
