@@ -15,15 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from offload.checkpoints.checkpoint import (
-    INDEX,
-    PICKLES,
-    check_part,
-    is_beside,
-    is_shard,
-    paths_of_parts,
-    read_index,
-)
+from offload.checkpoints.checkpoint import INDEX, PICKLES, check_part, is_beside, is_shard, paths_of_parts, read_index
 from offload.checkpoints.dcp import METADATA, archives_of, check_shard, read_metadata
 from offload.errors import CheckpointError, OffloadError, ReadError
 from offload.storage.file import TensorFile

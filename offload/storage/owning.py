@@ -20,12 +20,7 @@ from typing import TypeAlias
 import torch
 
 from offload.annotations import Json
-from offload.errors import (
-    CorruptFileError,
-    ForeignFileError,
-    MissingFileError,
-    UnsupportedOpError,
-)
+from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, UnsupportedOpError
 from offload.storage import log
 from offload.storage.file import TensorFile, file_of_ours, value_of
 from offload.storage.folders import claim, claim_among_ranks, file_name, named_folder, release
@@ -257,10 +252,7 @@ def _fill_holes(handle: Handle) -> None:
         source = handle.source
         assert isinstance(source, Stored)
         file = source.file
-        with (
-            writing(file.path, file.identity.size, "offload_dir"),
-            file.descriptor(os.O_RDWR, settled=False) as opened,
-        ):
+        with writing(file.path, file.identity.size, "offload_dir"), file.descriptor(os.O_RDWR, settled=False) as opened:
             fill_holes(opened.fileno(), file.identity.size)
         handle.source = dataclasses.replace(source, has_holes=False)
 

@@ -58,7 +58,7 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "Int4OpaqueTensor": (f"{_PROTOTYPES}.int4", _AO),
         "UIntxBitPackedTensor": (f"{_PROTOTYPES}.uintx.uintx_bit_packed_tensor",),
         "UintxTensor": ("torchao.prototype.dtypes.uintx.uintx_utils",),
-    },
+    }
 }
 _REGISTERED: dict[str, type] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # exactly these classes, not their subclasses

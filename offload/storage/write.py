@@ -17,12 +17,7 @@ from typing import TypeAlias
 import torch
 
 from offload.annotations import Json
-from offload.errors import (
-    ChangedFileError,
-    ForeignFileError,
-    MissingFileError,
-    NameInUseError,
-)
+from offload.errors import ChangedFileError, ForeignFileError, MissingFileError, NameInUseError
 from offload.storage.file import TensorFile, is_ours
 from offload.storage.header import Head, build
 from offload.storage.layout import Entry, Layout, contiguous

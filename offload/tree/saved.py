@@ -71,12 +71,7 @@ KIND = Kind(
     indent=1,
 )
 # What a tensor is apart from its values: whether it requires grad, and whether it is a parameter.
-_DRESSES = {
-    "tensor": (False, False),
-    "trained": (True, False),
-    "parameter": (True, True),
-    "frozen": (False, True),
-}
+_DRESSES = {"tensor": (False, False), "trained": (True, False), "parameter": (True, True), "frozen": (False, True)}
 _KINDS = {dress: kind for kind, dress in _DRESSES.items()}
 
 

@@ -75,12 +75,7 @@ GIVEN: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     ),
     "multiply": (
         native.multiply,
-        {
-            "matrix": matrix(),
-            "x": torch.ones(5, COLUMNS),
-            "bias": torch.ones(ROWS),
-            "place": torch.empty(5, ROWS),
-        },
+        {"matrix": matrix(), "x": torch.ones(5, COLUMNS), "bias": torch.ones(ROWS), "place": torch.empty(5, ROWS)},
     ),
     "experts": (
         sums,

@@ -282,11 +282,7 @@ def test_a_changed_checkpoint_is_an_error_that_names_tensor_and_file(checkpoint,
         os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
         os.replace(other, checkpoint)
 
-    changes = [
-        lambda: os.utime(checkpoint, ns=(0, 0)),
-        lambda: os.truncate(checkpoint, before.st_size + 1),
-        replace_it,
-    ]
+    changes = [lambda: os.utime(checkpoint, ns=(0, 0)), lambda: os.truncate(checkpoint, before.st_size + 1), replace_it]
     for change in changes:
         handle = Handle.reference(TensorFile.open(checkpoint), "a")
         if mapped_before:

@@ -22,12 +22,7 @@ import torch
 from torch import nn
 
 from offload import OffloadedTensor, load_file
-from offload.errors import (
-    CheckpointError,
-    CorruptFileError,
-    OffloadError,
-    ReadError,
-)
+from offload.errors import CheckpointError, CorruptFileError, OffloadError, ReadError
 from offload.storage.file import TensorFile
 from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.pickled import NESTS
@@ -435,10 +430,7 @@ def test_other_objects_are_left_out(tmp_path):
         (torch.ones(2), "no tensors by name, but a Tensor"),
         ([torch.ones(2)], "no tensors by name, but a list"),
         ({}, "no tensors by name, but an empty dictionary"),
-        (
-            {"step": 3, "args": {"lr": 0.1}},
-            r"no tensors by name, but a dictionary of 2 \('step': int, 'args': dict\)",
-        ),
+        ({"step": 3, "args": {"lr": 0.1}}, r"no tensors by name, but a dictionary of 2 \('step': int, 'args': dict\)"),
         ({"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.zeros(1)}}, r"several models \(state_dict, model\)"),
         (
             {"q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)},

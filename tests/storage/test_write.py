@@ -218,10 +218,7 @@ def test_a_changed_source_is_not_copied(tmp_path):
 
 @pytest.mark.parametrize(
     ("call", "kind", "name"),
-    [
-        ("os.pread", ReadError, "model.safetensors"),
-        ("os.pwrite", WriteError, "copy.safetensors"),
-    ],
+    [("os.pread", ReadError, "model.safetensors"), ("os.pwrite", WriteError, "copy.safetensors")],
 )
 def test_an_error_of_a_copy_says_which_of_the_two_files_it_is_of(tmp_path, call, kind, name):
     """What the kernel copies by itself fails without saying that."""
