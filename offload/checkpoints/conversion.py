@@ -82,7 +82,7 @@ def convert_checkpoint(
     dequantize: bool = False,
     resume: bool = False,
 ) -> Path:
-    """Write a checkpoint anew, with the configuration and tokenizer files that are beside it.
+    """Write a checkpoint anew, with the configuration and tokenizer files beside it; returns the new folder.
 
     Args:
         source: see `open_checkpoint`.
@@ -94,17 +94,12 @@ def convert_checkpoint(
             are llama.cpp's, is always dequantized: in float32 if `dtype` is None. Its tokenizer is written, too.
         resume: go on with a run of `dequantize` that was killed, from the folder `target` + ".partial".
 
-    Returns:
-        The new folder.
-
     Raises:
         ForeignFileError: `target` is there and not empty, or in the folder of `source`.
-        JournalError: a run of `dequantize` was begun and `resume` does not say to go on; or it was one with other
-            arguments.
-        ArgumentError: `resume` without `dequantize`.
+        JournalError: a run of `dequantize` was begun, and is not resumed; or it was one with other arguments.
         CheckpointError: a quantized checkpoint, in a form that would not outlive this, or is not decoded; one that is
             to be dequantized, and is dense; no JSON in its `config.json`.
-        MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
+        OffloadError: as `open_checkpoint` and `save_checkpoint`; `ArgumentError` for `resume` without `dequantize`.
     """
     opened, target = open_checkpoint(source), target_outside(target, source)
     if to_offload_folder and PARTS_NOTE in opened.metadata:
