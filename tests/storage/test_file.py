@@ -29,21 +29,15 @@ from offload.storage.file import TensorFile, is_ours
 from offload.storage.layout import Entry, contiguous
 from offload.storage.mapping import map_bytes
 from offload.storage.state_file import Kind, write_state
-from offload.storage.write import layout_of, refuse_foreign, write_values
+from offload.storage.write import refuse_foreign
 from offload.system.regular import owned
 from tests import faults
 from tests.processes import run_script
-
-
-def write(path: Path, value: torch.Tensor, key: str = "w") -> Path:
-    write_values(path, {key: value}, {key: layout_of(value)}, {"name": key}, durable=False)
-    return path
+from tests.storage.test_write import write
 
 
 def value_of(file: TensorFile, key: str = "w", *, shared: bool = False) -> torch.Tensor:
-    entry = file.entry(key)
-    empty = torch.empty(0, dtype=entry.layout.dtype)
-    return empty.set_(file.storage(entry, shared=shared), 0, entry.layout.shape, entry.layout.stride)
+    return file.tensor(file.entry(key), shared=shared)
 
 
 @pytest.fixture

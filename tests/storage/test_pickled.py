@@ -24,20 +24,13 @@ from torch import nn
 from offload import OffloadedTensor, load_file
 from offload.errors import CheckpointError, CorruptFileError, OffloadError, ReadError
 from offload.storage.file import TensorFile
-from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.pickled import NESTS
 from tests.conftest import contents
 from tests.equal import is_equal
 from tests.processes import run_script
+from tests.storage.test_write import DTYPES
 
-DTYPES = sorted(
-    (
-        dtype
-        for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-        if dtype_named(dtype_name(dtype)) and not re.fullmatch(r"torch\.(bits.*|u?int[1-7])", str(dtype))  # no copies
-    ),
-    key=str,
-)
+COPIED_DTYPES = [dtype for dtype in DTYPES if not re.fullmatch(r"torch\.(bits.*|u?int[1-7])", str(dtype))]
 LEGACY = {"_use_new_zipfile_serialization": False}
 FORMS = pytest.mark.parametrize("form", [{}, LEGACY], ids=["zip", "legacy"])
 pytestmark = [
@@ -79,7 +72,7 @@ def in_place(path: Path) -> set[str]:
 
 
 @FORMS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", COPIED_DTYPES, ids=str)
 def test_every_dtype_is_what_torch_load_gives(tmp_path, dtype, form):
     if form and dtype not in torch.storage._dtype_to_storage_type_map():
         pytest.skip("torch keeps these in a form that only its zip files have")

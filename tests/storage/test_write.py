@@ -26,12 +26,8 @@ from tests import faults
 from tests.equal import is_equal
 from tests.processes import run_script
 
-DTYPES = [
-    dtype
-    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    if dtype_named(dtype_name(dtype))
-]
-DTYPES.sort(key=str)
+OF_TORCH = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES = sorted((dtype for dtype in OF_TORCH if dtype_named(dtype_name(dtype))), key=str)
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
@@ -53,9 +49,7 @@ def copy(source: TensorFile, key: str, path: Path, *, durable: bool = False) -> 
 
 def read(path: Path) -> torch.Tensor:
     file = TensorFile.open(path)
-    entry = file.entry("w")
-    empty = torch.empty(0, dtype=entry.layout.dtype)
-    return empty.set_(file.storage(entry, shared=False), 0, entry.layout.shape, entry.layout.stride)
+    return file.tensor(file.entry("w"), shared=False)
 
 
 def data(tensor: torch.Tensor) -> bytes:
