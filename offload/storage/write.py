@@ -74,18 +74,6 @@ def put_values(
         written = TensorFile.written(new.path, head.header)
 
 
-def write_values(
-    path: Path,
-    values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]],
-    layouts: Mapping[str, Layout],
-    notes: Mapping[str, Json],
-    *,
-    durable: bool,
-) -> None:
-    """Put a file with these values at `path`, as `put_values` does; they are as for `from_values`."""
-    put_values(path, layouts, from_values(values, layouts), notes, durable=durable)
-
-
 def write_beside(
     temporary: Path,
     path: Path,

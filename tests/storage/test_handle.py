@@ -32,7 +32,7 @@ from offload.storage.folders import file_name
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.owning import allocate_value, create_value, duplicate, open_owned, replace_whole, writable_base
-from offload.storage.write import write_values
+from offload.storage.write import from_values, put_values
 from offload.tensor.views import handle_of
 from tests.processes import in_fork
 
@@ -46,8 +46,8 @@ def checkpoint(tmp_path):
 
 def put(folder: Path, value: torch.Tensor, name: str = "w") -> None:
     """Like another process: a new file at the path, without any handle knowing."""
-    layout = Layout(value.dtype, tuple(value.shape), value.stride())
-    write_values(folder / file_name(name), {name: value}, {name: layout}, {"name": name}, durable=False)
+    layouts = {name: Layout(value.dtype, tuple(value.shape), value.stride())}
+    put_values(folder / file_name(name), layouts, from_values({name: value}, layouts), {"name": name}, durable=False)
 
 
 NAMES = [

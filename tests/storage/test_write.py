@@ -21,7 +21,7 @@ from offload.storage.file import TensorFile
 from offload.storage.header import ALIGNMENT
 from offload.storage.layout import WORDS, Layout, dtype_name, dtype_named
 from offload.storage.replacing import process_tag, put_file, sweep
-from offload.storage.write import from_file, layout_of, of_zeros, put_values, write_values
+from offload.storage.write import from_file, from_values, layout_of, of_zeros, put_values
 from tests import faults
 from tests.equal import is_equal
 from tests.processes import run_script
@@ -33,7 +33,8 @@ FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 
 def write(path: Path, value: torch.Tensor, *, durable: bool = False) -> Path:
-    write_values(path, {"w": value}, {"w": layout_of(value)}, {"name": "w"}, durable=durable)
+    layouts = {"w": layout_of(value)}
+    put_values(path, layouts, from_values({"w": value}, layouts), {"name": "w"}, durable=durable)
     return path
 
 
@@ -141,11 +142,11 @@ def test_a_large_value_that_must_be_gathered_takes_bounded_memory(tmp_path):
     script = """
         import resource, sys, torch
         from pathlib import Path
-        from offload.storage.write import layout_of, write_values
+        from tests.storage.test_write import write
         value = torch.ones(1, 8, dtype=torch.uint8).expand(32 << 20, 8)[:, :4]   # 128 MiB
-        write_values(Path(sys.argv[1]), {"w": value[:8]}, {"w": layout_of(value[:8])}, {}, durable=False)
+        write(Path(sys.argv[1]), value[:8])
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        write_values(Path(sys.argv[1]), {"w": value}, {"w": layout_of(value)}, {}, durable=False)
+        write(Path(sys.argv[1]), value)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
 
