@@ -177,8 +177,7 @@ class Checkpoint(Mapping[str, Value]):
     def tensors(
         self, offload_dir: PathLike | None = None, devices: Mapping[str, torch.device] | None = None
     ) -> dict[str, OffloadedTensor]:
-        """Its values as tensors, referenced in place; those of an offload folder that is `offload_dir` itself, to be
-        written.
+        """Its values as tensors, referenced in place; those of an offload folder that is `offload_dir` are for writing.
 
         Args:
             offload_dir: where they go at the first write; None for a private folder.

@@ -133,10 +133,9 @@ class TensorFile:
 
     @classmethod
     def of_archives(cls, path: str | os.PathLike[str], places: Mapping[str, tuple[int, int]]) -> TensorFile:
-        """The file at `path`, a sequence of torch.save archives of one tensor each: `places` has their offset and size,
-        by key.
+        """The file at `path`, a sequence of torch.save archives of one tensor each.
 
-        Raises: as `open`.
+        `places` has their offset and size in bytes, by key. Raises: as `open`.
         """
         path = absolute(path)
         opened = cls(path, *_read(path, lambda file, size: pickled.read_archives(file, size, places)))

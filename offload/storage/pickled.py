@@ -100,10 +100,9 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int]]) -> Header:
-    """The checked header of a file that is a sequence of archives with one tensor each; `places`: see
-    `TensorFile.of_archives`.
+    """The checked header of a file that is a sequence of archives with one tensor each.
 
-    Raises: as `read_header`.
+    `places` is as for `TensorFile.of_archives`. Raises: as `read_header`.
     """
     found: dict[str, Loose | str] = {}
     for key, (begin, nbytes) in places.items():

@@ -93,13 +93,14 @@ def _refuse_unfit(cls: object) -> None:
     """Refuse classes that can't be stored or rebuilt."""
     if not isinstance(cls, type):
         raise UnknownSubclassError(f"{cls!r} is not a class: register the class of the tensor")
+    is_named_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
     if issubclass(cls, torch.Tensor):
         if not (hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")):
             raise UnknownSubclassError(
                 f"{cls.__name__} (of {cls.__module__}) lacks __tensor_flatten__ and __tensor_unflatten__: without "
                 "them a file would hold only its numbers. Add both, or store its parts"
             )
-    elif not issubclass(cls, enum.Enum) and not dataclasses.is_dataclass(cls) and not hasattr(cls, "_fields"):
+    elif not (issubclass(cls, enum.Enum) or dataclasses.is_dataclass(cls) or is_named_tuple):
         raise UnknownSubclassError(
             f"{cls.__name__} (of {cls.__module__}) is not a tensor subclass, enum, dataclass or named tuple: "
             "it can't be rebuilt from plain data"

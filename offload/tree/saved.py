@@ -140,9 +140,10 @@ def save_as(kind: Kind, tree: object, folder: str | os.PathLike[str], *, togethe
                 with replacing_folder(folder / str(number)) as place, progress_in_bytes(nbytes, "saving") as advance:
                     if together:
                         write_dense(place / _TOGETHER, new, _NOTES, advance)
-                    for name, tensor in () if together else new.items():
-                        write_file(place / file_name(name), name, tensor, _NOTES)
-                        advance(tensor.nbytes)
+                    else:
+                        for name, tensor in new.items():
+                            write_file(place / file_name(name), name, tensor, _NOTES)
+                            advance(tensor.nbytes)
             write_state(folder / MANIFEST, kind, {"tensors": tensors, "structure": structure})
         finally:
             with suppress(OffloadError, OSError):  # what can't be removed now is removed by the next save

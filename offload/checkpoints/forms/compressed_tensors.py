@@ -216,8 +216,7 @@ class _Layer:
         packed_zeros: int | None = None,
         is_wide: bool = False,
     ) -> OffloadedTensor:
-        """The recipe: from the packed piece, the scales, and the zero points or the global scale (`whole`) if there are
-        any.
+        """The recipe: from the packed piece, the scales, and zero points or a global scale (`whole`) if there are any.
 
         Args:
             packed_zeros: how many rows have their zero points in one word, or in the fewest whole words; None if zero
