@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 
 from offload.memory import anonymous_bytes, mapped_bytes
 from offload.prefetch.engine import counts
-from offload.system.threads import Worker
+from offload.system.background import Worker
 
 _EVERY = 0.02  # seconds between samples
 _MOST = 4000  # samples to keep; beyond that, every second one is dropped

@@ -40,7 +40,6 @@ OTHERS = {
     ("offload.cache.rowfile", "raise OSError"): "an answer of `look`: who reads then goes another way",
     ("offload.cli.arguments", "raise argparse.ArgumentTypeError"): "argparse wants this one",
     ("offload.checkpoints.forms.gguf", "raise ValueError"): "`as_saved` tells of it, as a CheckpointError",
-    ("offload.checkpoints.forms.torchao", "raise ValueError"): "`_weight` tells of it, as a CheckpointError",
     ("offload.integrations.peft", "raise KeyboardInterrupt"): "still an interrupt, with what was done before it",
     ("offload.checkpoints.dcp", "raise type(error)"): "an error of ours, with the path before its words",
     (

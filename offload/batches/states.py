@@ -21,8 +21,8 @@ import torch
 
 from offload.annotations import Args
 from offload.errors import UnsupportedOpError
+from offload.system.background import Worker
 from offload.system.modes import autograd_mode, no_functions, no_modes
-from offload.system.threads import Worker
 from offload.torch_api import (
     dispatch_modes,
     function_modes,

@@ -8,13 +8,11 @@ Always true:
 | module | what |
 | --- | --- |
 | `checkpoint` | a checkpoint as a mapping from names to stored values |
-| `gguf_parts` | the parts of a GGUF file in several |
 | `dcp` | checkpoints written by many processes with torch.distributed.checkpoint |
 | `forms` | packed weight formats, as recipes of dense weights |
 | `writing` | named tensors as a new checkpoint |
 | `conversion` | a checkpoint to another dtype or form, or to one file per value |
-| `companions` | the files beside a transformers model's weights: configuration, tokenizer, code |
-| `adapters` | adapters of peft in a folder, with or without their model |
+| `companions` | the files beside a transformers model's weights: configuration, tokenizer, code, adapter |
 | `verify` | checks that a checkpoint is complete |
 """
 

@@ -3,6 +3,7 @@
 Always true:
 - opening one reads headers and the index, no values
 - every name has a value in a complete, existing file, or an error names both
+- of a GGUF file in parts, the first has the metadata of all; the names of the files say how many there are
 - nothing outside the checkpoint's folder is opened, and nothing in a pickle is executed
 """
 
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,12 +21,11 @@ import torch
 
 from offload.annotations import Json
 from offload.checkpoints import log
-from offload.checkpoints.dcp import METADATA, SUFFIX, Sharded, archives_of, check_shard, read_metadata
-from offload.checkpoints.gguf_parts import with_other_parts
+from offload.checkpoints.dcp import METADATA, SUFFIX, archives_of, check_shard, read_metadata
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
-from offload.storage.gguf_header import ARCHITECTURE
+from offload.storage.gguf_header import ARCHITECTURE, PART, PARTS
 from offload.storage.handle import Handle
 from offload.storage.header import MARK, is_file_name
 from offload.storage.layout import Layout, contiguous
@@ -42,6 +43,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 ADAPTER = "adapter_model."  # the beginning of the name of peft's files
 INDEX = ".index.json"
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.\w+$")
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _BESIDE = ("training_args.", "optimizer.", "scheduler.", "scaler.", "rng_state")
 
 
@@ -175,9 +177,7 @@ class Checkpoint(Mapping[str, Value]):
     def tensors(
         self, offload_dir: PathLike | None = None, devices: Mapping[str, torch.device] | None = None
     ) -> dict[str, OffloadedTensor]:
-        """Its values as tensors, referenced in place.
-
-        Values of an offload folder that is `offload_dir` itself are opened for writing.
+        """Its values as tensors, referenced in place; those of an offload folder that is `offload_dir` are for writing.
 
         Args:
             offload_dir: where they go at the first write; None for a private folder.
@@ -281,33 +281,23 @@ def _without_adapter(names: list[str]) -> list[str]:
 
 
 def _open_distributed(folder: Path) -> Checkpoint:
-    values = read_metadata(folder)
-    files = {file: open_archives(folder, file, places) for file, places in archives_of(values).items()}
-    return Checkpoint(folder, {name: _value_in(files, value) for name, value in values.items()})
+    values, files, found = read_metadata(folder), {}, dict[str, Value]()
+    for name, places in archives_of(values).items():
+        files[name] = _open_part(folder / name, next(iter(places)), partial(TensorFile.of_archives, places=places))
+    for name, value in values.items():
+        for shard in value.shards:
+            check_shard(files[shard.file], value, shard)
+        stored = tuple((StoredValue(files[shard.file], shard.key), shard.start) for shard in value.shards)
+        found[name] = stored[0][0] if not stored[1:] else ShardedValue(contiguous(value.dtype, value.shape), stored)
+    return Checkpoint(folder, found)
 
 
-def open_archives(folder: Path, name: str, places: Mapping[str, tuple[int, int]]) -> TensorFile:
-    """A file with values of many processes, one archive after the other.
-
-    Raises:
-        MissingFileError, CorruptFileError, ReadError, CheckpointError
-    """
+def _open_part(path: Path, name: str, opens: Callable[[Path], TensorFile] = TensorFile.open) -> TensorFile:
+    """One of several files; the error if it is missing names a value that it holds."""
     try:
-        return TensorFile.of_archives(folder / name, places)
+        return opens(path)
     except MissingFileError as error:
-        holds = next(iter(places))
-        raise MissingFileError(
-            f"{folder / name}, which holds {holds!r}, is missing: download or copy that file again"
-        ) from error
-
-
-def _value_in(files: Mapping[str, TensorFile], value: Sharded) -> Value:
-    for shard in value.shards:
-        check_shard(files[shard.file], value, shard)
-    stored = tuple((StoredValue(files[shard.file], shard.key), shard.start) for shard in value.shards)
-    if len(stored) == 1:
-        return stored[0][0]
-    return ShardedValue(contiguous(value.dtype, value.shape), stored)
+        raise MissingFileError(f"{path}, which holds {name!r}, is missing: download or copy that file again") from error
 
 
 def _values_by_name(files: Iterable[TensorFile]) -> dict[str, StoredValue]:
@@ -365,7 +355,7 @@ def _open_index(path: Path) -> Checkpoint:
     places, metadata = read_index(path)
     for name, shard in places.items():
         if shard not in shards:
-            shards[shard] = _open_shard(path.parent, shard, name)
+            shards[shard] = _values_of(_open_part(path.parent / shard, name))
         if name not in shards[shard]:
             raise CheckpointError(
                 f"{path} says that {name!r} is in {shard}, and it is not: the files do not belong together"
@@ -374,22 +364,11 @@ def _open_index(path: Path) -> Checkpoint:
     return Checkpoint(path.parent, values, metadata)
 
 
-def _open_shard(folder: Path, shard: str, name: str) -> dict[str, StoredValue]:
-    try:
-        return _values_of(TensorFile.open(folder / shard))
-    except MissingFileError as error:
-        raise MissingFileError(
-            f"{folder / shard}, which holds {name!r}, is missing: download or copy that shard again"
-        ) from error
-
-
 def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, Json]]:
     """The file of each name according to an index, and the rest of the index.
 
-    Raises:
-        MissingFileError: there is none.
-        ReadError: it can't be read at the moment.
-        CheckpointError: it is not an index, has duplicate keys, or names a file outside its folder.
+    Raises `MissingFileError`, `ReadError`; `CheckpointError` if it is not an index, has duplicate keys, or names a file
+    outside its folder.
     """
     try:
         index = read_json(path, "an index of shards")
@@ -427,3 +406,65 @@ def _values_of(file: TensorFile) -> dict[str, StoredValue]:
     if "name" in file.notes:
         return {str(file.notes["name"]): StoredValue(file, str(file.notes["name"]))}
     return {key: StoredValue(file, key) for key in file.header.keys}
+
+
+# GGUF files in several parts, as llama.cpp's `llama-gguf-split` writes and names them
+
+
+def first_part(path: Path) -> Path:
+    """The part with the metadata, for any part; another file itself."""
+    found = _PART.fullmatch(path.name)
+    return path if found is None else path.with_name(_name_of(found, 1))
+
+
+def pattern_of(name: str) -> str:
+    """A pattern for the names of all parts, for the name of any."""
+    found = _PART.fullmatch(name)
+    return name if found is None else f"{found['stem']}-?????-of-{found['count']}.gguf"
+
+
+def paths_of_parts(file: TensorFile) -> list[Path]:
+    """The paths of all parts of a GGUF file, in order, given any of them; of a file that is whole, its own.
+
+    Raises `MissingFileError` if a part is missing; `CheckpointError` if the file's name does not say which part it is.
+    """
+    count = file.header.metadata.get(PARTS, "1")
+    if count in ("0", "1"):
+        return [file.path]
+    found = _PART.fullmatch(file.path.name)
+    if found is None or int(found["count"]) != int(count):
+        raise CheckpointError(
+            f"{file.path} is one of {count} parts, and its name does not say which: give the parts the names "
+            f"...-00001-of-{int(count):05}.gguf and so on"
+        )
+    paths = [file.path.with_name(_name_of(found, number)) for number in range(1, int(count) + 1)]
+    missing = [path.name for path in paths if not is_there(path)]
+    if missing:
+        raise MissingFileError(
+            f"{file.path.parent} lacks {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, of "
+            f"{count} parts of a model: download or copy that file again"
+        )
+    return paths
+
+
+def check_part(part: TensorFile, number: int, count: int) -> None:
+    """Raises `CheckpointError` if a file is not part `number`, counted from 0, of as many as its name says."""
+    metadata = part.header.metadata
+    if count > 1 and (metadata.get(PART), metadata.get(PARTS)) != (str(number), str(count)):
+        raise CheckpointError(f"{part.path} is not part {number + 1} of {count}, though it is named so")
+
+
+def with_other_parts(file: TensorFile) -> list[TensorFile]:
+    """All parts of a GGUF file, in order; of a file that is whole, only itself.
+
+    Raises: as `paths_of_parts`, `check_part` and `TensorFile.open`.
+    """
+    paths = paths_of_parts(file)
+    opened = [file if path == file.path else TensorFile.open(path) for path in paths]
+    for number, part in enumerate(opened):
+        check_part(part, number, len(opened))
+    return opened
+
+
+def _name_of(found: re.Match[str], number: int) -> str:
+    return f"{found['stem']}-{number:05}-of-{found['count']}.gguf"

@@ -5,6 +5,8 @@ Always true:
 - a configuration that is written says that weights are quantized only if the ones beside it are
 - a file that offload did not write, or that was edited since, is never replaced or removed: the checkpoint stores a
   hash of each file it wrote
+- a folder with a configuration and weights is a model, with its adapter of peft if it has one; one without them, but
+  with an adapter, stands for the model that the adapter names, its base
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ from torch import nn
 
 from offload.annotations import Config, Pretrained, Settings
 from offload.checkpoints import log
-from offload.checkpoints.adapters import base_of
+from offload.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.importing import imported
 from offload.storage.layout import dtype_name
 from offload.storage.replacing import made_folder, put_file
-from offload.storage.state_file import MOST_JSON, parse_json
+from offload.storage.state_file import MOST_JSON, parse_json, read_json
 from offload.system.reasons import first_line, reading
 from offload.system.regular import is_file, is_folder, is_there, read_regular
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+_ADAPTER_CONFIG = "adapter_config.json"
+_BASE = "base_model_name_or_path"
 NOTE = "offload.companions"  # in the metadata of a safetensors file
 _OF_TOKENIZERS = (
     *("*token*.json", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
@@ -62,15 +66,9 @@ def quantization_of(config: Config) -> Any:
 
 
 def refuse_more_layers(settings: Settings, stored: int, path: Path) -> None:
-    """Refuse a configuration that asks for many more layers than a checkpoint can fill: they would be made for hours.
+    """Refuse a configuration with many more layers than the values that a checkpoint at `path` stores can fill.
 
-    Args:
-        settings: a configuration of transformers, as a dictionary.
-        stored: how many values there are.
-        path: of the checkpoint.
-
-    Raises:
-        CheckpointError
+    They would be made for hours. Raises `CheckpointError`.
     """
     most = max(stored, _MOST_LAYERS)
     left: list[tuple[str, Any]] = [("", settings)]
@@ -172,11 +170,7 @@ def _written_tokenizer(path: Path) -> dict[str, bytes]:
 def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a model's folder, or in its GGUF file; for a lone adapter without one, that of its base.
 
-    Args:
-        trust_remote_code: whether code in the folder may run.
-
-    Raises:
-        CheckpointError: there is none that can be loaded.
+    Raises `CheckpointError` if there is none that can be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -192,8 +186,11 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
             raise ValueError("it has no tokens")
         return found
     except ImportError as error:
+        root: Exception = error
+        while isinstance(root.__cause__, Exception):
+            root = root.__cause__
         raise CheckpointError(
-            f"the tokenizer of {place} needs a package that is missing or broken: {first_line(_root_of(error))}"
+            f"the tokenizer of {place} needs a package that is missing or broken: {first_line(root)}"
         ) from error
     except Exception as error:  # it can raise anything for damaged files
         unread = f" that transformers can load ({first_line(error)})"
@@ -204,13 +201,6 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
             f"{folder} has no tokenizer{unread if has_one else of_base}: put the tokenizer of the model there "
             "(tokenizer.json and tokenizer_config.json)"
         ) from error
-
-
-def _root_of(error: Exception) -> Exception:
-    """The first of the errors that led to this one."""
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return error
 
 
 @dataclass(frozen=True)
@@ -228,22 +218,14 @@ class Companions:
     old: tuple[Path, ...]
 
     def put(self, folder: Path) -> None:
-        """Write the new ones, each as a whole, and remove the old ones.
-
-        Raises:
-            WriteError
-        """
+        """Write the new ones, each as a whole, and remove the old ones. Raises `WriteError`."""
         put_files(folder, self.new)
         for path in self.old:
             path.unlink(missing_ok=True)
 
 
 def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files, each as a whole.
-
-    Raises:
-        WriteError
-    """
+    """Write files, each as a whole. Raises `WriteError`."""
     for name, data in files.items():
         if "/" in name:
             made_folder((folder / name).parent)
@@ -251,18 +233,11 @@ def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mapping[str, str]) -> Companions:
-    """What has to be written and removed so that a folder has these files.
+    """What has to be written and removed so that a folder has these files, of a checkpoint whose metadata was `noted`.
 
-    An existing tokenizer or generation config from elsewhere is kept, with a warning.
-
-    Args:
-        folder: of the checkpoint.
-        files: by name; None if nothing is known of the model, as for a state dict: then what is there stays.
-        noted: the metadata of the existing checkpoint.
-
-    Raises:
-        ForeignFileError: there is a different configuration, or code, that offload did not write.
-        ReadError
+    An existing tokenizer or generation config from elsewhere is kept, with a warning. Without `files`, nothing is known
+    of the model, as for a state dict: what is there stays. Raises `ForeignFileError` if there is a different
+    configuration, or code, that offload did not write; `ReadError`.
     """
     known = _hashes(noted)
     if files is None:
@@ -325,3 +300,52 @@ def _is_same_model(one: bytes, other: bytes) -> bool:
         return False
     keys = (first.keys() | second.keys()) - _SET_BY_SAVING
     return all(first.get(key) == second.get(key) for key in keys)
+
+
+# Adapters of peft, in a folder with or without their model
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether there is an adapter, with or without a model."""
+    return is_folder(folder) and is_file(folder / _ADAPTER_CONFIG)
+
+
+def base_of(folder: Path) -> str | None:
+    """The folder or name of the model that a lone adapter belongs to; None for a folder with a model, or no adapter.
+
+    Raises `CheckpointError` if the adapter does not name it; `CorruptFileError` if its configuration is damaged.
+    """
+    if not has_adapter(folder) or (is_file(folder / CONFIG) and _has_weights(folder)):
+        return None
+    found = read_json(folder / _ADAPTER_CONFIG, "the configuration of an adapter")
+    name = found.get(_BASE) if isinstance(found, dict) else None
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(
+            f"{folder} holds an adapter and no model, and its {_ADAPTER_CONFIG} does not name one as {_BASE}: load the "
+            "model that it was trained on, and the adapter with peft.PeftModel.from_pretrained(model, folder)"
+        )
+    return name
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        opened = open_checkpoint(folder)
+    except CheckpointError:
+        return False
+    return not all(file.path.name.startswith(ADAPTER) for value in opened.values() for file in value.files)
+
+
+def refuse_lone_adapter(folder: Path) -> None:
+    """Raises `CheckpointError` if there is an adapter, and no model."""
+    base = base_of(folder)
+    if base is not None:
+        raise CheckpointError(
+            f"{folder} holds an adapter and no model: write one with `offload merge-lora {base} {folder} TARGET`, or "
+            f"give the model, {base}"
+        )
+
+
+def adapter_files(folder: Path) -> dict[str, bytes]:
+    """The weights of the adapter in a folder, by the names of their files; empty without one."""
+    with reading(folder):
+        return {path.name: path.read_bytes() for path in folder.glob(f"{ADAPTER}*")} if has_adapter(folder) else {}

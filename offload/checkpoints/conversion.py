@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from offload.annotations import Json, Settings
-from offload.checkpoints.adapters import adapter_files, refuse_lone_adapter
 from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
-from offload.checkpoints.companions import CONFIG, companions_of, put_files
+from offload.checkpoints.companions import CONFIG, adapter_files, companions_of, put_files, refuse_lone_adapter
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import empty_model
 from offload.checkpoints.forms.torchao import PARTS_NOTE
@@ -83,7 +82,7 @@ def convert_checkpoint(
     dequantize: bool = False,
     resume: bool = False,
 ) -> Path:
-    """Write a checkpoint anew, with the configuration and tokenizer files that are beside it.
+    """Write a checkpoint anew, with the configuration and tokenizer files beside it; returns the new folder.
 
     Args:
         source: see `open_checkpoint`.
@@ -95,17 +94,12 @@ def convert_checkpoint(
             are llama.cpp's, is always dequantized: in float32 if `dtype` is None. Its tokenizer is written, too.
         resume: go on with a run of `dequantize` that was killed, from the folder `target` + ".partial".
 
-    Returns:
-        The new folder.
-
     Raises:
         ForeignFileError: `target` is there and not empty, or in the folder of `source`.
-        JournalError: a run of `dequantize` was begun and `resume` does not say to go on; or it was one with other
-            arguments.
-        ArgumentError: `resume` without `dequantize`.
+        JournalError: a run of `dequantize` was begun, and is not resumed; or it was one with other arguments.
         CheckpointError: a quantized checkpoint, in a form that would not outlive this, or is not decoded; one that is
             to be dequantized, and is dense; no JSON in its `config.json`.
-        MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
+        OffloadError: as `open_checkpoint` and `save_checkpoint`; `ArgumentError` for `resume` without `dequantize`.
     """
     opened, target = open_checkpoint(source), target_outside(target, source)
     if to_offload_folder and PARTS_NOTE in opened.metadata:
@@ -148,13 +142,9 @@ def _convert_dense(source: Checkpoint, target: Path, dtype: torch.dtype | None, 
 def source_of(source: Checkpoint, dtype: torch.dtype | None) -> ModelSource:
     """A dense model, from a folder or a GGUF file.
 
-    Args:
-        source: of a model that is not quantized, or a GGUF file.
-        dtype: of the floating-point values; None for the dtype they have, and for float32 where a GGUF file is packed.
-
-    Raises:
-        CheckpointError: no JSON in its `config.json`, or a GGUF file that transformers can't read.
-        ReadError
+    Floating-point values are cast to `dtype`; if that is None, only what is packed in a GGUF file is, to float32.
+    Raises `CheckpointError` for a `config.json` that is no JSON, or a GGUF file that transformers can't read;
+    `ReadError`.
     """
     if source.is_gguf:
         return _dequantized(source, dtype)
@@ -225,12 +215,7 @@ def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[P
     """The folder `target` + ".partial", which keeps the progress of a run while the block, or the next run, goes on.
 
     When the block succeeds, which puts the new folder at `target`, it is removed; so it is if the block fails before
-    there is any progress.
-
-    Args:
-        target: the new folder.
-        run: what identifies this run, as JSON.
-        resume: whether to continue a run that was started.
+    there is any progress. `run` identifies the run, as JSON.
 
     Raises:
         JournalError: there is a run that should not be resumed, or another one.
@@ -270,8 +255,7 @@ def resumable_folder(target: Path, run: Settings, *, resume: bool) -> Iterator[P
 def target_outside(target: PathLike, *sources: PathLike) -> Path:
     """The path of a new folder, which is in none of the folders that are read.
 
-    Raises:
-        ForeignFileError: it is in one of them.
+    Raises `ForeignFileError` if it is in one of them.
     """
     path = absolute(target)
     around = next(
@@ -297,16 +281,9 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
 def companions_beside(source: Path, dtype: torch.dtype | None = None, *, is_dense: bool = False) -> dict[str, bytes]:
     """The configuration and tokenizer files in a model's folder (`COMPANIONS`), by name; none beside a lone file.
 
-    An adapter that is there belongs to them, with its weights; and the folders of a sentence-transformers model.
-
-    Args:
-        source: the folder, or the file.
-        dtype: what the configuration is to say, if given.
-        is_dense: whether the configuration is to say nothing of quantization.
-
-    Raises:
-        CheckpointError: there is no JSON in `config.json`, or there is an adapter alone.
-        ReadError
+    An adapter that is there belongs to them, with its weights; and the folders of a sentence-transformers model. The
+    configuration is to say this dtype, if one is given, and with `is_dense` nothing of quantization. Raises
+    `CheckpointError` if there is no JSON in `config.json`, or there is an adapter alone; `ReadError`.
     """
     found: dict[str, bytes] = {}
     if not is_folder(source):
@@ -331,8 +308,7 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, *, is_dens
 def dtype_in(folder: Path) -> str | None:
     """The name of the dtype that a model's folder says it computes in.
 
-    Raises:
-        CheckpointError: there is no JSON in its `config.json`.
+    Raises `CheckpointError` if there is no JSON in its `config.json`.
     """
     path = folder / CONFIG
     found = _dtype_of(_read_config(path)) if is_file(path) else None

@@ -49,11 +49,9 @@ Sizes: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a value, or all of it, as written by one process.
+    """A part of a value, or all of it, as written by one process, in a file of the folder under a key.
 
     Attributes:
-        file: its file name in the folder.
-        key: its key there.
         begin, nbytes: the range of its archive in that file.
         start, shape: which part of the value it is.
     """
@@ -78,10 +76,8 @@ class Sharded:
 def read_metadata(folder: Path) -> dict[str, Sharded]:
     """The values in a folder, by name; for a nested training state, those of the model.
 
-    Raises:
-        MissingFileError, ReadError: the metadata is missing, or can't be read at the moment.
-        CorruptFileError: it is cut off or damaged.
-        CheckpointError: it names code or a file outside the folder, has no tensors, or its shards do not cover a value.
+    Raises `MissingFileError`, `ReadError`; `CorruptFileError` if the metadata is cut off or damaged; `CheckpointError`
+    if it names code or a file outside the folder, has no tensors, or its shards do not cover a value.
     """
     path = folder / METADATA
     try:
@@ -129,9 +125,6 @@ def check_shard(file: TensorFile, value: Sharded, shard: Shard) -> None:
             f"{file.path} holds {found.layout.dtype} {list(found.layout.shape)} for {shard.key!r}, and {METADATA} says "
             f"{value.dtype} {list(shard.shape)}: the files do not belong together"
         )
-
-
-# The metadata
 
 
 def _fields(noted: object, kind: type = NotedObject) -> dict[Any, Any]:
@@ -186,7 +179,14 @@ def _sharded(
         if start not in parts and (0 not in sides or 0 in shape):
             parts[start] = _shard(name, start, sides, shape, places.get((key, start)))
     shards = tuple(parts[start] for start in sorted(parts))
-    _refuse_uncovered(name, shape, shards)
+    inside = all(
+        low + side <= end for shard in shards for low, side, end in zip(shard.start, shard.shape, shape, strict=True)
+    )
+    if not shards or not inside or not _is_cut_into(shape, shards):
+        raise CheckpointError(
+            f"gives {name!r} of shape {list(shape)} {len(shards)} shards that do not cover it: "
+            "the save was not finished"
+        )
     return Sharded(dtype, shape, shards)
 
 
@@ -204,18 +204,6 @@ def _shard(name: str, start: Sizes, sides: Sizes, shape: Sizes, place: Mapping[s
         raise CorruptFileError(f"places {name!r} at a malformed byte: download or copy it again")
     sections = ", ".join(f"{low}:{low + side}" for low, side in zip(start, sides, strict=True))
     return Shard(file, name if sides == shape else f"{name}[{sections}]", begin, nbytes, start, sides)
-
-
-def _refuse_uncovered(name: str, shape: Sizes, shards: tuple[Shard, ...]) -> None:
-    """Raises `CheckpointError` unless each element is in exactly one shard."""
-    inside = all(
-        low + side <= end for shard in shards for low, side, end in zip(shard.start, shard.shape, shape, strict=True)
-    )
-    if not shards or not inside or not _is_cut_into(shape, shards):
-        raise CheckpointError(
-            f"gives {name!r} of shape {list(shape)} {len(shards)} shards that do not cover it: "
-            "the save was not finished"
-        )
 
 
 def _is_cut_into(shape: Sizes, shards: tuple[Shard, ...]) -> bool:

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from offload.checkpoints.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
+from offload.checkpoints.checkpoint import INDEX, PICKLES, check_part, is_beside, is_shard, paths_of_parts, read_index
 from offload.checkpoints.dcp import METADATA, archives_of, check_shard, read_metadata
-from offload.checkpoints.gguf_parts import check_part, paths_of_parts
 from offload.errors import CheckpointError, OffloadError, ReadError
 from offload.storage.file import TensorFile
 from offload.storage.subclasses import layout_from
@@ -86,10 +85,8 @@ class Verdict:
 def verify(path: str | os.PathLike[str]) -> Verdict:
     """Check a file of tensors, an index and its shards, or all of these in a folder.
 
-    Raises:
-        MissingFileError: there is nothing.
-        CheckpointError: the folder has no tensors.
-        ReadError: a file can't be read at the moment, which says nothing about its content.
+    Raises `MissingFileError`; `CheckpointError` if the folder has no tensors; `ReadError` if a file can't be read at
+    the moment, which says nothing about its content.
     """
     path, verdict = absolute(path), Verdict()
     if is_folder(path):
@@ -124,7 +121,13 @@ def _verify_folder(folder: Path, verdict: Verdict) -> None:
             _verify_file(folder / name, verdict)
     if not verdict.files and not verdict.findings:
         raise CheckpointError(f"{folder} holds no tensors: name a checkpoint, or an offload folder")
-    verdict.findings.extend(_claims(verdict))
+    holders: dict[str, Path] = {}  # of names in an offload folder
+    for path, file in verdict.files.items():
+        if file is not None and "name" in file.notes:
+            first = holders.setdefault(claimed := str(file.notes["name"]), path)
+            if first != path:
+                what = f"holds {claimed!r}, as {first.name} does: remove the wrong one"
+                verdict.findings.append(Finding(path, what))
     if not any(name.endswith(INDEX) for name in names):
         parts = [path for path in verdict.files if is_shard(path.name) and path.suffix != ".gguf"]
         verdict.findings.extend(Finding(path, "is one shard of a checkpoint, and there is no index") for path in parts)
@@ -140,17 +143,6 @@ def _verify_distributed(folder: Path, verdict: Verdict) -> None:
                 file = verdict.files[folder / shard.file]
                 if file is not None:
                     check_shard(file, value, shard)
-
-
-def _claims(verdict: Verdict) -> Iterator[Finding]:
-    """Report offload folder files that hold the same name."""
-    holders: dict[str, Path] = {}
-    for path, file in verdict.files.items():
-        if file is not None and "name" in file.notes:
-            name = str(file.notes["name"])
-            if name in holders:
-                yield Finding(path, f"holds {name!r}, as {holders[name].name} does: remove the wrong one")
-            holders.setdefault(name, path)
 
 
 def _verify_index(path: Path, verdict: Verdict) -> None:

@@ -64,24 +64,21 @@ _KIND = Kind(what="an index of offload", stamp={"metadata": {MARK: json.dumps({"
 def write_checkpoint(
     contents: Contents, folder: Path, most: int, *, companions: Mapping[str, bytes] | None = None
 ) -> list[Path]:
-    """Write a checkpoint, in place of an earlier one of ours.
+    """Write a checkpoint, in place of an earlier one of ours; returns the files with the weights, the index last.
 
     Args:
-        contents: the values.
         folder: created if needed.
         most: bytes of the values in a file; a value that is larger has its own file.
         companions: the files of a model beside its weights; None if nothing is known of one: then what is there stays.
 
-    Returns:
-        The files with the weights, the index last.
-
-    Raises:
-        ForeignFileError, WriteError, ReadError: see `offload.save_checkpoint`.
+    Raises `ForeignFileError`, `WriteError`, `ReadError`: see `offload.save_checkpoint`.
     """
     files = _shards(contents, most)
     earlier = _earlier_in(folder, files, contents.sources)
-    beside = companions_in(folder, companions, _notes_in(earlier))
-    contents = contents.noting(beside.note)
+    opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None and file.is_ours]
+    noted = {key: text for file in opened for key, text in file.header.metadata.items()}
+    beside = companions_in(folder, companions, noted)
+    contents = replace(contents, metadata={**contents.metadata, **beside.note})
     files = _with_free_names(folder, files)
     targets = _targets_in(folder, files)
     made_folder(folder, contents.nbytes)
@@ -155,10 +152,6 @@ class Contents:
         """Bytes of all values."""
         return sum(part.layout.nbytes for part in self.parts.values())
 
-    def noting(self, note: Mapping[str, str]) -> Contents:
-        """The same with more metadata."""
-        return replace(self, metadata={**self.metadata, **note})
-
 
 def contents_of(
     tensors: Mapping[str, torch.Tensor],
@@ -167,17 +160,15 @@ def contents_of(
     discarded: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> Contents:
-    """Named tensors as the contents of a checkpoint.
+    """Named tensors as the contents of a checkpoint; those with the same value are written once.
 
     Args:
-        tensors: those with the same value are written once.
         dtype: to which floating-point values of more than 8 bits are converted; None for none.
         discarded: of names with the same value, those that are only kept if there is no other.
         metadata: of the files that the tensors are from.
 
-    Raises:
-        ArgumentTypeError, ArgumentError: a name or a value can't be in such a file.
-        UnsupportedOpError, UnknownSubclassError: a value can't be stored.
+    Raises `ArgumentTypeError`, `ArgumentError` if a name or a value can't be in such a file; `UnsupportedOpError`,
+    `UnknownSubclassError` if a value can't be stored.
     """
     for name, tensor in tensors.items():
         _check(name, tensor)
@@ -301,13 +292,7 @@ def _targets_in(folder: Path, files: Iterable[str]) -> list[Path]:
 
 
 def _write_files(contents: Contents, files: Mapping[str, list[str]], temporaries: Mapping[Path, Path]) -> None:
-    """Create the files, under their temporary names, and write the values.
-
-    Args:
-        contents: of all files.
-        files: the keys in each.
-        temporaries: by target.
-    """
+    """Create the files, under their temporary names by target, and write the values, by their keys in each."""
     nbytes = sum(contents.parts[key].layout.nbytes for path in temporaries for key in files.get(path.name, ()))
     with progress_in_bytes(nbytes, "saving") as advance:
 
@@ -341,15 +326,10 @@ def _write_index(target: Path, temporary: Path, contents: Contents, files: Mappi
 def _earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterable[Path]]) -> list[Path]:
     """The files of the earlier checkpoint in a folder, which a new one replaces or removes; index first.
 
-    These include our shards that no index names: a killed process left them.
+    These include our shards that no index names: a killed process left them. The new one would have `files`, and its
+    values come from `sources`, by name.
 
-    Args:
-        folder: of the new checkpoint.
-        files: that it would have.
-        sources: the files that its values come from, by name.
-
-    Raises:
-        ForeignFileError: files there are not ours, or live tensors refer to them.
+    Raises `ForeignFileError` if files there are not ours, or live tensors refer to them.
     """
     found = [path for path in (folder / _INDEX, folder / _SINGLE) if is_there(path)]
     with reading(folder):
@@ -363,17 +343,10 @@ def _earlier_in(folder: Path, files: Iterable[str], sources: Mapping[str, Iterab
     return earlier
 
 
-def _notes_in(earlier: Iterable[Path]) -> dict[str, str]:
-    """The metadata of an earlier checkpoint's files."""
-    opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None]
-    return {key: text for file in opened for key, text in file.header.metadata.items() if file.is_ours}
-
-
 def _remove_earlier(paths: Iterable[Path]) -> None:
     """Remove files of the earlier checkpoint; the index durably, before any shard that it names.
 
-    Raises:
-        WriteError
+    Raises `WriteError`.
     """
     for path in paths:
         try:

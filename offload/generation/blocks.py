@@ -36,7 +36,7 @@ from offload.storage.header import build
 from offload.storage.layout import Layout, dtype_name, dtype_named
 from offload.storage.replacing import TEMPORARY, create_folder, remove, sweep
 from offload.storage.state_file import Kind, read_state, write_state
-from offload.storage.write import bytes_of, write_values
+from offload.storage.write import bytes_of, from_values, put_values
 from offload.system.locks import FolderLock
 from offload.system.reasons import first_line, writing
 from offload.system.regular import absolute, is_there, open_regular
@@ -245,7 +245,7 @@ class Blocks:
         layouts = {_KEY: Layout(torch.uint8, (nbytes,), (1,))}
         if not quota.make(build(layouts, {_NOTE: noted}).size):
             return False
-        write_values(path, {_KEY: whole}, layouts, {_NOTE: noted}, durable=True)
+        put_values(path, layouts, from_values({_KEY: whole}, layouts), {_NOTE: noted}, durable=True)
         quota.take(path)
         return True
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from offload.checkpoints.adapters import base_of
-from offload.checkpoints.checkpoint import COMPANIONS
-from offload.checkpoints.gguf_parts import first_part, pattern_of
+from offload.checkpoints.checkpoint import COMPANIONS, first_part, pattern_of
+from offload.checkpoints.companions import base_of
 from offload.errors import CheckpointError, MissingFileError
 from offload.storage.gguf_header import MAGIC
 from offload.system.reasons import first_line, reading

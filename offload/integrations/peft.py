@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoints.adapters import has_adapter, refuse_lone_adapter
 from offload.checkpoints.checkpoint import open_checkpoint
-from offload.checkpoints.companions import companions_of, put_files
+from offload.checkpoints.companions import companions_of, has_adapter, put_files, refuse_lone_adapter
 from offload.checkpoints.conversion import companions_beside, identities_of, resumable_folder, target_outside
 from offload.errors import CheckpointError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.adapters import layers_over

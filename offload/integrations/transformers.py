@@ -19,9 +19,8 @@ import torch
 
 from offload.annotations import Config, Kwargs, Pretrained, Settings
 from offload.budget import Amount, MaxMemory, pool_for
-from offload.checkpoints.adapters import has_adapter
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from offload.checkpoints.companions import class_of, quantization_of, refuse_more_layers
+from offload.checkpoints.companions import class_of, has_adapter, quantization_of, refuse_more_layers
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
 from offload.checkpoints.forms.values import Form, values_in

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.checkpoints.adapters import base_of
 from offload.checkpoints.checkpoint import Value, open_checkpoint
-from offload.checkpoints.companions import quantization_of
+from offload.checkpoints.companions import base_of, quantization_of
 from offload.checkpoints.forms.decoding import method_of
 from offload.integrations.hub import finding_base, headers_of
 from offload.integrations.transformers import model_on_meta, writes_text

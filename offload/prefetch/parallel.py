@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 
-from offload.system.threads import Worker
+from offload.system.background import Worker
 
 _LEAST = 8 << 20  # bytes that are worth sharing out
 _ALIGNED = 2 << 20  # parts begin at whole huge pages

@@ -33,7 +33,7 @@ from offload.generation.answering import AnswerPart, End, Job, bytes_per_token
 from offload.generation.bodies import Refused
 from offload.memory import available_bytes
 from offload.prefetch.engine import counts
-from offload.system.threads import Worker
+from offload.system.background import Worker
 
 MOST = 64  # answers in flight by default
 _SHARE = 0.25  # of available memory, for keys and values

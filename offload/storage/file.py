@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import torch
 
@@ -34,8 +34,7 @@ from offload.errors import (
     UnsupportedTorchError,
 )
 from offload.storage import gguf_header, pickled
-from offload.storage import header as safetensors_header
-from offload.storage.header import Header
+from offload.storage.header import Header, read_header
 from offload.storage.layout import Entry, Loose, Record, contiguous
 from offload.storage.mapping import map_bytes, scratch, scratch_bytes
 from offload.storage.state_file import Kind, state_if_ours
@@ -62,21 +61,6 @@ class Identity:
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-class FormatReader(Protocol):
-    """A format of files of tensors. The modules that read one are readers."""
-
-    def recognizes(self, start: bytes, /) -> bool:
-        """Whether a file that begins like this is of this format, or pretends to be."""
-
-    def read_header(self, file: BinaryIO, size: int, /) -> Header:
-        """The checked header of a file of `size` bytes; no value is read.
-
-        Raises:
-            CorruptFileError: it is incomplete or damaged.
-            CheckpointError: it is not opened: it holds code, or no tensors by name, or a package is missing.
-        """
-
-
 class TensorFile:
     """An open file of tensors. Use `open`, which returns one object for all tensors of a file, or `raw`."""
 
@@ -100,11 +84,8 @@ class TensorFile:
     def open(cls, path: str | os.PathLike[str]) -> TensorFile:
         """The file at `path`, its header read and checked against its length.
 
-        Raises:
-            MissingFileError: there is no file at `path`.
-            CorruptFileError: it is not a complete file of tensors.
-            ReadError: it can't be read at the moment.
-            CheckpointError: it is a pickle with code in it, or without named tensors.
+        Raises `MissingFileError`, `ReadError`; `CorruptFileError` if it is not a complete file of tensors;
+        `CheckpointError` if it is a pickle with code in it, or without named tensors.
         """
         path = absolute(path)
         with _LOCK:
@@ -135,10 +116,7 @@ class TensorFile:
     def raw(cls, path: str | os.PathLike[str], entry: Entry) -> TensorFile:
         """The file at `path`, which has no header: one value, laid out as `entry` says; other bytes may follow it.
 
-        Raises:
-            MissingFileError: there is no file at `path`.
-            CorruptFileError: it is too short for the value, or not a regular file.
-            ReadError: it can't be read at the moment.
+        Raises `MissingFileError`, `ReadError`; `CorruptFileError` if it is too short, or not a regular file.
         """
         path = absolute(path)
         status, end = file_status(path), entry.start + entry.layout.nbytes
@@ -155,12 +133,9 @@ class TensorFile:
 
     @classmethod
     def of_archives(cls, path: str | os.PathLike[str], places: Mapping[str, tuple[int, int]]) -> TensorFile:
-        """The file at `path`, a sequence of torch.save archives with one tensor each.
+        """The file at `path`, a sequence of torch.save archives of one tensor each.
 
-        Args:
-            places: the offset and size in bytes of each tensor's archive, by the key it gets here.
-
-        Raises: as `open`.
+        `places` has their offset and size in bytes, by key. Raises: as `open`.
         """
         path = absolute(path)
         opened = cls(path, *_read(path, lambda file, size: pickled.read_archives(file, size, places)))
@@ -228,15 +203,11 @@ class TensorFile:
             _OPENED[path] = self
 
     def descriptor(self, flags: int = os.O_RDONLY, *, settled: bool = True) -> Descriptor:
-        """The very file whose header was read, opened.
+        """The very file whose header was read, opened with `flags` of `os.open` that neither create nor truncate.
 
-        Args:
-            flags: for `os.open`; must not create or truncate.
-            settled: also refuse a file whose modification time has changed; False for files that we write to.
-
-        Raises:
-            MissingFileError, CorruptFileError, ReadError: the file can't be opened.
-            ChangedFileError: there is another file now.
+        With `settled`, a file whose modification time has changed is refused, too; not for files that we write to.
+        Raises `MissingFileError`, `CorruptFileError`, `ReadError` if it can't be opened; `ChangedFileError` if there is
+        another file now.
         """
         opened = open_regular(self.path, flags)
         with closed_on_error(opened), reading(self.path):
@@ -255,10 +226,7 @@ class TensorFile:
         return part
 
     def tensor(self, entry: Entry, *, shared: bool) -> torch.Tensor:
-        """The value of one entry, over its storage.
-
-        Raises: as `descriptor`.
-        """
+        """The value of one entry, over its storage. Raises: as `descriptor`."""
         empty = torch.empty(0, dtype=entry.layout.dtype, device="cpu")
         return empty.set_(self.storage(entry, shared=shared), 0, entry.layout.shape, entry.layout.stride)
 
@@ -267,28 +235,24 @@ class TensorFile:
         self._private = self._shared = None
 
     def mapped(self, *, shared: bool) -> torch.UntypedStorage:
-        """The whole file, mapped once.
-
-        Raises: as `descriptor`.
-        """
+        """The whole file, mapped once. Raises: as `descriptor`."""
         mapped = self.mapping(shared=shared)
         if mapped is not None:
             return mapped
         with _LOCK:  # two mappings would keep each other's pages in memory
-            return self.mapping(shared=shared) or self._make_mapping(shared=shared)
+            mapped = self.mapping(shared=shared)
+            if mapped is None:
+                with self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared) as opened:
+                    mapped = map_bytes(opened.fileno(), self.path, 0, self.identity.size, shared=shared)
+                if shared:
+                    self._shared = mapped
+                else:
+                    self._private = mapped
+            return mapped
 
     def mapping(self, *, shared: bool) -> torch.UntypedStorage | None:
         """The mapping of the whole file, if there is one already."""
         return self._shared if shared else self._private
-
-    def _make_mapping(self, *, shared: bool) -> torch.UntypedStorage:
-        with self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared) as opened:
-            mapped = map_bytes(opened.fileno(), self.path, 0, self.identity.size, shared=shared)
-        if shared:
-            self._shared = mapped
-        else:
-            self._private = mapped
-        return mapped
 
     def _changed(self) -> ChangedFileError:
         return ChangedFileError(
@@ -300,9 +264,7 @@ class TensorFile:
 def file_of_ours(path: Path) -> TensorFile | None:
     """The file of tensors at `path`, if `offload` wrote it; None for a link, and for what others wrote.
 
-    Raises:
-        MissingFileError: there is nothing.
-        ReadError: the system does not tell what is there.
+    Raises `MissingFileError` if there is nothing; `ReadError` if the system does not tell what is there.
     """
     if not _is_link(path):
         with suppress(CorruptFileError, CheckpointError, UnsupportedTorchError):
@@ -363,8 +325,11 @@ def _read_header(file: BinaryIO, size: int) -> Header:
     if start.startswith(_LFS):
         raise CorruptFileError("it is a git-lfs pointer instead of the file: run `git lfs pull`")
     file.seek(0)
-    reader = next(reader for reader in _READERS if reader.recognizes(start))
-    return reader.read_header(file, size)
+    if pickled.recognizes(start):
+        return pickled.read_header(file, size)
+    if start.startswith(gguf_header.MAGIC):
+        return gguf_header.read_header(file, size)
+    return read_header(file, size)
 
 
 # Values that can't be mapped as tensors
@@ -451,7 +416,6 @@ def _inflated(record: Record, file: TensorFile) -> Iterator[bytes]:
 
 
 _START = 512  # first bytes, enough to recognise a format
-_READERS: tuple[FormatReader, ...] = (pickled, gguf_header, safetensors_header)  # the last one takes anything else
 _LFS = b"version https://git-lfs"
 _LOCK = fork_safe_lock()
 _OPENED: weakref.WeakValueDictionary[Path, TensorFile] = weakref.WeakValueDictionary()

@@ -51,8 +51,7 @@ _NUMBERS = itertools.count(1)
 def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
     """The user's folder, created if missing, with what killed processes left in it removed.
 
-    Raises:
-        WriteError: it can't be made, or is not a folder.
+    Raises `WriteError` if it can't be made, or is not a folder.
     """
     folder = absolute(offload_dir)
     with _LOCK:
@@ -70,9 +69,7 @@ def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
 def private_folder(root: Path | None = None) -> Path:
     """This process's own temporary folder below `root` (None: `TMPDIR`); removed when the process ends.
 
-    Raises:
-        WriteError: it can't be made.
-        ReadError: it can't be read at the moment.
+    Raises `WriteError` if it can't be made; `ReadError` if it can't be read at the moment.
     """
     with _LOCK:
         folder = _PRIVATE_FOLDERS.get((os.getpid(), root))
@@ -100,8 +97,7 @@ def _new_private_folder(root: Path | None) -> Path:
 def claim(name: str, folder: Path | None, owner: object, root: Path | None = None) -> Path:
     """The path for the value `name` of `owner`, in `folder` or in a private folder below `root`.
 
-    Raises:
-        NameInUseError: a live value of this process already has that path.
+    Raises `NameInUseError` if a live value of this process already has that path.
     """
     file = file_name(name)
     with _LOCK:
@@ -121,9 +117,7 @@ def claim(name: str, folder: Path | None, owner: object, root: Path | None = Non
 def claim_among_ranks(path: Path, owner: object) -> None:
     """If several ranks run, reserve a path in a named folder for this one, as long as `owner` lives.
 
-    Raises:
-        NameInUseError: another rank holds it.
-        WriteError, ReadError: its folder can't be used.
+    Raises `NameInUseError` if another rank holds it; `WriteError`, `ReadError` if its folder can't be used.
     """
     if not _is_rank():
         return
@@ -184,15 +178,11 @@ def _free_private_path(file: str, root: Path) -> Path:
     return folder / file
 
 
-# Names
-
-
 def file_name(name: str) -> str:
     """The name of the file that stores the tensor called `name`.
 
-    Raises:
-        ArgumentTypeError: `name` is not text.
-        ArgumentError: it is empty, not valid unicode, or reserved by the file format.
+    Raises `ArgumentTypeError` if `name` is not text; `ArgumentError` if it is empty, not valid unicode, or reserved by
+    the file format.
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"a tensor's name must be text, not {name!r}: it is the name of its file")
@@ -200,19 +190,15 @@ def file_name(name: str) -> str:
         raise ArgumentError("a tensor's name must not be empty: it is the name of its file")
     if name == _TAKEN:
         raise ArgumentError(f"a tensor can't be called {_TAKEN!r}, which safetensors files use for themselves")
-    stem = "".join(char if char in _PLAIN else _percent(char) for char in name)
+    try:
+        stem = "".join(char if char in _PLAIN else "".join(f"%{byte:02x}" for byte in char.encode()) for char in name)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"a tensor's name must be valid unicode, not {error.object!r}") from error
     if stem[0] == "." or stem.partition(".")[0] in _RESERVED:
         stem = f"%{ord(stem[0]):02x}{stem[1:]}"
     if len(stem) > _LONGEST:
         stem = f"{_cut(stem, _LONGEST - 34)}%~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
     return stem + SUFFIX
-
-
-def _percent(char: str) -> str:
-    try:
-        return "".join(f"%{byte:02x}" for byte in char.encode())
-    except UnicodeEncodeError as error:
-        raise ArgumentError(f"a tensor's name must be valid unicode, not {char!r}") from error
 
 
 def _cut(stem: str, length: int) -> str:

@@ -20,23 +20,14 @@ import torch
 
 from offload.errors import CheckpointError, CorruptFileError
 from offload.storage.header import Header, is_unicode
-from offload.storage.layout import Entry, Layout, can_be_over, contiguous, is_countable
+from offload.storage.layout import TORCH_DTYPES, Entry, Layout, can_be_over, contiguous, is_countable
 from offload.system.reasons import short
 
 MAGIC = b"GGUF"
 ARCHITECTURE, PARTS, PART = "general.architecture", "split.count", "split.no"
 _METADATA = (ARCHITECTURE, "general.name", PARTS, PART)  # metadata that is kept, with what has one of the next words
 ROPE = (".rope.scaling.", ".rope.scale_")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+_DTYPES = {word: TORCH_DTYPES[word] for word in ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")}
 _MOST_ELEMENTS, _MOST_TENSORS = 1 << 25, 1 << 17  # more means a damaged header
 _LONGEST_ARRAY = 1024  # longest array, in elements, that slow readers get
 _TOKENS = "tokenizer.ggml.tokens"
@@ -47,17 +38,10 @@ _LENGTH = struct.Struct("<Q")
 _TYPE = struct.Struct("<I")
 
 
-def recognizes(start: bytes) -> bool:
-    """Whether a file that begins like this is of llama.cpp."""
-    return start.startswith(MAGIC)
-
-
 def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 
-    Raises:
-        CorruptFileError: it is incomplete.
-        CheckpointError: the `gguf` package is not installed.
+    Raises `CorruptFileError` if it is incomplete; `CheckpointError` if the `gguf` package is not installed.
     """
     reader, metadata = _opened(file)
     entries: dict[str, Entry] = {}
@@ -77,10 +61,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 def without_vocabulary(file: BinaryIO, names: Iterable[str]) -> tuple[bytes, int | None]:
     """The bare header without long arrays, for slow readers, and the number of tokens.
 
-    Args:
-        names: of the tensors that it says are there: of all parts, if it is one of several.
-
-    Raises: as `read_header`.
+    It says that tensors of these names are there: those of all parts. Raises: as `read_header`.
     """
     reader, _ = _opened(file)
     data = reader.data

@@ -28,7 +28,7 @@ from offload.storage.file import TensorFile, file_status
 from offload.storage.folders import discard
 from offload.storage.layout import Entry, Layout
 from offload.storage.mapping import addresses
-from offload.storage.source import MADE_OF, Composed, Composition, Source, Stored
+from offload.storage.source import MADE_OF, Composition, Source, Stored
 from offload.storage.subclasses import SubclassSpec, with_inner
 from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
@@ -64,13 +64,10 @@ class Handle:
     """The value called `name`. Use `reference`, `compose`, `shared`, or the functions in `owning`.
 
     Attributes:
-        name: the tensor's name; its key in the file.
         folder: the user's folder that writes go to; None for a private one.
-        source: where the value is, or how it is computed.
         generation: counts changes of the layout, so that views can tell when they are stale.
         meta: a meta tensor of the whole value, created on first use; None until then.
         page_state: what the prefetcher knows about its bytes in memory.
-        access: how it is read.
     """
 
     __slots__ = (
@@ -170,7 +167,7 @@ class Handle:
     @classmethod
     def compose(cls, composed: Composition, name: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
         """A value that is computed at each read; its first write stores it in `offload_dir`."""
-        return cls(name, offload_dir, Composed.of(composed))
+        return cls(name, offload_dir, composed)
 
     @classmethod
     def shared(cls, file: TensorFile, name: str, folder: Path | None, *, in_place: bool = False) -> Handle:
@@ -192,13 +189,10 @@ class Handle:
     # Reading
 
     def base(self) -> torch.Tensor:
-        """The whole value as a plain CPU tensor over the mapped file. Reads nothing; must not be written to.
+        """The whole value as a plain CPU tensor over the mapped file, which must not be written to.
 
-        A composed value is computed, which reads all of it.
-
-        Raises:
-            MissingFileError, ChangedFileError, CorruptFileError: the file has changed.
-            ReadError: it can't be read at the moment.
+        Reads nothing; but a composed value is computed. Raises `MissingFileError`, `ChangedFileError`,
+        `CorruptFileError` if the file has changed; `ReadError` if it can't be read at the moment.
         """
         source, base = self.source, self._base  # in this order: see `set_source`
         if base is not None:
@@ -214,7 +208,7 @@ class Handle:
                 and (source.owned or status.st_mtime_ns == known.modified)
             ):
                 return base
-        elif type(source) is Composed:
+        elif source.composed is not None:
             return source.map()
         return self._map()
 
@@ -222,7 +216,13 @@ class Handle:
         with self.lock, naming(self.name), no_functions(), no_modes():
             self._base = base = self._map_owned() if self.source.owned else self.source.map()
         if self.source.owned:
-            _keep_mapped(self)
+            with _LOCK:
+                _MAPPED.pop(id(self), None)
+                _MAPPED[id(self)] = weakref.ref(self)
+                while len(_MAPPED) > MOST_MAPPINGS:
+                    oldest = _MAPPED.pop(next(iter(_MAPPED)))()
+                    if oldest is not None:
+                        oldest.unmap()
         return base
 
     def _map_owned(self) -> torch.Tensor:
@@ -262,7 +262,7 @@ class Handle:
     def another_base(self) -> torch.Tensor:
         """Like `base`, but a new tensor object over the file."""
         base, source = self.base(), self.source
-        if isinstance(source, Composed):
+        if isinstance(source, Composition):
             return base if source.subclass is None else with_inner(base, lambda inner: inner)
         with naming(self.name), no_functions(), no_modes():
             return source.map()
@@ -279,7 +279,7 @@ class Handle:
                 return self._addresses
         self.base()
         source = self.source
-        assert not isinstance(source, Composed)
+        assert isinstance(source, Stored)
         return source.bytes()
 
     def unmap(self) -> None:
@@ -313,10 +313,7 @@ class Handle:
     def flush(self) -> None:
         """Wait until all writes are on the disk.
 
-        Raises:
-            WriteError: the disk failed.
-            MissingFileError, ChangedFileError, CorruptFileError: the file has changed.
-            ReadError: it can't be opened at the moment.
+        Raises `WriteError` if the disk failed; and as `Handle.base`.
         """
         if not self.owned:
             return
@@ -342,17 +339,6 @@ class Handle:
 
 def _another(file: TensorFile) -> ChangedFileError:
     return ChangedFileError(f"{file.path} is not the file that was opened: open it again")
-
-
-def _keep_mapped(handle: Handle) -> None:
-    """Record a mapping, and drop the oldest when there are too many."""
-    with _LOCK:
-        _MAPPED.pop(id(handle), None)
-        _MAPPED[id(handle)] = weakref.ref(handle)
-        while len(_MAPPED) > MOST_MAPPINGS:
-            found = _MAPPED.pop(next(iter(_MAPPED)))()
-            if found is not None:
-                found.unmap()
 
 
 _LOCK = fork_safe_lock()

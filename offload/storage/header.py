@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import BinaryIO
@@ -80,16 +80,10 @@ class Header:
         return _notes(self.metadata)
 
 
-def recognizes(_: bytes) -> bool:
-    """True: such files have no magic number, so that this format is the last to be tried."""
-    return True
-
-
 def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 
-    Raises:
-        CorruptFileError: it is incomplete or damaged, or another kind of file.
+    Raises `CorruptFileError` if it is incomplete or damaged, or another kind of file.
     """
     length = header_length(file.read(_LENGTH.size), size)
     return parse(file.read(length), size)
@@ -98,8 +92,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 def header_length(prefix: bytes, size: int) -> int:
     """The length of the JSON in bytes, from the first 8 bytes of a file of `size` bytes.
 
-    Raises:
-        CorruptFileError: this is not the start of a safetensors file.
+    Raises `CorruptFileError` if this is not the start of a safetensors file.
     """
     if not size:
         raise CorruptFileError("it is empty")
@@ -133,8 +126,7 @@ class Head:
 def parse(text: bytes, size: int) -> Header:
     """The checked header of a file of `size` bytes whose JSON is `text`.
 
-    Raises:
-        CorruptFileError: the JSON is not a header, or does not match the file's size.
+    Raises `CorruptFileError` if the JSON is not a header, or does not match the file's size.
     """
     raw = _json_object(text)
     metadata = raw.pop("__metadata__", {})
@@ -163,7 +155,10 @@ def parse(text: bytes, size: int) -> Header:
         else:
             loose[key] = Loose(key, layout, Record(entry.start, layout.nbytes), 0, layout.stride)
     if "name" in notes:
-        _check_name(notes, raw)
+        name = notes["name"]  # the value that the file must contain, under its name, or as the parts of a subclass
+        is_named = isinstance(name, str) and is_unicode(name)
+        if not is_named or (name not in raw and not isinstance(notes.get("subclass"), dict)):
+            raise CorruptFileError(f"its `offload` metadata says that it holds {short(name)!r}, and it does not")
         if loose:
             raise CorruptFileError(f"its value {short(next(iter(loose)))!r} begins in the middle of an element")
     return Header(metadata, entries, unreadable, loose)
@@ -174,15 +169,19 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Json], metadata: Ma
 
     `notes` go into the `offload` metadata, `metadata` beside it.
 
-    Raises:
-        UnsupportedOpError: a dtype can't be stored.
-        ValueError: no tensor can have such a shape.
+    Raises `UnsupportedOpError` if a dtype can't be stored; `ValueError` if no tensor can have such a shape.
     """
     values: dict[str, dict[str, Json]] = {}
     specs: dict[str, Json] = {}
     end, begins = 0, {}
     for key, layout in layouts.items():
-        _refuse_unstorable(key, layout)
+        if not is_storable(layout.dtype):
+            raise UnsupportedOpError(
+                f"{key!r} is of {layout.dtype}, which is meaningless without its scale: dequantize() it"
+            )
+        itemsize = 1 if layout.overlaps else layout.dtype.itemsize
+        if not are_counts(list(layout.shape)) or not is_countable(layout.shape, itemsize):
+            raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: not the shape of a tensor")
         word, shape, note = _spec(layout)
         begins[key], end = end, end + layout.nbytes
         specs[key] = {"dtype": word, "shape": shape, "data_offsets": [begins[key], end]}
@@ -200,15 +199,6 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Json], metadata: Ma
 def is_standard(layout: Layout) -> bool:
     """Whether safetensors has a word for such values, so that any reader returns them as they are."""
     return not _spec(layout)[2]
-
-
-def _refuse_unstorable(key: str, layout: Layout) -> None:
-    if not is_storable(layout.dtype):
-        raise UnsupportedOpError(
-            f"{key!r} is of {layout.dtype}, which is meaningless without its scale: dequantize() it"
-        )
-    if not layout.is_possible:
-        raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: not the shape of a tensor")
 
 
 def _json_object(text: bytes) -> dict[str, Json]:
@@ -244,13 +234,6 @@ def _notes(metadata: Mapping[str, str]) -> Mapping[str, Json] | None:
     except (ValueError, RecursionError):
         return None
     return notes if isinstance(notes, dict) and "version" in notes else None
-
-
-def _check_name(notes: Mapping[str, Json], keys: Container[str]) -> None:
-    """A file of ours must contain the value it is named for: under its name, or as the parts of a subclass."""
-    name, subclass = notes["name"], notes.get("subclass")
-    if not isinstance(name, str) or not is_unicode(name) or (name not in keys and not isinstance(subclass, dict)):
-        raise CorruptFileError(f"its `offload` metadata says that it holds {short(name)!r}, and it does not")
 
 
 def _in_order(raw: dict[str, Json], nbytes: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:

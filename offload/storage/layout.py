@@ -27,8 +27,6 @@ _MOST = 2**63 - 1  # largest number of bytes and elements that torch can count
 class Layout:
     """Layout of one value in memory: dtype, shape, and strides in elements.
 
-    Dense, or that of an expanded value, or another one with overlapping elements.
-
     Attributes:
         nbytes: size in bytes; with overlapping elements, from the first one to the last.
         overlaps: whether it has more elements than its bytes can hold separately.
@@ -49,11 +47,6 @@ class Layout:
     def order(self) -> tuple[int, ...]:
         """The dimensions, from the outermost in memory to the innermost."""
         return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether torch can have a tensor of this shape."""
-        return are_counts(list(self.shape)) and is_countable(self.shape, 1 if self.overlaps else self.dtype.itemsize)
 
     @property
     def is_dense(self) -> bool:
@@ -77,11 +70,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The bytes of a storage in a file.
+    """The bytes of a storage in a file: where they begin, and their number, unpacked.
 
     Attributes:
-        start: where they begin in the file.
-        nbytes: their number, unpacked.
         packed: their number in the file, if deflated; None if they are stored as they are.
         is_swapped: whether they are in the other byte order.
     """
@@ -193,33 +184,14 @@ def are_counts(numbers: Json) -> bool:
     return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MOST for number in numbers)
 
 
-# Dtypes
-
-
 # Words whose elements are whole bytes; the 4-bit and 6-bit words of the format have no torch dtype of their own.
-_WORDS = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "I32": "int32",
-    "U32": "uint32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
+_WORDS = (
+    "BOOL=bool U8=uint8 I8=int8 I16=int16 U16=uint16 I32=int32 U32=uint32 I64=int64 U64=uint64 F16=float16 "
+    "BF16=bfloat16 F32=float32 F64=float64 C64=complex64 F8_E4M3=float8_e4m3fn F8_E5M2=float8_e5m2 "
+    "F8_E4M3FNUZ=float8_e4m3fnuz F8_E5M2FNUZ=float8_e5m2fnuz F8_E8M0=float8_e8m0fnu"
+)
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    word: getattr(torch, name) for word, name in _WORDS.items() if hasattr(torch, name)
+    word: getattr(torch, name) for word, name in (pair.split("=") for pair in _WORDS.split()) if hasattr(torch, name)
 }
 WORDS: dict[torch.dtype, str] = {dtype: word for word, dtype in TORCH_DTYPES.items()}
 _SCALED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})

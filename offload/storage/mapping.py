@@ -35,8 +35,7 @@ def map_bytes(fd: int, path: Path, start: int, nbytes: int, *, shared: bool) -> 
     Not with `UntypedStorage.from_file`, which counts a private mapping against the commit limit, and for a shared one
     creates a missing file and extends a short one; nor with `mmap`, which keeps a descriptor (before Python 3.13).
 
-    Raises:
-        ReadError: the system refuses to map it.
+    Raises `ReadError` if the system refuses to map it.
     """
     inside = start % mmap.PAGESIZE
     flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _NO_RESERVE
@@ -52,8 +51,7 @@ def map_bytes(fd: int, path: Path, start: int, nbytes: int, *, shared: bool) -> 
 def addresses(count: int) -> torch.UntypedStorage:
     """Unique addresses that can't be read, for code that tells tensors apart by address.
 
-    Raises:
-        ReadError: the system has no address space left.
+    Raises `ReadError` if the system has no address space left.
     """
     address = libc.mmap(None, max(count, 1), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1, 0)
     if address == _FAILED:
@@ -70,11 +68,7 @@ def _storage_of(address: int, size: int) -> torch.UntypedStorage:
 
 
 def scratch_bytes(count: int) -> mmap.mmap:
-    """At least `count` writable bytes, all zero.
-
-    Raises:
-        ReadError: there is not enough memory.
-    """
+    """At least `count` writable bytes, all zero. Raises `ReadError` if there is not enough memory."""
     try:
         return mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -34,25 +34,16 @@ def place_of(way: Way) -> str:
     return repr(".".join(way)) if way else "the value itself"
 
 
-# From values to nodes
-
-
 def encode(
     value: object, tensor: Callable[[torch.Tensor, Way], Node], named: Callable[[type], str] | None = None
 ) -> Node:
-    """The node for `value`.
+    """The node for nested data.
 
     Args:
-        value: nested data of the supported kinds.
         tensor: returns the node for a tensor, given the tensor and its path.
         named: returns the name of a class, for the reader; None if enums, dataclasses and named tuples are refused.
 
-    Raises:
-        UnknownTypeError: something in it can't be stored, contains itself, or is nested too deeply.
-
-    Example:
-        >>> encode([{"step": 3}, torch.float16, torch.ones(1)], lambda _, way: {"tensor": ".".join(way)})
-        {'list': [{'dict': {'step': 3}}, {'dtype': 'float16'}, {'tensor': '2'}]}
+    Raises `UnknownTypeError` if something in it can't be stored, contains itself, or is nested too deeply.
     """
 
     def node(value: object, way: Way, around: tuple[int, ...], tensor: Callable[[torch.Tensor, Way], Node]) -> Node:
@@ -154,20 +145,14 @@ def name_of(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-# From nodes to values
-
-
 def decode(node: Node, tensor: Callable[[str, Json], torch.Tensor], class_named: Callable[[str], type]) -> Any:
-    """The value for which `encode` made the node.
+    """The value for which `encode` made the node, which is from a file, and not trusted.
 
     Args:
-        node: from a file, not trusted.
         tensor: returns a tensor, given the kind of its node and the node's content.
         class_named: returns the class with a name, or raises.
 
-    Raises:
-        UnknownTypeError: a class can't be built from the fields that were saved.
-        CorruptFileError: it is not a valid node.
+    Raises `UnknownTypeError` if a class can't be built from its fields; `CorruptFileError` if it is not a valid node.
     """
 
     def value(node: Node) -> Any:
@@ -185,7 +170,9 @@ def decode(node: Node, tensor: Callable[[str, Json], torch.Tensor], class_named:
         name, content = data
         cls = class_named(name)
         if kind == "enum":
-            return _member(cls, content)
+            if not issubclass(cls, enum.Enum) or content not in cls.__members__:
+                raise UnknownTypeError(f"{cls.__name__} is no enum with a {content!r}, as it was when it was saved")
+            return cls[content]
         return _object(cls, {field: value(below) for field, below in content.items()})
 
     try:
@@ -194,14 +181,6 @@ def decode(node: Node, tensor: Callable[[str, Json], torch.Tensor], class_named:
         raise
     except Exception as error:  # malformed nodes can raise anything
         raise CorruptFileError(f"its structure is malformed ({type(error).__name__}: {str(error)[:100]})") from error
-
-
-def _member(cls: type, name: str) -> enum.Enum:
-    if not issubclass(cls, enum.Enum):
-        raise UnknownTypeError(f"{cls.__name__} is not an enum, as it was when it was saved")
-    if name not in cls.__members__:
-        raise UnknownTypeError(f"{cls.__name__} has no member {name!r}, as it had when it was saved")
-    return cls[name]
 
 
 def _object(cls: Any, fields: dict[str, Any]) -> Any:

@@ -13,25 +13,20 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from offload.annotations import Json
-from offload.errors import (
-    CorruptFileError,
-    ForeignFileError,
-    MissingFileError,
-    UnsupportedOpError,
-)
+from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, UnsupportedOpError
 from offload.storage import log
 from offload.storage.file import TensorFile, file_of_ours, value_of
 from offload.storage.folders import claim, claim_among_ranks, file_name, named_folder, release
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
-from offload.storage.source import MADE_OF, Composed, InBlocks, Stored
+from offload.storage.source import MADE_OF, Composition, InBlocks, Stored
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import (
     Fill,
@@ -52,9 +47,6 @@ Folder: TypeAlias = "str | os.PathLike[str] | None"
 Notes: TypeAlias = "Mapping[str, Json] | None"
 
 
-# The one way to a file
-
-
 def make(
     handle: Handle,
     layouts: Mapping[str, Layout],
@@ -73,8 +65,7 @@ def make(
         exist_ok: whether to replace a file that an earlier tensor left under that name.
         take: called with the file once it is in place; by default, `handle.own`.
 
-    Raises:
-        NameInUseError, ForeignFileError, WriteError
+    Raises `NameInUseError`, `ForeignFileError`, `WriteError`.
     """
     noted, is_named = {**(notes or {}), "name": handle.name}, handle.folder is not None
     with (
@@ -131,9 +122,6 @@ def _claimed(handle: Handle, root: Path | None = None, *, exist_ok: bool = True,
         raise
 
 
-# New values
-
-
 def create_value(
     tensor: torch.Tensor, name: str, offload_dir: Folder, notes: Notes = None, *, exist_ok: bool = True
 ) -> Handle:
@@ -160,9 +148,6 @@ def allocate_value(layout: Layout, name: str, offload_dir: Folder, *, exist_ok: 
     return make(Handle(name, offload_dir), {name: layout}, of_zeros, exist_ok=exist_ok)
 
 
-# Values of files that are there
-
-
 def open_value(file: TensorFile, key: str, offload_dir: Folder = None) -> Handle:
     """Like `Handle.reference`; a value that can't be mapped as a tensor where it lies is copied to `offload_dir`."""
     if (loose := file.header.loose.get(key)) is None:
@@ -183,9 +168,8 @@ def open_value(file: TensorFile, key: str, offload_dir: Folder = None) -> Handle
 def open_owned(file: TensorFile, name: str) -> Handle:
     """The value of a file of ours in a user's folder, opened for writing.
 
-    Raises:
-        NameInUseError: a live tensor is stored there.
-        ForeignFileError: `offload` did not write that file, or the path is a symlink.
+    Raises `NameInUseError` if a live tensor is stored there; `ForeignFileError` if `offload` did not write that file,
+    or the path is a symlink.
     """
     if file.path.is_symlink():
         raise ForeignFileError(
@@ -201,23 +185,22 @@ def open_owned(file: TensorFile, name: str) -> Handle:
 def switch_to(handle: Handle, file: TensorFile) -> None:
     """Continue with a file of ours that is where the first write would put one.
 
-    Raises:
-        NameInUseError: a live tensor is stored there.
+    Raises `NameInUseError` if a live tensor is stored there.
     """
     with handle.lock, _claimed(handle):
         handle.own(file)
 
 
-# Composed values that are stored
-
-
 def open_stored(handle: Handle, mark: str) -> bool:
     """Switch to the file in the named folder in which a composed value with this mark was stored, if there is one.
 
-    Raises:
-        ReadError: it can't be read at the moment.
+    Raises `ReadError` if it can't be read at the moment.
     """
-    file = _stored(handle)
+    assert handle.folder is not None
+    try:
+        file = file_of_ours(handle.folder / file_name(handle.name))
+    except MissingFileError:
+        return False
     if file is None or file.notes.get(MADE_OF) != mark:
         return False
     with handle.lock:
@@ -225,20 +208,11 @@ def open_stored(handle: Handle, mark: str) -> bool:
     return True
 
 
-def _stored(handle: Handle) -> TensorFile | None:
-    assert handle.folder is not None
-    with suppress(MissingFileError):
-        return file_of_ours(handle.folder / file_name(handle.name))
-    return None
-
-
 def store_recipe(handle: Handle, mark: str) -> None:
     """Compute a composed value once, store it in its file in the named folder, and refer to that from then on.
 
-    That file is never written to: a first write replaces it and drops the mark.
-
-    Raises:
-        WriteError, NameInUseError, ForeignFileError, and as `Handle.base`.
+    That file is never written to: a first write replaces it and drops the mark. Raises `WriteError`, `NameInUseError`,
+    `ForeignFileError`, and as `Handle.base`.
     """
     composed, other = handle.composed, Handle(handle.name, handle.folder)
     assert isinstance(composed, InBlocks)
@@ -246,9 +220,6 @@ def store_recipe(handle: Handle, mark: str) -> None:
     make(other, layouts, from_values({handle.name: composed.blocks()}, layouts), {MADE_OF: mark})
     with handle.lock:
         handle.set_source(Stored.of_others(TensorFile.open(other.path), handle.name))
-
-
-# Writing in place
 
 
 def writable_base(handle: Handle) -> torch.Tensor:
@@ -264,19 +235,15 @@ def writable_base(handle: Handle) -> torch.Tensor:
 def make_writable(handle: Handle) -> None:
     """See `writable_base`."""
     source = handle.source
-    if not source.owned:
-        _make_own(handle)
-    elif source.has_holes:
-        _fill_holes(handle)
-
-
-def _make_own(handle: Handle) -> None:
+    if source.owned:
+        if source.has_holes:
+            _fill_holes(handle)
+        return
     with handle.lock:
-        if handle.owned:
-            return
-        before = handle.path
-        _copy(handle, handle)
-        log.debug("%r is copied from %s to %s for its first write", handle.name, before, handle.path)
+        if not handle.owned:
+            before = handle.path
+            _copy(handle, handle)
+            log.debug("%r is copied from %s to %s for its first write", handle.name, before, handle.path)
 
 
 def _fill_holes(handle: Handle) -> None:
@@ -285,10 +252,7 @@ def _fill_holes(handle: Handle) -> None:
         source = handle.source
         assert isinstance(source, Stored)
         file = source.file
-        with (
-            writing(file.path, file.identity.size, "offload_dir"),
-            file.descriptor(os.O_RDWR, settled=False) as opened,
-        ):
+        with writing(file.path, file.identity.size, "offload_dir"), file.descriptor(os.O_RDWR, settled=False) as opened:
             fill_holes(opened.fileno(), file.identity.size)
         handle.source = dataclasses.replace(source, has_holes=False)
 
@@ -309,31 +273,27 @@ def duplicate(handle: Handle) -> Handle:
 def _copy(handle: Handle, other: Handle) -> None:
     """Give `other` the value of `handle`, from file to file."""
     source, name = handle.source, other.name
-    if isinstance(source, Composed):
-        composed, layouts = source.composed, {name: source.layout}
-        if isinstance(composed, InBlocks):
-            make(other, layouts, from_values({name: composed.blocks()}, layouts))
+    if isinstance(source, Composition):
+        if isinstance(source, InBlocks):
+            layouts = {name: source.layout}
+            make(other, layouts, from_values({name: source.blocks()}, layouts))
         else:
-            replace_whole(other, composed.value())
+            replace_whole(other, source.value())
         return
     with handle.lock:
         handle.base()  # switches to the current file
         source = handle.source
-        assert not isinstance(source, Composed)
+        assert isinstance(source, Stored)
         notes = None if source.subclass is None else {"subclass": source.subclass}
         with naming(name), from_file(source.file, source.entries, settled=not source.owned) as fill:
             make(other, {entry.key: entry.layout for entry in source.entries}, fill, notes)
 
 
-# Replacing
-
-
 def replace_whole(handle: Handle, tensor: torch.Tensor, notes: Notes = None) -> None:
     """Make `tensor` (of any shape and dtype) the whole value, atomically; `notes` go into the file's header.
 
-    Raises:
-        WriteError, ForeignFileError, NameInUseError: the old value is kept.
-        UnsupportedOpError: the file may only be written in place.
+    Raises `WriteError`, `ForeignFileError`, `NameInUseError`, and the old value is kept; `UnsupportedOpError` if the
+    file may only be written in place.
     """
     source = getattr(handle, "source", None)
     if source is not None and source.in_place:
@@ -350,8 +310,7 @@ def replace_by_zeros(handle: Handle, layout: Layout, parts: Iterable[tuple[int, 
 
     `parts` are the non-zero parts: plain tensors, each with its byte offset in the value.
 
-    Raises:
-        WriteError: the old value is kept.
+    Raises `WriteError`, and the old value is kept.
     """
 
     def take(file: TensorFile) -> None:

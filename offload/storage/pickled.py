@@ -22,7 +22,7 @@ import reprlib
 import struct
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, TypeAlias
@@ -90,54 +90,36 @@ def recognizes(start: bytes) -> bool:
 def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 
-    Raises:
-        CorruptFileError: it is incomplete or damaged.
-        CheckpointError: it contains code, has an old or foreign form, or has no named tensors.
+    Raises `CorruptFileError` if it is incomplete or damaged; `CheckpointError` if it contains code, has an old or
+    foreign form, or has no named tensors.
     """
     with no_functions(), no_modes():
         saved, pieces, records, metadata = _read(file, size)
-        return replace(_header(_tensors_in(saved), pieces, records), metadata=metadata)
+        places = {key: _place(key, tensor, pieces, records) for key, tensor in _tensors_in(saved).items()}
+    return _header(places, metadata, is_aligned)
 
 
 def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int]]) -> Header:
-    """The checked header of a file of `size` bytes that is a sequence of archives with one tensor each.
+    """The checked header of a file that is a sequence of archives with one tensor each.
 
-    Args:
-        places: the offset and size in bytes of each tensor's archive, by the key it gets here.
-
-    Raises: as `read_header`.
+    `places` is as for `TensorFile.of_archives`. Raises: as `read_header`.
     """
-    entries: dict[str, Entry] = {}
-    unreadable: dict[str, str] = {}
-    loose: dict[str, Loose] = {}
+    found: dict[str, Loose | str] = {}
     for key, (begin, nbytes) in places.items():
         if begin + nbytes > size:
             raise CorruptFileError(
                 f"it is cut off: its archive of {key!r} ends at byte {begin + nbytes}, it has {size}"
             )
         section = io.BufferedReader(Section(file.fileno(), begin, nbytes))
-        found = _read_tensor(section, nbytes, key)
-        if isinstance(found, str):
-            unreadable[key] = found
-            continue
-        found = replace(found, record=replace(found.record, start=found.record.start + begin))
-        if found.entry is not None and can_be_over(found.entry):
-            entries[key] = found.entry
-        else:
-            loose[key] = found
-    return Header({}, entries, unreadable, loose)
-
-
-def _read_tensor(file: BinaryIO, size: int, key: str) -> Loose | str:
-    """The place of the value in a file that holds one unnamed tensor, or why it can't be read.
-
-    Raises: as `read_header`.
-    """
-    with no_functions(), no_modes():
-        saved, pieces, records, _ = _read(file, size)
-        if not isinstance(saved, torch.Tensor):
-            raise CheckpointError(f"holds {_described(saved)} in place of {key!r}: {_SAVE_TENSORS}")
-        return _place(key, saved, pieces, records)
+        with no_functions(), no_modes():
+            saved, pieces, records, _ = _read(section, nbytes)
+            if not isinstance(saved, torch.Tensor):
+                raise CheckpointError(f"holds {_described(saved)} in place of {key!r}: {_SAVE_TENSORS}")
+            place = _place(key, saved, pieces, records)
+        if not isinstance(place, str):
+            place = replace(place, record=replace(place.record, start=place.record.start + begin))
+        found[key] = place
+    return _header(found, {}, can_be_over)
 
 
 def _read(file: BinaryIO, size: int) -> Saved:
@@ -168,7 +150,11 @@ def _read_zip(file: BinaryIO) -> Saved:
     if len(infos) < len(archive.infolist()):
         raise CorruptFileError("its zip directory names a record twice")
     root = _root(infos)
-    is_swapped = _is_swapped(archive, infos.get(f"{root}byteorder"))
+    info = infos.get(f"{root}byteorder")
+    order = b"little" if info is None else _content(archive, info)
+    if order not in (b"little", b"big"):
+        raise CorruptFileError(f"its byte order is {order[:20]!r}, neither little nor big")
+    is_swapped = order != sys.byteorder.encode()
 
     saved, pieces = _unpickle(io.BytesIO(_content(archive, infos[f"{root}data.pkl"])))
     records = {}
@@ -197,13 +183,6 @@ def _root(infos: Mapping[str, object]) -> str:
             "save its state_dict()"
         )
     return roots[0]
-
-
-def _is_swapped(archive: zipfile.ZipFile, info: zipfile.ZipInfo | None) -> bool:
-    order = b"little" if info is None else _content(archive, info)
-    if order not in (b"little", b"big"):
-        raise CorruptFileError(f"its byte order is {order[:20]!r}, neither little nor big")
-    return order != sys.byteorder.encode()
 
 
 def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
@@ -278,14 +257,11 @@ def _read_legacy(file: BinaryIO, size: int) -> Saved:
 
 @dataclass(frozen=True, slots=True)
 class StorageRecord:
-    """A storage without data, as named in a pickle.
+    """A storage without data, as named in a pickle, which keeps its address unique.
 
     Attributes:
-        key: of its record.
         begin, nbytes: its part of the record, in bytes; old pickles may name parts.
         whole: size of the record in bytes.
-        itemsize: bytes per element.
-        storage: kept alive so that its address stays unique.
     """
 
     key: str
@@ -321,8 +297,13 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, StorageRecord]]:
 
     unpickler = _Sparing(file)
     unpickler.persistent_load = storage_for  # type: ignore[method-assign]
-    with _explained(), _without_sparse_checks():
-        return unpickler.load(), pieces  # type: ignore[no-untyped-call]
+    waiting = unchecked_sparse()  # for a check in the next torch.load; what is sparse here has no data
+    before = len(waiting)
+    try:
+        with _explained():
+            return unpickler.load(), pieces  # type: ignore[no-untyped-call]
+    finally:
+        del waiting[before:]
 
 
 class _Sparing(Unpickler):
@@ -354,17 +335,14 @@ def _refuse_call(function: Any, arguments: object) -> None:
     if not callable(function):
         raise CheckpointError(f"is a pickle that calls a {type(function).__name__}, and is not opened: {_SAVE_TENSORS}")
     takes_a_size = function is bytearray or function is torch.Tensor or function in CLASSES_OF_TENSORS
-    if takes_a_size and not _is_harmless(arguments):
+    # None give something empty, and text something no larger than itself.
+    is_harmless = isinstance(arguments, tuple) and (not arguments or isinstance(arguments[0], str | bytes))
+    if takes_a_size and not is_harmless:
         raise CheckpointError(
             f"is a pickle that asks for a {function.__name__} of any size, and is not opened: {_SAVE_TENSORS}"
         )
     if function is needed(rebuild_from_type) and isinstance(arguments, tuple) and len(arguments) == 4:
         _refuse_call(arguments[0], arguments[2])
-
-
-def _is_harmless(arguments: object) -> bool:
-    """Whether these arguments give something empty, or no larger than the text they contain."""
-    return isinstance(arguments, tuple) and (not arguments or isinstance(arguments[0], str | bytes))
 
 
 @contextmanager
@@ -392,17 +370,6 @@ def _leave_to_the_system(error: Exception) -> None:
             raise each
 
 
-@contextmanager
-def _without_sparse_checks() -> Iterator[None]:
-    """The unpickler queues sparse tensors for a check in the next torch.load; ours have no data: drop them."""
-    waiting = unchecked_sparse()
-    before = len(waiting)
-    try:
-        yield
-    finally:
-        del waiting[before:]
-
-
 # Pickles of objects other than tensors
 
 
@@ -426,9 +393,7 @@ class NotedObject:
 def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
     """The content of a pickle, with objects of the listed classes (names per module) as notes of classes of that name.
 
-    Raises:
-        CheckpointError: it names anything else except a dtype.
-        CorruptFileError: it is cut off or damaged.
+    Raises `CheckpointError` if it names anything else except a dtype; `CorruptFileError` if it is cut off or damaged.
     """
     known = {(module, name): type(name, (NotedObject,), {}) for module, names in classes.items() for name in names}
 
@@ -492,21 +457,16 @@ def _described(saved: object) -> str:
     return f"a dictionary of {len(saved)} ({items})" if saved else "an empty dictionary"
 
 
-def _header(
-    tensors: Mapping[str, torch.Tensor], pieces: Mapping[int, StorageRecord], records: Mapping[str, Record]
-) -> Header:
-    entries: dict[str, Entry] = {}
-    loose: dict[str, Loose] = {}
-    unreadable: dict[str, str] = {}
-    for key, tensor in tensors.items():
-        found = _place(key, tensor, pieces, records)
-        if isinstance(found, str):
-            unreadable[key] = found
-        elif found.entry is not None and is_aligned(found.entry):
-            entries[key] = found.entry
-        else:
-            loose[key] = found
-    return Header({}, entries, unreadable, loose)
+def _header(places: Mapping[str, Loose | str], metadata: Mapping[str, str], can_be: Callable[[Entry], bool]) -> Header:
+    """Values by their places: those that can be mapped are entries; instead of a place there may be a reason."""
+    found = {key: place for key, place in places.items() if not isinstance(place, str)}
+    entries = {key: place.entry for key, place in found.items() if place.entry is not None and can_be(place.entry)}
+    return Header(
+        metadata,
+        entries,
+        {key: place for key, place in places.items() if isinstance(place, str)},
+        {key: place for key, place in found.items() if key not in entries},
+    )
 
 
 def _place(

@@ -55,13 +55,8 @@ def replacing(
 ) -> Iterator[New]:
     """A new file beside `path` that replaces it if the block succeeds, and is removed if not.
 
-    Args:
-        path: whatever is there is replaced, even a symlink: check first.
-        size: bytes to reserve, so that a full disk is an error before anything is written.
-        place, durable, placed: as for `replacing_all`.
-
-    Raises:
-        WriteError: the disk is full, the folder is read-only...
+    Whatever is there is replaced, even a symlink: check first. `size` bytes are reserved, so that a full disk is an
+    error before anything is written. For other arguments and errors see `replacing_all`.
     """
     with (
         replacing_all([path], size, place=place, durable=durable, placed=placed) as new,
@@ -81,17 +76,14 @@ def replacing_all(
 ) -> Iterator[dict[Path, Path]]:
     """Temporary names beside `paths`: what is made there is put in place if the block succeeds, and removed if not.
 
-    The last path is the one that counts (an index, say): it is put in place once all others are safely there. The
-    others' places must be free.
+    The last path is the one that counts (an index, say): it is put in place once all others, whose places must be free,
+    are safely there. `size` and `place` are as for `writing`.
 
     Args:
-        size: bytes in all, for errors.
-        place: as for `writing`.
         durable: whether all of it survives a power cut once the block has ended.
         placed: called as soon as all is in place: from then on no error removes it.
 
-    Raises:
-        WriteError
+    Raises `WriteError` if the disk is full, the folder is read-only...
     """
     *others, last = paths
     with writing(last.parent if others else last, size, place):
@@ -138,21 +130,13 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def is_filled(path: Path) -> bool:
-    """Whether something other than an empty folder is there.
-
-    Raises:
-        ReadError
-    """
+    """Whether something other than an empty folder is there. Raises `ReadError`."""
     with reading(path):
         return is_there(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir()))
 
 
 def refuse_filled(path: Path) -> None:
-    """
-    Raises:
-        ForeignFileError: something other than an empty folder is there.
-        ReadError
-    """
+    """Raises `ForeignFileError` if something other than an empty folder is there; `ReadError`."""
     if is_filled(path):
         raise ForeignFileError(f"{path} exists, and is not an empty folder: take another one, or remove it first")
 
@@ -161,14 +145,8 @@ def refuse_filled(path: Path) -> None:
 def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], object] = refuse_filled) -> Iterator[Path]:
     """A new folder beside `path` that replaces it if the block succeeds, and is removed if not.
 
-    Args:
-        path: what is there is replaced, in two steps where the system can't do it in one.
-        size: bytes to be written, for errors.
-        refuse: checks what is there, before and after the block; the default accepts only an empty folder.
-
-    Raises:
-        ForeignFileError: what is there must not be replaced.
-        WriteError
+    What is there is replaced in one step where the system can do that; `refuse` checks it before and after the block.
+    Raises `ForeignFileError` if it must not be replaced; `WriteError`.
     """
     refuse(path)
     made_folder(path.parent, size)
@@ -184,8 +162,7 @@ def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) ->
 
     Without `durable`, a power cut may leave it torn until it is synced.
 
-    Raises:
-        WriteError: the disk is full, the folder is read-only...
+    Raises `WriteError` if the disk is full, the folder is read-only...
     """
     with replacing(path, len(data), durable=durable) as (fd, _):
         write_all(fd, memoryview(data), 0)
@@ -196,10 +173,7 @@ def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) ->
 def new_file(path: Path, size: int, *, like: Path | None = None, durable: bool = True) -> Iterator[int]:
     """A descriptor of a new file of `size` bytes with disk space reserved; the caller removes what is left on failure.
 
-    It gets the mode and owner of the file at `like`, if given.
-
-    Raises:
-        OSError: from the system; see `writing`.
+    It gets the mode and owner of the file at `like`, if given. Raises `OSError` from the system; see `writing`.
     """
     with owned(os.open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666) as file:
         fd = file.fileno()
@@ -248,8 +222,7 @@ def made_folder(folder: Path, size: int = 0) -> None:
 
     `size` is what will be written, for errors.
 
-    Raises:
-        WriteError
+    Raises `WriteError`.
     """
     with writing(folder, size):
         create_folder(folder)
@@ -274,26 +247,21 @@ def create_folder(folder: Path) -> None:
 def temporary_for(path: Path) -> Path:
     """An unused temporary name beside `path`; what a killed process leaves under it is swept.
 
-    Raises:
-        WriteError: the system does not tell which process this is.
+    Raises `WriteError` if the system does not tell which process this is.
     """
     with writing(path):
         return path.with_name(temporary_name())
 
 
 def temporary_name(prefix: str = TEMPORARY) -> str:
-    """
-    Raises:
-        OSError: the system does not tell which process this is.
-    """
+    """Raises `OSError` if the system does not tell which process this is."""
     return f"{prefix}{process_tag()}-{secrets.token_hex(4)}"
 
 
 def sweep(folder: Path, prefix: str = TEMPORARY) -> None:
     """Remove the temporary files and folders that killed processes left in a folder.
 
-    Raises:
-        OSError: it can't be listed.
+    Raises `OSError` if it can't be listed.
     """
     with os.scandir(folder) as items:
         found = [Path(item.path) for item in items if item.name.startswith(prefix)]
@@ -325,8 +293,7 @@ def remove(path: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Remove a folder of ours; its name disappears first, so that no half-removed folder is ever seen there.
 
-    Raises:
-        OSError: it could not be removed.
+    Raises `OSError` if it could not be removed.
     """
     aside = temporary_for(path)
     try:
@@ -340,8 +307,7 @@ def remove_folder(path: Path) -> None:
 def sync_whole(folder: Path) -> None:
     """Make a folder with all that is in it survive a power cut, whoever wrote it: other packages do not sync files.
 
-    Raises:
-        WriteError: the disk failed.
+    Raises `WriteError` if the disk failed.
     """
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
@@ -372,8 +338,7 @@ def sync_folder(folder: Path) -> None:
 def process_tag() -> str:
     """`machine-pid-start` of the running process, in letters and digits.
 
-    Raises:
-        OSError: the system does not tell, because too many files are open, for example.
+    Raises `OSError` if the system does not tell, because too many files are open, for example.
     """
     return _tag(os.getpid())
 

@@ -9,9 +9,10 @@ Always true:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 
@@ -27,39 +28,55 @@ _CPU = torch.device("cpu")
 MADE_OF = "made of"  # a note in the file that stores a composed value: of what
 
 
-class Composition(Protocol):
-    """How a value is computed from other stored values, which must not be written to.
+class Composition(ABC):
+    """A value that is computed at each read from other stored values, which must not be written to.
 
     Attributes:
         layout: of the computed value.
         subclass: how to rebuild it if it is a tensor subclass; else None.
     """
 
+    __slots__ = ()
     layout: Layout
     subclass: SubclassSpec | None
+    extent = (0, 0)
+    owned = in_place = has_holes = False
 
     @property
+    def composed(self) -> Composition:
+        return self
+
+    @property
+    @abstractmethod
     def file(self) -> TensorFile:
         """The file of the first source value."""
 
+    @abstractmethod
     def value(self, view_spec: torch.Tensor | None = None, device: torch.device = _CPU) -> torch.Tensor:
         """The view that a meta tensor describes, or the whole, as a plain tensor: do not write to it or keep it.
 
-        Args:
-            device: where it is computed: only what is stored is sent there.
+        `device`: where it is computed: only what is stored is sent there.
         """
 
-    def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+    @abstractmethod
+    def reads(self, view_spec: torch.Tensor, /) -> Iterator[tuple[Handle, torch.Tensor]]:
         """The views of stored values from which the view that a meta tensor describes is computed, as they are read."""
 
-    def stands(self, view_spec: torch.Tensor, /) -> bool:
+    def stands(self, _: torch.Tensor, /) -> bool:
         """Whether the view that a meta tensor describes is stored as is, so that `value` maps it without computing."""
+        return False
+
+    def map(self) -> torch.Tensor:
+        """The value, computed; all of its sources are read."""
+        return self.value()
 
 
-@runtime_checkable
-class InBlocks(Composition, Protocol):
+class InBlocks(Composition):
     """A composed value that is a plain tensor and can be computed in parts."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def blocks(self) -> Iterator[torch.Tensor]:
         """Contiguous plain tensors that make up the whole in layout order; each is valid until the next one."""
 
@@ -70,10 +87,7 @@ class Stored:
 
     Attributes:
         name: its key in the file, or the beginning of the keys of its inner tensors.
-        layout: shape, dtype and strides of the whole value.
-        subclass: how to rebuild it if it is a tensor subclass; else None.
         extent: its first byte in the file, and its size.
-        owned: whether the file is ours to write.
         part: its place, if it is only a part of the value `name` of others.
         in_place: whether others write to the file in place, so that it must never be replaced.
         has_holes: whether the file may be sparse; its blocks are then reserved before the first store.
@@ -93,19 +107,12 @@ class Stored:
 
     @classmethod
     def of_others(cls, file: TensorFile, name: str, part: Entry | None = None) -> Stored:
-        """
-        Raises:
-            KeyError: the file has no such value.
-            CorruptFileError: torch can't read it.
-        """
+        """Raises `KeyError` if the file has no such value; `CorruptFileError` if torch can't read it."""
         return cls(file, name, *_described(file, name, part), part=part)
 
     @classmethod
     def of_ours(cls, file: TensorFile, name: str, *, in_place: bool = False) -> Stored:
-        """
-        Raises:
-            KeyError: the file has no such value.
-        """
+        """Raises `KeyError` if the file has no such value."""
         return cls(file, name, *_described(file, name), owned=True, in_place=in_place, has_holes=in_place)
 
     @property
@@ -125,9 +132,7 @@ class Stored:
     def map(self) -> torch.Tensor:
         """The value as a plain tensor over the mapped file: shared if it is ours, otherwise copy-on-write.
 
-        Raises:
-            MissingFileError, CorruptFileError, ReadError
-            ChangedFileError: another file is there by now.
+        Raises `MissingFileError`, `CorruptFileError`, `ReadError`; `ChangedFileError` if another file is there by now.
         """
         if not self.owned:
             self.file.check()
@@ -138,40 +143,7 @@ class Stored:
             return unflatten(parts, self.subclass, self.name)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Composed:
-    """A value that is computed at each read.
-
-    Attributes:
-        composed: how.
-        file: of its first source.
-        layout, subclass, extent: as for a value in a file.
-    """
-
-    composed: Composition
-    file: TensorFile
-    layout: Layout
-    subclass: SubclassSpec | None
-    extent: tuple[int, int] = (0, 0)
-
-    owned: ClassVar[bool] = False
-    part: ClassVar[None] = None
-    in_place: ClassVar[bool] = False
-    has_holes: ClassVar[bool] = False
-
-    @classmethod
-    def of(cls, composed: Composition) -> Composed:
-        return cls(composed, composed.file, composed.layout, composed.subclass)
-
-    def map(self) -> torch.Tensor:
-        """The value, computed; all of its sources are read.
-
-        Raises: as `Stored.map`.
-        """
-        return self.composed.value()
-
-
-Source: TypeAlias = Stored | Composed
+Source: TypeAlias = Stored | Composition
 
 
 def _described(
@@ -184,8 +156,7 @@ def _described(
     with naming(name, file.path):
         subclass = file.notes.get("subclass")
         if subclass is None:
-            file.entry(name)  # raises
-            raise AssertionError(name)
+            raise AssertionError(file.entry(name))  # which raises
         layout, entries = layout_from(subclass), file.entries.values()
     start = min(entry.start for entry in entries)
     return layout, subclass, (start, max(entry.start + entry.layout.nbytes for entry in entries) - start)

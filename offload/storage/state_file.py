@@ -46,22 +46,15 @@ class Kind:
 
 
 def write_state(path: Path, kind: Kind, content: Mapping[str, Json]) -> None:
-    """Put a file of ours in place as a whole.
-
-    Raises:
-        WriteError
-    """
+    """Put a file of ours in place as a whole. Raises `WriteError`."""
     put_file(path, (json.dumps({**kind.stamp, **content}, indent=kind.indent) + "\n").encode())
 
 
 def read_state(path: Path, kind: Kind) -> dict[str, Json]:
     """The contents of a file of ours.
 
-    Raises:
-        MissingFileError: there is none.
-        CorruptFileError: it is not a regular file, or too large.
-        ReadError: it can't be read at the moment.
-        OffloadError: the kind's own errors, for a foreign file or another version.
+    Raises `MissingFileError`, `ReadError`; `CorruptFileError` if it is not a regular file, or too large; and the kind's
+    own errors for a foreign file or another version.
     """
     try:
         found = parse_json(read_regular(path, kind.most))
@@ -78,8 +71,7 @@ def read_state(path: Path, kind: Kind) -> dict[str, Json]:
 def state_if_ours(path: Path, kind: Kind) -> dict[str, Json] | None:
     """Like `read_state`; None if there is no such file, or one of another kind or version.
 
-    Raises:
-        ReadError: it can't be read at the moment.
+    Raises `ReadError` if it can't be read at the moment.
     """
     try:
         return read_state(path, kind)
@@ -102,16 +94,10 @@ def _check(path: Path, kind: Kind, found: Json, stamp: Mapping[str, Json]) -> No
 
 
 def read_json(path: Path, what: str, *, most: int = MOST_JSON) -> Json:
-    """The contents of a small JSON file.
+    """The contents of a small JSON file; `what` it should be is for errors: "the manifest of a cache".
 
-    Args:
-        what: what the file should be, for errors: "the manifest of a cache".
-        most: bytes to read at most.
-
-    Raises:
-        MissingFileError: there is no file at `path`.
-        CorruptFileError: it is not a regular file, larger than `most`, not JSON, or has duplicate keys.
-        ReadError: it can't be read at the moment.
+    Raises `MissingFileError`, `ReadError`; `CorruptFileError` if it is not a regular file, has more than `most` bytes,
+    is not JSON, or has duplicate keys.
     """
     data = read_regular(path, most)
     try:

@@ -28,7 +28,7 @@ from offload.errors import (
     UnknownTypeError,
 )
 from offload.storage.layout import Layout, dtype_name, dtype_named, layout_as
-from offload.storage.nodes import Node, decode, encode
+from offload.storage.nodes import decode, encode
 from offload.system.reasons import naming
 from offload.torch_api import is_traceable_wrapper_subclass
 
@@ -58,7 +58,7 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "Int4OpaqueTensor": (f"{_PROTOTYPES}.int4", _AO),
         "UIntxBitPackedTensor": (f"{_PROTOTYPES}.uintx.uintx_bit_packed_tensor",),
         "UintxTensor": ("torchao.prototype.dtypes.uintx.uintx_utils",),
-    },
+    }
 }
 _REGISTERED: dict[str, type] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # exactly these classes, not their subclasses
@@ -93,21 +93,18 @@ def _refuse_unfit(cls: object) -> None:
     """Refuse classes that can't be stored or rebuilt."""
     if not isinstance(cls, type):
         raise UnknownSubclassError(f"{cls!r} is not a class: register the class of the tensor")
+    is_named_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
     if issubclass(cls, torch.Tensor):
         if not (hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")):
             raise UnknownSubclassError(
                 f"{cls.__name__} (of {cls.__module__}) lacks __tensor_flatten__ and __tensor_unflatten__: without "
                 "them a file would hold only its numbers. Add both, or store its parts"
             )
-    elif not (issubclass(cls, enum.Enum) or dataclasses.is_dataclass(cls) or _is_named_tuple(cls)):
+    elif not (issubclass(cls, enum.Enum) or dataclasses.is_dataclass(cls) or is_named_tuple):
         raise UnknownSubclassError(
             f"{cls.__name__} (of {cls.__module__}) is not a tensor subclass, enum, dataclass or named tuple: "
             "it can't be rebuilt from plain data"
         )
-
-
-def _is_named_tuple(cls: type) -> bool:
-    return issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
 def registered(module: str, name: str) -> type | None:
@@ -120,8 +117,7 @@ def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
 
     Attributes that begin with an underscore are marks and caches, and may be left out.
 
-    Raises:
-        UnknownSubclassError: its class can't be flattened, is not on the allow-list, or leaves attributes out.
+    Raises `UnknownSubclassError` if its class can't be flattened, is not on the allow-list, or leaves attributes out.
     """
     kind = type(tensor)
     if kind in _PLAIN or _word(kind) in _NUMBERS_ALONE:
@@ -144,8 +140,7 @@ def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
 def extras_of(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes set on a tensor; for a wrapper subclass, only those that rebuilding it does not set.
 
-    Raises:
-        UnknownSubclassError: it can't be rebuilt.
+    Raises `UnknownSubclassError` if it can't be rebuilt.
     """
     noted: dict[str, Any] = vars(tensor)
     if type(tensor) in _PLAIN or not noted:
@@ -158,12 +153,12 @@ def extras_of(tensor: torch.Tensor) -> dict[str, Any]:
         raise UnknownSubclassError(
             f"a {type(tensor).__name__} can't be rebuilt from the result of its __tensor_flatten__: {error}"
         ) from error
-    return {name: value for name, value in noted.items() if name not in rebuilt or _differ(value, rebuilt[name])}
-
-
-def _differ(value: object, other: object) -> bool:
-    """Whether two numbers or texts differ; other objects are not compared."""
-    return type(value) in _SIMPLE and (type(other) is not type(value) or str(other) != str(value))
+    return {
+        name: value
+        for name, value in noted.items()  # of values, only numbers and texts are compared
+        if name not in rebuilt
+        or (type(value) in _SIMPLE and (type(value), str(value)) != (type(rebuilt[name]), str(rebuilt[name])))
+    }
 
 
 def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], SubclassSpec]:
@@ -185,9 +180,13 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], S
         else:
             refuse_lossy(part, key)
             values[key], inner[attribute] = part, None
+    try:
+        node = encode(context, _refuse_tensor, _checked_word)
+    except UnknownTypeError as error:
+        raise UnknownSubclassError(f"in a tensor subclass's context, {error}") from error
     spec = {
         "class": _checked_word(type(tensor)),
-        "context": _context_node(context),
+        "context": node,
         "inner": inner,
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
@@ -206,11 +205,7 @@ def with_inner(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tens
 
 
 def layout_from(spec: Json) -> Layout:
-    """The dtype, shape and strides of the rebuilt tensor.
-
-    Raises:
-        CorruptFileError: it is malformed.
-    """
+    """The dtype, shape and strides of the rebuilt tensor. Raises `CorruptFileError` if it is malformed."""
     try:
         dtype = dtype_named(spec["dtype"])
         layout = None if dtype is None else layout_as(dtype, spec["shape"], spec["stride"])
@@ -224,9 +219,8 @@ def layout_from(spec: Json) -> Layout:
 def unflatten(values: Mapping[str, torch.Tensor], spec: SubclassSpec, name: str) -> torch.Tensor:
     """The tensor that `flatten` took apart.
 
-    Raises:
-        UnknownSubclassError: its class is not on the allow-list.
-        CorruptFileError: an inner tensor is missing, or `spec` is malformed.
+    Raises `UnknownSubclassError` if its class is not on the allow-list; `CorruptFileError` if an inner tensor is
+    missing, or `spec` is malformed.
     """
     try:
         rebuilt = _rebuilt(values, spec, name)
@@ -251,13 +245,6 @@ def _rebuilt(values: Mapping[str, torch.Tensor], spec: SubclassSpec, name: str) 
     context = decode(spec["context"], _refuse_tensor, _known)
     rebuilt: torch.Tensor = cls.__tensor_unflatten__(inner, context, shape, stride)  # type: ignore[attr-defined]
     return rebuilt
-
-
-def _context_node(context: object) -> Node:
-    try:
-        return encode(context, _refuse_tensor, _checked_word)
-    except UnknownTypeError as error:
-        raise UnknownSubclassError(f"in a tensor subclass's context, {error}") from error
 
 
 def _refuse_tensor(_: object, where: object) -> NoReturn:

@@ -17,12 +17,7 @@ from typing import TypeAlias
 import torch
 
 from offload.annotations import Json
-from offload.errors import (
-    ChangedFileError,
-    ForeignFileError,
-    MissingFileError,
-    NameInUseError,
-)
+from offload.errors import ChangedFileError, ForeignFileError, MissingFileError, NameInUseError
 from offload.storage.file import TensorFile, is_ours
 from offload.storage.header import Head, build
 from offload.storage.layout import Entry, Layout, contiguous
@@ -63,9 +58,8 @@ def put_values(
     `notes` are as for `header.build`; with `durable`, it survives a power cut. `take` is called with the file as soon
     as it is at `path`: from then on no error removes it.
 
-    Raises:
-        ForeignFileError: there is a file that `offload` did not write.
-        WriteError: the disk is full, the folder is read-only...
+    Raises `ForeignFileError` if there is a file that `offload` did not write; `WriteError` if the disk is full, the
+    folder is read-only...
     """
     head = build(layouts, notes)
 
@@ -80,18 +74,6 @@ def put_values(
         written = TensorFile.written(new.path, head.header)
 
 
-def write_values(
-    path: Path,
-    values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]],
-    layouts: Mapping[str, Layout],
-    notes: Mapping[str, Json],
-    *,
-    durable: bool,
-) -> None:
-    """Put a file with these values at `path`, as `put_values` does; they are as for `from_values`."""
-    put_values(path, layouts, from_values(values, layouts), notes, durable=durable)
-
-
 def write_beside(
     temporary: Path,
     path: Path,
@@ -104,8 +86,7 @@ def write_beside(
 
     `notes` and `metadata` are as for `header.build`.
 
-    Raises:
-        WriteError: the disk is full, the folder is read-only...
+    Raises `WriteError` if the disk is full, the folder is read-only...
     """
     head = build(layouts, notes or {}, metadata)
     with writing(path, head.size), new_file(temporary, head.size, like=path) as fd:
@@ -116,9 +97,6 @@ def _fill(fd: int, head: Head, fill: Fill) -> None:
     write_all(fd, memoryview(head.data), 0)
     for key in head.header.entries:
         fill(fd, key, head.start(key))
-
-
-# What fills them
 
 
 def from_values(values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]], layouts: Mapping[str, Layout]) -> Fill:
@@ -159,9 +137,6 @@ def from_file(source: TensorFile, entries: Iterable[Entry], *, settled: bool) ->
         yield copy
 
 
-# Writing
-
-
 def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     """Write the elements of a plain tensor in row-major order, as `dtype` if one is given, piece by piece."""
     write_blocks(fd, at, _blocks(tensor, dtype or tensor.dtype))
@@ -176,9 +151,7 @@ def write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
 def refuse_foreign(path: Path, kind: Kind | bytes | None = None, why: str = _FOREIGN) -> None:
     """Do nothing if the place is free or holds a file that `offload` wrote; `kind` is as for `is_ours`.
 
-    Raises:
-        ForeignFileError: there is another file.
-        ReadError: the system does not tell what is there.
+    Raises `ForeignFileError` if there is another file; `ReadError` if the system does not tell what is there.
     """
     with suppress(MissingFileError):  # also if it was removed just now
         if not is_ours(path, kind):
@@ -199,8 +172,7 @@ def refuse_earlier(path: Path, name: str) -> None:
 def fill_holes(fd: int, size: int) -> None:
     """Allocate the missing blocks of a file of `size` bytes, in place.
 
-    Raises:
-        OSError: the disk is full, or this file system can't allocate them.
+    Raises `OSError` if the disk is full, or this file system can't allocate them.
     """
     if os.fstat(fd).st_blocks * 512 < size:
         os.posix_fallocate(fd, 0, size)
@@ -245,10 +217,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def copy_range(source: int, start: int, target: int, at: int, count: int, path: Path) -> None:
     """Copy bytes from file to file; what the kernel can't copy goes through memory. `path` is the source's.
 
-    Raises:
-        OSError: writing the target failed.
-        ReadError: reading the source failed.
-        ChangedFileError: the source has become shorter.
+    Raises `OSError` if writing fails; `ReadError` if reading does; `ChangedFileError` if the source has become shorter.
     """
     done = _send_range(source, start, target, at, count)
     while done < count:

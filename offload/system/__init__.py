@@ -5,7 +5,7 @@
 | `regular` | paths, and opening the regular file that is there |
 | `reasons` | what a system error means, for which file and which tensor |
 | `locks` | between threads, across forks and interrupts; between processes, on files |
-| `threads` `background` | a thread that an interrupt can't lose; one that runs while there is work |
+| `background` | a thread that an interrupt can't lose; one that runs while there is work |
 | `clock` | the clock of rules that depend on time |
 | `modes` | leaving torch's modes |
 """

@@ -99,8 +99,7 @@ class FolderLock:
 def flock(fd: int, path: Path, *, shared: bool = False, wait: bool = True) -> bool:
     """Lock an open file, or change the kind of lock; False if that would block and `wait` is False.
 
-    Raises:
-        ReadError
+    Raises `ReadError`.
     """
     how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     try:
@@ -117,8 +116,7 @@ def flock(fd: int, path: Path, *, shared: bool = False, wait: bool = True) -> bo
 def locked_folder(folder: Path, *, wait: bool = True) -> Iterator[bool]:
     """Only one process at a time in a folder, where folders can be locked; yields False if another is in it.
 
-    Raises:
-        WriteError
+    Raises `WriteError`.
     """
     with writing(folder):
         opened = owned(os.open, folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -138,8 +136,7 @@ def unlock(fd: int) -> bool:
 def lock_range(fd: int, path: Path, start: int, count: int, *, wait: bool = False) -> bool:
     """Lock bytes of an open file for this descriptor; False if another holds some of them and `wait` is False.
 
-    Raises:
-        ReadError
+    Raises `ReadError`.
     """
     return _set_range(fd, path, fcntl.F_WRLCK, start, count, wait=wait)
 

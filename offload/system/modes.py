@@ -57,40 +57,31 @@ class no_modes(InferenceMode):
             raise
 
 
-class no_inference(InferenceMode):
+class autograd_mode(InferenceMode):
+    """Turns inference mode on or off; gradients too, if `grad` is given. Create it in the `with`."""
+
+    def __init__(self, *, inference: bool, grad: bool | None = None) -> None:
+        try:
+            _enter(self, inference)
+            if grad is not None:
+                set_grad(grad)
+        except BaseException:
+            _exit(self, None, None, None)
+            raise
+
+
+class no_inference(autograd_mode):
     """Turns off inference mode, in which tensors are made that can't be trained later. Create it in the `with`."""
 
     def __init__(self) -> None:
-        try:
-            _enter(self, False)
-        except BaseException:
-            _exit(self, None, None, None)
-            raise
+        super().__init__(inference=False)
 
 
-class autograd_mode(InferenceMode):
-    """Turns inference mode and gradients on or off. Create it in the `with`."""
-
-    def __init__(self, *, inference: bool, grad: bool) -> None:
-        try:
-            _enter(self, inference)
-            set_grad(grad)
-        except BaseException:
-            _exit(self, None, None, None)
-            raise
-
-
-class no_grad(InferenceMode):
+class no_grad(autograd_mode):
     """Turns off gradients; inference mode stays as it was. Create it in the `with`."""
 
     def __init__(self) -> None:
-        is_inference = torch.is_inference_mode_enabled()
-        try:
-            _enter(self, is_inference)
-            set_grad(False)
-        except BaseException:
-            _exit(self, None, None, None)
-            raise
+        super().__init__(inference=torch.is_inference_mode_enabled(), grad=False)
 
 
 def inside(guard: Callable[[], AbstractContextManager[None]]) -> Callable[[F], F]:

@@ -60,8 +60,7 @@ _TO_WRITE = {
 def reading(path: Path) -> Iterator[None]:
     """Say which file could not be read when the system raises an error, as `explained` does.
 
-    Raises:
-        MissingFileError, CorruptFileError, ReadError
+    Raises `MissingFileError`, `CorruptFileError`, `ReadError`.
     """
     try:
         yield
@@ -76,12 +75,10 @@ def writing(path: Path, size: int = 0, place: str = "folder") -> Iterator[None]:
     """Say what could not be written where, and what to do, when the system raises an error.
 
     Args:
-        path: what was to be written.
-        size: its size in bytes; 0 if it was only to be created.
+        size: of what was to be written, in bytes; 0 if it was only to be created.
         place: what the user can change: the folder, an `offload_dir`, a name.
 
-    Raises:
-        WriteError
+    Raises `WriteError`.
     """
     try:
         yield

@@ -40,9 +40,7 @@ def owned(opens: Callable[..., int], *args: object) -> Descriptor:
 def text_of(path: str | os.PathLike[str]) -> str:
     """A path as text, unchanged.
 
-    Raises:
-        ArgumentTypeError: it is not a path.
-        ArgumentError: it contains a NUL or a lone surrogate.
+    Raises `ArgumentTypeError` if it is not a path; `ArgumentError` if it contains a NUL or a lone surrogate.
     """
     try:
         text = os.fsdecode(path)
@@ -58,24 +56,15 @@ def text_of(path: str | os.PathLike[str]) -> str:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a file or folder.
-
-    Raises: as `text_of`.
-    """
+    """The absolute path of a file or folder. Raises: as `text_of`."""
     return Path(os.path.abspath(text_of(path)))
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> Descriptor:
-    """The regular file at `path`, opened.
+    """The regular file at `path`, opened; with `flags` that write, or `O_NOFOLLOW`, `path` itself must not be a link.
 
-    Args:
-        flags: for `os.open`; with flags that write, or with `O_NOFOLLOW`, `path` itself must not be a link.
-
-    Raises:
-        MissingFileError: there is no file at `path`.
-        ForeignFileError: it is a symlink and must not be followed.
-        CorruptFileError: it is not a regular file.
-        ReadError: it can't be opened at the moment.
+    Raises `MissingFileError`, `ReadError`; `ForeignFileError` if it is a symlink and must not be followed;
+    `CorruptFileError` if it is not a regular file.
     """
     if flags & _WRITES:
         flags |= os.O_NOFOLLOW
@@ -139,11 +128,7 @@ class Section(io.RawIOBase):
 
 
 def read_all(fd: int, count: int, at: int) -> bytes:
-    """`count` bytes of an open file, or those up to its end: a system may give fewer at a time.
-
-    Raises:
-        OSError
-    """
+    """`count` bytes of an open file, or those up to its end: a system may give fewer at a time. Raises `OSError`."""
     found = os.pread(fd, count, at)
     while len(found) < count and (more := os.pread(fd, count - len(found), at + len(found))):
         found += more
@@ -153,9 +138,8 @@ def read_all(fd: int, count: int, at: int) -> bytes:
 def read_regular(path: Path, most: int) -> bytes:
     """All bytes of the regular file at `path`, at most `most` of them.
 
-    Raises:
-        MissingFileError, ReadError: as `open_regular`.
-        CorruptFileError: it is not a regular file, or larger.
+    Raises `MissingFileError`, `ReadError`, as `open_regular`; `CorruptFileError` if it is not a regular file, or
+    larger.
     """
     with reading(path), as_file(open_regular(path)) as file:
         data = file.read(most + 1)
@@ -201,8 +185,7 @@ def is_folder(path: Path) -> bool:
 def is_file(path: Path) -> bool:
     """Whether there is a regular file, or a link to one, at `path`.
 
-    Raises:
-        ReadError: the system does not tell, as for `is_folder`.
+    Raises `ReadError` if the system does not tell, as for `is_folder`.
     """
     return stat.S_ISREG(_mode_of(path))
 

@@ -28,7 +28,7 @@ from offload.errors import ChangedFileError, UnsupportedOpError
 from offload.storage.file import Identity, TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout
-from offload.storage.source import Composed, Composition
+from offload.storage.source import Composition
 from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.recipes import Piece
@@ -130,11 +130,11 @@ def _set_attributes(tensor: OffloadedTensor, noted: dict[str, Any]) -> None:
 
 def _reference(handle: Handle) -> Reference | ComposedReference:
     source = handle.source
-    if isinstance(source, Composed):
+    if isinstance(source, Composition):
         with _LOCK:
             number = _NUMBERS.setdefault(handle, (os.getpid(), next(_COUNT)))
             _COMPOSED[number] = handle
-        return ComposedReference(source.composed, handle.name, handle.folder, number)
+        return ComposedReference(source, handle.name, handle.folder, number)
     identity = None if source.owned else source.file.identity
     entry = source.entry if source.file.is_raw else None
     reference = Reference(source.file.path, handle.name, handle.folder, source.layout, identity, entry, source.part)

@@ -12,7 +12,7 @@ Always true:
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +29,7 @@ from offload.prefetch.scratch import LEAST, scratch_for
 from offload.storage.file import TensorFile
 from offload.storage.handle import Access, Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
+from offload.storage.source import Composition, InBlocks
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.backends import decode_runs
 from offload.tensor.boxes import Box, first_row, lies_as, recut, rows_in, start_in
@@ -144,7 +145,7 @@ def _put(place: torch.Tensor, value: torch.Tensor) -> None:
         part.copy_(made)
 
 
-class Recipe(ABC):
+class Recipe(Composition):
     """What all kinds have in common.
 
     Attributes:
@@ -192,21 +193,13 @@ class Recipe(ABC):
         for piece in self.pieces:
             piece.note(digest)
 
-    @abstractmethod
-    def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
-        """See `Composition`."""
-
     def reads(self, _: torch.Tensor, /) -> Iterator[tuple[Handle, torch.Tensor]]:
         """See `Composition`: all of its pieces, whichever cut is read."""
         for piece in self.pieces:
             yield from piece.reads(piece.view_spec)
 
-    def stands(self, _: torch.Tensor, /) -> bool:
-        """See `Composition`."""
-        return False
 
-
-class Plain(Recipe):
+class Plain(Recipe, InBlocks):
     """A recipe whose value is a plain tensor: what these kinds have in common.
 
     Attributes:

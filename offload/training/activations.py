@@ -113,7 +113,7 @@ class _Block:
     def __init__(self, folder: Path | None, min_bytes: int) -> None:
         self.folder = folder
         self.error: Exception | None = None
-        self.written: weakref.WeakValueDictionary[int, _Content] = weakref.WeakValueDictionary()  # in order
+        self.written = weakref.WeakValueDictionary[int, _Content]()  # in order
         self.is_expected = True  # whether everything that was written has been announced to the prefetcher
         self._min_bytes = min_bytes
 
@@ -179,9 +179,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
     def __init__(self) -> None:
         super().__init__("offload-writer")
         self._ops = Waiters()  # waiting for the writer
-        self._contents: weakref.WeakValueDictionary[int, _Content] = (
-            weakref.WeakValueDictionary()
-        )  # by the storage's address
+        self._contents = weakref.WeakValueDictionary[int, _Content]()  # by the storage's address
         self._waiting: weakref.WeakSet[_Content] = weakref.WeakSet()  # until nothing else holds them
         self._queue: deque[tuple[weakref.ref[_Content], int]] = deque()
         self._writing = 0  # bytes being written

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,11 +139,19 @@ def load_training(
         raise CheckpointError(f"{checkpoint} has no state of {', '.join(sorted(missing)) or 'an optimizer'}")
     _refuse_other_model(model.state_dict(), saved.model, saved.left_out, checkpoint)
     if optimizer is not None:
-        _refuse_other_optimizer(optimizer, saved.optimizer, checkpoint)
+        groups = saved.optimizer["param_groups"], optimizer.param_groups
+        old, new = ([len(group["params"]) for group in each] for each in groups)
+        if old != new:
+            raise CheckpointError(
+                f"{checkpoint} belongs to another optimizer: its groups have {old} parameters, not {new}"
+            )
     states = {name: materialize(saved.stateful.pop(name)) for name in stateful}
     extra: dict[str, Any] = materialize({**saved.stateful, **saved.extra})
     numbers = materialize(saved.random)
-    _require_open(saved.model.values(), model.state_dict().values())
+    for tensor in filter(is_offloaded, saved.model.values()):  # system errors come before any change
+        handle_of(tensor).base()
+    for tensor in filter(is_offloaded, model.state_dict().values()):
+        writable_base(handle_of(tensor))
     if "cuda" in numbers and torch.cuda.is_available():
         torch.cuda.init()  # or its states would be kept for later, and neither be tried nor undone
     with ExitStack() as undone:
@@ -180,9 +188,6 @@ def _taking(name: str, checkpoint: Path) -> Iterator[None]:
             f"{checkpoint}: {name} did not accept the saved state ({type(error).__name__}: {short(error)}): was it "
             "created like the one that was saved?"
         ) from error
-
-
-# The contents of a checkpoint
 
 
 def _parts(model: nn.Module, optimizer: Optimizer | None, extra: StateDict, *, frozen: bool) -> StateDict:
@@ -246,8 +251,7 @@ class _States:
 def _read(checkpoint: Path) -> _States:
     """A whole checkpoint, its tensors on disk.
 
-    Raises:
-        CheckpointError, CorruptFileError, MissingFileError: it is incomplete.
+    Raises `CheckpointError`, `CorruptFileError`, `MissingFileError` if it is incomplete.
     """
     try:
         read_state(checkpoint / MANIFEST, _KIND)  # refuses other trees
@@ -307,17 +311,3 @@ def _refuse_other_model(values: StateDict, saved: StateDict, left_out: set[str],
                 f"{checkpoint} belongs to another model (size mismatch): {name!r} is {tuple(value.shape)}, and "
                 f"{tuple(other.shape)} there"
             )
-
-
-def _refuse_other_optimizer(optimizer: Optimizer, saved: StateDict, checkpoint: Path) -> None:
-    old, new = ([len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups))
-    if old != new:
-        raise CheckpointError(f"{checkpoint} belongs to another optimizer: its groups have {old} parameters, not {new}")
-
-
-def _require_open(saved: Iterable[object], values: Iterable[object]) -> None:
-    """Open all files to be read and written, so that system errors come before any change."""
-    for tensor in filter(is_offloaded, saved):
-        handle_of(tensor).base()
-    for tensor in filter(is_offloaded, values):
-        writable_base(handle_of(tensor))

@@ -256,7 +256,7 @@ def _kind_on_disk(kind: type[Optimizer]) -> type[Optimizer]:
                 own_step(self)
                 for parameter in part:
                     state = self.state.get(parameter, {})
-                    self._place.put(parameter, state, _on_disk(state))
+                    self._place.put(parameter, state, {key: one for key, one in state.items() if is_offloaded(one)})
                 count_freed(sum(parameter.nbytes for parameter in part))
         return loss
 
@@ -264,10 +264,6 @@ def _kind_on_disk(kind: type[Optimizer]) -> type[Optimizer]:
     hooked.hooked = True
     hooked._wrapped_by_lr_sched = True  # keeps schedulers from wrapping it: they look for this name
     return type(kind.__name__, (_OnDisk, kind), {"step": hooked, "__module__": kind.__module__})
-
-
-def _on_disk(state: Mapping[str, object]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if is_offloaded(value)}
 
 
 def _parts(optimizer: _OnDisk) -> Generator[list[torch.Tensor]]:
@@ -299,8 +295,7 @@ def _steps_one_by_one(kind: type[Optimizer]) -> bool:
 def _own_step(optimizer: Optimizer) -> dict[str, Any]:
     """A `step` that a learning-rate scheduler set on the optimizer, which would call the previous class's.
 
-    Raises:
-        UnsupportedOpError: it was not set by a scheduler.
+    Raises `UnsupportedOpError` if it was not set by a scheduler.
     """
     replaced = vars(optimizer).get("step")
     if replaced is None:

@@ -3,5 +3,4 @@
 | module | what |
 | --- | --- |
 | `saved` | `save_tree` and `load_tree`: a folder, its manifest, and which files may be in it |
-| `structure` | nested data as JSON, and back |
 """

@@ -8,6 +8,7 @@ Always true:
   tensors are views of, stay where they are, the others are removed
 - only two things are removed: tree files in numbered folders that no manifest names, and what a killed process left
 - no value is ever in memory as a whole
+- a tensor that is in several places has one name; a class is one of those passed in, or registered
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,16 +45,17 @@ from offload.storage.layout import dtype_name
 from offload.storage.nodes import Way, decode, encode, name_of, place_of
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
+from offload.storage.subclasses import registered
 from offload.system.locks import locked_folder
 from offload.system.reasons import short, writing
 from offload.system.regular import absolute, is_there
 from offload.tensor.arguments import checked_device, refuse_unstorable
-from offload.tensor.saved import files_of, write_dense, write_file
+from offload.tensor.saved import files_of, identity_of, write_dense, write_file
 from offload.tensor.views import handle_of, is_part, view_spec_of
 from offload.tensor.wrapper import dressed, is_offloaded, wrap_handle
-from offload.tree.structure import ROOT, Named, classes_among
 
 _log = logging.getLogger("offload.tree")
+ROOT = "tensor"  # the name of a tensor that is the whole tree
 MANIFEST = "tree.json"
 _VERSION = 1
 _NOTES = {"tree": _VERSION}  # what the files of a tree note in addition to their values
@@ -68,12 +71,7 @@ KIND = Kind(
     indent=1,
 )
 # What a tensor is apart from its values: whether it requires grad, and whether it is a parameter.
-_DRESSES = {
-    "tensor": (False, False),
-    "trained": (True, False),
-    "parameter": (True, True),
-    "frozen": (False, True),
-}
+_DRESSES = {"tensor": (False, False), "trained": (True, False), "parameter": (True, True), "frozen": (False, True)}
 _KINDS = {dress: kind for kind, dress in _DRESSES.items()}
 
 
@@ -117,8 +115,13 @@ def save_as(kind: Kind, tree: object, folder: str | os.PathLike[str], *, togethe
     named = Named()
     structure = encode(tree, lambda tensor, way: {_kind_of(tensor, way): named.name_for(tensor, way)}, name_of)
     made_folder(folder)
-    with _alone_in(folder):
-        old, in_use = _files_that_stand(folder, kind), _files_behind(named.tensors.values(), folder)
+    with locked_folder(folder, wait=False) as is_alone:  # where folders can be locked
+        if not is_alone:
+            reason = "a tree is being saved here by another process, or thread: wait for it, or take another folder"
+            raise WriteError(errno.EAGAIN, reason, str(folder))
+        paths = [path for tensor in named.tensors.values() for path in files_of(tensor)]
+        in_use = {f"{path.parent.name}/{path.name}" for path in paths if path.parent.parent == folder}
+        old = _files_that_stand(folder, kind)
         with writing(folder):
             _sweep(folder, old | in_use)
             number = 1 + max((int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
@@ -133,8 +136,14 @@ def save_as(kind: Kind, tree: object, folder: str | os.PathLike[str], *, togethe
         _log.debug("%s: %s of %s tensors are written, the others keep their files", folder, len(new), len(files))
         try:
             if new:
-                with replacing_folder(folder / str(number)) as place:
-                    (_write_together if together else _write_apart)(place, new)
+                nbytes = sum(tensor.nbytes for tensor in new.values())
+                with replacing_folder(folder / str(number)) as place, progress_in_bytes(nbytes, "saving") as advance:
+                    if together:
+                        write_dense(place / _TOGETHER, new, _NOTES, advance)
+                    else:
+                        for name, tensor in new.items():
+                            write_file(place / file_name(name), name, tensor, _NOTES)
+                            advance(tensor.nbytes)
             write_state(folder / MANIFEST, kind, {"tensors": tensors, "structure": structure})
         finally:
             with suppress(OffloadError, OSError):  # what can't be removed now is removed by the next save
@@ -187,39 +196,10 @@ def load_tree(
                 raise
 
 
-# Writing
-
-
 def _kind_of(tensor: torch.Tensor, way: Way) -> str:
     """What a tensor is apart from its values."""
     refuse_unstorable(tensor, ".".join(way) or ROOT)
     return _KINDS[tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)]
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Only one process at a time saves in a folder, where folders can be locked.
-
-    Raises:
-        WriteError: another process is saving.
-    """
-    with locked_folder(folder, wait=False) as is_alone:
-        if not is_alone:
-            reason = "a tree is being saved here by another process, or thread: wait for it, or take another folder"
-            raise WriteError(errno.EAGAIN, reason, str(folder))
-        yield
-
-
-def _write_apart(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    with progress_in_bytes(sum(tensor.nbytes for tensor in tensors.values()), "saving") as advance:
-        for name, tensor in tensors.items():
-            write_file(folder / file_name(name), name, tensor, _NOTES)
-            advance(tensor.nbytes)
-
-
-def _write_together(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    with progress_in_bytes(sum(tensor.nbytes for tensor in tensors.values()), "saving") as advance:
-        write_dense(folder / _TOGETHER, tensors, _NOTES, advance)
 
 
 def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | None:
@@ -236,15 +216,6 @@ def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | 
         return None
     handle.file.check()
     return file
-
-
-# Removing
-
-
-def _files_behind(tensors: Iterable[torch.Tensor], folder: Path) -> set[str]:
-    """The files in numbered folders that these tensors are views of."""
-    paths = [path for tensor in tensors for path in files_of(tensor)]
-    return {f"{path.parent.name}/{path.name}" for path in paths if path.parent.parent == folder}
 
 
 def _sweep(folder: Path, files: Collection[str]) -> None:
@@ -272,9 +243,6 @@ def _is_ours(path: Path) -> bool:
     return file is not None and "tree" in file.notes
 
 
-# Reading
-
-
 def _manifest(folder: Path) -> dict[str, Json]:
     path = folder / MANIFEST
     found = read_state(path, KIND)
@@ -286,8 +254,7 @@ def _manifest(folder: Path) -> dict[str, Json]:
 def _files_that_stand(folder: Path, kind: Kind) -> set[str]:
     """The files of the current tree in a folder, if there is one.
 
-    Raises:
-        ForeignFileError: it is not a tree of this kind.
+    Raises `ForeignFileError` if it is not a tree of this kind.
     """
     path = folder / MANIFEST
     if not is_there(path):
@@ -334,3 +301,47 @@ def _tree_of(
         raise UnknownTypeError(f"{folder / MANIFEST}: {error}") from error
     except CorruptFileError as error:
         raise CorruptFileError(f"{folder / MANIFEST} can't be used: {error}. Save the tree again.") from error
+
+
+# Names for tensors, and the classes that may be made
+
+
+@dataclass
+class Named:
+    """The tensors of a nest by name, each once."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    _names: dict[Hashable, str] = field(default_factory=dict)
+
+    def name_for(self, tensor: torch.Tensor, way: Way) -> str:
+        """The path joined by dots; numbered if another path reads the same, or if it is not a valid name."""
+        same = identity_of(tensor)
+        if same not in self._names:
+            name, number = ".".join(way) or ROOT, 1
+            while name in self.tensors or name == "__metadata__":
+                number += 1
+                name = f"{'.'.join(way) or ROOT}~{number}"
+            self._names[same], self.tensors[name] = name, tensor
+        return self._names[same]
+
+
+def classes_among(types: Iterable[type]) -> Callable[[str], type]:
+    """What `decode` needs to find these classes, and registered ones, by their full names.
+
+    Or the only one of these with that class name: its module may have been a script before.
+    """
+    known = tuple(types)
+
+    def class_named(word: str) -> type:
+        module, _, name = word.partition(":")
+        exact = [cls for cls in known if name_of(cls) == word]
+        alike = [cls for cls in known if cls.__name__ == name.rpartition(".")[2]]
+        found = exact[0] if exact else alike[0] if len(alike) == 1 else registered(module, name)
+        if found is None:
+            raise UnknownTypeError(
+                f"the tree holds a {name} (of {module}), and no such class was given: "
+                f"pass types=[{name.rpartition('.')[2]}], or call offload.register_subclass with it"
+            )
+        return found
+
+    return class_named

@@ -538,9 +538,7 @@ def _awq(folder: Path) -> None:
 
     model_of("llama", torch.float16).save_pretrained(folder)
     rewrite(
-        folder,
-        entry,
-        {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm"},
+        folder, entry, {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm"}
     )
 
 

@@ -36,12 +36,7 @@ _ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35", "qwen3_5_mo
 
 
 def write_gguf(
-    model: Any,
-    path: Path,
-    kind: str | Callable[[str], str],
-    *,
-    chat_template: str | None = None,
-    **options: Any,
+    model: Any, path: Path, kind: str | Callable[[str], str], *, chat_template: str | None = None, **options: Any
 ) -> Path:
     """A GGUF file of a model.
 

@@ -20,6 +20,8 @@ from offload.errors import ArgumentError, CheckpointError, CorruptFileError, Mis
 
 OUTSIDE = ["\ud800.safetensors", "../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..", ""]
 OUTSIDE_ELSEWHERE = ["..\\one.safetensors", "C:one.safetensors", "one\0.safetensors"]  # on other systems
+NO_INDEXES = ["", "[]", '{"a": {}}', '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "\x00"]
+OF_A_MODEL = '{"architectures": ["LlamaForCausalLM"], "hidden_size": 64}'
 
 
 def _save(values: dict[str, torch.Tensor], path: Path) -> None:
@@ -64,12 +66,6 @@ def test_the_only_index_is_that_of_the_shards_whatever_its_name(sharded: Path, s
     assert ["a", "b", "c"] == list(open_checkpoint(sharded))
 
 
-def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(1)}, tmp_path / "anything.safetensors")
-
-    assert ["w"] == list(open_checkpoint(tmp_path))
-
-
 def test_an_offload_folder_is_a_checkpoint_with_the_values_as_last_updated(tmp_path: Path) -> None:
     kept = [OffloadedTensor.from_original_tensor(torch.ones(2), name, tmp_path) for name in ("a/b", "A/B", "x" * 300)]
     kept[0].update_values(torch.full((2,), 5.0))
@@ -81,42 +77,42 @@ def test_an_offload_folder_is_a_checkpoint_with_the_values_as_last_updated(tmp_p
     assert [5.0, 5.0] == OffloadedTensor.from_file(checkpoint["a/b"].file.path).tolist()
 
 
-def test_a_missing_shard_is_named_with_a_tensor_that_it_holds(sharded: Path, suffix: str) -> None:
-    (sharded / f"two.{suffix}").unlink()
+def _foreign(path: Path) -> None:
+    _save({"z": torch.ones(1)}, path)
 
-    words = rf"two\.{suffix}, which holds 'b', is missing: download or copy that shard again"
-    with pytest.raises(MissingFileError, match=words):
+
+@pytest.mark.parametrize(
+    ("harm", "error", "words"),
+    [
+        (os.unlink, MissingFileError, "SHARD, which holds 'b', is missing: download or copy that file again"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-3]), CorruptFileError, "SHARD.*cut off"),
+        (_foreign, CheckpointError, "'b' is in SHARD, and it is not"),
+    ],
+    ids=["missing", "truncated", "of another checkpoint"],
+)
+def test_a_harmed_shard_is_named(sharded: Path, suffix: str, harm: Any, error: type[Exception], words: str) -> None:
+    harm(sharded / f"two.{suffix}")
+
+    with pytest.raises(error, match=words.replace("SHARD", rf"two\.{suffix}")):
         open_checkpoint(sharded)
 
 
-def test_a_truncated_shard_is_named(sharded: Path, suffix: str) -> None:
-    path = sharded / f"two.{suffix}"
-    path.write_bytes(path.read_bytes()[:-3])
-
-    with pytest.raises(CorruptFileError, match=rf"two\.{suffix}.*cut off"):
-        open_checkpoint(sharded)
-
-
-def test_a_shard_of_another_checkpoint_is_found_out(sharded: Path, suffix: str) -> None:
-    """The index names a tensor that is not in the shard."""
-    _save({"z": torch.ones(1)}, sharded / f"one.{suffix}")
-
-    with pytest.raises(CheckpointError, match=rf"'a' is in one\.{suffix}, and it is not"):
-        open_checkpoint(sharded)
-
-
-@pytest.mark.parametrize("shard", [*OUTSIDE, *OUTSIDE_ELSEWHERE])
-def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, shard: str) -> None:
-    with pytest.raises(CheckpointError, match="outside its folder"):
-        open_checkpoint(_index(tmp_path, {"a": shard}))
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"a": {}}', '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "\x00"])
-def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        *((text, "an index of shards") for text in NO_INDEXES),
+        *((json.dumps({"weight_map": {"a": shard}}), "outside its folder") for shard in OUTSIDE + OUTSIDE_ELSEWHERE),
+        (OF_A_MODEL, r"index\.json is not an index of shards.*name an index, a file"),
+        ('{"weight_map": {}}', "names no tensors"),
+        ('{"weight_map": {"a": "one.json"}}', r"'a' in 'one\.json', which is neither \.safetensors nor \.bin"),
+        ('{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}', r"index\.json .*names 'a' twice"),
+    ],
+)
+def test_a_malformed_index_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(text)
 
-    with pytest.raises(CheckpointError, match="an index of shards"):
+    with pytest.raises(CheckpointError, match=words):
         open_checkpoint(path)
 
 
@@ -127,14 +123,6 @@ def test_an_index_may_be_the_map_alone_and_have_any_name(sharded: Path, suffix: 
 
     assert {"a", "b"} == set(open_checkpoint(path))
     assert verify(path).is_whole
-
-
-def test_a_configuration_alone_is_not_a_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"architectures": ["LlamaForCausalLM"], "hidden_size": 64}')
-
-    with pytest.raises(CheckpointError, match=r"config\.json is not an index of shards.*name an index, a file"):
-        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
@@ -148,11 +136,6 @@ def test_a_folder_with_something_other_than_a_file_is_refused_without_waiting(
         open_checkpoint(tmp_path)
 
 
-def test_an_index_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="names no tensors"):
-        open_checkpoint(_index(tmp_path, {}))
-
-
 @pytest.mark.parametrize("names", [["model-00001-of-00003"], ["x-00001-of-00002", "x-00002-of-00002"]])
 def test_shards_without_an_index_are_not_taken_for_a_checkpoint(tmp_path: Path, names: list[str], suffix: str) -> None:
     for name in names:
@@ -163,12 +146,6 @@ def test_shards_without_an_index_are_not_taken_for_a_checkpoint(tmp_path: Path, 
     assert [names[0]] == list(open_checkpoint(tmp_path / f"{names[0]}.{suffix}"))
 
 
-def test_the_only_shard_is_a_checkpoint(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(1)}, tmp_path / "model-00001-of-00001.safetensors")
-
-    assert ["w"] == list(open_checkpoint(tmp_path))
-
-
 def test_two_files_of_an_offload_folder_may_not_hold_one_name(tmp_path: Path) -> None:
     kept = OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path)
     shutil.copy(kept.offload_path, tmp_path / "copy.safetensors")
@@ -177,9 +154,19 @@ def test_two_files_of_an_offload_folder_may_not_hold_one_name(tmp_path: Path) ->
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "last.ckpt"])
-def test_a_folder_with_one_file_of_torch_save_is_that_file(tmp_path: Path, name: str) -> None:
-    torch.save({"w": torch.ones(1)}, tmp_path / name)
+ALONE = [
+    "pytorch_model.bin",
+    "model.pt",
+    "weights.pth",
+    "last.ckpt",
+    "x.safetensors",
+    "model-00001-of-00001.safetensors",
+]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_folder_with_one_file_is_that_file(tmp_path: Path, name: str) -> None:
+    _save({"w": torch.ones(1)}, tmp_path / name)
     for beside in ("optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state_0.pth"):
         torch.save({"x": torch.ones(1)}, tmp_path / beside)
 
@@ -202,14 +189,6 @@ def test_a_tensor_in_a_shard_that_the_index_places_elsewhere_is_taken_from_there
     assert sharded / f"two.{suffix}" == open_checkpoint(sharded)["b"].file.path
 
 
-def test_a_name_twice_in_an_index_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors.index.json"
-    path.write_text('{"weight_map": {"a": "one.safetensors", "b": "one.safetensors", "a": "two.safetensors"}}')
-
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json .*names 'a' twice"):
-        open_checkpoint(path)
-
-
 def test_a_name_twice_in_a_header_is_refused(tmp_path: Path) -> None:
     spec = '{"dtype": "F32", "shape": [], "data_offsets": [0, 4]}'
     text = f'{{"a": {spec}, "a": {spec}}}'.encode()
@@ -217,11 +196,6 @@ def test_a_name_twice_in_a_header_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CorruptFileError, match=r"x\.safetensors.*names 'a' twice"):
         open_checkpoint(tmp_path)
-
-
-def test_an_index_of_files_without_tensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'a' in 'one\.json', which is neither \.safetensors nor \.bin"):
-        open_checkpoint(_index(tmp_path, {"a": "one.json"}))
 
 
 @pytest.mark.parametrize("suffix", ["bin"], indirect=True)

@@ -50,9 +50,6 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-# Loading the folder again
-
-
 def test_a_model_is_loaded_again_with_its_tokenizer_and_settings(
     source: Path, tmp_path: Path, tokens: torch.Tensor
 ) -> None:
@@ -184,9 +181,6 @@ def test_code_of_a_model_goes_along_as_transformers_copies_it(own_code: Any, tmp
     assert said_in(tmp_path / "theirs") == said_in(tmp_path / "saved")
     code = "modeling_made.py"
     assert (tmp_path / "theirs" / code).read_bytes() == (tmp_path / "saved" / code).read_bytes()
-
-
-# Existing files
 
 
 def test_a_configuration_of_another_model_is_an_error_before_anything_is_written(source: Path, tmp_path: Path) -> None:

@@ -234,9 +234,6 @@ def test_it_is_inspected_verified_and_converted(
     assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
-# Errors
-
-
 def test_a_missing_file_is_named(sharded: Path, tmp_path: Path) -> None:
     shutil.copytree(sharded / "saved", tmp_path / "saved")
     (tmp_path / "saved" / "__1_0.distcp").unlink()

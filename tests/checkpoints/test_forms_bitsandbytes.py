@@ -12,12 +12,7 @@ import torch
 
 import offload
 from offload.checkpoints.forms.formats import unpacked
-from tests.checkpoints.pieces import (
-    bits_of,
-    random_bytes,
-    random_scales,
-    stored,
-)
+from tests.checkpoints.pieces import bits_of, random_bytes, random_scales, stored
 
 Pieces = dict[str, torch.Tensor]
 

@@ -13,12 +13,7 @@ import torch
 import offload
 from offload.checkpoints.forms.formats import unpacked
 from offload.errors import CheckpointError
-from tests.checkpoints.pieces import (
-    bits_of,
-    random_bytes,
-    random_scales,
-    stored,
-)
+from tests.checkpoints.pieces import bits_of, random_bytes, random_scales, stored
 
 Pieces = dict[str, torch.Tensor]
 

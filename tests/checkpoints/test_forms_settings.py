@@ -132,12 +132,7 @@ def set_in(folder: Path, way: tuple[str, ...], value: Any) -> None:
 
 OTHERS: dict[str, dict[tuple[str, ...], Any]] = {
     "fp8-llama": {("weight_block_size",): [64, 64], ("quant_method",): "gptq"},
-    "gptq": {
-        ("bits",): 8,
-        ("group_size",): 64,
-        ("checkpoint_format",): "gptq_v2",
-        ("quant_method",): "awq",
-    },
+    "gptq": {("bits",): 8, ("group_size",): 64, ("checkpoint_format",): "gptq_v2", ("quant_method",): "awq"},
     "awq": {("bits",): 8, ("group_size",): 64, ("quant_method",): "gptq"},
     "bnb-nf4": {("load_in_8bit",): True, ("_load_in_8bit",): True, ("quant_method",): "gptq"},
     "bnb-int8": {("load_in_4bit",): True, ("_load_in_4bit",): True},

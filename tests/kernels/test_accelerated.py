@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import offload
 from bench import gpu
-from offload.checkpoints.forms import formats, mxfp4
+from offload.checkpoints.forms import formats, fp8
 from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _ONE_OF_127, _decode_4_bits, _decode_8_bits
 from offload.checkpoints.forms.fp8 import decode
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
@@ -178,7 +178,7 @@ def stacks_that_are_stored_turned_are_decoded() -> None:
     packed = NumberRows("halves_low", group=32, table=E2M1, is_turned=True)
     blocks, exponents = bits(24, 5 * 16).view(24, 5, 16).transpose(0, 1), bits(24, 5).T
     exponents[0, :3] = torch.tensor([0, 1, 255], dtype=torch.uint8)
-    place, expected = torch.zeros(160, 24), mxfp4._decode(blocks, exponents)
+    place, expected = torch.zeros(160, 24), fp8.decode_mxfp4(blocks, exponents)
 
     accelerated.decode(packed, [blocks, exponents], 0, place)
 

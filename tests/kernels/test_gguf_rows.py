@@ -141,17 +141,8 @@ def test_all_instruction_sets_give_the_same_products(kind, dtype, columns):
 
 
 EXTREMES = [
-    0.0,
-    1.0,
-    2 - 2**-23,
-    -2 + 2**-23,
-    2 - 2**-7,
-    -1.0,
-    2**-6,
-    -(2**-6),
-    1 / 3,
-    2**-14 * (1 - 2**-24),
-    -(2**-20),
+    *(0.0, 1.0, 2 - 2**-23, -2 + 2**-23, 2 - 2**-7, -1.0, 2**-6),
+    *(-(2**-6), 1 / 3, 2**-14 * (1 - 2**-24), -(2**-20)),
 ]
 
 
@@ -176,10 +167,8 @@ def test_codes_and_activations_at_their_extremes_saturate_nothing(kind, dtype, b
         first = 8
     part = rows[:, first:last]
     part[:] = torch.tensor(bytes_, dtype=torch.uint8).repeat(part.numel())[: part.numel()].view(part.shape)
-    rows, given_x = (
-        rows.view(3, -1),
-        torch.tensor(x).repeat(count * columns)[: count * columns].view(count, -1).to(dtype),
-    )
+    rows = rows.view(3, -1)
+    given_x = torch.tensor(x).repeat(count * columns)[: count * columns].view(count, -1).to(dtype)
     dense = dequantized(rows, kind).double()
     expected = multiplied(given_x, rows, kind, 0, dtype=torch.float32)
     exact, size = given_x.double() @ dense.T, given_x.double().abs() @ dense.abs().T
@@ -219,9 +208,8 @@ def test_products_in_bfloat16_are_closer_than_those_with_the_dense_weight_in_bfl
     """Also where the largest activations are multiplied by nothing, so that all is of those beside them."""
     rows = as_blocks(torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)), kind)
     if kind in ("Q4_0", "Q8_0"):
-        rows.view(64, 32, -1)[:, :, 2] = (
-            8 if kind == "Q4_0" else 0
-        )  # the first of 32, in Q4_0 with the seventeenth, too
+        # The first of 32, in Q4_0 with the seventeenth, too.
+        rows.view(64, 32, -1)[:, :, 2] = 8 if kind == "Q4_0" else 0
     dense = dequantized(rows, kind)
     x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(2))
     x[:, ::32] *= large

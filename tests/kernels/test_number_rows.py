@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from offload.checkpoints.forms import bitnet
+from offload.checkpoints.forms import integers
 from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _ONE_OF_127
 from offload.checkpoints.forms.integers import _decode_awq, _decode_gptq
 from offload.checkpoints.forms.numbers import (
@@ -203,7 +203,7 @@ def test_products_of_bfloat16_numbers_do_not_depend_on_other_rows(cases, width, 
 @pytest.mark.parametrize("quarter", range(4))
 def test_two_bits_of_each_byte_are_decoded_as_by_torch(quarter, level):
     packed, x = some_bytes(20, 96), torch.randn(5, 96)
-    expected = bitnet._decode(packed, shift=2 * quarter)
+    expected = integers._decode_quarter(packed, shift=2 * quarter)
     matrix = GgufRows(QUARTERS[quarter]).matrix([packed], 96)
 
     for dtype in native.DTYPES:

@@ -54,6 +54,8 @@ def sums(experts: list[ExpertRows], x: torch.Tensor, down: torch.Tensor, tokens:
     native.multiply_experts(experts, x, down, tokens=tokens, up=up, total=WeightedSum(**total) if total else None)
 
 
+LOGPS = {"width": 14, "id_bits": 10, "bits": 10}
+FOUR = {"x": torch.ones(4, 64), "down": torch.empty(5, 40), "tokens": torch.tensor([0, 1, 2, 3, 3])}
 EXPERTS = [ExpertRows(*expert(), 3, 0), ExpertRows(*expert(), 2, 3)]
 GIVEN: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "decode": (native.decode, {"matrix": matrix(), "first": 8, "place": torch.empty(16, COLUMNS)}),
@@ -61,62 +63,23 @@ GIVEN: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "pick": (native.pick, {"matrix": matrix(), "rows": torch.tensor([3, 1, 23]), "place": torch.empty(3, COLUMNS)}),
     "pack_logps": (
         native.pack_logps,
-        {
-            "ids": torch.zeros(5, 4, dtype=torch.int64),
-            "logps": torch.zeros(5, 4),
-            "width": 14,
-            "id_bits": 10,
-            "bits": 10,
-        },
+        {"ids": torch.zeros(5, 4, dtype=torch.int64), "logps": torch.zeros(5, 4), **LOGPS},
     ),
-    "unpack_logps": (
-        native.unpack_logps,
-        {"packed": torch.zeros(5, 14, dtype=torch.uint8), "k": 4, "width": 14, "id_bits": 10, "bits": 10},
-    ),
+    "unpack_logps": (native.unpack_logps, {"packed": torch.zeros(5, 14, dtype=torch.uint8), "k": 4, **LOGPS}),
     "multiply": (
         native.multiply,
-        {
-            "matrix": matrix(),
-            "x": torch.ones(5, COLUMNS),
-            "bias": torch.ones(ROWS),
-            "place": torch.empty(5, ROWS),
-        },
+        {"matrix": matrix(), "x": torch.ones(5, COLUMNS), "bias": torch.ones(ROWS), "place": torch.empty(5, ROWS)},
     ),
-    "experts": (
-        sums,
-        {
-            "experts": EXPERTS,
-            "x": torch.ones(4, 64),
-            "down": torch.empty(5, 40),
-            "tokens": torch.tensor([0, 1, 2, 3, 3]),
-            "up": None,
-            **total()._asdict(),
-        },
-    ),
-    "experts, up": (
-        sums,
-        {
-            "experts": EXPERTS,
-            "x": torch.ones(4, 64),
-            "down": torch.empty(5, 40),
-            "tokens": torch.tensor([0, 1, 2, 3, 3]),
-            "up": torch.empty(5, 64),
-        },
-    ),
+    "experts": (sums, {"experts": EXPERTS, **FOUR, "up": None, **total()._asdict()}),
+    "experts, up": (sums, {"experts": EXPERTS, **FOUR, "up": torch.empty(5, 64)}),
     "experts, down": (
         sums,
         {"experts": EXPERTS, "x": torch.ones(5, 32), "down": torch.empty(5, 40), "tokens": None, "up": None},
     ),
     "experts, sum": (
         sums,
-        {
-            "experts": [],
-            "x": torch.ones(1, 1),
-            "down": torch.ones(5, 40),
-            "tokens": None,
-            "up": None,
-            **total()._asdict(),
-        },
+        {"experts": [], **dict.fromkeys(("tokens", "up")), "x": torch.ones(1, 1), "down": torch.ones(5, 40)}
+        | total()._asdict(),
     ),
 }
 

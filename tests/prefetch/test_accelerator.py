@@ -14,8 +14,8 @@ import offload
 from bench import gpu
 from offload.checkpoints.forms.bitsandbytes import _NUMBERS, _decode_4_bits
 from offload.checkpoints.forms.fp8 import decode as fp8
+from offload.checkpoints.forms.fp8 import decode_mxfp4 as mxfp4
 from offload.checkpoints.forms.integers import _decode_awq, _decode_gptq
-from offload.checkpoints.forms.mxfp4 import _decode as mxfp4
 from offload.checkpoints.forms.numbers import E2M1, of_halves, scaled
 from offload.kernels import accelerated
 from offload.kernels.packed import GgufRows, NumberRows, Packed

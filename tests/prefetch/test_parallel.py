@@ -16,8 +16,8 @@ import offload
 from bench.page_cache import make_cold
 from offload.prefetch import parallel
 from offload.prefetch.parallel import read_in_parallel
-from offload.system import threads
-from offload.system.threads import Worker
+from offload.system import background
+from offload.system.background import Worker
 from tests.page_cache import needs_page_cache
 from tests.processes import in_fork
 
@@ -129,7 +129,7 @@ def test_one_thread_reads_if_no_more_can_start(monkeypatch):
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threads, "start_new_thread", refuse)
+    monkeypatch.setattr(background, "start_new_thread", refuse)
     seen: list[tuple[int, int]] = []
     read_in_parallel(0, 100 * MIB, 2 * MIB, lambda _, nbytes: seen.append((threading.get_ident(), nbytes)))
 

@@ -27,21 +27,17 @@ from offload.errors import (
 )
 from offload.storage.file import TensorFile, is_ours
 from offload.storage.layout import Entry, contiguous
+from offload.storage.mapping import map_bytes
 from offload.storage.state_file import Kind, write_state
-from offload.storage.write import layout_of, refuse_foreign, write_values
+from offload.storage.write import refuse_foreign
+from offload.system.regular import owned
 from tests import faults
 from tests.processes import run_script
-
-
-def write(path: Path, value: torch.Tensor, key: str = "w") -> Path:
-    write_values(path, {key: value}, {key: layout_of(value)}, {"name": key}, durable=False)
-    return path
+from tests.storage.test_write import write
 
 
 def value_of(file: TensorFile, key: str = "w", *, shared: bool = False) -> torch.Tensor:
-    entry = file.entry(key)
-    empty = torch.empty(0, dtype=entry.layout.dtype)
-    return empty.set_(file.storage(entry, shared=shared), 0, entry.layout.shape, entry.layout.stride)
+    return file.tensor(file.entry(key), shared=shared)
 
 
 @pytest.fixture
@@ -147,9 +143,6 @@ def test_an_entry_of_an_unknown_dtype_is_named_when_it_is_read(tmp_path):
         TensorFile.open(path).entry("w")
 
 
-# What is not there, or not whole
-
-
 def test_a_path_below_a_regular_file_is_missing(checkpoint):
     with pytest.raises(MissingFileError, match="missing"):
         TensorFile.open(checkpoint / "w.safetensors")
@@ -208,9 +201,6 @@ def test_an_unreadable_file_is_named_and_not_called_damaged(checkpoint):
     assert (errno.EACCES, str(checkpoint)) == (caught.value.errno, caught.value.filename)
 
 
-# What changes while it is looked at
-
-
 @pytest.mark.parametrize(
     ("harm", "error"),
     [(lambda path: os.truncate(path, 4100), ChangedFileError), (os.unlink, MissingFileError)],
@@ -243,9 +233,6 @@ def test_a_file_replaced_between_check_and_mapping_is_detected(tmp_path, monkeyp
     with pytest.raises(ChangedFileError):
         value_of(file, shared=True)
     assert torch.equal(torch.ones(4), value_of(TensorFile.open(path)))
-
-
-# What a mapping costs
 
 
 def test_a_mapping_keeps_no_descriptor_and_ends_with_the_last_tensor_over_it(tmp_path):
@@ -329,3 +316,42 @@ def test_links_and_foreign_files_do_not_count_as_written_by_offload(kind, put, t
     with pytest.raises(MissingFileError):
         is_ours(tmp_path / "missing", kind)
     refuse_foreign(tmp_path / "missing", kind)
+
+
+DATA = bytes(range(256)) * 64
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(DATA)
+    return path
+
+
+def private(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
+    with owned(os.open, path, os.O_RDONLY) as opened:
+        return map_bytes(opened.fileno(), path, start, nbytes, shared=False)
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(0, len(DATA)), (4096, 1), (5, 300), (4097, 8192)], ids=str)
+def test_any_part_of_a_file_is_mapped(path, start, nbytes):
+    assert DATA[start : start + nbytes] == bytes(private(path, start, nbytes))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "private"])
+def test_a_store_reaches_the_file_through_a_shared_mapping_alone(path, shared):
+    fd = os.open(path, os.O_RDWR)
+    storage = map_bytes(fd, path, 0, len(DATA), shared=shared)
+    os.close(fd)
+
+    torch.empty(0, dtype=torch.uint8).set_(storage)[5] = 99
+
+    assert 99 == storage[5]
+    assert (99 if shared else DATA[5]) == path.read_bytes()[5]
+
+
+def test_unmappable_files_are_errors_with_their_path(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(ReadError, match=str(tmp_path)):
+        map_bytes(fd, tmp_path, 0, 1, shared=False)
+    os.close(fd)

@@ -1,29 +1,30 @@
-"""The user's folders stay; private ones go with their process."""
+"""The user's folders stay; private ones go with their process. Tensor names become file names, without loss."""
 
 from __future__ import annotations
 
 import errno
 import os
+import string
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+from urllib.parse import unquote
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offload.errors import NameInUseError, WriteError
-from offload.storage.folders import claim, discard, named_folder, private_folder, release
+from offload.storage.folders import SUFFIX, claim, discard, file_name, named_folder, private_folder, release
 from offload.storage.replacing import process_tag
 from tests.processes import ROOT, in_fork, run_script
 
 
 class Owner:
     """An object that claims a name."""
-
-
-# The user's folders
 
 
 def test_a_named_folder_is_made_with_its_parents_and_again_if_it_was_removed(tmp_path, monkeypatch):
@@ -67,9 +68,6 @@ def test_the_first_use_of_a_folder_sweeps_what_killed_processes_left(tmp_path):
     named_folder(tmp_path)
 
     assert sorted([f".offload-tmp-{process_tag()}-aa", "mine"]) == sorted(os.listdir(tmp_path))
-
-
-# Claims
 
 
 def test_two_live_owners_cannot_claim_one_name_in_one_folder(tmp_path):
@@ -130,9 +128,6 @@ def test_many_private_values_of_one_name_are_created_in_constant_time():
         discard(path)
     assert not any(path.parent.exists() for path in paths[1:])
     assert private_folder().exists()
-
-
-# Private folders
 
 
 def test_a_private_folder_vanishes_however_its_process_ends_and_a_killed_ones_is_swept(tmp_path):
@@ -261,3 +256,76 @@ def test_files_left_by_an_interrupt_do_not_block_a_private_folder():
     assert [1.0, 1.0] == again.tolist()
     assert place != again.offload_path
     place.unlink()
+
+
+ALLOWED = set(string.ascii_lowercase + string.digits + "._-%~")
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=400).filter(
+    lambda n: n != "__metadata__"
+)
+
+
+@given(NAMES)
+def test_a_file_name_is_safe_on_every_file_system(name):
+    file = file_name(name)
+
+    assert ALLOWED >= set(file)
+    assert len(file.encode()) <= 200
+    assert file.endswith(SUFFIX)
+    assert not file.startswith(".")
+
+
+@given(NAMES)
+def test_a_file_name_that_was_not_cut_gives_its_name_back(name):
+    file = file_name(name)
+
+    assert "%~" in file or name == unquote(file.removesuffix(SUFFIX), errors="strict")
+
+
+@given(NAMES, NAMES)
+def test_two_names_have_two_files_even_where_case_is_folded(one, other):
+    assert (one == other) == (file_name(one).casefold() == file_name(other).casefold())
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("model.layers.0.mlp.weight", "model.layers.0.mlp.weight.safetensors"),
+        ("W", "%57.safetensors"),
+        ("w", "w.safetensors"),
+        ("a/b", "a%2fb.safetensors"),
+        ("..", "%2e..safetensors"),
+        ("../../etc/passwd", "%2e.%2f..%2fetc%2fpasswd.safetensors"),
+        ("%2e.", "%252e..safetensors"),
+        ("a\0b", "a%00b.safetensors"),
+        ("é", "%c3%a9.safetensors"),
+        ("con", "%63on.safetensors"),
+        ("nul.weight", "%6eul.weight.safetensors"),
+        ("console", "console.safetensors"),
+        (" ", "%20.safetensors"),
+    ],
+)
+def test_escaped_names_stay_readable(name, file):
+    assert file == file_name(name)
+    assert name == unquote(file.removesuffix(SUFFIX), errors="strict")
+
+
+def test_long_names_that_begin_alike_have_files_of_their_own():
+    names = ["x" * 300, "x" * 301, "x" * 299 + "y", "é" * 300, "é" * 301, "x" * 188, "x" * 189]
+
+    files = {file_name(name) for name in names}
+
+    assert len(names) == len(files)
+    assert all(len(file) <= 200 for file in files)
+
+
+def test_a_cut_leaves_no_half_of_an_escape():
+    for start in range(4):
+        stem = file_name("x" * start + "é" * 300).partition("%~")[0]
+
+        assert "x" * start == stem.replace("%c3", "").replace("%a9", "")
+
+
+@pytest.mark.parametrize(("name", "why"), [("", "empty"), ("\ud800", "unicode"), ("__metadata__", "safetensors")])
+def test_a_name_that_cannot_be_stored_is_refused(name, why):
+    with pytest.raises(ValueError, match=why):
+        file_name(name)

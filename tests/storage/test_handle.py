@@ -6,13 +6,16 @@ import errno
 import gc
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import offload
 from offload.errors import (
     ChangedFileError,
     CorruptFileError,
@@ -29,7 +32,8 @@ from offload.storage.folders import file_name
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.owning import allocate_value, create_value, duplicate, open_owned, replace_whole, writable_base
-from offload.storage.write import write_values
+from offload.storage.write import from_values, put_values
+from offload.tensor.views import handle_of
 from tests.processes import in_fork
 
 
@@ -42,28 +46,13 @@ def checkpoint(tmp_path):
 
 def put(folder: Path, value: torch.Tensor, name: str = "w") -> None:
     """Like another process: a new file at the path, without any handle knowing."""
-    layout = Layout(value.dtype, tuple(value.shape), value.stride())
-    write_values(folder / file_name(name), {name: value}, {name: layout}, {"name": name}, durable=False)
+    layouts = {name: Layout(value.dtype, tuple(value.shape), value.stride())}
+    put_values(folder / file_name(name), layouts, from_values({name: value}, layouts), {"name": name}, durable=False)
 
 
 NAMES = [
-    "w",
-    "W",
-    "a/b",
-    "a\\b",
-    "..",
-    "../up",
-    "a\0b",
-    "é",
-    "e\u0301",
-    "名前",
-    "🙂",
-    "x" * 300,
-    "x" * 301,
-    "con",
-    " ",
-    "%2e",
-    ".",
+    *("w", "W", "a/b", "a\\b", "..", "../up", "a\0b", "é", "e\u0301", "名前", "🙂"),
+    *("x" * 300, "x" * 301, "con", " ", "%2e", "."),
 ]
 
 
@@ -75,9 +64,6 @@ def test_names_of_every_kind_live_beside_each_other(tmp_path):
     for number, (name, handle) in enumerate(handles.items()):
         assert {name: torch.tensor(number)} == load_file(handle.path)
     assert not list(tmp_path.parent.glob("*.safetensors"))
-
-
-# Ways in
 
 
 def test_a_created_value_is_the_file_itself(tmp_path):
@@ -114,9 +100,6 @@ def test_a_value_opened_as_owned_is_written_in_place(tmp_path):
 def test_a_foreign_file_is_not_opened_as_owned(checkpoint):
     with pytest.raises(ForeignFileError, match=r"model\.safetensors was not written by offload: 'a' can be referenced"):
         open_owned(TensorFile.open(checkpoint), "a")
-
-
-# One name, one live value
 
 
 def test_two_live_values_cannot_claim_one_name_in_one_folder(tmp_path):
@@ -159,9 +142,6 @@ def test_values_that_cannot_be_stored_are_refused_and_leave_no_file(tmp_path, la
     with pytest.raises((UnsupportedOpError, ValueError), match="'w'"):
         allocate_value(layout, "w", tmp_path)
     assert [] == os.listdir(tmp_path)
-
-
-# Errors name the tensor, the path and the way out
 
 
 def looks(handle: Handle) -> tuple[Callable[[], object], ...]:
@@ -276,9 +256,6 @@ def test_a_value_put_back_where_its_file_went_missing_is_found_again(tmp_path):
     assert torch.equal(torch.ones(3), handle.base())
 
 
-# A file that changes
-
-
 @pytest.mark.parametrize("mapped_before", [True, False])
 def test_a_changed_checkpoint_is_an_error_that_names_tensor_and_file(checkpoint, mapped_before):
     before = checkpoint.stat()
@@ -290,11 +267,7 @@ def test_a_changed_checkpoint_is_an_error_that_names_tensor_and_file(checkpoint,
         os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
         os.replace(other, checkpoint)
 
-    changes = [
-        lambda: os.utime(checkpoint, ns=(0, 0)),
-        lambda: os.truncate(checkpoint, before.st_size + 1),
-        replace_it,
-    ]
+    changes = [lambda: os.utime(checkpoint, ns=(0, 0)), lambda: os.truncate(checkpoint, before.st_size + 1), replace_it]
     for change in changes:
         handle = Handle.reference(TensorFile.open(checkpoint), "a")
         if mapped_before:
@@ -367,9 +340,6 @@ def test_a_file_replaced_after_every_check_is_an_error(tmp_path, monkeypatch):
 
     with pytest.raises(ChangedFileError, match="replaced faster than it can be mapped"):
         handle.base()
-
-
-# Replacing, copying, flushing
 
 
 def test_a_replaced_value_keeps_its_strides_and_readers_keep_the_old_one(tmp_path):
@@ -462,9 +432,6 @@ def test_the_oldest_of_too_many_mappings_are_dropped_and_mapped_again(tmp_path, 
     assert mapped() <= 4
 
 
-# Who removes the file
-
-
 def test_a_private_file_that_is_gone_already_causes_no_error(capsys):
     handle = create_value(torch.zeros(3), "w", None)
     handle.path.unlink()
@@ -525,7 +492,24 @@ def test_holes_of_a_file_that_others_write_are_filled_once(tmp_path, monkeypatch
         replace_whole(handle, torch.ones(1 << 16))
 
 
-# Threads
-
-
 # As a user meets it
+
+
+def test_values_that_are_not_read_have_no_lock(tmp_path: Path) -> None:
+    save_file({f"{number}": torch.ones(8) for number in range(4)}, tmp_path / "w.safetensors")
+    stored = offload.load_file(tmp_path / "w.safetensors")
+    stored["2"].sum()
+
+    assert ["2"] == [name for name, value in stored.items() if handle_of(value)._own_lock is not None]
+
+
+def test_all_threads_share_one_lock() -> None:
+    start = Barrier(8)
+
+    def lock_of(handle: Handle) -> int:
+        start.wait()
+        return id(handle.lock)
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(20):
+            assert 1 == len(set(threads.map(lock_of, [Handle("w", None)] * 8)))

@@ -14,15 +14,10 @@ from safetensors import SafetensorError, deserialize
 
 from offload.errors import CorruptFileError, UnsupportedOpError
 from offload.storage.header import ALIGNMENT, MARK, build, header_length, parse
-from offload.storage.layout import Layout, dtype_name, dtype_named
+from offload.storage.layout import Layout
 from offload.storage.write import layout_of
+from tests.storage.test_write import DTYPES
 
-DTYPES = [
-    dtype
-    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    if dtype_named(dtype_name(dtype))
-]
-DTYPES.sort(key=str)
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 NUMBERS = st.one_of(

@@ -108,9 +108,6 @@ CONTEXT = {
 }
 
 
-# Restored
-
-
 VALUES = {
     "a context": lambda: scaled(CONTEXT),
     "no context": scaled,
@@ -193,9 +190,6 @@ def test_a_weight_that_torchao_quantized_comes_back(tmp_path):
     assert torch.equal(weight.dequantize(), found.dequantize())
     assert torch.equal(torch.nn.functional.linear(x, weight), torch.nn.functional.linear(x, found))
     assert torch.int8 == load_file(tmp_path / "w.safetensors")["w.qdata"].dtype
-
-
-# Refused
 
 
 class Unknown(Scaled):

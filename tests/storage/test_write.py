@@ -21,23 +21,20 @@ from offload.storage.file import TensorFile
 from offload.storage.header import ALIGNMENT
 from offload.storage.layout import WORDS, Layout, dtype_name, dtype_named
 from offload.storage.replacing import process_tag, put_file, sweep
-from offload.storage.write import from_file, layout_of, of_zeros, put_values, write_values
+from offload.storage.write import from_file, from_values, layout_of, of_zeros, put_values
 from tests import faults
 from tests.equal import is_equal
 from tests.processes import run_script
 
-DTYPES = [
-    dtype
-    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    if dtype_named(dtype_name(dtype))
-]
-DTYPES.sort(key=str)
+OF_TORCH = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES = sorted((dtype for dtype in OF_TORCH if dtype_named(dtype_name(dtype))), key=str)
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 
 def write(path: Path, value: torch.Tensor, *, durable: bool = False) -> Path:
-    write_values(path, {"w": value}, {"w": layout_of(value)}, {"name": "w"}, durable=durable)
+    layouts = {"w": layout_of(value)}
+    put_values(path, layouts, from_values({"w": value}, layouts), {"name": "w"}, durable=durable)
     return path
 
 
@@ -53,9 +50,7 @@ def copy(source: TensorFile, key: str, path: Path, *, durable: bool = False) -> 
 
 def read(path: Path) -> torch.Tensor:
     file = TensorFile.open(path)
-    entry = file.entry("w")
-    empty = torch.empty(0, dtype=entry.layout.dtype)
-    return empty.set_(file.storage(entry, shared=False), 0, entry.layout.shape, entry.layout.stride)
+    return file.tensor(file.entry("w"), shared=False)
 
 
 def data(tensor: torch.Tensor) -> bytes:
@@ -74,27 +69,15 @@ def patterned(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor
 
 
-# Read back
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (5,), (2, 3, 4)], ids=str)
-def test_every_dtype_and_shape_comes_back(tmp_path, dtype, shape):
+def test_every_dtype_and_shape_comes_back_and_the_safetensors_library_reads_the_same(tmp_path, dtype, shape):
     value = patterned(dtype, shape)
 
     path = write(tmp_path / "w.safetensors", value)
 
     assert is_equal(value, read(path))
     assert 0 == TensorFile.open(path).entry("w").start % ALIGNMENT
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
-def test_the_safetensors_library_reads_the_same_value(tmp_path, dtype, shape):
-    value = patterned(dtype, shape)
-
-    path = write(tmp_path / "w.safetensors", value)
-
     found = load_file(path)["w"]
     assert data(value) == data(found)
     if dtype in WORDS or (dtype == FLOAT4 and shape):
@@ -129,19 +112,24 @@ def test_dense_strides_come_back(tmp_path, value):
     assert torch.equal(value, found)
 
 
+@pytest.mark.parametrize("block", [write_module._BLOCK, 16], ids=["at once", "in many blocks"])
 @pytest.mark.parametrize(
     "value",
     [
-        torch.arange(20.0)[::2],
-        torch.arange(20.0).reshape(4, 5)[:, 1:3],
+        torch.arange(100.0)[::3],
+        torch.arange(64.0).reshape(8, 8)[:, ::2],
+        torch.arange(3.0).expand(9, 3),
         torch.ones(3, 1).expand(3, 4),
         torch.arange(20.0)[5:],
-        torch.complex(torch.arange(4.0), torch.ones(4)).conj(),
+        torch.arange(27.0).reshape(1, 3, 9)[:, :, 1:8],
+        torch.complex(torch.arange(50.0), torch.ones(50)).conj(),
         torch.complex(torch.arange(4.0), torch.ones(4)).conj().imag,
     ],
-    ids=["steps", "columns", "expanded", "offset", "conjugate", "negative"],
+    ids=["steps", "columns", "expanded", "expanded-inside", "offset", "one-row", "conjugate", "negative"],
 )
-def test_a_view_is_written_as_the_value_that_it_shows(tmp_path, value):
+def test_a_view_is_written_as_the_value_that_it_shows(tmp_path, monkeypatch, value, block):
+    monkeypatch.setattr(write_module, "_BLOCK", block)
+
     found = read(write(tmp_path / "w.safetensors", value))
 
     assert torch.equal(value, found)
@@ -150,32 +138,15 @@ def test_a_view_is_written_as_the_value_that_it_shows(tmp_path, value):
     assert value.numel() * value.itemsize == found.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.arange(64.0).reshape(8, 8)[:, ::2],
-        torch.arange(3.0).expand(9, 3),
-        torch.arange(100.0)[::3],
-        torch.arange(27.0).reshape(1, 3, 9)[:, :, 1:8],
-        torch.complex(torch.arange(50.0), torch.ones(50)).conj(),
-    ],
-    ids=["columns", "expanded", "steps", "one-row", "conjugate"],
-)
-def test_a_value_gathered_in_many_blocks_is_the_same(tmp_path, monkeypatch, value):
-    monkeypatch.setattr(write_module, "_BLOCK", 16)
-
-    assert torch.equal(value, read(write(tmp_path / "w.safetensors", value)))
-
-
 def test_a_large_value_that_must_be_gathered_takes_bounded_memory(tmp_path):
     script = """
         import resource, sys, torch
         from pathlib import Path
-        from offload.storage.write import layout_of, write_values
+        from tests.storage.test_write import write
         value = torch.ones(1, 8, dtype=torch.uint8).expand(32 << 20, 8)[:, :4]   # 128 MiB
-        write_values(Path(sys.argv[1]), {"w": value[:8]}, {"w": layout_of(value[:8])}, {}, durable=False)
+        write(Path(sys.argv[1]), value[:8])
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        write_values(Path(sys.argv[1]), {"w": value}, {"w": layout_of(value)}, {}, durable=False)
+        write(Path(sys.argv[1]), value)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
 
@@ -242,10 +213,7 @@ def test_a_changed_source_is_not_copied(tmp_path):
 
 @pytest.mark.parametrize(
     ("call", "kind", "name"),
-    [
-        ("os.pread", ReadError, "model.safetensors"),
-        ("os.pwrite", WriteError, "copy.safetensors"),
-    ],
+    [("os.pread", ReadError, "model.safetensors"), ("os.pwrite", WriteError, "copy.safetensors")],
 )
 def test_an_error_of_a_copy_says_which_of_the_two_files_it_is_of(tmp_path, call, kind, name):
     """What the kernel copies by itself fails without saying that."""
@@ -263,9 +231,6 @@ def test_an_error_of_a_copy_says_which_of_the_two_files_it_is_of(tmp_path, call,
 
     assert errno.EIO == caught.value.errno
     assert ["model.safetensors"] == os.listdir(tmp_path)
-
-
-# In the way
 
 
 def test_a_new_value_replaces_the_old_file_and_readers_of_the_old_keep_it(tmp_path):
@@ -454,9 +419,6 @@ def test_an_immutable_folder_is_an_error_with_a_way_out(tmp_path):
         subprocess.run(["chattr", "-i", tmp_path], check=True)
     assert torch.equal(torch.zeros(3), read(path))
     assert ["w.safetensors"] == os.listdir(tmp_path)
-
-
-# Syncing and sweeping
 
 
 def number_of(fd):

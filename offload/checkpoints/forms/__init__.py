@@ -6,13 +6,11 @@
 | `formats` | the table of packed formats, and the dense weights of a checkpoint in one of them |
 | `decoding` | a dense weight as a recipe over packed pieces; what a format says of its pieces |
 | `numbers` | packed numbers as floats, and factors shared by blocks |
-| `bitnet` | ternary weights, for transformers' own modules |
 | `bitsandbytes` | NF4, FP4 and 8-bit integers |
 | `compressed_tensors` | formats of llm-compressor and vLLM: W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4, MXFP8 |
 | `gguf` | llama.cpp files as checkpoints of transformers models |
-| `fp8` | 8-bit floats with a scale per block (DeepSeek, Qwen, Mistral), and 4-bit experts beside them |
-| `integers` | GPTQ and AWQ: integers with a scale and a zero point per group |
-| `mxfp4` | the experts of gpt-oss: 4-bit floats with an exponent per block |
+| `fp8` | small floats with a scale per block: DeepSeek, Qwen, Mistral; the experts of gpt-oss (MXFP4) |
+| `integers` | GPTQ and AWQ: integers with a scale and a zero point per group; ternary BitNet |
 | `packing` | the packed pieces of a model's values, for saving |
 | `torchao` | torchao's classes over their inner tensors |
 

@@ -80,10 +80,7 @@ class _State:
 
     @classmethod
     def of(cls, pieces: Pieces, kind: str) -> _State:
-        """
-        Raises:
-            CheckpointError: it can't be parsed.
-        """
+        """Raises `CheckpointError` if it can't be parsed."""
         written = read_now(pieces[kind])
         try:
             if written.dtype != torch.uint8:

@@ -51,15 +51,13 @@ _FOLLOWED = {"actorder": ("weight", "static"), "dynamic": (), "type": ("int", "f
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How the weights of a group of layers are packed.
+    """How the weights of a group of layers are packed: in numbers of so many bits, with zero points if not symmetric.
 
     Attributes:
         targets: names of layers, regular expressions after "re:", or classes.
         form: the format's name, or None if the pieces determine it.
-        bits: per number.
         strategy: what shares a scale: "tensor", "channel", "group", "tensor_group" or "block".
         size: of a group, or the rows and columns of a block.
-        symmetric: whether there are no zero points.
     """
 
     targets: tuple[str, ...]
@@ -118,8 +116,7 @@ def _read(settings: Settings) -> tuple[_Scheme, ...]:
 def _scheme_of(pieces: Pieces) -> _Scheme:
     """The scheme of a layer: that of the most specific matching group. Classes of layers are not known here.
 
-    Raises:
-        CheckpointError: groups that differ may be meant.
+    Raises `CheckpointError` if groups that differ may be meant.
     """
     name = pieces.name.removesuffix("weight").removesuffix(".")
     schemes: tuple[_Scheme, ...] = pieces.settings
@@ -219,10 +216,9 @@ class _Layer:
         packed_zeros: int | None = None,
         is_wide: bool = False,
     ) -> OffloadedTensor:
-        """The recipe: from the packed piece, the scales, and the zero points or the global scale if there are any.
+        """The recipe: from the packed piece, the scales, and zero points or a global scale (`whole`) if there are any.
 
         Args:
-            whole: the global scale.
             packed_zeros: how many rows have their zero points in one word, or in the fewest whole words; None if zero
                 points are not packed.
             is_wide: whether the dense weight is rounded to float32 only.

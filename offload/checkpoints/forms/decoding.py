@@ -77,11 +77,9 @@ def of_layer(*pieces: str) -> dict[str, tuple[str, str | None]]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a checkpoint stores of one weight.
+    """What a checkpoint stores of the dense weight `name`.
 
     Attributes:
-        name: of the dense weight.
-        by_role: the pieces.
         ends: see `Format`.
         settings: what the format has read of them.
     """
@@ -135,14 +133,10 @@ def decoded(
     stacked: bool = False,
     dtype: torch.dtype | None = None,
 ) -> OffloadedTensor:
-    """The dense value called `name`, computed from packed pieces when it is read. For other arguments see `Decoded`.
+    """The dense value of this shape, computed from packed pieces when it is read. For other arguments see `Decoded`.
 
-    Args:
-        shape: of the dense value.
-        dtype: of the dense value, if the decoder leaves the last rounding to a copy.
-
-    Raises:
-        CheckpointError: the pieces have other numbers of rows, or can't be decoded.
+    `dtype` is that of the value, if the decoder leaves the last rounding to a copy. Raises `CheckpointError` if the
+    pieces have other numbers of rows, or can't be decoded.
     """
     granule, per = decoder.granule, decoder.per
     rows, *row = shape[1:] if stacked else shape
@@ -208,10 +202,7 @@ def number_rows(
 
 
 def read_now(piece: OffloadedTensor) -> torch.Tensor:
-    """The numbers of a small piece, which say how others are packed.
-
-    Raises: as `Handle.base`.
-    """
+    """The numbers of a small piece, which say how others are packed. Raises: as `Handle.base`."""
     with no_functions(), no_modes():
         return Piece(handle_of(piece), view_spec_of(piece)).value()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.annotations import Settings
-from offload.checkpoints.forms import bitsandbytes, compressed_tensors, fp8, integers, mxfp4
+from offload.checkpoints.forms import bitsandbytes, compressed_tensors, fp8, integers
 from offload.checkpoints.forms.decoding import Format, Pieces, Tensors, is_followed, method_of, unfit
 from offload.errors import CheckpointError
 from offload.system.reasons import short
@@ -31,7 +31,7 @@ FORMATS: dict[str, Format] = {  # by the method's name in a configuration
     "fbgemm_fp8": fp8.FBGEMM,
     "fp8": fp8.FORMAT,
     "gptq": integers.GPTQ,
-    "mxfp4": mxfp4.FORMAT,
+    "mxfp4": fp8.MXFP4,
     "mxfp8": fp8.FORMAT,
 }
 _LEFT_TO_TRANSFORMERS = ("bitnet", "metal", "torchao")
@@ -42,18 +42,12 @@ _WAY_OUT = "Get the checkpoint in another form, or dequantize it with the packag
 
 
 def unpacked(tensors: Tensors, quantization: Settings) -> dict[str, OffloadedTensor] | None:
-    """The tensors of a quantized checkpoint as those of the dense one, by the names they would have there.
+    """The tensors of a quantized checkpoint, referenced, as those of the dense one, by the names they would have there.
 
-    Args:
-        tensors: of the checkpoint, referenced.
-        quantization: the `quantization_config` of the model.
+    None if the weights should stay packed because transformers computes with them as they are.
 
-    Returns:
-        None if the weights should stay packed because transformers computes with them as they are.
-
-    Raises:
-        CheckpointError: pieces are missing, or do not match each other; the message names the tensor and its file. Or
-            the format, or a setting, is not supported.
+    Raises `CheckpointError` if pieces are missing, or do not match each other: the message names the tensor and its
+    file; or if the format, or a setting, is not supported.
     """
     method = str(method_of(quantization))
     if method in _LEFT_TO_TRANSFORMERS:
@@ -93,17 +87,12 @@ def _dense(tensors: Tensors, form: Format, settings: object) -> dict[str, Offloa
             packed.add(weight)
         else:
             dense.update({name: tensors[name] for role, name in names.items() if role == "" or "" not in names})
-    _refuse_unknown(dense, packed)
-    return dense
-
-
-def _refuse_unknown(dense: Tensors, packed: set[str]) -> None:
-    """Refuse pieces of packed weights that the format does not have: they may change what the weights are."""
-    for name in dense.keys() - packed:
+    for name in dense.keys() - packed:  # a piece that the format does not have may change what the weights are
         ends = (at for at, letter in enumerate(name) if letter in "._" and name[at:] != "_bias")
-        weight = next((name[:at] for at in ends if name[:at] in packed), None)
-        if weight is not None:
-            raise unfit(weight, [dense[weight], dense[name]], f"{name!r} is not known here. {_WAY_OUT}")
+        part_of = next((name[:at] for at in ends if name[:at] in packed), None)
+        if part_of is not None:
+            raise unfit(part_of, [dense[part_of], dense[name]], f"{name!r} is not known here. {_WAY_OUT}")
+    return dense
 
 
 def _refuse_settings(quantization: Settings, form: Format, path: Path | None) -> None:

@@ -1,12 +1,14 @@
-"""Weights of 8-bit floats with a scale per block, as published by DeepSeek, Qwen and Mistral.
+"""Weights of small floats with a scale per block: of 8 bits (DeepSeek, Qwen, Mistral), and of 4 (gpt-oss).
 
 Always true:
 - a weight is its numbers times the scales of their blocks, in float32, as in transformers' `Fp8Dequantize`; that holds
   for wider floats, too, so that no weight that has scales is taken for a dense one
 - experts of 4-bit floats (e2m1), two per byte, are recognised by their dtype, int8
+- in gpt-oss's MXFP4, a scale is the exponent of a block of 32, in any floating-point dtype; an expert is stored with
+  its inputs innermost, and read with its outputs innermost: (experts, inputs, outputs)
 - scales of activations are ignored: weights are dense here, and activations are not quantized
 
-Source: transformers, `integrations/finegrained_fp8.py`; `fbgemm_fp8` has a scale per row.
+Source: transformers, `integrations/finegrained_fp8.py` and `integrations/mxfp4.py`; `fbgemm_fp8` has a scale per row.
 """
 
 from __future__ import annotations
@@ -25,6 +27,11 @@ from offload.tensor.wrapper import OffloadedTensor
 _PACKED = (*(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.int8)
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _FP4_BLOCK = [1, 32]  # whatever the configuration says of other weights: transformers' `FP8Experts`
+_MX_BLOCK = 32  # inputs that share an exponent
+_OF_FLOAT16 = 0x8E00 - (1 << 16)  # where a float16 has the sign, the exponent and the fraction of a 4-bit float
+_MX_LESS = 2.0**14  # factor by which such a float16 is too small: its exponent bias differs
+_MX_LARGE = 2.0**113  # limit above which multiplying by that factor would overflow
+_MX_TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, a cache line
 
 
 def _weight(pieces: Pieces, *, wide: tuple[torch.dtype, ...] = _WIDE) -> OffloadedTensor | None:
@@ -56,14 +63,10 @@ def _weight(pieces: Pieces, *, wide: tuple[torch.dtype, ...] = _WIDE) -> Offload
 def _block(
     pieces: Pieces, weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], block_size: Json
 ) -> tuple[int, int]:
-    """Rows and columns that share a scale.
+    """Rows and columns that share a scale, of a dense weight of this shape.
 
-    Args:
-        shape: of the dense weight.
-        block_size: the configuration's block size; without one, the scales must divide the weight evenly.
-
-    Raises:
-        CheckpointError: the scales are not those of such blocks.
+    Without a block size in the configuration, the scales must divide the weight evenly. Raises `CheckpointError` if the
+    scales are not those of such blocks.
     """
     sides = shape[-2:]
     is_single = scales.dim() < 2 or scales.numel() == 1
@@ -93,6 +96,42 @@ def decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: in
     return product(weight, factors, rows, columns)
 
 
+def _mx_weight(pieces: Pieces) -> OffloadedTensor | None:
+    """The dense weight of a layer's experts."""
+    if "" in pieces and len(pieces.by_role) == 1:
+        return None
+    blocks, scales = stored = [pieces["blocks"], pieces["scales"]]
+    pieces.check("" not in pieces, "it is there packed and dense")
+    are_bytes = {piece.dtype for piece in stored} == {torch.uint8}
+    fits = are_bytes and blocks.dim() == 4 and tuple(blocks.shape) == (*scales.shape, _MX_BLOCK // 2)
+    pieces.check(fits, "blocks should be bytes, (experts, outputs, blocks, 16), with a scale for each")
+    experts, outputs, count, _ = blocks.shape
+    packed = number_rows("halves_low", stored, group=_MX_BLOCK, table=E2M1, is_turned=True)
+    return decoded(
+        pieces.name,
+        Decoder(decode_mxfp4, (_MX_TOGETHER, _MX_TOGETHER), _MX_BLOCK * _MX_TOGETHER, packed=packed),
+        [blocks.transpose(1, 2), scales.transpose(1, 2)],  # type: ignore[list-item]
+        shape=(experts, count * _MX_BLOCK, outputs),
+        stacked=True,
+    )
+
+
+def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows of inputs, in float32. `blocks`: (blocks, outputs, 16) bytes. `scales`: (blocks, outputs) bytes."""
+    turned = blocks.transpose(1, 2).contiguous()  # (blocks, 16, outputs): pairs of input rows
+    bits = torch.empty(len(blocks), _MX_BLOCK // 2, 2, turned.shape[2], dtype=torch.int16, device=blocks.device)
+    bits[:, :, 0].copy_(turned & 0x0F)
+    bits[:, :, 1].copy_(turned >> 4)
+    bits.mul_(1 << 9).add_(0x7000).bitwise_and_(_OF_FLOAT16)  # the addition carries the sign to its place
+    numbers = bits.view(torch.float16).to(torch.float32).view(len(blocks), _MX_BLOCK, -1)
+    factors = of_exponents(scales).unsqueeze(1)
+    if factors.is_cpu and bool(factors.max() < _MX_LARGE):
+        factors = factors * _MX_LESS
+    else:
+        numbers.mul_(_MX_LESS)
+    return numbers.mul_(factors).flatten(0, 1)
+
+
 FORMAT = Format(
     {
         "_scale_inv": ("", "scales"),
@@ -104,3 +143,4 @@ FORMAT = Format(
     read=lambda settings: settings.get("weight_block_size"),
 )
 FBGEMM = Format(FORMAT.ends, partial(_weight, wide=()), read=FORMAT.read)
+MXFP4 = Format({"_blocks": ("", "blocks"), "_scales": ("", "scales")}, _mx_weight)

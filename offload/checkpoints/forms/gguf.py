@@ -26,10 +26,9 @@ import numpy as np
 import torch
 
 from offload.annotations import Config, Kwargs, Pretrained, Settings
-from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint, with_other_parts
 from offload.checkpoints.companions import class_of, refuse_more_layers
 from offload.checkpoints.forms.decoding import read_now
-from offload.checkpoints.gguf_parts import with_other_parts
 from offload.errors import CheckpointError, OffloadError
 from offload.kernels.packed import GgufRows
 from offload.storage.file import TensorFile
@@ -52,10 +51,8 @@ Dense: TypeAlias = "dict[str, torch.Tensor]"
 def settings_in(path: Path) -> Settings:
     """The configuration in a file, as read by transformers.
 
-    Raises:
-        CheckpointError: transformers does not support the architecture, or something is missing.
-        CorruptFileError: the file is damaged.
-        MissingFileError: a part is missing.
+    Raises `CheckpointError` if transformers does not support the architecture, or something is missing;
+    `CorruptFileError`; `MissingFileError` if a part is missing.
     """
     parts = with_other_parts(TensorFile.open(path))
     path, metadata = parts[0].path, parts[0].header.metadata
@@ -96,8 +93,7 @@ def _stretch(config: Config, source: Checkpoint) -> None:
 
     Source: llama.cpp's `rope.scaling.*`; `rope_freqs.weight` has the factors of Llama 3.
 
-    Raises:
-        CheckpointError: the configuration can't say that.
+    Raises `CheckpointError` if the configuration can't say that.
     """
     said = {key.split(".rope.", 1)[1]: value for key, value in source.metadata.items() if any(map(key.count, ROPE))}
     names = [name for name in source if name.startswith("rope_")]
@@ -106,7 +102,9 @@ def _stretch(config: Config, source: Checkpoint) -> None:
     if not (said or names) or rope.get("rope_type", "default") != "default":  # transformers knows this architecture's
         return
     try:
-        factors = _factors(source) if names == [_FREQUENCIES] else torch.ones(1)
+        factors = torch.ones(1)
+        if names == [_FREQUENCIES]:
+            factors = read_now(source.tensors(None, {_FREQUENCIES: CPU})[_FREQUENCIES]).to(torch.float64)
         wanted = _stretching({key.removeprefix("scaling."): value for key, value in said.items()}, float(factors.max()))
         if (names not in ([], [_FREQUENCIES])) or (wanted and "rope_theta" not in rope):
             raise ValueError("there is no place for it")
@@ -143,10 +141,6 @@ _FREQUENCIES = "rope_freqs.weight"
 _BEFORE = 8192  # tokens that all models of Llama 3 were trained with at first; their files do not say so
 
 
-def _factors(source: Checkpoint) -> torch.Tensor:
-    return read_now(source.tensors(None, {_FREQUENCIES: CPU})[_FREQUENCIES]).to(torch.float64)
-
-
 def _check_factors(config: Config, base: float, factors: torch.Tensor) -> None:
     """Raises `ValueError` unless the configuration makes these factors."""
     from offload.transformers_api import ROPE_INIT_FUNCTIONS
@@ -158,10 +152,7 @@ def _check_factors(config: Config, base: float, factors: torch.Tensor) -> None:
 
 
 def empty_model(source: Checkpoint, dtype: torch.dtype | None) -> Pretrained:
-    """The model in a file, on the meta device.
-
-    Raises: as `config_of`.
-    """
+    """The model in a file, on the meta device. Raises: as `config_of`."""
     config, _ = config_of(source.path)
     refuse_more_layers(config.to_dict(), len(source.keys()), source.path)
     with torch.device("meta"):
@@ -204,15 +195,10 @@ def usual_dtype(source: Checkpoint) -> torch.dtype:
 def as_saved(
     source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Pretrained, dtype: torch.dtype
 ) -> Dense:
-    """The tensors of a file as in a checkpoint saved by transformers, by the names that it would have.
+    """The dense tensors of a file as in a checkpoint saved by transformers, by the names that it would have.
 
-    Args:
-        tensors: those of `source`, dense.
-        empty: the model, on the meta device.
-        dtype: the requested one.
-
-    Raises:
-        CheckpointError: transformers treats this architecture in a way that is not supported here.
+    `empty` is the model, on the meta device. Raises `CheckpointError` if transformers treats this architecture in a way
+    that is not supported here.
     """
     try:
         if is_new(source):
@@ -222,9 +208,6 @@ def as_saved(
         raise
     except (NotImplementedError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"transformers can't map the tensors of {source.path}: {first_line(error)}") from error
-
-
-# Tensor processors
 
 
 def _by_processors(
@@ -343,9 +326,6 @@ def _unpaired(values: torch.Tensor, *, rows: int, decode: Decode | None = None) 
 def _log_of_negated(values: torch.Tensor) -> torch.Tensor:
     """With numpy, as in transformers: the last bits differ from torch's."""
     return torch.from_numpy(np.log(-values.cpu().numpy())).to(values.device)
-
-
-# Conversions
 
 
 def _by_conversions(

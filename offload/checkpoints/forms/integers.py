@@ -1,11 +1,14 @@
-"""Integer weights with a scale and a zero point per group of inputs: GPTQ, and AWQ's "gemm" layout.
+"""Integer weights: GPTQ and AWQ's "gemm" layout, with a scale and a zero point per group of inputs; ternary BitNet.
 
 Always true:
 - a weight is scale x (integer - zero point), in the dtype of the scales
 - several integers are packed in an int32, and outputs are innermost: a row of the weight is a column there
+- modules for BitNet stay transformers' own, as these quantize activations: if they hold packed weights, these are
+  referenced as they are; if they hold -1, 0 and 1, these are recipes. The lowest two bits of the bytes are the first
+  quarter of the rows, the next two bits the second
 
 Source: Frantar et al. 2022, https://arxiv.org/abs/2210.17323, as AutoGPTQ and GPTQModel store it (versions 1 and 2);
-Lin et al. 2023, https://arxiv.org/abs/2306.00978, as AutoAWQ stores it.
+Lin et al. 2023, https://arxiv.org/abs/2306.00978, as AutoAWQ stores it; transformers, `integrations/bitnet.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from functools import partial
 import torch
 
 from offload.annotations import Settings
-from offload.checkpoints.forms.decoding import SCALES, Format, Pieces, decoded, of_layer, read_now
+from offload.checkpoints.forms.decoding import SCALES, Format, Pieces, Tensors, decoded, of_layer, read_now
 from offload.checkpoints.forms.numbers import of_words
-from offload.kernels.packed import WordColumns
+from offload.kernels.packed import QUARTERS, GgufRows, WordColumns
+from offload.tensor.deferred import deferred
 from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
 
@@ -79,11 +83,8 @@ def _decode_gptq(
 ) -> torch.Tensor:
     """Rows of a weight, in float32.
 
-    Args:
-        words: (rows, inputs / 8) for 4 bits.
-        zeros: (rows / 8, groups); the first version stores them minus one.
-        scales: (rows, groups).
-        order: the group of each input.
+    Of words (rows, inputs / 8) for 4 bits, zeros (rows / 8, groups), which the first version stores minus one, scales
+    (rows, groups), and the group of each input.
     """
     half = 2 ** (bits - 1)  # subtracted from both
     numbers = of_words(words.contiguous(), bits).to(torch.float32)
@@ -99,13 +100,7 @@ def _decode_gptq(
 
 
 def _decode_awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of a weight, in float32.
-
-    Args:
-        words: (rows / 8, inputs).
-        zeros: (rows / 8, groups).
-        scales: (rows, groups).
-    """
+    """Rows of a weight, in float32: of words (rows / 8, inputs), zeros (rows / 8, groups), scales (rows, groups)."""
     return _scaled(_awq_rows(words), _awq_rows(zeros), scales.to(torch.float32))
 
 
@@ -148,3 +143,26 @@ AWQ = Format(
     },
     _read,
 )
+
+
+def for_modules(tensors: Tensors, quantization: Settings, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint as transformers' modules for BitNet hold them, in this dtype."""
+    is_unpacked = (
+        quantization.get("linear_class") == "autobitlinear" and quantization.get("quantization_mode") == "offline"
+    )
+    found: dict[str, torch.Tensor] = dict(tensors)
+    for name, packed in tensors.items():
+        if is_unpacked and packed.dtype == torch.uint8 and packed.dim() == 2 and name.endswith(".weight"):
+            quarters = [_quarter(name, packed, quarter, dtype) for quarter in range(len(QUARTERS))]
+            found[name] = torch.cat([deferred(quarter) for quarter in quarters])
+    return found
+
+
+def _quarter(name: str, packed: OffloadedTensor, quarter: int, dtype: torch.dtype) -> OffloadedTensor:
+    decode, shape = partial(_decode_quarter, shift=2 * quarter), tuple(packed.shape)
+    rows = GgufRows(QUARTERS[quarter])
+    return decoded(name, Decoder(decode, (1,), packed=rows), [packed], shape=shape, dtype=dtype)
+
+
+def _decode_quarter(packed: torch.Tensor, *, shift: int) -> torch.Tensor:
+    return packed.bitwise_right_shift(shift).bitwise_and_(3).view(torch.int8).sub_(1)

@@ -30,15 +30,10 @@ PARTS_NOTE = "tensor_names"  # lists the tensors, both whole ones and those stor
 
 
 def rebuilt(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, OffloadedTensor]:
-    """The tensors of a checkpoint in torchao's format: quantized weights by name, the others as they are.
+    """The tensors of a checkpoint in torchao's format: quantized weights by name, the others as they are, referenced.
 
-    Args:
-        tensors: of the checkpoint, referenced.
-        metadata: of its files.
-
-    Raises:
-        CheckpointError: an inner tensor is missing, or they don't match each other; the message names the tensor and
-            its file.
+    Raises `CheckpointError` if an inner tensor is missing, or they don't match each other: the message names the tensor
+    and its file.
     """
     found = dict(tensors)
     for name, note in _notes(metadata).items():
@@ -76,14 +71,6 @@ def _malformed(error: Exception) -> CheckpointError:
     )
 
 
-def _try(value: torch.Tensor) -> None:
-    """Raises torchao's own error if inner tensors, without data, don't match each other."""
-    with suppress(NotImplementedError):  # some classes lack it
-        found = value.dequantize()
-        if found.shape != value.shape:
-            raise ValueError(f"they make {list(found.shape)}, not {list(value.shape)}")
-
-
 def _weight(name: str, note: Mapping[str, object], parts: Mapping[str, OffloadedTensor]) -> OffloadedTensor:
     """The weight over its inner tensors, given by the names that `flatten` uses."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
@@ -95,7 +82,10 @@ def _weight(name: str, note: Mapping[str, object], parts: Mapping[str, Offloaded
         try:
             notes = {name: json.dumps(note), PARTS_NOTE: json.dumps([name])}
             value = unflatten_tensor_state_dict(given, notes)[0][name]
-            _try(value)
+            with suppress(NotImplementedError):  # some classes lack it
+                made = value.dequantize().shape  # without data: raises if inner tensors don't match each other
+                if made != value.shape:
+                    raise ValueError(f"they make {list(made)}, not {list(value.shape)}")
             _, recipe = flatten(value, name)
         except OffloadError:
             raise
@@ -111,8 +101,7 @@ def in_torchaos_form(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, tor
 
     The metadata can't represent names without a dot.
 
-    Raises:
-        UnknownSubclassError: torchao can't store a value's class.
+    Raises `UnknownSubclassError` if torchao can't store a value's class.
     """
     parts: dict[str, torch.Tensor] = {}
     notes: dict[str, str] = {}
@@ -121,20 +110,15 @@ def in_torchaos_form(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, tor
         inner = {name: tensor}
         if value is not None:
             keys, notes[name] = _torchaos(name, value)
-            inner = _inner_tensors(name, value, keys)
+            if not keys or not all(key.startswith(_prefix(name)) for key in keys):
+                raise _no_form(name, value, "its form is unknown")
+            inner = {key: getattr(value, key.removeprefix(_prefix(name))) for key in keys}
         elif "." in name:
             _, notes[name] = _torchaos(name, torch.empty(0))
         if not parts.keys().isdisjoint(inner):
             raise ArgumentError(f"{name!r} and another tensor would both be stored as {sorted(inner)}: rename one")
         parts |= inner
     return parts, {**notes, PARTS_NOTE: json.dumps(list(notes))}
-
-
-def _inner_tensors(name: str, value: torch.Tensor, keys: list[str]) -> dict[str, torch.Tensor]:
-    """The plain tensors of a quantized weight, by the keys under which torchao looks for them."""
-    if len(keys) == 0 or not all(key.startswith(_prefix(name)) for key in keys):
-        raise _no_form(name, value, "its form is unknown")
-    return {key: getattr(value, key.removeprefix(_prefix(name))) for key in keys}
 
 
 def _prefix(name: str) -> str:

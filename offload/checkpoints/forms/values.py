@@ -15,10 +15,10 @@ import torch
 
 from offload.annotations import Pretrained, Settings
 from offload.checkpoints.checkpoint import Checkpoint
-from offload.checkpoints.forms.bitnet import for_modules
 from offload.checkpoints.forms.decoding import method_of
 from offload.checkpoints.forms.formats import unpacked
 from offload.checkpoints.forms.gguf import as_saved
+from offload.checkpoints.forms.integers import for_modules
 from offload.checkpoints.forms.packing import left_beside
 from offload.checkpoints.forms.torchao import PARTS_NOTE, rebuilt
 from offload.errors import CheckpointError
@@ -47,11 +47,10 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Values:
-    """A checkpoint's values by the names that they have in a checkpoint of the model.
+    """A checkpoint's values, on disk or deferred, by the names that they have in a checkpoint of the model.
 
     Attributes:
         form: how they are stored.
-        tensors: on disk, or deferred.
         quantization: the settings in the model's configuration, if there are any.
         beside: tensors of the checkpoint that no decoded value is computed from.
     """
@@ -85,14 +84,12 @@ def values_in(
     """The values of a checkpoint.
 
     Args:
-        source: the checkpoint.
         quantization: the settings in the model's configuration; None if there are none.
         offload_dir: where values go at their first write.
         model: on the meta device; needed for a GGUF file, and for values in a form for modules of its own.
         dtype: the requested one, of what is mapped or for modules; None for the model's.
 
-    Raises:
-        CheckpointError: pieces are missing or do not match each other, or the form is not supported.
+    Raises `CheckpointError` if pieces are missing or do not match each other, or the form is not supported.
     """
     tensors = source.tensors(offload_dir)
     if source.is_gguf:
@@ -127,13 +124,8 @@ def refuse_scaled(
 ) -> None:
     """Refuse packed numbers whose scales are not used: by themselves they are no weight.
 
-    Args:
-        dtypes: of values that a model is to be filled with as they are stored.
-        unused: names in the checkpoint of which the model has no value.
-        method: what the configuration says that the weights are packed by; None if nothing.
-
-    Raises:
-        CheckpointError
+    `dtypes` are those of values that a model is to be filled with as they are stored; of `unused` names it has no
+    value. The configuration says that weights are packed by `method`. Raises `CheckpointError`.
     """
     for name, dtype in dtypes.items():
         layer = name.removesuffix("weight")
