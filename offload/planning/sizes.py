@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.checkpoints.adapters import base_of
 from offload.checkpoints.checkpoint import Value, open_checkpoint
@@ -24,6 +23,7 @@ from offload.integrations.hub import finding_base, headers_of
 from offload.integrations.transformers import model_on_meta, writes_text
 from offload.system.regular import is_there, text_of
 from offload.tensor.wrapper import PathLike
+from offload.torch_api import TorchDispatchMode
 from offload.transformers_api import cache_of
 
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
