@@ -44,7 +44,8 @@ class Machine:
 
     budget: int = 12 * 10**9
     disk_rate: float = 2e9
-    computing: Computing = Computing(streams=40e9, multiplies=1e12, in_8_bits=28e9, in_4_bits=19e9)  # noqa: RUF009 - it is frozen
+    computing: Computing = Computing(streams=40e9, multiplies=1e12, packed=19e9, call=0.0)  # noqa: RUF009 - it is frozen
+    in_8_bits: float = 28e9
 
 
 MACHINE = Machine()
@@ -134,7 +135,7 @@ def sizes_of(name: str) -> ModelSizes:
     entries = {key: _entry(key, value, form) for key, value in model.named_parameters()}
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        return replace(sizes_from(name, Path(folder), entries, form=form), dispatch=0.0)  # another machine's
+        return replace(sizes_from(name, Path(folder), entries, form=form), ops=0)  # on another machine
 
 
 def _entry(name: str, value: torch.Tensor, form: str) -> StoredTensor:
@@ -153,7 +154,8 @@ def table() -> str:
     ]
     for name, (form, _) in MODELS.items():
         sizes = sizes_of(name)
-        estimate = Estimate(sizes, MACHINE.budget, MACHINE.disk_rate, MACHINE.computing)
+        computing = replace(MACHINE.computing, packed=MACHINE.in_8_bits) if form == "fp8" else MACHINE.computing
+        estimate = Estimate(sizes, MACHINE.budget, MACHINE.disk_rate, computing)
         alone, together = (estimate.of("", "", in_flight=count) for count in (1, IN_FLIGHT))
         cells = (
             name,

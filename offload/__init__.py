@@ -2,31 +2,32 @@
 
 | to | use |
 | --- | --- |
-| put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` `ones` `full` |
-| replace a value, safely | `OffloadedTensor.update_values` |
-| replace many, one at a time | `map_values`, which gives a `MapReport` |
-| bring it back into memory | `materialize`, `OffloadedTensor.materialize` |
-| store a result beside its tensor | `offloaded_like` |
-| send large results to disk | `offloading` |
+| load a transformers model from disk | `from_pretrained` |
+| know whether a model runs here, and how fast | `plan` |
+| say how much stays in memory, and see it | `set_max_memory`, `memory_summary` |
+| read a model once for many batches | `map_batches` |
+| put a tensor on disk, and replace its value | `OffloadedTensor`: `from_original_tensor`, `update_values` |
+| bring it back into memory | `materialize` |
+| change many values, one at a time | `map_values`, which gives a `MapReport` |
+| quantize a model, or merge an adapter, on disk | `quantize_`, `merge_lora` |
+| write a checkpoint, in little memory | `save_checkpoint` |
+| keep rows by index, for months, from many processes | `TensorCache` |
+| catch what can go wrong | `OffloadError` |
+
+The others:
+
+| to | use |
+| --- | --- |
+| fill any model from a checkpoint | `init_empty_weights`, `load_checkpoint_and_dispatch`, `load_checkpoint_in_model` |
+| say what goes where; move a model that is in memory | `ON_DISK` in a device map; `disk_offload` |
+| open a checkpoint as a dictionary | `load_file` |
+| store a result beside its tensor; send large ones to disk | `offloaded_like`; `offloading` |
 | tell which tensors are on disk | `is_offloaded` |
 | send one, or a model, to a process of Ray or dask | `by_reference` |
-| know whether a model runs here, and how fast | `plan` |
-| load a transformers model | `from_pretrained` |
-| fill any model from a checkpoint | `init_empty_weights`, `load_checkpoint_and_dispatch`, `load_checkpoint_in_model` |
-| say what goes where | `ON_DISK`, a device map |
-| move a model that is in memory to disk | `disk_offload` |
-| read a model once for many batches | `map_batches` |
-| say how much stays in memory, and see it | `set_max_memory`, `memory_summary` |
-| open a checkpoint as a dictionary | `load_file` |
-| keep rows by index, for months, from many processes | `TensorCache` |
-| keep a teacher's most likely tokens in such rows | `topk` |
-| write a checkpoint, in little memory | `save_checkpoint` |
-| quantize a model with torchao, on disk | `quantize_` |
-| merge an adapter into its base, on disk | `merge_lora` |
+| keep a teacher's most likely tokens in rows of a cache | `topk` |
 | keep nested data: dicts, lists, dataclasses | `save_tree`, `load_tree` |
 | store a tensor subclass of your own | `register_subclass` |
 | compute with packed weights bit for bit as with dense ones | `exact` |
-| catch what can go wrong | `OffloadError` |
 
 In modules, which `import offload` brings along:
 

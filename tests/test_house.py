@@ -85,7 +85,6 @@ GUESTS = {
     "models.device_map": {"accelerate"},
     "models.hooks": {"accelerate"},
     "checkpoints.writing": {"huggingface_hub"},
-    "planning.check": {"transformers"},
     "kernels.packed": {"gguf"},
     "storage.gguf_header": {"gguf"},
     "tensor.blocks": {"gguf"},

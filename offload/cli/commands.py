@@ -38,12 +38,14 @@ class Command:
         usage = "%(prog)s [options] --prompt PROMPT model" if name == "generate" else None
         command = commands.add_parser(name, help=self.help, description=run.__doc__, usage=usage)
         command.set_defaults(run=run)
+        rare = command.add_argument_group("options that few need")
         one_of = None
         for word in self.takes.split():
             option = OPTIONS[word]
             if option.is_one_of and one_of is None:
                 one_of = command.add_mutually_exclusive_group(required=True)
-            option.add_to(one_of if option.is_one_of else command, word.partition("@")[0])
+            place = one_of if option.is_one_of else rare if word in _RARE else command
+            option.add_to(place, word.partition("@")[0])
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ OPTIONS = {
     "--max-new-tokens@batch": _takes(count, "of an answer, where a line does not say", default=256),
     "--prompt-cache": _takes(path, "keep keys and values of prompts there (default: none)"),
     "--prompt-cache-size": _takes(size, "how much that may take", default="10GiB"),
+    "--kv-cache": _is("keep the keys and values on disk, for a context larger than memory (default: in memory)"),
     "--temperature": _takes(number, "of sampling (default: 0, the most likely token)"),
     "--temperature@chat": _takes(number, "of sampling; 0: none (default: as the model's settings say)"),
     "--top-p": _takes(share, "of the most likely tokens to sample among (default: 1)"),
@@ -175,10 +178,14 @@ OPTIONS = {
     "folder": _takes(
         path, "where values would be kept (default: the current folder)", "DIRECTORY", nargs="?", default=Path()
     ),
-    "--check": _is("compare tiny models on disk with the same ones in memory, in some 20 s"),
     "--json": _is("print JSON, for programs"),
 }
 
+_RARE = (  # in a group of their own in the help
+    *("--dtype", "--device-memory", "--offload-dir", "--store", "--revision", "--trust-remote-code", "--raw"),
+    *("--prompt-cache", "--prompt-cache-size", "--kv-cache", "--assistant", "--draft"),
+    *("--allow-origin", "--queue", "--grace", "--errors", "--group-size"),
+)
 _RUNS = "model --device --dtype --max-memory --device-memory --offload-dir --store --revision --trust-remote-code"
 _KEEPS = "--prompt-cache --prompt-cache-size"
 _DRAFTS = "--assistant --draft"
@@ -194,7 +201,7 @@ COMMANDS = {
     "generate": Command(
         models,
         "run a language model from disk",
-        f"{_RUNS} --prompt --system --raw --max-new-tokens@generate {_KEEPS} {_SAMPLES} {_DRAFTS} --json",
+        f"{_RUNS} --prompt --system --raw --max-new-tokens@generate {_KEEPS} --kv-cache {_SAMPLES} {_DRAFTS} --json",
     ),
     "chat": Command(
         models,
@@ -230,7 +237,7 @@ COMMANDS = {
     "cache info": Command(rows, "print what a cache of rows holds", "path@cache --json"),
     "cache verify": Command(rows, "check that a cache of rows is complete", "path@cache --json"),
     "cache export": Command(rows, "write a cache of rows to one file", "path@cache target@export --columns"),
-    "doctor": Command(machine, "show what this machine can do", "folder --check --json"),
+    "doctor": Command(machine, "show what this machine can do", "folder --json"),
 }
 
 

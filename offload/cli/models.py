@@ -46,7 +46,14 @@ def generate(options: argparse.Namespace) -> None:
 
     A model with a chat template answers the prompt as a message of a chat. Others, and all with --raw, continue it.
     """
-    _, answering, prompts = opened(options, options.max_new_tokens, is_alone=True)
+    from offload.integrations import kv_cache
+    from offload.transformers_api import cache_option
+
+    if options.kv_cache and options.prompt_cache is not None:
+        raise ArgumentError("--prompt-cache keeps what --kv-cache would put elsewhere: give one of them")
+    model, answering, prompts = opened(options, options.max_new_tokens, is_alone=True)
+    if options.kv_cache:
+        answering.more[cache_option()] = kv_cache(model)
     try:
         [prompt] = prompts.of(_asked(prompts, options))
     except Refused as error:

@@ -1,4 +1,4 @@
-"""How long a token takes here: alone, with other requests in flight, and with an assistant.
+"""How long a token takes here: alone, and with other requests in flight.
 
 Always true:
 - a pass takes as long as the slower of the two: reading what does not stay in memory, and computing
@@ -9,17 +9,15 @@ Always true:
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
 from offload.errors import ArgumentError
 from offload.memory import as_budget, as_bytes, available_bytes
-from offload.planning.machine import Computing, computing_rates, diagnose, reading_rate
+from offload.planning.machine import Computing, computing_rates, disk_rate_at
 from offload.planning.sizes import DENSE, ModelSizes, sizes_of
 from offload.prefetch.plan import Pool
 from offload.prefetch.room import free_on, room_on
@@ -29,14 +27,7 @@ from offload.torch_api import usable_accelerator
 from offload.transformers_api import cache_option
 
 IN_FLIGHT = 16  # requests that share each pass
-_IN_8_BITS = ("fp8", "float-quantized", "int8", "q8_0")  # forms whose numbers take a byte
-_ON_META = 2.0  # cost of calling a kernel on the meta device, relative to the same call on the CPU
 _SLOW = 1.0  # seconds per token that nobody waits for
-# Of an assistant: its parameters, its bytes, the tokens of a draft and of a pass of the model. These are assumed: they
-# were measured with a pair of 1.8 and 0.6 billion parameters that continues code.
-_ASSISTANT, _ASSISTANT_BYTES = 600_000_000, 1_200_000_000
-_DRAFTED, _ASSUMED = 8, 5
-_LARGER = 3  # times as many parameters as the assistant's, from which on a draft is suggested
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,7 @@ class Plan:
         fits: whether all of the model stays in memory, that of the accelerator if there is one, in the form that it is
             stored in.
         as_it_is: one pass per token, of the model as it is stored.
-        ways: others that are quicker: with more requests in flight, and with an assistant.
+        ways: others that are quicker: with more requests in flight.
     """
 
     model: ModelSizes
@@ -104,7 +95,7 @@ class Plan:
 
     @property
     def answer(self) -> str:
-        """Whether it runs here, and how fast, in one sentence."""
+        """Whether it runs here, and how fast, in a sentence or two."""
         from rich.filesize import decimal
 
         if not self.runs:
@@ -113,11 +104,36 @@ class Plan:
             )
         seconds = self.as_it_is.token_seconds
         sentence = f"Runs here{', slowly' if seconds > _SLOW else ''}: {_in_words(seconds)} per token"
+        sentence += f", {1 / seconds:.{seconds > 0.1:d}f} tokens/s." if 1e-3 <= seconds < 1 else "."
         where = "memory" if self.device_memory is None else "the memory of the device"
         if self.fits and self.model.form in DENSE:
-            return f"{sentence}. It fits in {where}: use plain transformers, no setting of offload makes it faster."
-        sentence += "".join(f"; {way.what} {_in_words(way.token_seconds)}" for way in self.ways[:1])
-        return f"{sentence}. It fits in {where}, packed as it is." if self.fits else f"{sentence}."
+            return f"{sentence} It fits in {where}: use plain transformers, no setting of offload makes it faster."
+        return f"{sentence} It fits in {where}, packed as it is." if self.fits else sentence
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """What it says below the answer: labels, and what they are of."""
+        from rich.filesize import decimal
+
+        model, way, on_device = self.model, self.as_it_is, self.device_memory
+        yield "model", f"{model.name}: {_count(model.parameters)} parameters, {decimal(model.stored)} ({model.form})"
+        context = ""
+        if self.context_bytes is not None:
+            context = f"; keys and values of {self.tokens:,} tokens: {decimal(self.context_bytes)}"
+        stays = f"{decimal(way.stays)} of weights stay, {decimal(self.budget)} may"
+        yield "memory", stays + (context if on_device is None else "")
+        if on_device is not None:
+            yield "device", f"{decimal(on_device)} free{context}"
+        reading = f"reads {decimal(way.reads)} at {decimal(int(self.disk_rate))}/s" if way.reads else "reads nothing"
+        reading += f", sends {decimal(way.sends)}" if way.sends else ""
+        yield "a pass", f"{reading}, bound by {way.bound}; the first takes {_in_words(way.first_seconds)}"
+        yield "type", way.command
+        if self.context_bytes and (self.context_bytes >= on_device if on_device is not None else self._is_crowded):
+            yield "note", "keys and values leave no memory for the weights: shorten the context, or keep them on disk,"
+            yield "", f"which adds up to {_in_words(self.context_bytes / self.disk_rate)} of reading per step:"
+            yield "", f"model.generate(..., {cache_option()}=offload.integrations.kv_cache(model))"
+        for one in self.ways:
+            yield "faster", f"{_in_words(one.token_seconds)} per token, with {one.what}:"
+            yield "", one.command
 
     @property
     def _is_crowded(self) -> bool:
@@ -125,34 +141,7 @@ class Plan:
         return self.budget > 0 and not self.as_it_is.stays
 
     def __str__(self) -> str:
-        from rich.filesize import decimal
-
-        model, way = self.model, self.as_it_is
-        on_device, context = self.device_memory, ""
-        if self.context_bytes is not None:
-            context = f"keys and values of {self.tokens:,} tokens take {decimal(self.context_bytes)}, "
-        reading = f"reads {decimal(way.reads)}" if way.reads else "reads nothing"
-        reading += f" and sends {decimal(way.sends)}" if way.sends else ""
-        lines = [
-            self.answer,
-            f"{model.name}: {_count(model.parameters)} parameters, {decimal(model.stored)} ({model.form})",
-            f"here: {decimal(self.budget)} may stay in memory, the disk reads {decimal(int(self.disk_rate))}/s",
-            f"  {context if on_device is None else ''}weights {decimal(way.stays)}",
-            f"as it is, bound by {way.bound}: a pass {reading}; the first takes {_in_words(way.first_seconds)}",
-            f"  {way.command}",
-        ]
-        if on_device is not None:
-            lines.insert(4, f"the device has {decimal(on_device)} free{context and ', ' + context.removesuffix(', ')}")
-        if self.context_bytes and (self.context_bytes >= on_device if on_device is not None else self._is_crowded):
-            lines += [
-                "keys and values leave no memory for the weights: shorten the context, or keep them on disk,",
-                f"which adds up to {_in_words(self.context_bytes / self.disk_rate)} of reading per step:",
-                f"  model.generate(..., {cache_option()}=offload.integrations.kv_cache(model))",
-            ]
-        for one in self.ways:
-            lines.append(f"{one.what}: {_in_words(one.token_seconds)} per token; a pass reads {decimal(one.reads)}")
-            lines.append(f"  {one.command}")
-        return "\n".join(lines)
+        return "\n".join([self.answer, *(f"  {label:8}{text}" for label, text in self.rows())])
 
 
 def _in_words(seconds: float) -> str:
@@ -215,7 +204,7 @@ def plan(
     budget = _budget(max_memory)
     sizes = sizes_of(model, trust_remote_code=trust_remote_code, **hub_options)
     computes_on = computing_device(device) if device is not None else usable_accelerator()
-    computing = computing_rates(computes_on or torch.device("cpu"))
+    computing = computing_rates(computes_on or torch.device("cpu"), sizes.form)
     context_bytes = None if sizes.kv_per_token is None else sizes.kv_per_token * batch * context
     on_device = stays = None
     if computes_on is not None and computes_on.type != "cpu":
@@ -223,11 +212,15 @@ def plan(
     beside = 0 if max_memory is None else max(0, available_bytes() - budget)  # a budget that is set is for weights
     here = context_bytes or 0 if on_device is None else 0  # keys and values are where ops run
     left = max(0, budget - max(0, here - beside))
-    measured = rate or _rate_of_disk(sizes.file)
+    measured = rate or disk_rate_at(sizes.file)
     options = _options(max_memory, device)
     estimate = Estimate(sizes, left, measured, computing, stays)
-    as_it_is = estimate.of("as it is", _generating(sizes, options), batch)
+    as_it_is, together = (
+        estimate.of("as it is", _generating(sizes, options), batch),
+        _together(estimate, batch, options),
+    )
     fits = sizes.stored <= (left if stays is None else stays)
+    has_use = not fits or sizes.form not in DENSE  # else plain transformers are as fast
     return Plan(
         model=sizes,
         budget=budget,
@@ -239,9 +232,7 @@ def plan(
         runs=(context_bytes or 0) < (max(available_bytes(), budget) if on_device is None else on_device),
         fits=fits,
         as_it_is=as_it_is,
-        ways=()
-        if fits and sizes.form in DENSE
-        else tuple(way for way in _others(estimate, batch, options) if way.token_seconds < as_it_is.token_seconds),
+        ways=(together,) if has_use and together.token_seconds < as_it_is.token_seconds else (),
     )
 
 
@@ -266,18 +257,6 @@ def _budget(max_memory: int | float | str | None) -> int:
     pool = Pool()
     pool.reconsider(anew=True)
     return pool.capacity
-
-
-def _rate_of_disk(file: Path | None) -> float:
-    """Of the file of a model, or of the folder where the hub's would be."""
-    found = None if file is None else reading_rate(file)
-    if found is None:
-        folder = Path.cwd() if file is None else file.parent
-        disk = diagnose(folder if os.access(folder, os.W_OK) else Path.cwd()).disk
-        found = disk.reads_direct or disk.reads
-    if found is None:
-        raise ArgumentError("the disk could not be measured here: give disk_rate, as '2GB'")
-    return found
 
 
 @dataclass(frozen=True)
@@ -310,32 +289,21 @@ class Estimate:
     def _computing(self, batch: int) -> float:
         """Compute time of a batch in seconds: its weights pass through the processor, or are multiplied.
 
-        Kernel calls have a cost of their own, which dominates for small models.
+        Kernel calls have a cost of their own, which dominates for small models: that of a small layer, for each op.
         """
         sizes, rates = self.sizes, self.computing
         packed = sizes.needed_packed(batch)
-        streaming = (sizes.needed(batch) - packed) / rates.streams
-        streaming += packed / (rates.in_8_bits if sizes.form in _IN_8_BITS else rates.in_4_bits)
-        return max(streaming, 2 * batch * sizes.multiplied(1) / rates.multiplies) + sizes.dispatch / _ON_META
+        streaming = (sizes.needed(batch) - packed) / rates.streams + packed / rates.packed
+        return max(streaming, 2 * batch * sizes.multiplied(1) / rates.multiplies) + sizes.ops * rates.call
 
 
-def _others(estimate: Estimate, batch: int, options: str) -> Iterator[Way]:
-    """More requests in flight; and for one request, where there is use for it, an assistant that counts in the budget.
-
-    Args:
-        options: of the commands.
-    """
-    sizes, name = estimate.sizes, shlex.quote(estimate.sizes.name)
+def _together(estimate: Estimate, batch: int, options: str) -> Way:
+    """More requests in flight; `options` are those of the command."""
+    name = shlex.quote(estimate.sizes.name)
     command = f"offload batch {name} requests.jsonl answers.jsonl{options} --in-flight {IN_FLIGHT}"
-    if not sizes.generates:
+    if not estimate.sizes.generates:
         command = f"offload.map_batches(fn, batches, model, in_flight={IN_FLIGHT}), in Python"
-    yield estimate.of(f"{IN_FLIGHT} requests in flight", command, batch, IN_FLIGHT)
-    if sizes.generates and batch == 1 and sizes.parameters >= _LARGER * _ASSISTANT:
-        beside = replace(estimate, budget=max(0, estimate.budget - _ASSISTANT_BYTES))
-        what = f"with an assistant of {_count(_ASSISTANT)} parameters, some {_ASSUMED} tokens per pass (assumed)"
-        way = beside.of(what, f'offload generate {name}{options} --assistant SMALL --prompt "..."', _DRAFTED + 1)
-        seconds = way.pass_seconds + _DRAFTED * _ASSISTANT_BYTES / estimate.computing.streams
-        yield replace(way, tokens=_ASSUMED, pass_seconds=seconds)
+    return estimate.of(f"{IN_FLIGHT} requests in flight", command, batch, IN_FLIGHT)
 
 
 def _generating(sizes: ModelSizes, options: str) -> str:

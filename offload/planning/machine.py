@@ -19,14 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from offload.errors import MissingFileError
+from offload.errors import ArgumentError, MissingFileError
 from offload.kernels import accelerated
 from offload.kernels.native import description, library, multiply
-from offload.kernels.packed import BLOCKS, GgufRows
+from offload.kernels.packed import BLOCKS, GgufRows, NumberRows
 from offload.memory import available_bytes, cgroup_available, total_bytes
 from offload.prefetch.parallel import read_in_parallel
 from offload.prefetch.plan import Pool
@@ -139,54 +138,76 @@ class Computing:
     Attributes:
         streams: bytes of weights per second in a matrix-vector product, limited by memory bandwidth.
         multiplies: floating-point operations per second in a product with many rows.
-        in_8_bits: packed bytes per second, of 8 bits per number, that are multiplied by one row; where there are no
-            kernels for it, that are decoded.
-        in_4_bits: the same of 4 bits per number.
+        packed: packed bytes per second, of a form, that are multiplied by one row; where there are no kernels for it,
+            that are decoded.
+        call: seconds that an op takes from Python, whatever it computes.
         sends: bytes per second from main memory to an accelerator; None on the CPU.
     """
 
     streams: float
     multiplies: float
-    in_8_bits: float
-    in_4_bits: float
+    packed: float
+    call: float
     sends: float | None = None
 
 
 _ENOUGH = 0.25  # seconds to measure something for
+_ROWS, _COLUMNS = 16384, 4096  # more than the caches of a processor hold
+_IN_8_BITS = ("fp8", "float-quantized", "int8", "int-quantized")  # forms whose numbers take a byte
+_CALLS = 200
 
 
-def computing_rates(device: torch.device) -> Computing:
-    """Measure matrix products in bfloat16 on a device. Takes a few tenths of a second, and 85 MB.
+def computing_rates(device: torch.device, form: str = "") -> Computing:
+    """Measure products in bfloat16 on a device, and calls of a small one. Takes some tenths of a second, and 135 MB.
+
+    Args:
+        device: where to compute.
+        form: in which weights are packed: a kind of blocks of GGUF files, or a method; "" for some in 4 bits.
 
     Example:
         >>> computing_rates(torch.device("cpu")).streams > 0
         True
     """
-    dtype = torch.bfloat16
-    with torch.inference_mode(), torch.device(device):
-        weight = torch.zeros(4096, 4096, dtype=dtype)  # more than processor caches hold
-        one, many = torch.zeros(1, 4096, dtype=dtype), torch.zeros(256, 4096, dtype=dtype)
-        streaming = _seconds(lambda: torch.nn.functional.linear(one, weight), device)
-        multiplying = _seconds(lambda: torch.nn.functional.linear(many, weight), device)
-        in_8_bits, in_4_bits = (_packed_rate(kind, one) for kind in ("Q8_0", "Q4_K"))
+    linear = torch.nn.functional.linear
+    with torch.no_grad(), torch.device(device):
+        weight = torch.zeros(_ROWS, _COLUMNS, dtype=torch.bfloat16)
+        one, many = (torch.zeros(rows, _COLUMNS, dtype=weight.dtype) for rows in (1, 256))
+        small, x = torch.nn.Linear(8, 8, dtype=weight.dtype), torch.zeros(1, 8, dtype=weight.dtype)
+        streaming = _seconds(lambda: linear(one, weight), device)
+        multiplying = _seconds(lambda: linear(many, weight[:_COLUMNS]), device)
+        calling = _seconds(lambda: [small(x) for _ in range(_CALLS)], device) / _CALLS
     sends = None if device.type == "cpu" else bus_rate(device)
-    multiplies = 2 * len(many) * weight.numel() / multiplying
-    return Computing(weight.nbytes / streaming, multiplies, in_8_bits, in_4_bits, sends)
+    multiplies = 2 * len(many) * _COLUMNS * _COLUMNS / multiplying
+    return Computing(weight.nbytes / streaming, multiplies, _packed_rate(form, one), calling, sends)
 
 
-def _packed_rate(kind: str, x: torch.Tensor) -> float:
+def _packed_rate(form: str, x: torch.Tensor) -> float:
     """How many packed bytes per second are multiplied by a row of activations, or decoded."""
-    numbers, nbytes = BLOCKS[kind]
-    rows = torch.zeros(4096, x.shape[1] // numbers * nbytes, dtype=torch.uint8)
-    matrix = GgufRows(kind).matrix([rows], x.shape[1]) if x.device.type == "cpu" and library() is not None else None
-    if matrix is None:
-        return rows.nbytes / _seconds(lambda: decode(rows, kind=kind), x.device)
-    out = torch.empty(len(x), len(rows), dtype=x.dtype)
-    return rows.nbytes / _seconds(lambda: multiply(matrix, x, None, out), x.device)
+    packed, pieces = _packed_in(form, x.device)
+    nbytes = sum(piece.nbytes for piece in pieces)
+    if x.device.type == "cpu" and library() is not None and packed.by_role(pieces, _COLUMNS) is not None:
+        matrix, out = packed.matrix(pieces, _COLUMNS), torch.empty(1, _ROWS, dtype=x.dtype)
+        return nbytes / _seconds(lambda: multiply(matrix, x, None, out), x.device)
+    kind = packed.kind if isinstance(packed, GgufRows) else "Q8_0" if form in _IN_8_BITS else "Q4_K"
+    _, [blocks] = _packed_in(kind, x.device)
+    return blocks.nbytes / _seconds(lambda: decode(blocks, kind=kind), x.device)
+
+
+def _packed_in(form: str, device: torch.device) -> tuple[GgufRows | NumberRows, list[torch.Tensor]]:
+    """Rows of zeros in this form: blocks, or numbers whose factors are stored elsewhere."""
+    kind = form.upper()
+    if kind in BLOCKS:
+        numbers, nbytes = BLOCKS[kind]
+        rows = torch.zeros(_ROWS, _COLUMNS // numbers * nbytes, dtype=torch.uint8, device=device)
+        return GgufRows(kind), [rows]
+    is_byte = form in _IN_8_BITS
+    values = torch.zeros(_ROWS, _COLUMNS if is_byte else _COLUMNS // 2, dtype=torch.uint8, device=device)
+    scales = torch.ones(_ROWS, 1 if is_byte else _COLUMNS // 32, dtype=torch.bfloat16, device=device)
+    return (NumberRows("e4m3") if is_byte else NumberRows("halves_low", group=32)), [values, scales]
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:
-    """The median time of five runs, or of as many as take a quarter of a second, after a warm-up."""
+    """The least time of five runs, or of as many as take a quarter of a second, after a warm-up."""
     taken: list[float] = []
     while len(taken) < 2 or (len(taken) < 6 and sum(taken[1:]) < _ENOUGH):
         started = time.perf_counter()
@@ -194,7 +215,7 @@ def _seconds(act: Callable[[], object], device: torch.device) -> float:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         taken.append(time.perf_counter() - started)
-    return median(taken[1:])
+    return min(taken[1:])
 
 
 def reading_rate(path: Path, *, nbytes: int = 256 << 20) -> float | None:
@@ -210,6 +231,22 @@ def reading_rate(path: Path, *, nbytes: int = 256 << 20) -> float | None:
         with suppress(OSError):
             return _rate(size, lambda: _read(path, os.O_DIRECT, size))
     return None
+
+
+def disk_rate_at(file: Path | None) -> float:
+    """Rate of reading the file of a model, or in the folder where the hub's would be.
+
+    Raises:
+        ArgumentError: it could not be measured.
+    """
+    rate = None if file is None else reading_rate(file)
+    if rate is None:
+        folder = Path.cwd() if file is None else file.parent
+        disk = diagnose(folder if os.access(folder, os.W_OK) else Path.cwd()).disk
+        rate = disk.reads_direct or disk.reads
+    if rate is None:
+        raise ArgumentError("the disk could not be measured here: give disk_rate, as '2GB'")
+    return rate
 
 
 def _installed() -> dict[str, str]:

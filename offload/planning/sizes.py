@@ -7,7 +7,6 @@ Always true:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from offload.integrations.hub import finding_base, headers_of
 from offload.integrations.transformers import model_on_meta, writes_text
 from offload.system.regular import is_there, text_of
 from offload.tensor.wrapper import PathLike
+from offload.torch_api import TorchDispatchMode
 from offload.transformers_api import cache_of
 
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
@@ -56,7 +56,7 @@ class ModelSizes:
         packed_experts: stored size of routed experts that are packed.
         share: fraction of the experts that a token is routed to.
         kv_per_token: keys and values per token of context; None if unknown.
-        dispatch: time in seconds of a one-token pass on the meta device; 0 if unknown.
+        ops: called in a pass, in each of which some time is Python's; 0 if unknown.
         file: the largest of its files, if local.
         generates: whether it continues text, as `offload generate` needs.
     """
@@ -73,7 +73,7 @@ class ModelSizes:
     packed_experts: int
     share: float
     kv_per_token: int | None
-    dispatch: float
+    ops: int
     file: Path | None
     generates: bool = True
 
@@ -157,7 +157,7 @@ def sizes_from(
     model, config, _ = model_on_meta(folder, stored=len(entries), trust_remote_code=trust_remote_code)
     text = config.get_text_config(decoder=True)
     tables = _tables(model)
-    kv_per_token, dispatch = _empty_passes(model)
+    kv_per_token, ops = _empty_passes(model)
     experts = {key: entry for key, entry in entries.items() if _is_expert(key)}
     rows = {key: entry for key, entry in entries.items() if key in tables or _is_table(key, entries)}
     return ModelSizes(
@@ -173,7 +173,7 @@ def sizes_from(
         packed_experts=_packed(experts),
         share=_first(text, _ROUTED, 1) / max(_first(text, _EXPERTS, 1), 1) if experts else 1.0,
         kv_per_token=kv_per_token,
-        dispatch=dispatch,
+        ops=ops,
         file=largest,
         generates=writes_text(model),
     )
@@ -214,17 +214,30 @@ def _form(config: Any, entries: Mapping[str, StoredTensor]) -> str:
     return max(by_dtype, key=lambda dtype: by_dtype[dtype])
 
 
-def _empty_passes(model: Any) -> tuple[int | None, float]:
-    """The bytes of keys and values that one more token adds, as laid out by the model; and the seconds of a pass."""
+class _Ops(TorchDispatchMode):
+    """Counts ops."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _empty_passes(model: Any) -> tuple[int | None, int]:
+    """The bytes of keys and values that one more token adds, as laid out by the model; and the ops of a pass."""
     try:
         model = model.to(model.config.dtype or torch.bfloat16)
         with torch.no_grad(), torch.device("meta"):
-            held = [_held(model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=True)) for tokens in (1, 2)]
-            started = time.perf_counter()
-            model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True)
-            return held[1] - held[0], time.perf_counter() - started
+            tokens = torch.zeros(1, 2, dtype=torch.int64)
+            two = _held(model(tokens, use_cache=True))
+            with _Ops() as ops:
+                one = _held(model(tokens[:, :1], use_cache=True))
+            return two - one, ops.count
     except Exception:  # it takes other inputs, or depends on values
-        return None, 0.0
+        return None, 0
 
 
 def _held(output: Any) -> int:

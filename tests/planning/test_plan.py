@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,8 @@ from transformers import (
 import offload
 from offload import cli
 from offload.errors import ArgumentError, CheckpointError
-from offload.planning.estimate import Estimate, _others
+from offload.planning import machine
+from offload.planning.estimate import Estimate
 from offload.planning.machine import Computing, Disk
 from offload.planning.sizes import DENSE, sizes_of
 from offload.transformers_api import cache_option
@@ -136,18 +136,17 @@ def test_only_configuration_and_headers_are_fetched_from_the_hub(saved: Any, mon
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor with 1 MB of weights and 10 million operations per second."""
-    rates = Computing(streams=MB, multiplies=10 * MB, in_8_bits=MB, in_4_bits=MB)
-    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _device: rates)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with 1 MB of weights and 10 million operations per second, and a millisecond per call."""
+    rates = Computing(streams=MB, multiplies=10 * MB, packed=MB, call=1e-3)
+    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _device, _form: rates)
 
 
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("slow_machine")
 def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(
-    saved: Any, monkeypatch: pytest.MonkeyPatch
+    saved: Any,
 ) -> None:
-    """The budget is above the minimum; the rates are scaled accordingly. The clock says that a pass takes 0.5 s."""
-    monkeypatch.setattr("offload.planning.sizes.time", SimpleNamespace(perf_counter=count(0.0, 0.5).__next__))
+    """The budget is above the minimum; the rates are scaled accordingly."""
     folder = saved(LlamaConfig(**{**HALF, "hidden_size": 512, "intermediate_size": 1024}))
     sizes = sizes_of(folder)
     whole, budget = sizes.stored - sizes.rows, MB + 48576
@@ -159,8 +158,7 @@ def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(
     assert reads == pytest.approx(slow.reads, rel=1e-6) == quick.reads
     assert ("reading", "computing") == (slow.bound, quick.bound)
     assert slow.reads / 1000 == pytest.approx(slow.token_seconds)
-    assert 0.5 == sizes.dispatch  # on the meta device, which is twice as slow
-    assert whole / MB + 0.25 == pytest.approx(quick.token_seconds)
+    assert whole / MB + sizes.ops * 1e-3 == pytest.approx(quick.token_seconds)
     assert slow.first_seconds == pytest.approx(whole / 1000)
 
 
@@ -179,17 +177,16 @@ def test_values_that_every_token_reads_stay_before_experts(saved: Any) -> None:
     assert 0 == sizes.missing(1, sizes.stored) == sizes.missing(8, sizes.stored)
 
 
-FAST = Computing(streams=1e30, multiplies=1e30, in_8_bits=1e30, in_4_bits=1e30)
+FAST = Computing(streams=1e30, multiplies=1e30, packed=1e30, call=0.0)
 
 
 @pytest.mark.parametrize(
     ("form", "slow", "seconds"),
     [
         ("bfloat16", {"streams": 1.0}, 60),
-        ("fp8", {"in_8_bits": 1.0}, 40),
-        ("q4_k", {"in_4_bits": 1.0}, 40),
-        ("q4_k", {"in_8_bits": 1.0}, 0),
+        ("fp8", {"packed": 1.0}, 40),
         ("bfloat16", {"multiplies": 1.0}, 2 * 3 * 90),
+        ("bfloat16", {}, 0),
     ],
 )
 def test_a_batch_takes_streaming_its_bytes_or_multiplying_them_and_calling_kernels(
@@ -197,16 +194,16 @@ def test_a_batch_takes_streaming_its_bytes_or_multiplying_them_and_calling_kerne
 ) -> None:
     """Each of the batches in flight; the rates that are not given are infinite."""
     counts = {"stored": 100, "rows": 0, "packed": 40, "parameters": 90, "looked_up": 0}
-    sizes = replace(sizes_of(saved(LlamaConfig(**HALF))), form=form, dispatch=2.0, **counts)
+    sizes = replace(sizes_of(saved(LlamaConfig(**HALF))), form=form, ops=4, **counts)
 
     for in_flight in (1, 3):
-        way = Estimate(sizes, MB, 1e30, replace(FAST, **slow)).of("", "", batch=3, in_flight=in_flight)
+        way = Estimate(sizes, MB, 1e30, replace(FAST, call=0.25, **slow)).of("", "", batch=3, in_flight=in_flight)
 
         assert in_flight * (seconds + 1) == pytest.approx(way.pass_seconds) == way.first_seconds
         assert ("computing", 3 * in_flight) == (way.bound, way.tokens)
 
 
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("slow_machine")
 def test_disk_bound_models_gain_from_requests_in_flight(saved: Any) -> None:
     folder = saved(LlamaConfig(**{**HALF, "hidden_size": 512, "intermediate_size": 1024}))
 
@@ -233,8 +230,9 @@ def test_the_command_prints_a_plan_in_words_and_as_json(saved: Any, capsys: pyte
 
     *words, last = capsys.readouterr().out.splitlines()
     assert words[0].startswith("Runs here: ")
-    assert any(line.startswith("as it is, bound by ") for line in words)
-    assert 8 + 3 >= len(words)  # three are about keys and values without memory
+    labels = [line[2:10].strip() for line in words[1:]]
+    assert ["model", "memory", "a pass", "type", "note", "", ""] == labels[:7]  # the note is three lines
+    assert all(line[:2] == "  " != line[10:11] for line in words[1:])
     assert json.loads(last)["as_it_is"]["reads"] == sizes_of(folder).needed(1)
 
 
@@ -253,7 +251,7 @@ def test_a_plan_for_an_accelerator_is_about_its_memory(
     device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = replace(FAST, sends=1e6)
-    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _: rates)
+    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda *_: rates)
     LlamaForCausalLM(LlamaConfig(**HALF | {"vocab_size": 20_000})).save_pretrained(folder)
     stored = sizes_of(folder).stored
 
@@ -272,13 +270,13 @@ def test_a_plan_for_an_accelerator_is_about_its_memory(
     sent = does_not.model.needed(1) * (1 - (stored // 2 - context) / stored)
     assert does_not.as_it_is.sends == pytest.approx(sent, abs=2)
     assert does_not.as_it_is.pass_seconds == does_not.as_it_is.sends / 1e6
-    assert "bound by sending: a pass reads nothing and sends " in str(does_not)
-    assert "\nthe device has " in str(does_not)
+    assert "a pass  reads nothing, sends " in str(does_not)
+    assert "\n  device  " in str(does_not)
 
 
 def test_small_numbers_are_written_in_full(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _device: FAST)
-    monkeypatch.setattr("offload.planning.sizes._empty_passes", lambda _model: (64, 0.0))
+    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda *_: FAST)
+    monkeypatch.setattr("offload.planning.sizes._empty_passes", lambda _model: (64, 0))
     folder = saved(LlamaConfig(**HALF))
 
     said = str(offload.plan(folder, disk_rate="1GB"))
@@ -286,10 +284,11 @@ def test_small_numbers_are_written_in_full(saved: Any, monkeypatch: pytest.Monke
     assert said.startswith("Runs here: under 1 ms per token. It fits in memory: use plain transformers, ")
     assert " 0 ms" not in said
     assert f": {sizes_of(folder).parameters:,} parameters, " in said
-    assert "a pass reads nothing; " in said
+    assert "a pass  reads nothing, " in said
+    assert "tokens/s" not in said
 
 
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("slow_machine")
 def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.planning.estimate.available_bytes", lambda: MB)
     plan = offload.plan(saved(LlamaConfig(**HALF)), max_memory="1MiB", disk_rate="1GB", context=10_000)
@@ -299,10 +298,10 @@ def test_a_context_that_leaves_no_memory_for_weights_is_reported(saved: Any, mon
     assert "keys and values leave no memory for the weights: shorten the context," in said
     assert f"adds up to {plan.context_bytes / 1e6:.0f} ms of reading per step" in said
     assert f"{cache_option()}=offload.integrations.kv_cache(model)" in said
-    assert "weights 0 bytes" in said
+    assert "0 bytes of weights stay" in said
 
 
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("slow_machine")
 def test_a_budget_is_for_weights_where_keys_and_values_have_room_beside_it(saved: Any) -> None:
     folder = saved(LlamaConfig(**{**HALF, "hidden_size": 512, "intermediate_size": 1024}))
 
@@ -312,7 +311,7 @@ def test_a_budget_is_for_weights_where_keys_and_values_have_room_beside_it(saved
     assert not any("leave no memory" in str(plan) for plan in plans)
 
 
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("slow_machine")
 def test_the_first_line_answers_the_question(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(LlamaConfig(**{**HALF, "hidden_size": 512, "intermediate_size": 1024}))
 
@@ -323,14 +322,15 @@ def test_the_first_line_answers_the_question(saved: Any, monkeypatch: pytest.Mon
 
     best = slow.ways[0]
     assert (0, slow.model.needed(1), False) == (slow.as_it_is.stays, slow.as_it_is.reads, slow.fits)
-    assert "0 bytes may stay in memory" in str(slow)
-    assert f"Runs here, slowly: {slow.as_it_is.token_seconds:.2g} s per token; {best.what} " in str(slow)
+    assert "0 bytes of weights stay, 0 bytes may" in str(slow)
+    assert f"Runs here, slowly: {slow.as_it_is.token_seconds:.2g} s per token.\n" in str(slow)
+    assert f"  faster  {best.token_seconds:.2g} s per token, with {best.what}:\n          {best.command}" in str(slow)
     assert quick.as_it_is.token_seconds < 1
     assert str(quick).startswith("Runs here: ")
     assert (False, "Does not run here: keys and values of the context take ") == (never.runs, never.answer[:55])
 
 
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("slow_machine")
 def test_a_packed_model_that_fits_is_said_to_fit(tmp_path: Path) -> None:
     FORMS["fp8-llama"].write(tmp_path)
 
@@ -383,18 +383,51 @@ def test_the_error_asks_for_the_disk_rate_if_it_can_not_be_measured(
     assert offload.plan(folder, disk_rate="2GB").disk_rate == 2e9
 
 
-def test_an_assistant_is_offered_for_one_request_of_a_large_model(saved: Any) -> None:
-    """With the tokens per pass that are assumed; it takes its part of the budget, and time of its own."""
-    sizes = sizes_of(saved(LlamaConfig(**HALF)))
-    large = replace(sizes, parameters=8 * 10**9, looked_up=0, stored=16 * 10**9, rows=0, dispatch=0.0)
-    estimate = Estimate(large, 10 * 10**9, 1e9, replace(FAST, streams=2e10))
+def test_a_pass_has_as_many_ops_as_the_model_calls(saved: Any) -> None:
+    """Whatever the sizes: a second layer calls what the first one does."""
+    ops = [sizes_of(saved(LlamaConfig(**{**HALF, "num_hidden_layers": layers}))).ops for layers in (1, 2, 3)]
+    wide = sizes_of(saved(LlamaConfig(**{**HALF, "intermediate_size": 512}))).ops
 
-    together, way = _others(estimate, 1, " --device cpu")
+    assert 0 < ops[0]
+    assert ops[1] - ops[0] == ops[2] - ops[1] > 7 * 2  # seven products, each with a view
+    assert ops[1] == wide
 
-    assert ["16 requests in flight"] == [together.what] == [way.what for way in _others(estimate, 2, "")]
-    assert "with an assistant of 600 million parameters, some 5 tokens per pass (assumed)" == way.what
-    assert 10**10 - 12 * 10**8 == way.stays
-    assert 16 * 10**9 - way.stays == pytest.approx(way.reads)
-    assert (7.2 + 8 * 0.06) / 5 == pytest.approx(way.token_seconds)
-    assert way.command.startswith("offload generate")
-    assert way.command.endswith(' --device cpu --assistant SMALL --prompt "..."')
+
+@pytest.mark.parametrize("form", ["q4_k", "mxfp4", "fp8", "pack-quantized", ""])
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_rates_are_measured_in_the_form_of_a_model(
+    form: str, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_ROWS", 64)
+    if not has_kernels:
+        monkeypatch.setattr(machine, "library", lambda: None)
+
+    rates = machine.computing_rates(torch.device("cpu"), form)
+
+    _, pieces = machine._packed_in(form, torch.device("cpu"))
+    bits = {"fp8": 8.0, "mxfp4": 4.25}.get(form, 4.5)
+    assert min(rates.streams, rates.multiplies, rates.packed, rates.call) > 0
+    assert bits * 64 * 4096 / 8 == pytest.approx(sum(piece.nbytes for piece in pieces), rel=0.01)
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_a_plan_on_a_terminal_is_in_colours_and_elsewhere_is_not(
+    saved: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["plan", str(saved(LlamaConfig(**HALF))), "--disk-rate", "1GB"]
+    said = {}
+    for name, settings in {
+        "plain": {},
+        "terminal": {"FORCE_COLOR": "1"},
+        "bare": {"FORCE_COLOR": "1", "NO_COLOR": "1"},
+    }.items():
+        with monkeypatch.context() as place:
+            for variable, value in settings.items():
+                place.setenv(variable, value)
+            assert 0 == cli.main(command)
+            said[name] = capsys.readouterr().out
+
+    assert "\x1b" not in said["plain"]
+    assert "\x1b[1;32mRuns here" in said["terminal"]
+    assert "\x1b[36moffload generate" in said["terminal"]
+    assert "\x1b[36m" not in said["bare"]

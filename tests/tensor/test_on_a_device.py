@@ -400,7 +400,7 @@ def test_the_keys_and_values_of_a_context_have_room_on_a_device(
     """Of 4,096 tokens before `generate` says how many; `plan` and `doctor` say the same."""
     delayed.ops.late(20)
     caplog.set_level("INFO", "offload.budget")
-    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _: Computing(1e9, 1e9, 1e9, 1e9, 1e9))
+    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda *_: Computing(1e9, 1e9, 1e9, 0.0, 1e9))
     FORMS["llama"].write(folder)
     delayed.filled_up_to(256 * MIB)
     model = offload.from_pretrained(folder, device_map="disk:delayed:0")
