@@ -85,6 +85,7 @@ GUESTS = {
     "models.device_map": {"accelerate"},
     "models.hooks": {"accelerate"},
     "checkpoints.writing": {"huggingface_hub"},
+    "planning.check": {"transformers"},
     "kernels.packed": {"gguf"},
     "storage.gguf_header": {"gguf"},
     "tensor.blocks": {"gguf"},

@@ -15,16 +15,26 @@ if TYPE_CHECKING:
     from offload.planning.machine import Diagnosis
 
 
-def doctor(options: argparse.Namespace) -> None:
+def doctor(options: argparse.Namespace) -> int:
     """Say what this machine can do: versions, devices, memory, and the speed of a folder's disk."""
     with doing("measuring the disk"):
         from offload.planning.machine import diagnose
 
         found = diagnose(options.folder)
+    checks: dict[str, str | None] = {}
+    if options.check:
+        with doing("comparing tiny models"):
+            from offload.planning.check import check
+            from offload.transformers_api import disable_progress_bar
+
+            disable_progress_bar()
+            checks = dict(check())
     if options.json:
-        print_json(found)
+        print_json({**vars(found), **({"checks": checks} if options.check else {})})
     else:
-        print_pairs(_lines(found).items())
+        on_disk = {f"{what}, on disk": failure or "as in memory, bit for bit" for what, failure in checks.items()}
+        print_pairs({**_lines(found), **on_disk}.items())
+    return int(any(checks.values()))
 
 
 def _lines(found: Diagnosis) -> dict[str, str]:

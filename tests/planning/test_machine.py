@@ -19,6 +19,7 @@ from offload.planning.machine import diagnose
 from offload.torch_api import TESTED
 
 SIZE = 16 << 20
+CHECKED = ["a dense model", "a mixture of experts", "packed weights"]
 
 
 def test_a_diagnosis_holds_the_figures_of_the_machine_and_leaves_nothing(tmp_path: Path) -> None:
@@ -93,3 +94,17 @@ def test_a_release_newer_than_all_tested_is_named(
     printed = " ".join(capsys.readouterr().out.split())
     assert f"torch 2.99.0+cpu, newer than what was tested ({TESTED[-1]})" in printed
     assert f"transformers {transformers.__version__}, newer than what was tested (5.2)" in printed
+
+
+@pytest.mark.slow(10)
+def test_a_check_compares_models_and_says_which_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 0 == cli.main(["doctor", str(tmp_path), "--check", "--json"])
+    assert dict.fromkeys(CHECKED) == json.loads(capsys.readouterr().out)["checks"]
+
+    monkeypatch.setattr("offload.planning.check.load_file", lambda path: {"x": torch.ones(3)})  # no weights
+    assert 1 == cli.main(["doctor", str(tmp_path), "--check", "--json"])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [None, None] == [checks.pop(name) for name in CHECKED[:2]]
+    assert [CHECKED[2]] == [name for name, failure in checks.items() if failure]
