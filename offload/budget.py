@@ -8,8 +8,8 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -186,39 +186,49 @@ def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
             leaving.extend(pool.reconsider(anew=True))
 
 
-def fill_devices(model: nn.Module, context: int | None = None) -> None:
+def expect_context(model: nn.Module) -> None:
+    """Keep room on the accelerators of a model for keys and values, and log what else there is room for."""
+    for device, pool, nbytes in _on_devices(model):
+        with lock():
+            pool.beside[model] = _CONTEXT * kv_bytes_per_token(model)
+            room = pool.room()
+        _tell(device, pool, nbytes, room)
+
+
+@contextmanager
+def filled_devices(model: nn.Module, context: int | None = None) -> Iterator[None]:
     """Let as much of a model stay on its accelerators as there is room for now: see `set_max_memory`.
 
     Args:
-        context: tokens whose keys and values will be there, too; None for 4,096.
+        context: tokens whose keys and values will be there in this block, beside those of other blocks; None for 4,096.
     """
-    for pool in expect_context(model, context):
-        with replanning() as leaving:
-            leaving.extend(pool.grant())
+    there, key = _on_devices(model), object()
+    try:
+        for device, pool, nbytes in there:
+            with replanning() as leaving:
+                pool.contexts[key] = model, (context or _CONTEXT) * kv_bytes_per_token(model)
+                leaving.extend(pool.grant())
+                room = pool.room()
+            _tell(device, pool, nbytes, room)
+        yield
+    finally:
+        with lock():
+            for _, pool, _ in there:
+                pool.contexts.pop(key, None)
 
 
-def expect_context(model: nn.Module, context: int | None = None) -> list[OnDevice]:
-    """Keep room for keys and values on the accelerators of a model, and log what else there is room for.
-
-    Args:
-        context: as for `fill_devices`.
-
-    Returns:
-        The budgets there.
-    """
+def _on_devices(model: nn.Module) -> list[tuple[torch.device, OnDevice, int]]:
+    """The accelerators of a model, their budgets, and the bytes that are expected there."""
     there: dict[torch.device, dict[Handle, None]] = {}
     for module in model.modules() if usable_accelerator() is not None else ():
         if not isinstance(module, nn.Embedding):  # of a table, rows are sent
             for one in map(local_of, (*module.parameters(False), *module.buffers(False))):
                 if is_offloaded(one) and one.device.type != "cpu":
                     there.setdefault(one.device, {}).update(dict.fromkeys(stored_in([handle_of(one)])))
-    pools = {device: pool_on(device, page_state_of(next(iter(handles))).pool) for device, handles in there.items()}
-    for device, pool in pools.items():
-        with lock():
-            pool.beside[model] = (context or _CONTEXT) * kv_bytes_per_token(model)
-            room = pool.room()
-        _tell(device, pool, sum(handle.extent[1] for handle in there[device]), room)
-    return list(pools.values())
+    return [
+        (device, pool_on(device, page_state_of(next(iter(handles))).pool), sum(one.extent[1] for one in handles))
+        for device, handles in there.items()
+    ]
 
 
 def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:
@@ -353,7 +363,10 @@ def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, OnDev
     """The budget in main memory, in bytes, and those on accelerators."""
     shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
     amounts = {_accelerator(device): amount for device, amount in shares.items() if device != "cpu"}
-    on_devices = {device: OnDevice(as_budget(amount, free_on(device)), device) for device, amount in amounts.items()}
+    free = {device: free_on(device) for device in amounts}
+    if silent := [str(device) for device, amount in amounts.items() if isinstance(amount, float) and not free[device]]:
+        raise ArgumentError(f"max_memory: {silent[0]} tells of no free memory to take a part of: give bytes, as '8GiB'")
+    on_devices = {device: OnDevice(as_budget(amount, free[device]), device) for device, amount in amounts.items()}
     share = shares.get("cpu")
     return None if share is None else as_budget(share, available_bytes()), on_devices
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from offload.kernels import native
 from offload.memory import available_bytes
 from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
@@ -147,8 +148,8 @@ class Staging:
             slot = next(self._slots) if pinned is None else PinnedSlot(pinned, self._module.Event())
             memory = slot.memory
             slot.copied.synchronize()
-            for (begin, size), one in zip(spans, stored or (), strict=False):
-                memory[begin : begin + size].copy_(one)
+            if stored is not None:
+                native.gather(stored, [begin for begin, _ in spans], memory)
             place.copy_(memory[:nbytes], non_blocking=True)
             arrived = self._module.Event()
             arrived.record(self._stream)
@@ -184,10 +185,9 @@ class Staging:
     def _copy(self, part: torch.Tensor, place: torch.Tensor) -> None:
         slot = next(self._slots)
         slot.copied.synchronize()
-        pinned = slot.memory[: part.nbytes]
-        pinned.copy_(part)
+        native.gather([part], [0], slot.memory)
         self.copies += 1
-        place.copy_(pinned, non_blocking=True)
+        place.copy_(slot.memory[: part.nbytes], non_blocking=True)
         slot.copied.record(self._stream)
 
 

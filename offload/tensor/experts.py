@@ -8,6 +8,7 @@ Always true:
   these in one call; one with many is multiplied by torch, by each piece where it lies, or once that is decoded
 - the result of a token depends neither on the other tokens nor on what is in memory, but for experts with many of them
 - several batches can be computed as one: how many tokens an expert has is then counted in each of them
+- for an accelerator, those that do not stay there are computed here meanwhile, if there are few tokens and that wins
 - what the kernels do not take is left to the caller, which then computes all of it
 """
 
@@ -31,13 +32,15 @@ from offload.errors import OffloadError, RowIndexError
 from offload.kernels import native
 from offload.kernels.native import ExpertRows, Product, WeightedSum, most_rows
 from offload.prefetch import direct
+from offload.prefetch.copies import streams_to
 from offload.prefetch.engine import compute_once, ensure_resident, is_shared, prefetch, touch_if_resident
 from offload.prefetch.loads import Arriving, load_of, parts_of_files, start_of, taken_from
 from offload.prefetch.scratch import LEAST, scratch_for
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor.backends import COMPILED, any_rows, product_with
-from offload.tensor.guests import CPU
+from offload.tensor.guests import CPU, sent_to
+from offload.tensor.hybrid import crosses, wins
 from offload.tensor.products import is_plain, may_be_fused, runs_of
 from offload.tensor.recipes import Piece
 from offload.tensor.rules import records_graph
@@ -109,23 +112,95 @@ def multiplied_by_experts(
         RowIndexError: there is no such expert.
         ReadError, MissingFileError, ChangedFileError: a note says of which expert.
     """
-    if type(up) is not OffloadedTensor or type(down) is not OffloadedTensor or not _are_routed(x, picks, weights):
+    if type(up) is not OffloadedTensor or type(down) is not OffloadedTensor:
         return None
-    if modes_are_on() or records_graph((x, weights, up, down), {}) or not may_be_fused(x, up.dtype):
+    device = up._target
+    if not _are_routed(x, picks, weights, device):
         return None
-    if down.dtype != x.dtype or any(type(one._handle) is Traced or one._target != CPU for one in (up, down)):
+    if modes_are_on() or records_graph((x, weights, up, down), {}) or not may_be_fused(x, up.dtype, device):
+        return None
+    if down.dtype != x.dtype or any(type(one._handle) is Traced or one._target != device for one in (up, down)):
+        return None
+    if device != CPU and not crosses(x, device):
         return None
     stack = _Stack.of(between.owner, up, down, is_turned=is_turned)
     if not stack.fits(x.shape[1], between):
         return None
-    act = Act(x, picks, weights, stack, between)
+    if device == CPU:
+        return _done(Act(x, picks, weights, stack, between))
+    matrices = [one.mT if is_turned else one for one in (up, down)]
+    return _beside_a_device(x, picks, weights, matrices, stack, between)
+
+
+def _done(act: Act) -> torch.Tensor | None:
     gather: Gather | None = getattr(_GATHERING, "gather", None)
     return act.result() if gather is None else gather(act)
 
 
-def _are_routed(x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether each token has numbers of experts, and a weight for each of them, in memory."""
-    if not all(is_plain(one) and one.dim() == _OF_ROWS for one in (x, picks, weights)):
+def _beside_a_device(
+    x: torch.Tensor,
+    picks: torch.Tensor,
+    weights: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    stack: _Stack,
+    between: Between,
+) -> torch.Tensor | None:
+    """The sum for tokens on a device: of experts that stay there, and of the others, which are computed here meanwhile.
+
+    None if all stay, if it is not worth it, or if there is no such expert.
+    """
+    device, numbers, count = x.device, picks.cpu(), stack.count
+    used = [one for one in numbers.unique().tolist() if one != count]
+    if used and not 0 <= used[0] <= used[-1] < count:
+        return None
+    experts = [(number, stack.expert(number, x.dtype)) for number in used]
+    away = torch.tensor([one for one, expert in experts if expert is not None and streams_to(device, expert.reads)])
+    if not len(away):
+        return None
+    is_away = torch.isin(numbers, away)
+    act = Act(x.cpu(), numbers.where(is_away, count), weights.cpu(), stack, between, torch.float32)
+
+    def on_device(numbers: torch.Tensor) -> torch.Tensor:
+        return _computed_there(x, numbers, weights, matrices, count, between)
+
+    def send() -> torch.Tensor:
+        return on_device(numbers.where(is_away, count))
+
+    if not wins(stack.pieces, x, device, act.result, send, len(away).bit_length()):
+        return None
+    there = on_device(numbers.masked_fill(is_away, count))
+    here = _done(act)
+    return None if here is None else there.add_(sent_to(here, device)).to(x.dtype)
+
+
+def _computed_there(
+    x: torch.Tensor,
+    numbers: torch.Tensor,
+    weights: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    count: int,
+    between: Between,
+) -> torch.Tensor:
+    """The sum in float32 of some experts on the device of x, which goes on by itself.
+
+    Args:
+        numbers: (tokens, picks), on the CPU; `count` for none.
+        matrices: (experts, outputs, inputs) of `up` and of `down`.
+    """
+    up, down = matrices
+    results = x.new_zeros(numbers.numel(), down.shape[1], dtype=torch.float32)
+    for number in numbers[numbers != count].unique().tolist():
+        places = (numbers.view(-1) == number).nonzero().flatten()
+        own, rows = torch.full_like(places, number), places.div(numbers.shape[1], rounding_mode="floor")
+        found = between.gate(F.linear(x[rows.to(x.device)], up[number]), own).to(x.dtype)
+        found = F.linear(found, down[number])
+        results[places.to(x.device)] = (found if between.finish is None else between.finish(found, own)).float()
+    return results.view(*numbers.shape, -1).mul_(weights.float().unsqueeze(-1)).sum(1)
+
+
+def _are_routed(x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, device: torch.device) -> bool:
+    """Whether each token has numbers of experts, and a weight for each of them, in the memory of a device."""
+    if not all(is_plain(one, device) and one.dim() == _OF_ROWS for one in (x, picks, weights)):
         return False
     are_numbers = picks.dtype in (torch.int64, torch.int32) and weights.is_floating_point()
     fits = len(x) == len(picks) and picks.shape == weights.shape
@@ -222,6 +297,7 @@ class _Stack:
 
     Attributes:
         key: of the two tensors, as long as they live.
+        pieces: `up` and `down`, with the rows of their experts.
         columns: of `up`'s rows and of `down`'s.
         outputs: rows of `up` and of `down`.
     """
@@ -232,12 +308,12 @@ class _Stack:
         self.name = first.name
         self.count = len(up)
         self._sources = first.source, second.source
-        self._pieces = [
+        self.pieces = [
             Piece(handle_of(one), view_spec_of(one).transpose(-2, -1) if is_turned else view_spec_of(one))
             for one in (up, down)
         ]
         self._counts = [len(up), len(down)]
-        self.outputs, self.columns = zip(*(piece.view_spec.shape[1:] for piece in self._pieces), strict=True)
+        self.outputs, self.columns = zip(*(piece.view_spec.shape[1:] for piece in self.pieces), strict=True)
         self._known: dict[int, _Known | None] = {}
 
     @classmethod
@@ -249,7 +325,7 @@ class _Stack:
         return found
 
     def _is_of_now(self) -> bool:
-        sources = (piece.handle.source for piece in self._pieces)
+        sources = (piece.handle.source for piece in self.pieces)
         return all(map(operator.is_, sources, self._sources)) and not self._is_exact()
 
     def _is_exact(self) -> bool:
@@ -263,7 +339,7 @@ class _Stack:
     def expert(self, number: int, dtype: torch.dtype) -> _Known | None:
         """An expert; None if C does not take it, for activations of a dtype."""
         if number not in self._known:
-            up, down = (runs_of(Piece(one.handle, one.view_spec[number]), dense_too=True) for one in self._pieces)
+            up, down = (runs_of(Piece(one.handle, one.view_spec[number]), dense_too=True) for one in self.pieces)
             is_taken = all(COMPILED.supports("multiply", run, dtype, 1) for run in (*up, *down))
             self._known[number] = _Known(up, down) if up and down and is_taken else None
         return self._known[number]
@@ -308,7 +384,13 @@ class Act:
     """
 
     def __init__(
-        self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, stack: _Stack, between: Between
+        self,
+        x: torch.Tensor,
+        picks: torch.Tensor,
+        weights: torch.Tensor,
+        stack: _Stack,
+        between: Between,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._x = x.resolve_neg() if x.stride(1) == 1 else x.contiguous()
         self._picks, self._stack, self._between = picks, stack, between
@@ -316,7 +398,8 @@ class Act:
         self._most = native.MOST_ROWS if any_rows.get() else most_of_an_expert(x.dtype)
         self._tokens_of = [len(x)]  # each batch
         self.is_last = not is_shared()
-        self.key = stack, between.owner, self._most, x.dtype, x.shape[1], picks.shape[1]
+        self._dtype = dtype or x.dtype  # of the sum
+        self.key = stack, between.owner, self._most, x.dtype, self._dtype, x.shape[1], picks.shape[1]
         self.nbytes = picks.numel() * stack.outputs[1] * torch.float32.itemsize
 
     @classmethod
@@ -349,7 +432,7 @@ class Act:
         self._places[order] = torch.arange(len(order))
         if rows < len(order):
             self._places[order[rows:]] = -1
-        self._out = torch.empty(len(self._x), self._stack.outputs[1], dtype=self._x.dtype)
+        self._out = torch.empty(len(self._x), self._stack.outputs[1], dtype=self._dtype)
         with closing(self._as_they_arrive(groups)) as arriving:
             for some, are_last in arriving:
                 self._multiply(some, are_last=are_last)

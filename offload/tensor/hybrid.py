@@ -1,7 +1,8 @@
 """Products for an accelerator that are computed where the weight lies, in main memory: a few rows go over and back.
 
 Always true:
-- only of a packed weight that does not stay on the device; it is sent at its first use, so that its budget knows it
+- only of a packed weight, or of experts, that do not stay on the device; each is sent at its first use, so that its
+  budget knows it
 - both ways are timed once per form and size, here and now; without a clear difference the weight is sent
 - neither in exact mode, nor with `OFFLOAD_HYBRID=off`
 """
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from offload.prefetch.copies import streams_to
 from offload.prefetch.staging import staging_for
+from offload.tensor.guests import sent_to
 from offload.tensor.recipes import Piece
 
 MOST_ROWS = 8
@@ -38,23 +40,44 @@ def multiplied_where_it_lies(
         multiply: the product with rows in main memory; None if the kernels do not take it.
         send: the product on the device.
     """
-    staging = staging_for(device)
-    if staging is None or os.environ.get("OFFLOAD_HYBRID") == "off" or torch.is_autocast_enabled(device.type):
-        return None
-    if type(x) is not torch.Tensor or x.device != device or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
-        return None
-    if not streams_to(device, weight.reads(weight.view_spec)):
+    if not crosses(x, device) or not streams_to(device, weight.reads(weight.view_spec)):
         return None
 
     def there_and_back() -> torch.Tensor | None:
         found = multiply(x.cpu())
-        return None if found is None else found.to(device)
+        return None if found is None else sent_to(found, device)
 
-    rows, form = x.numel() // x.shape[-1], getattr(weight.handle.composed, "form", None)
-    key = form, tuple(weight.view_spec.shape), x.dtype, rows
+    return there_and_back() if wins((weight,), x, device, there_and_back, send) else None
+
+
+def crosses(x: torch.Tensor, device: torch.device) -> bool:
+    """Whether activations on a device are few enough to be sent to a weight, and that is not switched off."""
+    if staging_for(device) is None or os.environ.get("OFFLOAD_HYBRID") == "off":
+        return False
+    is_there = type(x) is torch.Tensor and x.device == device and not torch.is_autocast_enabled(device.type)
+    return is_there and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+
+
+def wins(
+    weights: Sequence[Piece],
+    x: torch.Tensor,
+    device: torch.device,
+    there_and_back: Callable[[], object],
+    send: Callable[[], object],
+    *others: Hashable,
+) -> bool:
+    """Whether products with such weights are faster where these lie than where they are sent to: tried once.
+
+    Args:
+        others: what it also depends on.
+    """
+    staging, rows = staging_for(device), x.numel() // x.shape[-1]
+    assert staging is not None, "nothing is computed elsewhere for a device without streams"
+    forms = ((getattr(one.handle.composed, "form", None), tuple(one.view_spec.shape)) for one in weights)
+    key = *forms, x.dtype, rows, *others
     if key not in staging.wins:
         staging.wins[key] = _wins(there_and_back, send, device)
-    return there_and_back() if staging.wins[key] else None
+    return staging.wins[key]
 
 
 def _wins(there_and_back: Callable[[], object], send: Callable[[], object], device: torch.device) -> bool:
