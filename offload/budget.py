@@ -186,49 +186,46 @@ def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
             leaving.extend(pool.reconsider(anew=True))
 
 
-def expect_context(model: nn.Module) -> None:
-    """Keep room on the accelerators of a model for keys and values, and log what else there is room for."""
-    for device, pool, nbytes in _on_devices(model):
-        with lock():
-            pool.beside[model] = _CONTEXT * kv_bytes_per_token(model)
-            room = pool.room()
-        _tell(device, pool, nbytes, room)
-
-
-@contextmanager
-def filled_devices(model: nn.Module, context: int | None = None) -> Iterator[None]:
-    """Let as much of a model stay on its accelerators as there is room for now: see `set_max_memory`.
+def expect_context(model: nn.Module, context: int | None = None, key: object = None) -> None:
+    """Keep room for keys and values on the accelerators of a model, and log what else there is room for.
 
     Args:
-        context: tokens whose keys and values will be there in this block, beside those of other blocks; None for 4,096.
+        context: tokens; None for 4,096.
+        key: of one of several contexts, for which the devices are filled anew; None for a model that does not generate.
     """
-    there, key = _on_devices(model), object()
-    try:
-        for device, pool, nbytes in there:
-            with replanning() as leaving:
-                pool.contexts[key] = model, (context or _CONTEXT) * kv_bytes_per_token(model)
-                leaving.extend(pool.grant())
-                room = pool.room()
-            _tell(device, pool, nbytes, room)
-        yield
-    finally:
-        with lock():
-            for _, pool, _ in there:
-                pool.contexts.pop(key, None)
-
-
-def _on_devices(model: nn.Module) -> list[tuple[torch.device, OnDevice, int]]:
-    """The accelerators of a model, their budgets, and the bytes that are expected there."""
     there: dict[torch.device, dict[Handle, None]] = {}
     for module in model.modules() if usable_accelerator() is not None else ():
         if not isinstance(module, nn.Embedding):  # of a table, rows are sent
             for one in map(local_of, (*module.parameters(False), *module.buffers(False))):
                 if is_offloaded(one) and one.device.type != "cpu":
                     there.setdefault(one.device, {}).update(dict.fromkeys(stored_in([handle_of(one)])))
-    return [
-        (device, pool_on(device, page_state_of(next(iter(handles))).pool), sum(one.extent[1] for one in handles))
-        for device, handles in there.items()
-    ]
+    beside = (context or _CONTEXT) * kv_bytes_per_token(model) if there else 0
+    for device, handles in there.items():
+        pool = pool_on(device, page_state_of(next(iter(handles))).pool)
+        with replanning() as leaving:
+            if key is None:
+                pool.beside[model] = beside
+            else:
+                pool.contexts[key] = model, beside
+                leaving.extend(pool.grant())
+            room = pool.room()
+        _tell(device, pool, sum(handle.extent[1] for handle in handles), room)
+
+
+@contextmanager
+def filled_devices(model: nn.Module, context: int | None = None) -> Iterator[None]:
+    """Let as much of a model stay on its accelerators as there is room for now, beside the contexts of all such blocks.
+
+    Args: as `expect_context`.
+    """
+    key = object()
+    try:
+        expect_context(model, context, key)
+        yield
+    finally:
+        with lock():
+            for pool in Pool.all():
+                pool.contexts.pop(key, None)
 
 
 def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:

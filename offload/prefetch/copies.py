@@ -81,10 +81,10 @@ class Copy(Value):
             try:
                 if (found := self._sent_in_a_bundle(staging)) is not None:
                     return found
-            except torch.OutOfMemoryError:  # alone it may have room
-                _forgive(self._device)
-            except ReadError:  # or be readable
-                pass
+            except (torch.OutOfMemoryError, ReadError) as error:  # alone it may have room, and be readable
+                with lock():
+                    for pool in _pools_on(self._device) if isinstance(error, torch.OutOfMemoryError) else ():
+                        pool.ooms += 1  # it is taken into account
         stored = self.stored()
         if stored is None:
             return None
@@ -187,7 +187,7 @@ class Bundle:
         spans = list(zip(self._begins, (member.nbytes for member in members), strict=False))
         pinned = self._pinned if may_pin else None
         if pinned is not None:
-            return staging.send_many(pinned, None, spans)
+            return staging.send_many(pinned, [], spans)
         stored = [one for member in members if (one := member.stored()) is not None]
         if len(stored) < len(members):
             return None
@@ -310,13 +310,6 @@ def retry_on_oom(device: torch.device, act: Callable[[], _T]) -> _T:
             if is_last:
                 raise
             is_last = not _keep_less(device)  # what was sent ahead may have been all that was there
-
-
-def _forgive(device: torch.device) -> None:
-    """An out-of-memory error there was of no consequence."""
-    with lock():
-        for pool in _pools_on(device):
-            pool.ooms += 1
 
 
 def _pools_on(device: torch.device) -> set[OnDevice]:

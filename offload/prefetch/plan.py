@@ -88,6 +88,7 @@ class Pool:
         on_devices: budgets for what stays on accelerators.
         beside: models that count in this budget, and bytes of them that are under no plan of it: of an assistant in
             memory; on an accelerator, of keys and values, while it does not generate.
+        contexts: of each `generate` that runs, the model, and the bytes of its keys and values on an accelerator.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Pool:
         self.picked = Picked()
         self.on_devices: dict[torch.device, OnDevice] = {}
         self.beside: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self.contexts: dict[object, tuple[nn.Module, int]] = {}
         self._available = available
         with _LOCK:
             _POOLS.add(self)
@@ -355,14 +357,12 @@ class OnDevice(Pool):
 
     Attributes:
         told: what was last logged of it.
-        contexts: of each `generate` that runs, the model, and the bytes of its keys and values.
         ooms: failed allocations there that are taken into account.
     """
 
     def __init__(self, max_memory: int | None, device: torch.device) -> None:
         super().__init__(max_memory, window=0)
         self.told = ""
-        self.contexts: dict[object, tuple[nn.Module, int]] = {}
         self.ooms = ooms_on(device)
         self._device = device
         self._granted: int | None = None

@@ -128,8 +128,7 @@ def multiplied_by_experts(
         return None
     if device == CPU:
         return _done(Act(x, picks, weights, stack, between))
-    matrices = [one.mT if is_turned else one for one in (up, down)]
-    return _beside_a_device(x, picks, weights, matrices, stack, between)
+    return _here_and_there(x, picks, weights, stack, between, *((up.mT, down.mT) if is_turned else (up, down)))
 
 
 def _done(act: Act) -> torch.Tensor | None:
@@ -137,65 +136,46 @@ def _done(act: Act) -> torch.Tensor | None:
     return act.result() if gather is None else gather(act)
 
 
-def _beside_a_device(
+def _here_and_there(
     x: torch.Tensor,
     picks: torch.Tensor,
     weights: torch.Tensor,
-    matrices: Sequence[torch.Tensor],
     stack: _Stack,
     between: Between,
+    *matrices: torch.Tensor,
 ) -> torch.Tensor | None:
     """The sum for tokens on a device: of experts that stay there, and of the others, which are computed here meanwhile.
 
     None if all stay, if it is not worth it, or if there is no such expert.
-    """
-    device, numbers, count = x.device, picks.cpu(), stack.count
-    used = [one for one in numbers.unique().tolist() if one != count]
-    if used and not 0 <= used[0] <= used[-1] < count:
-        return None
-    experts = [(number, stack.expert(number, x.dtype)) for number in used]
-    away = torch.tensor([one for one, expert in experts if expert is not None and streams_to(device, expert.reads)])
-    if not len(away):
-        return None
-    is_away = torch.isin(numbers, away)
-    act = Act(x.cpu(), numbers.where(is_away, count), weights.cpu(), stack, between, torch.float32)
-
-    def on_device(numbers: torch.Tensor) -> torch.Tensor:
-        return _computed_there(x, numbers, weights, matrices, count, between)
-
-    def send() -> torch.Tensor:
-        return on_device(numbers.where(is_away, count))
-
-    if not wins(stack.pieces, x, device, act.result, send, len(away).bit_length()):
-        return None
-    there = on_device(numbers.masked_fill(is_away, count))
-    here = _done(act)
-    return None if here is None else there.add_(sent_to(here, device)).to(x.dtype)
-
-
-def _computed_there(
-    x: torch.Tensor,
-    numbers: torch.Tensor,
-    weights: torch.Tensor,
-    matrices: Sequence[torch.Tensor],
-    count: int,
-    between: Between,
-) -> torch.Tensor:
-    """The sum in float32 of some experts on the device of x, which goes on by itself.
 
     Args:
-        numbers: (tokens, picks), on the CPU; `count` for none.
-        matrices: (experts, outputs, inputs) of `up` and of `down`.
+        matrices: (experts, outputs, inputs), for the device.
     """
-    up, down = matrices
-    results = x.new_zeros(numbers.numel(), down.shape[1], dtype=torch.float32)
-    for number in numbers[numbers != count].unique().tolist():
-        places = (numbers.view(-1) == number).nonzero().flatten()
-        own, rows = torch.full_like(places, number), places.div(numbers.shape[1], rounding_mode="floor")
-        found = between.gate(F.linear(x[rows.to(x.device)], up[number]), own).to(x.dtype)
-        found = F.linear(found, down[number])
-        results[places.to(x.device)] = (found if between.finish is None else between.finish(found, own)).float()
-    return results.view(*numbers.shape, -1).mul_(weights.float().unsqueeze(-1)).sum(1)
+    device, numbers, none = x.device, picks.cpu(), stack.count
+    used = [one for one in numbers.unique().tolist() if one != none]
+    experts = [(one, stack.expert(one, x.dtype)) for one in used if 0 <= one < none]
+    away = [one for one, expert in experts if expert is not None and streams_to(device, expert.reads)]
+    if not away or len(experts) < len(used):
+        return None
+    is_away = torch.isin(numbers, torch.tensor(away))
+    here, there = numbers.where(is_away, none), numbers.masked_fill(is_away, none)
+    act = Act(x.cpu(), here, weights.cpu(), stack, between, torch.float32)
+
+    def on_device(numbers: torch.Tensor) -> torch.Tensor:
+        """Goes on by itself."""
+        results = x.new_zeros(numbers.numel(), stack.outputs[1], dtype=torch.float32)
+        for number in numbers[numbers != none].unique().tolist():
+            places = (numbers.view(-1) == number).nonzero().flatten()
+            tokens, own = places.div(numbers.shape[1], rounding_mode="floor"), torch.full_like(places, number)
+            up, down = (one[number] for one in matrices)
+            found = F.linear(between.gate(F.linear(x[tokens.to(device)], up), own).to(x.dtype), down)
+            results[places.to(device)] = (found if between.finish is None else between.finish(found, own)).float()
+        return results.view(*numbers.shape, -1).mul_(weights.float().unsqueeze(-1)).sum(1)
+
+    if not wins(stack.pieces, x, act.result, lambda: on_device(here), len(away).bit_length()):
+        return None
+    begun, found = on_device(there), _done(act)
+    return None if found is None else begun.add_(sent_to(found, device)).to(x.dtype)
 
 
 def _are_routed(x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, device: torch.device) -> bool:

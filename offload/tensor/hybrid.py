@@ -12,42 +12,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 
-from offload.prefetch.copies import streams_to
 from offload.prefetch.staging import staging_for
-from offload.tensor.guests import sent_to
 from offload.tensor.recipes import Piece
 
 MOST_ROWS = 8
 _CLEARLY = 0.8  # of the time that sending takes, at the most
 _RUNS = 3
-
-
-def multiplied_where_it_lies(
-    x: torch.Tensor,
-    weight: Piece,
-    device: torch.device,
-    multiply: Callable[[torch.Tensor], Any],
-    send: Callable[[], Any],
-) -> torch.Tensor | None:
-    """A product for a device, computed on the CPU; None if the weight is to be sent.
-
-    Args:
-        x: on the device.
-        multiply: the product with rows in main memory; None if the kernels do not take it.
-        send: the product on the device.
-    """
-    if not crosses(x, device) or not streams_to(device, weight.reads(weight.view_spec)):
-        return None
-
-    def there_and_back() -> torch.Tensor | None:
-        found = multiply(x.cpu())
-        return None if found is None else sent_to(found, device)
-
-    return there_and_back() if wins((weight,), x, device, there_and_back, send) else None
 
 
 def crosses(x: torch.Tensor, device: torch.device) -> bool:
@@ -59,32 +32,29 @@ def crosses(x: torch.Tensor, device: torch.device) -> bool:
 
 
 def wins(
-    weights: Sequence[Piece],
-    x: torch.Tensor,
-    device: torch.device,
-    there_and_back: Callable[[], object],
-    send: Callable[[], object],
-    *others: Hashable,
+    weights: Sequence[Piece], x: torch.Tensor, here: Callable[[], object], send: Callable[[], object], *others: Hashable
 ) -> bool:
-    """Whether products with such weights are faster where these lie than where they are sent to: tried once.
+    """Whether products with such weights are faster where these lie than on the device of x: tried once.
 
     Args:
+        here: the products in main memory; None if the kernels do not take them.
+        send: the products on the device.
         others: what it also depends on.
     """
-    staging, rows = staging_for(device), x.numel() // x.shape[-1]
+    staging, rows = staging_for(x.device), x.numel() // x.shape[-1]
     assert staging is not None, "nothing is computed elsewhere for a device without streams"
     forms = ((getattr(one.handle.composed, "form", None), tuple(one.view_spec.shape)) for one in weights)
     key = *forms, x.dtype, rows, *others
     if key not in staging.wins:
-        staging.wins[key] = _wins(there_and_back, send, device)
+        staging.wins[key] = _wins(here, send, x.device)
     return staging.wins[key]
 
 
-def _wins(there_and_back: Callable[[], object], send: Callable[[], object], device: torch.device) -> bool:
+def _wins(here: Callable[[], object], send: Callable[[], object], device: torch.device) -> bool:
     """Whether the kernels take a product, and are clearly faster than to send its weight."""
-    if there_and_back() is None:
+    if here() is None:
         return False
-    return _seconds(there_and_back, device) < _CLEARLY * _seconds(send, device)
+    return _seconds(here, device) < _CLEARLY * _seconds(send, device)
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:

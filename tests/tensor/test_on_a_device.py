@@ -35,8 +35,9 @@ from offload.prefetch.staging import Sent
 from offload.prefetch.value import page_state_of
 from offload.system import clock
 from offload.tensor import experts as acts
-from offload.tensor import hybrid
+from offload.tensor import hybrid, products
 from offload.tensor.experts import Between
+from offload.tensor.guests import CPU
 from offload.tensor.products import _decoded_in
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import guest_of
@@ -548,7 +549,7 @@ def test_pinned_memory_is_sent_only_once_it_is_filled(
     send_many, again = staging.Staging.send_many, []
 
     def send_late(self: Any, pinned: Any, stored: Any, spans: Any) -> Any:
-        if pinned is not None and stored is not None and not again:
+        if pinned is not None and stored and not again:
             again.append(True)
             thread = threading.Thread(target=lambda: again.append(torch.equal(values[0], guest_of(weights[0]).cpu())))
             thread.start()
@@ -589,7 +590,7 @@ def products_of(weights: list[OffloadedTensor], x: torch.Tensor) -> list[torch.T
 def test_a_product_is_computed_where_its_weight_lies_if_that_wins(
     device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hybrid, "_wins", lambda there_and_back, *_: there_and_back() is not None)
+    monkeypatch.setattr(hybrid, "_wins", lambda here, *_: here() is not None)
     delayed.ops.late(20)
     weights = packed_layers(folder, device)
     x = torch.randn(8, SIDE)
@@ -622,8 +623,8 @@ def test_products_of_packed_forms_are_as_exact_where_they_lie(
     device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of dense layers and of experts, alone and in batches: weights, product and sum are rounded."""
-    monkeypatch.setattr(hybrid, "_wins", lambda there_and_back, *_: there_and_back() is not None)
-    monkeypatch.setattr(hybrid, "streams_to", lambda *_: True)  # though they are small
+    monkeypatch.setattr(hybrid, "_wins", lambda here, *_: here() is not None)
+    monkeypatch.setattr(products, "streams_to", lambda *_: True)  # though they are small
     delayed.ops.late(20)
     FORMS[name].write(folder)
     model = offload.from_pretrained(folder, device_map="disk:delayed:0", **FORMS[name].options)
@@ -653,9 +654,10 @@ class Experts:
         self.up, self.down = torch.randn(8, 256, 256), torch.randn(8, 256, 128)
         self.stored = [on_disk(folder, "up", self.up), on_disk(folder, "down", self.down)]
         self.between = Between(self, self.gate, is_silu=True)
+        self.order: list[torch.device] = []  # where they are computed
 
-    @staticmethod
-    def gate(products: torch.Tensor, _: object) -> torch.Tensor:
+    def gate(self, products: torch.Tensor, _: object) -> torch.Tensor:
+        self.order.append(products.device)
         return F.silu(products[:, :128]) * products[:, 128:]
 
     def use(self, *numbers: int) -> None:
@@ -686,11 +688,9 @@ def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_t
 ) -> None:
     tried: list[int] = []
     monkeypatch.setattr(hybrid, "_wins", lambda *_: tried.append(1) is None)
-    order: list[str] = []
-    for name in ("_computed_there", "_done"):
-        act = getattr(acts, name)
-        monkeypatch.setattr(acts, name, lambda *given, act=act, name=name: [order.append(name), act(*given)][1])
     experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
+    result = acts.Act.result
+    monkeypatch.setattr(acts.Act, "result", lambda act: [experts.order.append(CPU), result(act)][1])
     given, results = (x, ROUTED.to(device), weights), []
     with offload.set_max_memory({"delayed:0": 4 * 384 << 10}):
         assert experts.sums(*given) is None  # their budget knows them once they were sent
@@ -698,7 +698,7 @@ def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_t
             experts.use(0, 1, 2, 3)
         experts.use(4, 5, 6, 7)
         experts.sums(*given)
-        order.clear()
+        experts.order.clear()
 
         sent = crossing(lambda: results.append(experts.sums(*given)))
         alone = experts.sums(x[1:2], ROUTED[1:2].to(device), weights[1:2])
@@ -708,7 +708,7 @@ def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_t
         monkeypatch.setenv("OFFLOAD_HYBRID", "off")
         switched_off = experts.sums(*given)
 
-    assert ["_computed_there", "_done"] == order[:2]
+    assert [*[device] * 4, CPU] == experts.order[:5]
     assert sent < 64 << 10
     assert experts.are_right(results[0], x, ROUTED, weights)
     assert experts.are_right(alone, x[1:2], ROUTED[1:2], weights[1:2])
