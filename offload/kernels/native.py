@@ -489,10 +489,7 @@ def _add_sum(layer: Layer, total: WeightedSum, results: int) -> None:
 
 
 def gather(pieces: Sequence[torch.Tensor], begins: Sequence[int], place: torch.Tensor) -> None:
-    """Copy bytes to where each piece begins in a place, as `place[begin : begin + len(piece)] = piece`, by all threads.
-
-    Args:
-        pieces, place: uint8, contiguous, of one dimension.
+    """Put pieces where they begin in a place, by all threads; all are uint8, contiguous, of one dimension.
 
     Raises:
         ArgumentError: sizes do not fit.

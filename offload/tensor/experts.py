@@ -159,7 +159,7 @@ def _here_and_there(
         return None
     is_away = torch.isin(numbers, torch.tensor(away))
     here, there = numbers.where(is_away, none), numbers.masked_fill(is_away, none)
-    act = Act(x.cpu(), here, weights.cpu(), stack, between, torch.float32)
+    act = Act(x.cpu(), here, weights.cpu(), stack, between)
 
     def on_device(numbers: torch.Tensor) -> torch.Tensor:
         """Goes on by itself."""
@@ -364,13 +364,7 @@ class Act:
     """
 
     def __init__(
-        self,
-        x: torch.Tensor,
-        picks: torch.Tensor,
-        weights: torch.Tensor,
-        stack: _Stack,
-        between: Between,
-        dtype: torch.dtype | None = None,
+        self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, stack: _Stack, between: Between
     ) -> None:
         self._x = x.resolve_neg() if x.stride(1) == 1 else x.contiguous()
         self._picks, self._stack, self._between = picks, stack, between
@@ -378,8 +372,7 @@ class Act:
         self._most = native.MOST_ROWS if any_rows.get() else most_of_an_expert(x.dtype)
         self._tokens_of = [len(x)]  # each batch
         self.is_last = not is_shared()
-        self._dtype = dtype or x.dtype  # of the sum
-        self.key = stack, between.owner, self._most, x.dtype, self._dtype, x.shape[1], picks.shape[1]
+        self.key = stack, between.owner, self._most, x.dtype, x.shape[1], picks.shape[1]
         self.nbytes = picks.numel() * stack.outputs[1] * torch.float32.itemsize
 
     @classmethod
@@ -412,7 +405,7 @@ class Act:
         self._places[order] = torch.arange(len(order))
         if rows < len(order):
             self._places[order[rows:]] = -1
-        self._out = torch.empty(len(self._x), self._stack.outputs[1], dtype=self._dtype)
+        self._out = torch.empty(len(self._x), self._stack.outputs[1], dtype=self._x.dtype)
         with closing(self._as_they_arrive(groups)) as arriving:
             for some, are_last in arriving:
                 self._multiply(some, are_last=are_last)
