@@ -214,10 +214,7 @@ def expect_context(model: nn.Module, context: int | None = None, key: object = N
 
 @contextmanager
 def filled_devices(model: nn.Module, context: int | None = None) -> Iterator[None]:
-    """Let as much of a model stay on its accelerators as there is room for now, beside the contexts of all such blocks.
-
-    Args: as `expect_context`.
-    """
+    """Let as much of a model stay on its accelerators as there is room for now, beside the contexts of such blocks."""
     key = object()
     try:
         expect_context(model, context, key)

@@ -146,10 +146,7 @@ def _here_and_there(
 ) -> torch.Tensor | None:
     """The sum for tokens on a device: of experts that stay there, and of the others, which are computed here meanwhile.
 
-    None if all stay, if it is not worth it, or if there is no such expert.
-
-    Args:
-        matrices: (experts, outputs, inputs), for the device.
+    None if all stay, if it is not worth it, or if there is no such expert. The matrices are (experts, outputs, inputs).
     """
     device, numbers, none = x.device, picks.cpu(), stack.count
     used = [one for one in numbers.unique().tolist() if one != none]
