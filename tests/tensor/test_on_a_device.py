@@ -750,7 +750,7 @@ def test_experts_are_sent_if_that_is_faster(
     ],
 )
 @on_the_device
-def test_experts_of_each_form_are_no_further_from_the_true_sum_here_and_there(
+def test_experts_of_each_form_are_as_exact_here_and_there_as_plain_ones(
     device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second one is computed here, alone and in batches."""
