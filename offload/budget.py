@@ -8,8 +8,8 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -186,25 +186,12 @@ def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
             leaving.extend(pool.reconsider(anew=True))
 
 
-def fill_devices(model: nn.Module, context: int | None = None) -> None:
-    """Let as much of a model stay on its accelerators as there is room for now: see `set_max_memory`.
-
-    Args:
-        context: tokens whose keys and values will be there, too; None for 4,096.
-    """
-    for pool in expect_context(model, context):
-        with replanning() as leaving:
-            leaving.extend(pool.grant())
-
-
-def expect_context(model: nn.Module, context: int | None = None) -> list[OnDevice]:
+def expect_context(model: nn.Module, context: int | None = None, key: object = None) -> None:
     """Keep room for keys and values on the accelerators of a model, and log what else there is room for.
 
     Args:
-        context: as for `fill_devices`.
-
-    Returns:
-        The budgets there.
+        context: tokens; None for 4,096.
+        key: of one of several contexts, for which the devices are filled anew; None for a model that does not generate.
     """
     there: dict[torch.device, dict[Handle, None]] = {}
     for module in model.modules() if usable_accelerator() is not None else ():
@@ -212,13 +199,30 @@ def expect_context(model: nn.Module, context: int | None = None) -> list[OnDevic
             for one in map(local_of, (*module.parameters(False), *module.buffers(False))):
                 if is_offloaded(one) and one.device.type != "cpu":
                     there.setdefault(one.device, {}).update(dict.fromkeys(stored_in([handle_of(one)])))
-    pools = {device: pool_on(device, page_state_of(next(iter(handles))).pool) for device, handles in there.items()}
-    for device, pool in pools.items():
-        with lock():
-            pool.beside[model] = (context or _CONTEXT) * kv_bytes_per_token(model)
+    beside = (context or _CONTEXT) * kv_bytes_per_token(model) if there else 0
+    for device, handles in there.items():
+        pool = pool_on(device, page_state_of(next(iter(handles))).pool)
+        with replanning() as leaving:
+            if key is None:
+                pool.beside[model] = beside
+            else:
+                pool.contexts[key] = model, beside
+                leaving.extend(pool.grant())
             room = pool.room()
-        _tell(device, pool, sum(handle.extent[1] for handle in there[device]), room)
-    return list(pools.values())
+        _tell(device, pool, sum(handle.extent[1] for handle in handles), room)
+
+
+@contextmanager
+def filled_devices(model: nn.Module, context: int | None = None) -> Iterator[None]:
+    """Let as much of a model stay on its accelerators as there is room for now, beside the contexts of such blocks."""
+    key = object()
+    try:
+        expect_context(model, context, key)
+        yield
+    finally:
+        with lock():
+            for pool in Pool.all():
+                pool.contexts.pop(key, None)
 
 
 def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:
@@ -353,7 +357,10 @@ def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, OnDev
     """The budget in main memory, in bytes, and those on accelerators."""
     shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
     amounts = {_accelerator(device): amount for device, amount in shares.items() if device != "cpu"}
-    on_devices = {device: OnDevice(as_budget(amount, free_on(device)), device) for device, amount in amounts.items()}
+    free = {device: free_on(device) for device in amounts}
+    if silent := [str(device) for device, amount in amounts.items() if isinstance(amount, float) and not free[device]]:
+        raise ArgumentError(f"max_memory: {silent[0]} tells of no free memory to take a part of: give bytes, as '8GiB'")
+    on_devices = {device: OnDevice(as_budget(amount, free[device]), device) for device, amount in amounts.items()}
     share = shares.get("cpu")
     return None if share is None else as_budget(share, available_bytes()), on_devices
 

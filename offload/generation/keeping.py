@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload.budget import fill_devices
+from offload.budget import filled_devices
 from offload.generation.prompt_cache import BEGINS, PromptCache
 from offload.models.pretrained import feature
 from offload.transformers_api import given_cache
@@ -27,8 +27,8 @@ def keeping_prompts(kind: Any) -> dict[str, Any]:
     @wraps(kind.generate)
     def generate(self: Any, *args: Any, prompt_cache: Any = None, **options: Any) -> Any:
         if prompt_cache is None:
-            fill_devices(self, _context(self, *args, **options))
-            return kind.generate(self, *args, **options)
+            with filled_devices(self, _context(self, *args, **options)):
+                return kind.generate(self, *args, **options)
         prompts = prompt_cache if isinstance(prompt_cache, PromptCache) else PromptCache(prompt_cache)
         return prompts.generate(self, *args, **options)
 

@@ -486,4 +486,32 @@ EXPORT int offload_multiply(const part *parts, int64_t count, const void *x, int
   return 0;
 }
 
+#define OF_BYTES (1 << 20) /* that a thread takes at a time */
+
+typedef struct {
+  const char *const *from;
+  const int64_t *sizes, *begins;
+  int64_t count, next;
+  char *out;
+} pieces;
+
+static void work_on_pieces(void *data) {
+  pieces *all = data;
+  for (int64_t at, n; at = __atomic_fetch_add(&all->next, OF_BYTES, __ATOMIC_RELAXED), n = 0, 1;) {
+    for (int64_t whole; n < all->count && at >= (whole = (all->sizes[n] + OF_BYTES - 1) / OF_BYTES * OF_BYTES); n++)
+      at -= whole;
+    if (n == all->count) return;
+    int64_t left = all->sizes[n] - at;
+    memcpy(all->out + all->begins[n] + at, all->from[n] + at, (size_t)(left < OF_BYTES ? left : OF_BYTES));
+  }
+}
+
+/* Puts so many bytes of each piece where it begins in `out`. */
+EXPORT int offload_gather(const char *const *from, const int64_t *sizes, const int64_t *begins, int64_t count,
+                          void *out, int level, const team *threads, unsigned most_threads) {
+  (void)level;
+  in_team(work_on_pieces, &(pieces){from, sizes, begins, count, 0, out}, threads, most_threads);
+  return 0;
+}
+
 #include "experts.h"

@@ -35,12 +35,13 @@ LEVELS = {
 }
 MOST_ROWS = 64  # of activations, in one call
 
-_INTERFACE = 2  # as in kernels.h
+_INTERFACE = 3  # as in kernels.h
 _OF_ROWS = 2  # dimensions
 _BFLOAT16 = 3  # the level with products of bfloat16
 _AT_LEVEL = (2, 8, 32)  # see `most_rows`
 
 _LEAST = 1 << 15  # numbers for which a second thread is worth waking
+_BYTES_PER_NUMBER = 16  # that are copied in the time
 _forked = False
 
 
@@ -150,6 +151,7 @@ def _with_signatures(found: ctypes.CDLL) -> ctypes.CDLL:
     found.offload_decode.argtypes = (pointer, pointer, number, number, *place, whole, *how)
     found.offload_multiply.argtypes = (pointer, number, pointer, number, number, whole, pointer, whole, *place, *how)
     found.offload_experts.argtypes = (pointer, *how)
+    found.offload_gather.argtypes = (pointer, pointer, pointer, number, pointer, *how)
     found.offload_pack_logps.argtypes = (pointer, pointer, number, number, whole, whole, pointer)
     found.offload_unpack_logps.argtypes = (pointer, number, number, whole, whole, pointer, pointer, pointer, whole)
     return found
@@ -484,6 +486,25 @@ def _add_sum(layer: Layer, total: WeightedSum, results: int) -> None:
     layer.weights = _address(weights, (places.numel(),), (torch.float32,))
     layer.out = _address(out, (layer.all_tokens, layer.width), step=layer.width)
     layer.out_dtype = DTYPES[out.dtype]
+
+
+def gather(pieces: Sequence[torch.Tensor], begins: Sequence[int], place: torch.Tensor) -> None:
+    """Put pieces where they begin in a place, by all threads; all are uint8, contiguous, of one dimension.
+
+    Raises:
+        ArgumentError: sizes do not fit.
+    """
+    sizes, room = [piece.numel() for piece in pieces], place.numel()
+    given = [_address(piece, (size,), (torch.uint8,)) for piece, size in zip(pieces, sizes, strict=True)]
+    to, count = _address(place, (room,), (torch.uint8,)), len(sizes)
+    fits = count == len(begins) and all(0 <= at <= room - size for at, size in zip(begins, sizes, strict=True))
+    require(fits, "pieces of", sizes, "from", begins, "on, in", room)
+    if library() is None:
+        for piece, size, at in zip(pieces, sizes, begins, strict=True):
+            place[at : at + size].copy_(piece)
+        return
+    arrays = [(ctypes.c_int64 * count)(*one) for one in (given, sizes, begins)]
+    _call("offload_gather", *arrays, count, to, numbers=sum(sizes) // _BYTES_PER_NUMBER, level=None)
 
 
 def pack_logps(ids: torch.Tensor, logps: torch.Tensor, width: int, id_bits: int, bits: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Always true:
 - experts on disk are multiplied where they lie, in one act for all experts of a layer, which gives other last bits than
   transformers' implementations
-- modules whose experts are on disk, and computed on the CPU, run them so unless another implementation is asked for
+- modules whose experts are on disk run them so unless another implementation is asked for
 - what that does not take, gradients, and everything within `offload.exact()`, is computed as by transformers'
   `grouped_mm`
 """
@@ -23,6 +23,7 @@ from offload.torch_api import hooks_of, parameters_of, pre_hooks_of
 NAME = "offload"
 _USUAL = "grouped_mm"  # transformers' default
 _OF_MATRICES = 3  # dimensions of a stack of matrices
+_OF_PRODUCTS = {f"{name}{end}" for name in ("gate_up_proj", "up_proj", "down_proj") for end in ("", "_bias")}
 
 
 class _Default(str):
@@ -45,7 +46,7 @@ def register_experts() -> None:
 
 
 def prefer_experts(model: nn.Module) -> None:
-    """Have a model run experts on disk that are computed on the CPU by this implementation, in place of the usual."""
+    """Have a model run experts on disk by this implementation, in place of the usual."""
     for module in model.modules():
         if not (hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")):
             continue
@@ -56,9 +57,9 @@ def prefer_experts(model: nn.Module) -> None:
 
 
 def _are_on_disk(experts: nn.Module) -> bool:
-    """Whether all stacks of matrices of a module are, and are computed on the CPU."""
+    """Whether all stacks of matrices of a module are."""
     stacks = [one for one in parameters_of(experts).values() if one is not None and one.dim() == _OF_MATRICES]
-    return bool(stacks) and all(is_offloaded(one) and one.device == CPU for one in stacks)
+    return bool(stacks) and all(map(is_offloaded, stacks))
 
 
 def multiply_experts(
@@ -74,7 +75,7 @@ def multiply_experts(
     Raises:
         RowIndexError: there is no such expert.
     """
-    if not (_have_norm(experts) or torch.compiler.is_compiling()):
+    if not (_have_norm(experts) or _act_elsewhere(experts, hidden_states) or torch.compiler.is_compiling()):
         up = experts.gate_up_proj if experts.has_gate else experts.up_proj
         if _are_shared_out(experts):
             top_k_index = top_k_index.clamp(max=len(up))  # others' experts
@@ -94,6 +95,11 @@ def _have_norm(experts: Any) -> bool:
     return bool(getattr(experts, "has_post_expert_norm", False))
 
 
+def _act_elsewhere(experts: Any, x: torch.Tensor) -> bool:
+    """Whether what is between the products is computed on an accelerator alone: it has parameters there."""
+    return x.device != CPU and any(name not in _OF_PRODUCTS for name, _ in experts.named_parameters())
+
+
 def _are_shared_out(experts: Any) -> bool:
     """Whether ranks have some of the experts each; before 5.18 one number, that after the last, stands for others'."""
     return hasattr(experts, "_is_expert_parallel") and bool(experts._is_expert_parallel)
@@ -108,8 +114,8 @@ def _between(experts: Any) -> Between:
     down = experts.down_proj_bias
     return Between(
         experts,
-        lambda products, numbers: gate(products + up[numbers]),
-        finish=lambda products, numbers: products + down[numbers],
+        lambda products, numbers: gate(products + up.to(products.device)[numbers]),
+        finish=lambda products, numbers: products + down.to(products.device)[numbers],
     )
 
 

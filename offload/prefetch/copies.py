@@ -21,7 +21,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -79,9 +78,13 @@ class Copy(Value):
             leaving.extend(self.pool.admit(self) if self.is_picked else ())
         staging = staging_for(self._device)
         if not (self.kept or self.is_picked or staging is None or self.nbytes > staging.slot_bytes):
-            with suppress(torch.OutOfMemoryError, ReadError):  # alone it may have room, and be readable
+            try:
                 if (found := self._sent_in_a_bundle(staging)) is not None:
                     return found
+            except (torch.OutOfMemoryError, ReadError) as error:  # alone it may have room, and be readable
+                with lock():
+                    for pool in _pools_on(self._device) if isinstance(error, torch.OutOfMemoryError) else ():
+                        pool.ooms += 1  # it is taken into account
         stored = self.stored()
         if stored is None:
             return None
@@ -184,7 +187,7 @@ class Bundle:
         spans = list(zip(self._begins, (member.nbytes for member in members), strict=False))
         pinned = self._pinned if may_pin else None
         if pinned is not None:
-            return staging.send_many(pinned, None, spans)
+            return staging.send_many(pinned, [], spans)
         stored = [one for member in members if (one := member.stored()) is not None]
         if len(stored) < len(members):
             return None
@@ -229,7 +232,7 @@ def copy_on(handle: Handle, view_spec: torch.Tensor, device: torch.device) -> tu
 
 
 def streams_to(device: torch.device, views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
-    """Whether several views were sent to a device before, and will not stay there; they count as used."""
+    """Whether several views were sent to a device before, and will not stay there; then they count as used."""
     found: list[Copy] = []
     for handle, view_spec in views:
         main = range_of(handle, view_spec)
@@ -239,10 +242,12 @@ def streams_to(device: torch.device, views: Iterable[tuple[Handle, torch.Tensor]
         elif main is not UNTRACKED:
             return False
     with lock():
+        if not found or any(one.kept or (one.is_picked and one.pool.would_admit(one)) for one in found):
+            return False
         for copy in found:
             if copy.is_picked:
                 copy.pool.picked.count(copy)
-        return bool(found) and not any(copy.kept or (copy.is_picked and copy.pool.would_admit(copy)) for copy in found)
+        return True
 
 
 def _follow(copy: Copy) -> None:
@@ -307,10 +312,14 @@ def retry_on_oom(device: torch.device, act: Callable[[], _T]) -> _T:
             is_last = not _keep_less(device)  # what was sent ahead may have been all that was there
 
 
+def _pools_on(device: torch.device) -> set[OnDevice]:
+    return {found for pool in Pool.all() if (found := pool.on_devices.get(device)) is not None}
+
+
 def _keep_less(device: torch.device) -> int:
     """Let half as much stay on a device, and nothing that was sent ahead; how many bytes there were."""
     with replanning() as leaving:
-        pools = {found for pool in Pool.all() if (found := pool.on_devices.get(device)) is not None}
+        pools = _pools_on(device)
         total = sum(value.cached_bytes() for pool in pools for value in pool.values())
         if total:
             log.warning("%s has too little memory: of %d bytes that stay there, half are dropped", device, total)

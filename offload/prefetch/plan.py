@@ -39,6 +39,7 @@ _PART = 0.1  # largest share of the budget that the window takes
 _RATES = 0.25  # weight of a new measurement of the disk rate
 _SHARE = 0.85  # share of the available memory without a set budget; the rest is for the window and activations
 _LOOK_AGAIN = 2.0  # seconds between checks of available memory
+_GLANCE = 0.1  # seconds between looks whether others need what is spared on a device
 _BESIDE = 32 << 20  # bytes of a block that may stream beside the budget
 _TELLING = 4 << 20  # smallest read, in bytes, that says something about the disk rate
 _NEWS = 0.1  # relative change of the total or the budget that triggers a new plan
@@ -86,7 +87,8 @@ class Pool:
         picked: which of the picked values stay.
         on_devices: budgets for what stays on accelerators.
         beside: models that count in this budget, and bytes of them that are under no plan of it: of an assistant in
-            memory; on an accelerator, of keys and values.
+            memory; on an accelerator, of keys and values, while it does not generate.
+        contexts: of each `generate` that runs, the model, and the bytes of its keys and values on an accelerator.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Pool:
         self.picked = Picked()
         self.on_devices: dict[torch.device, OnDevice] = {}
         self.beside: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self.contexts: dict[object, tuple[nn.Module, int]] = {}
         self._available = available
         with _LOCK:
             _POOLS.add(self)
@@ -354,16 +357,19 @@ class OnDevice(Pool):
 
     Attributes:
         told: what was last logged of it.
+        ooms: failed allocations there that are taken into account.
     """
 
     def __init__(self, max_memory: int | None, device: torch.device) -> None:
         super().__init__(max_memory, window=0)
         self.told = ""
+        self.ooms = ooms_on(device)
         self._device = device
         self._granted: int | None = None
+        self._spared = 0
+        self._glanced = 0.0
         self._most = sys.maxsize  # since an out-of-memory error
         self._calm_from = 0.0
-        self._ooms = ooms_on(device)
         self._new: set[Value] = set()
 
     def add(self, values: Iterable[Value]) -> list[Value]:
@@ -386,10 +392,22 @@ class OnDevice(Pool):
         """Bytes that there is room for now, with those that are there. Under the engine's lock."""
         if self.max_memory is not None:
             return self.max_memory
-        return room_on(self._device, held=self._held(), beside=sum(self.beside.values()))
+        generating = {model for model, _ in self.contexts.values()}
+        beside = sum(nbytes for model, nbytes in self.beside.items() if model not in generating)
+        beside += sum(nbytes for _, nbytes in self.contexts.values())
+        return room_on(self._device, held=self._held(), beside=beside)
 
     def _held(self) -> int:
         return sum(value.cached_bytes() for value in self.values())
+
+    def is_due(self) -> bool:
+        """As in all pools, and soon after others have taken half of what was spared, or an allocation has failed."""
+        if clock.now() - self._glanced > _GLANCE:
+            self._glanced = clock.now()
+            is_short = self.max_memory is None and free_on(self._device) < self._spared // 2
+            if is_short or ooms_on(self._device) > self.ooms:
+                self._looked = float("-inf")
+        return super().is_due()
 
     def grant(self) -> list[Value]:
         """Let as much stay as there is room for now, if no budget is set. Returns those to drop."""
@@ -405,11 +423,11 @@ class OnDevice(Pool):
 
     def _halve(self, nbytes: int) -> None:
         self._most = nbytes // 2 if nbytes > SMALL else 0
-        self._calm_from, self._ooms = clock.now() + _CALM, ooms_on(self._device)
+        self._calm_from, self.ooms = clock.now() + _CALM, ooms_on(self._device)
 
     def _limit_now(self) -> int:
         held = self._held()
-        if ooms_on(self._device) > self._ooms:  # somebody else's
+        if ooms_on(self._device) > self.ooms:  # somebody else's
             self._halve(held)
         is_calm = clock.now() >= self._calm_from
         if is_calm and self._most < sys.maxsize:
@@ -420,11 +438,11 @@ class OnDevice(Pool):
     def _granted_now(self, held: int, *, is_calm: bool) -> int:
         """What there was room for when this was last asked, or what is left of it."""
         free = free_on(self._device) + held
-        spare = spare_of(free)
+        self._spared = spare_of(free)
         if self._granted is None:
             self._granted = self.room()
-        elif free - held < spare // 2:
-            self._granted = max(0, min(self._granted, free - spare))
+        elif free - held < self._spared // 2:
+            self._granted = max(0, min(self._granted, free - self._spared))
             self._calm_from = clock.now() + _CALM
         elif is_calm:
             self._granted = max(self._granted, self.room())

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from offload.kernels import native
 from offload.memory import available_bytes
 from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
@@ -120,41 +121,27 @@ class Staging:
 
     def send(self, source: torch.Tensor) -> Sent:
         """A copy of the bytes on the device."""
-        nbytes = source.nbytes
         with self._lock, self._stream:  # allocated from its pool: waits for nobody else's work
-            copy = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            whole = [(source, copy)] if nbytes <= _SLOT else zip(source.split(_SLOT), copy.split(_SLOT), strict=True)
-            for part, place in whole:
-                self._copy(part, place)
-            self.sent += nbytes
-            arrived = self._module.Event()
-            arrived.record(self._stream)
-            return Sent(copy, self, arrived)
+            copy = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
+            for part, place in zip(source.split(_SLOT), copy.split(_SLOT), strict=True):
+                self._copy(next(self._slots), [part], [0], place)
+            return Sent(copy, self, self._arrived())
 
     def send_many(
-        self, pinned: torch.Tensor | None, stored: Sequence[torch.Tensor] | None, spans: Sequence[tuple[int, int]]
+        self, pinned: torch.Tensor | None, stored: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]
     ) -> list[Sent]:
         """Copies of several values on the device, which cross the bus as one.
 
         Args:
             pinned: where they stay in pinned memory; None for a slot.
-            stored: what is put there first; None if it is there.
+            stored: what is put there first; nothing if it is there.
             spans: where each begins there, and its bytes.
         """
-        nbytes = sum(spans[-1])
         with self._lock, self._stream:
-            place = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            place = torch.empty(sum(spans[-1]), dtype=torch.uint8, device=self._device)
             slot = next(self._slots) if pinned is None else PinnedSlot(pinned, self._module.Event())
-            memory = slot.memory
-            slot.copied.synchronize()
-            for (begin, size), one in zip(spans, stored or (), strict=False):
-                memory[begin : begin + size].copy_(one)
-            place.copy_(memory[:nbytes], non_blocking=True)
-            arrived = self._module.Event()
-            arrived.record(self._stream)
-            slot.copied.record(self._stream)
-            self.sent += nbytes
-            self.copies += 1
+            self._copy(slot, stored, [begin for begin, _ in spans], place)
+            arrived = self._arrived()
             return [Sent(place[begin : begin + size], self, arrived) for begin, size in spans]
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
@@ -181,14 +168,21 @@ class Staging:
         for use in due:
             use.synchronize()
 
-    def _copy(self, part: torch.Tensor, place: torch.Tensor) -> None:
-        slot = next(self._slots)
+    def _copy(
+        self, slot: PinnedSlot, stored: Sequence[torch.Tensor], begins: Sequence[int], place: torch.Tensor
+    ) -> None:
         slot.copied.synchronize()
-        pinned = slot.memory[: part.nbytes]
-        pinned.copy_(part)
-        self.copies += 1
-        place.copy_(pinned, non_blocking=True)
+        if stored:
+            native.gather(stored, begins, slot.memory)
+        place.copy_(slot.memory[: place.nbytes], non_blocking=True)
         slot.copied.record(self._stream)
+        self.copies += 1
+        self.sent += place.nbytes
+
+    def _arrived(self) -> Any:
+        arrived = self._module.Event()
+        arrived.record(self._stream)
+        return arrived
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ Always true:
   these in one call; one with many is multiplied by torch, by each piece where it lies, or once that is decoded
 - the result of a token depends neither on the other tokens nor on what is in memory, but for experts with many of them
 - several batches can be computed as one: how many tokens an expert has is then counted in each of them
+- for an accelerator, those that do not stay there are computed here meanwhile, if there are few tokens and that wins
 - what the kernels do not take is left to the caller, which then computes all of it
 """
 
@@ -31,13 +32,15 @@ from offload.errors import OffloadError, RowIndexError
 from offload.kernels import native
 from offload.kernels.native import ExpertRows, Product, WeightedSum, most_rows
 from offload.prefetch import direct
+from offload.prefetch.copies import streams_to
 from offload.prefetch.engine import compute_once, ensure_resident, is_shared, prefetch, touch_if_resident
 from offload.prefetch.loads import Arriving, load_of, parts_of_files, start_of, taken_from
 from offload.prefetch.scratch import LEAST, scratch_for
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor.backends import COMPILED, any_rows, product_with
-from offload.tensor.guests import CPU
+from offload.tensor.guests import CPU, sent_to
+from offload.tensor.hybrid import crosses, wins
 from offload.tensor.products import is_plain, may_be_fused, runs_of
 from offload.tensor.recipes import Piece
 from offload.tensor.rules import records_graph
@@ -109,23 +112,72 @@ def multiplied_by_experts(
         RowIndexError: there is no such expert.
         ReadError, MissingFileError, ChangedFileError: a note says of which expert.
     """
-    if type(up) is not OffloadedTensor or type(down) is not OffloadedTensor or not _are_routed(x, picks, weights):
+    if type(up) is not OffloadedTensor or type(down) is not OffloadedTensor:
         return None
-    if modes_are_on() or records_graph((x, weights, up, down), {}) or not may_be_fused(x, up.dtype):
+    device = up._target
+    if not _are_routed(x, picks, weights, device):
         return None
-    if down.dtype != x.dtype or any(type(one._handle) is Traced or one._target != CPU for one in (up, down)):
+    if modes_are_on() or records_graph((x, weights, up, down), {}) or not may_be_fused(x, up.dtype, device):
+        return None
+    if down.dtype != x.dtype or any(type(one._handle) is Traced or one._target != device for one in (up, down)):
+        return None
+    if device != CPU and not crosses(x, device):
         return None
     stack = _Stack.of(between.owner, up, down, is_turned=is_turned)
     if not stack.fits(x.shape[1], between):
         return None
-    act = Act(x, picks, weights, stack, between)
+    if device == CPU:
+        return _done(Act(x, picks, weights, stack, between))
+    return _here_and_there(x, picks, weights, stack, between, *((up.mT, down.mT) if is_turned else (up, down)))
+
+
+def _done(act: Act) -> torch.Tensor | None:
     gather: Gather | None = getattr(_GATHERING, "gather", None)
     return act.result() if gather is None else gather(act)
 
 
-def _are_routed(x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether each token has numbers of experts, and a weight for each of them, in memory."""
-    if not all(is_plain(one) and one.dim() == _OF_ROWS for one in (x, picks, weights)):
+def _here_and_there(
+    x: torch.Tensor,
+    picks: torch.Tensor,
+    weights: torch.Tensor,
+    stack: _Stack,
+    between: Between,
+    *matrices: torch.Tensor,
+) -> torch.Tensor | None:
+    """The sum for tokens on a device: of experts that stay there, and of the others, which are computed here meanwhile.
+
+    None if all stay, if it is not worth it, or if there is no such expert. The matrices are (experts, outputs, inputs).
+    """
+    device, numbers, none = x.device, picks.cpu(), stack.count
+    used = [one for one in numbers.unique().tolist() if one != none]
+    experts = [(one, stack.expert(one, x.dtype)) for one in used if 0 <= one < none]
+    away = [one for one, expert in experts if expert is not None and streams_to(device, expert.reads)]
+    if not away or len(experts) < len(used):
+        return None
+    is_away = torch.isin(numbers, torch.tensor(away))
+    here, there = numbers.where(is_away, none), numbers.masked_fill(is_away, none)
+    act = Act(x.cpu(), here, weights.cpu(), stack, between)
+
+    def on_device(numbers: torch.Tensor) -> torch.Tensor:
+        """Goes on by itself."""
+        results = x.new_zeros(numbers.numel(), stack.outputs[1], dtype=torch.float32)
+        for number in numbers[numbers != none].unique().tolist():
+            places = (numbers.view(-1) == number).nonzero().flatten()
+            tokens, own = places.div(numbers.shape[1], rounding_mode="floor"), torch.full_like(places, number)
+            up, down = (one[number] for one in matrices)
+            found = F.linear(between.gate(F.linear(x[tokens.to(device)], up), own).to(x.dtype), down)
+            results[places.to(device)] = (found if between.finish is None else between.finish(found, own)).float()
+        return results.view(*numbers.shape, -1).mul_(weights.float().unsqueeze(-1)).sum(1)
+
+    if not wins(stack.pieces, x, act.result, lambda: on_device(here), len(away).bit_length()):
+        return None
+    begun, found = on_device(there), _done(act)
+    return None if found is None else begun.add_(sent_to(found, device)).to(x.dtype)
+
+
+def _are_routed(x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, device: torch.device) -> bool:
+    """Whether each token has numbers of experts, and a weight for each of them, in the memory of a device."""
+    if not all(is_plain(one, device) and one.dim() == _OF_ROWS for one in (x, picks, weights)):
         return False
     are_numbers = picks.dtype in (torch.int64, torch.int32) and weights.is_floating_point()
     fits = len(x) == len(picks) and picks.shape == weights.shape
@@ -222,6 +274,7 @@ class _Stack:
 
     Attributes:
         key: of the two tensors, as long as they live.
+        pieces: `up` and `down`, with the rows of their experts.
         columns: of `up`'s rows and of `down`'s.
         outputs: rows of `up` and of `down`.
     """
@@ -232,12 +285,12 @@ class _Stack:
         self.name = first.name
         self.count = len(up)
         self._sources = first.source, second.source
-        self._pieces = [
+        self.pieces = [
             Piece(handle_of(one), view_spec_of(one).transpose(-2, -1) if is_turned else view_spec_of(one))
             for one in (up, down)
         ]
         self._counts = [len(up), len(down)]
-        self.outputs, self.columns = zip(*(piece.view_spec.shape[1:] for piece in self._pieces), strict=True)
+        self.outputs, self.columns = zip(*(piece.view_spec.shape[1:] for piece in self.pieces), strict=True)
         self._known: dict[int, _Known | None] = {}
 
     @classmethod
@@ -249,7 +302,7 @@ class _Stack:
         return found
 
     def _is_of_now(self) -> bool:
-        sources = (piece.handle.source for piece in self._pieces)
+        sources = (piece.handle.source for piece in self.pieces)
         return all(map(operator.is_, sources, self._sources)) and not self._is_exact()
 
     def _is_exact(self) -> bool:
@@ -263,7 +316,7 @@ class _Stack:
     def expert(self, number: int, dtype: torch.dtype) -> _Known | None:
         """An expert; None if C does not take it, for activations of a dtype."""
         if number not in self._known:
-            up, down = (runs_of(Piece(one.handle, one.view_spec[number]), dense_too=True) for one in self._pieces)
+            up, down = (runs_of(Piece(one.handle, one.view_spec[number]), dense_too=True) for one in self.pieces)
             is_taken = all(COMPILED.supports("multiply", run, dtype, 1) for run in (*up, *down))
             self._known[number] = _Known(up, down) if up and down and is_taken else None
         return self._known[number]

@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,9 +110,8 @@ def value_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> t
         torch.OutOfMemoryError: the device has no room, even if nothing stays there.
     """
     composed = handle.source.composed
-    if composed is not None:
-        return retry_on_oom(target, lambda: composed.value(view_spec, target))
-    return retry_on_oom(target, lambda: stored_on(handle, view_spec, target))
+    value = partial(stored_on, handle) if composed is None else composed.value
+    return retry_on_oom(target, lambda: value(view_spec, target))
 
 
 def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor:

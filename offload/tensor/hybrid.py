@@ -1,7 +1,8 @@
 """Products for an accelerator that are computed where the weight lies, in main memory: a few rows go over and back.
 
 Always true:
-- only of a packed weight that does not stay on the device; it is sent at its first use, so that its budget knows it
+- only of a packed weight, or of experts, that do not stay on the device; each is sent at its first use, so that its
+  budget knows it
 - both ways are timed once per form and size, here and now; without a clear difference the weight is sent
 - neither in exact mode, nor with `OFFLOAD_HYBRID=off`
 """
@@ -10,12 +11,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from offload.prefetch.copies import streams_to
 from offload.prefetch.staging import staging_for
 from offload.tensor.recipes import Piece
 
@@ -24,44 +23,38 @@ _CLEARLY = 0.8  # of the time that sending takes, at the most
 _RUNS = 3
 
 
-def multiplied_where_it_lies(
-    x: torch.Tensor,
-    weight: Piece,
-    device: torch.device,
-    multiply: Callable[[torch.Tensor], Any],
-    send: Callable[[], Any],
-) -> torch.Tensor | None:
-    """A product for a device, computed on the CPU; None if the weight is to be sent.
+def crosses(x: torch.Tensor, device: torch.device) -> bool:
+    """Whether activations on a device are few enough to be sent to a weight, and that is not switched off."""
+    if staging_for(device) is None or os.environ.get("OFFLOAD_HYBRID") == "off":
+        return False
+    is_there = type(x) is torch.Tensor and x.device == device and not torch.is_autocast_enabled(device.type)
+    return is_there and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+
+
+def wins(
+    weights: Sequence[Piece], x: torch.Tensor, here: Callable[[], object], send: Callable[[], object], *others: Hashable
+) -> bool:
+    """Whether products with such weights are faster where these lie than on the device of x: tried once.
 
     Args:
-        x: on the device.
-        multiply: the product with rows in main memory; None if the kernels do not take it.
-        send: the product on the device.
+        here: the products in main memory; None if the kernels do not take them.
+        send: the products on the device.
+        others: what it also depends on.
     """
-    staging = staging_for(device)
-    if staging is None or os.environ.get("OFFLOAD_HYBRID") == "off" or torch.is_autocast_enabled(device.type):
-        return None
-    if type(x) is not torch.Tensor or x.device != device or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
-        return None
-    if not streams_to(device, weight.reads(weight.view_spec)):
-        return None
-
-    def there_and_back() -> torch.Tensor | None:
-        found = multiply(x.cpu())
-        return None if found is None else found.to(device)
-
-    rows, form = x.numel() // x.shape[-1], getattr(weight.handle.composed, "form", None)
-    key = form, tuple(weight.view_spec.shape), x.dtype, rows
+    staging, rows = staging_for(x.device), x.numel() // x.shape[-1]
+    assert staging is not None, "nothing is computed elsewhere for a device without streams"
+    forms = ((getattr(one.handle.composed, "form", None), tuple(one.view_spec.shape)) for one in weights)
+    key = *forms, x.dtype, rows, *others
     if key not in staging.wins:
-        staging.wins[key] = _wins(there_and_back, send, device)
-    return there_and_back() if staging.wins[key] else None
+        staging.wins[key] = _wins(here, send, x.device)
+    return staging.wins[key]
 
 
-def _wins(there_and_back: Callable[[], object], send: Callable[[], object], device: torch.device) -> bool:
+def _wins(here: Callable[[], object], send: Callable[[], object], device: torch.device) -> bool:
     """Whether the kernels take a product, and are clearly faster than to send its weight."""
-    if there_and_back() is None:
+    if here() is None:
         return False
-    return _seconds(there_and_back, device) < _CLEARLY * _seconds(send, device)
+    return _seconds(here, device) < _CLEARLY * _seconds(send, device)
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:

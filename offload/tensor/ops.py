@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
-from offload.prefetch.copies import retry_on_oom
 from offload.prefetch.tables import has_rows_here, prefetch_rows
 from offload.storage.subclasses import is_subclass_value
 from offload.system.modes import no_functions, no_grad, no_modes
@@ -272,8 +271,7 @@ def pick_where_the_file_is(func: Op, args: Args, kwargs: Kwargs) -> Any:
     memo: dict[int, torch.Tensor] = {}
     picks = _sent_to_cpu(guests_of(picks, memo))
     named = dict(zip(kwargs, _sent_to_cpu(named_guests(kwargs, memo).values()), strict=True))
-    found = call(func, [mapped, *picks], named)
-    return retry_on_oom(table._target, lambda: sent_to(found, table._target))
+    return sent_to(call(func, [mapped, *picks], named), table._target)
 
 
 def _announce_rows(table: OffloadedTensor, rows: torch.Tensor | None) -> None:
@@ -295,8 +293,7 @@ def _pick_what_is_carried_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
     rows, again = torch.unique(found, return_inverse=True)
     if len(rows) == 0 or rows[0] < 0 or rows[-1] >= len(table) or 2 * len(rows) > len(table):
         return read(func, args, kwargs)  # also for torch's error when an index is out of range
-    piece, target = Piece(handle_of(table), view_spec_of(table)), table._target
-    few = picked(piece, rows) if target == CPU else retry_on_oom(target, lambda: picked(piece, rows, target))
+    few = picked(Piece(handle_of(table), view_spec_of(table)), rows, table._target)
     again = again.view(found.shape).to(table._target)
     given = [few, *args[1:]]
     given[place] = [again, *args[place][1:]] if func is aten.index.Tensor else again

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 
 from offload.annotations import Args, Kwargs, Op
 from offload.kernels.native import DTYPES, MOST_ROWS, library
-from offload.prefetch.copies import retry_on_oom
+from offload.prefetch.copies import streams_to
 from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
@@ -30,8 +29,8 @@ from offload.system.modes import no_functions, no_modes
 from offload.tensor.backends import CHAIN, COMPILED, Chain, any_rows, choose, most_rows_of, product_with
 from offload.tensor.bound import BoundProduct
 from offload.tensor.decoded import Decoded
-from offload.tensor.guests import CPU, value_on
-from offload.tensor.hybrid import multiplied_where_it_lies
+from offload.tensor.guests import CPU, sent_to, value_on
+from offload.tensor.hybrid import crosses, wins
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import Joined, Piece, Plain, Recipe, stored_in
 from offload.tensor.registry import implements, overrides
@@ -181,8 +180,9 @@ def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: object) -
 def _multiplied_here_or_there(x: torch.Tensor, weight: Piece, bias: Any, device: torch.device) -> torch.Tensor | None:
     """The product for an accelerator, wherever it is computed faster."""
 
-    def multiply(rows: torch.Tensor) -> torch.Tensor | None:
-        return multiplied(rows, weight, None if bias is None else bias.cpu())
+    def here() -> torch.Tensor | None:
+        found = multiplied(x.cpu(), weight, None if bias is None else bias.cpu())
+        return None if found is None else sent_to(found, device)
 
     def send() -> torch.Tensor:
         found = multiplied(x, weight, bias, device)
@@ -191,7 +191,8 @@ def _multiplied_here_or_there(x: torch.Tensor, weight: Piece, bias: Any, device:
         dense = value_on(weight.handle, weight.view_spec, device)
         return F.linear(x, dense, None if bias is None else guest_of(bias))
 
-    found = multiplied_where_it_lies(x, weight, device, multiply, send)
+    is_away = crosses(x, device) and streams_to(device, weight.reads(weight.view_spec))
+    found = here() if is_away and wins([weight], x, here, send) else None
     return multiplied(x, weight, bias, device) if found is None else found
 
 
@@ -224,8 +225,9 @@ def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None, device: torch.d
         for run, backend in chosen:  # one after the other: each may have to be read first
             assert not isinstance(backend, Chain)
             end = begin + run.outputs
-            values = retry_on_oom(device, partial(run.values, device))
-            backend.multiply(run, values, flat, None if bias is None else bias[begin:end], out[:, begin:end])
+            backend.multiply(
+                run, run.values(device), flat, None if bias is None else bias[begin:end], out[:, begin:end]
+            )
             begin = end
         return out.view(*x.shape[:-1], shape[0])
 

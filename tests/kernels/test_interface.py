@@ -12,7 +12,7 @@ import pytest
 from offload.kernels import native
 
 SOURCES = Path(native.__file__).parent
-OF_INTERFACE = {2: "f83e9be657632100"}
+OF_INTERFACE = {3: "bfd47371ecc5c9ec"}
 
 
 def declarations() -> str:

@@ -54,6 +54,10 @@ def sums(experts: list[ExpertRows], x: torch.Tensor, down: torch.Tensor, tokens:
     native.multiply_experts(experts, x, down, tokens=tokens, up=up, total=WeightedSum(**total) if total else None)
 
 
+def gather(first: torch.Tensor, last: torch.Tensor, place: torch.Tensor, begins: list[int]) -> None:
+    native.gather([first, last], begins, place)
+
+
 LOGPS = {"width": 14, "id_bits": 10, "bits": 10}
 FOUR = {"x": torch.ones(4, 64), "down": torch.empty(5, 40), "tokens": torch.tensor([0, 1, 2, 3, 3])}
 EXPERTS = [ExpertRows(*expert(), 3, 0), ExpertRows(*expert(), 2, 3)]
@@ -61,6 +65,13 @@ GIVEN: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "decode": (native.decode, {"matrix": matrix(), "first": 8, "place": torch.empty(16, COLUMNS)}),
     "decode_turned": (native.decode_turned, {"matrix": matrix(), "place": torch.empty(COLUMNS, ROWS)}),
     "pick": (native.pick, {"matrix": matrix(), "rows": torch.tensor([3, 1, 23]), "place": torch.empty(3, COLUMNS)}),
+    "gather": (
+        gather,
+        {
+            "begins": [2, 8],
+            **{name: torch.zeros(n, dtype=torch.uint8) for name, n in (("first", 5), ("last", 9), ("place", 17))},
+        },
+    ),
     "pack_logps": (
         native.pack_logps,
         {"ids": torch.zeros(5, 4, dtype=torch.int64), "logps": torch.zeros(5, 4), **LOGPS},
@@ -101,6 +112,8 @@ FITS = {  # the caller decides how many rows there are, or how far they are apar
     "decode": {("place", "fewer rows"), ("place", "no rows"), ("place", "rows that are apart")},
     "decode_turned": {("place", "rows that are apart")},
     "pick": {("place", "rows that are apart"), ("rows", "columns that are apart"), ("rows", "another dtype")},
+    "gather": {("first", "more rows"), ("first", "more columns"), ("place", "more rows"), ("place", "more columns")}
+    | {(name, other) for name in ("first", "last") for other in ("fewer rows", "fewer columns", "no rows")},
     "pack_logps": {(name, f"{what} that are apart") for name in ("ids", "logps") for what in ("rows", "columns")},
     "unpack_logps": {
         ("packed", other)
@@ -154,7 +167,15 @@ def test_each_function_that_takes_a_tensor_is_tried() -> None:
     taking = {one.__name__ for one in functions if "torch.Tensor" in str(inspect.signature(one))}
 
     of_logps = {"pack_logps", "unpack_logps"}
-    assert {"decode", "decode_turned", "pick", "multiply", "multiply_experts", "memory_of"} | of_logps == taking
+    assert {
+        "decode",
+        "decode_turned",
+        "gather",
+        "pick",
+        "multiply",
+        "multiply_experts",
+        "memory_of",
+    } | of_logps == taking
 
 
 def test_addresses_are_taken_in_one_place() -> None:
@@ -187,6 +208,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "more rows than there are": ("multiply", {"matrix": matrix(ROWS - 1)}),
     "rows of other columns": ("multiply", {"matrix": matrix(ROWS, COLUMNS + 1)}),
     "65 rows": ("multiply", {"x": torch.ones(65, COLUMNS), "place": torch.empty(65, ROWS)}),
+    "a piece before the first byte": ("gather", {"begins": [-1, 8]}),
+    "a piece after the last byte": ("gather", {"begins": [2, 9]}),
+    "a piece without a place": ("gather", {"begins": [2]}),
     "another level": ("multiply", {"level": native.best_level() + 1}),
     "a level below plain C": ("decode", {"level": -1}),
     "a token before the first": ("experts", {"tokens": torch.tensor([0, 1, -1, 3, 3])}),

@@ -193,3 +193,25 @@ def _decoded_last(rows: torch.Tensor, columns: int) -> torch.Tensor:
     found = torch.empty(1, columns)
     native.decode(GgufRows("Q4_0").matrix([rows], columns), len(rows) - 1, found)
     return found
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bytes_are_put_where_they_belong_and_nothing_beside_them(
+    is_built: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of no byte, and of more and less than a thread takes at a time."""
+    monkeypatch.setattr(
+        native, "_threads", lambda _: (threads, ctypes.addressof(native._team()) if threads > 1 else None)
+    )
+    if not is_built:
+        monkeypatch.setattr(native, "library", lambda: None)
+    sizes, begins = [5, 0, 1 << 20, 3 << 20, (2 << 20) + 7], [3, 8, 9, (1 << 20) + 64, (6 << 20) + 1]
+    pieces = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
+    expected, place = torch.full((2, 9 << 20), 255, dtype=torch.uint8)
+    for piece, begin in zip(pieces, begins, strict=True):
+        expected[begin : begin + len(piece)] = piece
+
+    native.gather(pieces, begins, place)
+
+    assert torch.equal(expected, place)

@@ -22,7 +22,6 @@ from bench.architectures import prepared
 from offload.errors import ChangedFileError, ReadError, RowIndexError
 from offload.integrations.compressed_tensors import quantize_checkpoint
 from offload.kernels import native
-from offload.models import experts as preferring
 from offload.models.experts import prefer_experts
 from offload.planning.check import tiny_checkpoint
 from offload.prefetch import direct, engine, loads, plan
@@ -494,14 +493,6 @@ def test_a_configuration_may_ask_for_another_implementation(tmp_path):
     one_act = offload.from_pretrained(tmp_path).config
     exact = offload.from_pretrained(tmp_path, config=one_act, exact=True)
     assert ["offload", "grouped_mm"] == [one_act._experts_implementation, exact.config._experts_implementation]
-
-
-def test_experts_that_another_device_computes_are_left_as_they_are(tmp_path, monkeypatch):
-    """`generate` gives those an implementation of its own."""
-    FORMS["qwen3_moe"].write(tmp_path)
-    monkeypatch.setattr(preferring, "CPU", torch.device("cuda"))
-
-    assert "grouped_mm" == offload.from_pretrained(tmp_path).config._experts_implementation
 
 
 def dispatched(folder: Path, dtype: torch.dtype) -> Any:

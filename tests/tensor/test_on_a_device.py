@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.forms.formats import unpacked
 from offload.cli.main import parser
 from offload.cli.models import loaded_model
-from offload.errors import ChangedFileError
+from offload.errors import ArgumentError, ChangedFileError
 from offload.planning.machine import Computing, diagnose
 from offload.prefetch import copies, plan, room, staging
 from offload.prefetch.copies import retry_on_oom
@@ -32,13 +34,18 @@ from offload.prefetch.room import free_on, room_on, spare_of
 from offload.prefetch.staging import Sent
 from offload.prefetch.value import page_state_of
 from offload.system import clock
-from offload.tensor import hybrid
+from offload.tensor import experts as acts
+from offload.tensor import hybrid, products
+from offload.tensor.experts import Between
+from offload.tensor.guests import CPU
 from offload.tensor.products import _decoded_in
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import guest_of
 from offload.transformers_api import kv_bytes_per_token
 from tests.campaigns import amount
 from tests.checkpoints.forms import FORMS
+from tests.crashes import Act
+from tests.interrupts import meets_interrupts
 from tests.prefetch import delayed_device as delayed
 from tests.prefetch.delayed_device import MIB, held, on_disk, on_the_device
 
@@ -265,6 +272,21 @@ def test_a_changed_file_is_an_error_though_its_value_stays(device: torch.device,
             guest_of(weight)
 
 
+@on_the_device
+def test_a_fraction_of_a_device_that_tells_nothing_is_an_error(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tells_nothing(_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", tells_nothing)
+
+    with pytest.raises(ArgumentError, match="delayed:0 tells of no free memory"):
+        offload.set_max_memory({0: 0.5})
+    with offload.set_max_memory({0: "4MiB"}):
+        assert (4, 0) == (on_the_delayed("may"), on_the_delayed("do"))
+
+
 # Without a set budget
 
 
@@ -312,43 +334,46 @@ def test_a_device_fills_itself_to_the_limit_and_not_beyond(
     assert (free, 10 - sent) == (on_the_delayed("may"), on_the_delayed("do"))
 
 
+@pytest.mark.parametrize("asked", [5, 9], ids=["others take what was spared", "an allocation fails"])
 @on_the_device
-def test_a_device_gives_back_the_memory_that_others_allocate_and_fills_it_again(
-    device: torch.device, folder: Path
-) -> None:
+def test_a_device_gives_half_back_to_others_for_a_while(device: torch.device, folder: Path, asked: int) -> None:
     weights, values = squares(folder, 10)
     delayed.filled_up_to(10 * MIB)
     with ticking() as pass_seconds:
         before = [used(weights, values) for _ in range(2)]
-        beside = torch.empty(5 * MIB, dtype=torch.uint8, device=device)  # of what is spared
-        pass_seconds(3)
+        theirs = []
+        with suppress(torch.OutOfMemoryError):
+            theirs.append(torch.empty(asked * MIB, dtype=torch.uint8, device=device))
+        pass_seconds(0.2)
         used(weights, values)
-        shared = on_the_delayed("do")
-        del beside
+        meanwhile = on_the_delayed("do")
+        assert (asked > 8) == (theirs == [])
+        theirs.clear()
         pass_seconds(60)
         used(weights, values)
 
         assert [10, 0] == before
-        assert 5 == shared
+        assert 5 == meanwhile
         assert 0 == used(weights, values)
 
 
 @on_the_device
-def test_at_an_out_of_memory_error_of_anybody_half_stays_for_a_while(device: torch.device, folder: Path) -> None:
-    weights, values = squares(folder, 8)
-    delayed.filled_up_to(8 * MIB)
+def test_others_can_have_all_of_a_device_without_an_error_if_they_ask_bit_by_bit(
+    device: torch.device, folder: Path
+) -> None:
+    """Of 10 MiB of weights, and 8 MiB that are spared, they take 15, 3 per pass."""
+    weights, values = squares(folder, 10)
+    delayed.filled_up_to(10 * MIB)
+    theirs = []
     with ticking() as pass_seconds:
-        used(weights, values)
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(9 * MIB, dtype=torch.uint8, device=device)
-        pass_seconds(3)
-        used(weights, values)
-        after = on_the_delayed("do")
-        pass_seconds(31)
+        for _ in range(5):
+            used(weights, values)
+            theirs.append(torch.empty(3 * MIB, dtype=torch.uint8, device=device))
+            pass_seconds(0.15)
         used(weights, values)
 
-        assert 4 == after
-        assert 0 == used(weights, values)
+        assert 0 == room.ooms_on(device)
+        assert 0 == on_the_delayed("do")
 
 
 @on_the_device
@@ -365,6 +390,22 @@ def test_an_op_without_room_for_its_result_is_tried_again(device: torch.device, 
     assert torch.equal(values[0] + values[1], sums[0].cpu())
     assert torch.equal(values[2].exp(), sums[1].cpu())
     assert torch.equal(torch.stack(values[:2]), sums[2].cpu())
+
+
+@on_the_device
+def test_a_bundle_without_room_is_sent_one_by_one_and_nothing_else_is_dropped_for_it(
+    device: torch.device, folder: Path
+) -> None:
+    staging._SLOT = 4 * MIB
+    weights, values = squares(folder, 10)
+    delayed.ops.limit(delayed.ops.allocated() + 5 * MIB + 3 * MIB)
+    with ticking() as pass_seconds, offload.set_max_memory({"delayed:0": 5 * MIB}):
+        for _ in range(4):
+            assert used(weights, values) >= 5
+            pass_seconds(1)
+
+        assert 0 < room.ooms_on(device)
+        assert (5, 5) == (on_the_delayed("may"), on_the_delayed("do"))
 
 
 @on_the_device
@@ -397,7 +438,7 @@ def test_an_integrated_device_holds_nothing_twice(
 def test_the_keys_and_values_of_a_context_have_room_on_a_device(
     device: torch.device, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 4,096 tokens before `generate` says how many; `plan` and `doctor` say the same."""
+    """Of 4,096 tokens; `plan` and `doctor` say the same."""
     delayed.ops.late(20)
     caplog.set_level("INFO", "offload.budget")
     monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda *_: Computing(1e9, 1e9, 1e9, 0.0, 1e9))
@@ -408,13 +449,45 @@ def test_the_keys_and_values_of_a_context_have_room_on_a_device(
     tokens = torch.arange(8, device=device)[None]
     model(tokens)
     first, planned = copies.pool_on(device).capacity, offload.plan(folder, device="delayed:0", context=4096)
-    model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
 
     assert abs(first - (free - spare_of(free) - 4096 * per_token)) < MIB // 16
-    assert abs(copies.pool_on(device).room() - (free - spare_of(free) - 16 * per_token)) < MIB // 16
     assert planned.context_bytes == 4096 * per_token
     assert diagnose(folder, nbytes=0).on_devices["delayed:0"] == room_on(device) == planned.device_memory - 8 * MIB
     assert "stay on delayed:0" in caplog.text
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+@on_the_device
+def test_the_contexts_of_several_answers_at_a_time_add_up_on_a_device(
+    device: torch.device, folder: Path, error: type[BaseException] | None
+) -> None:
+    """Each takes its own away as it ends, however it does; without any there is room for 4,096 tokens."""
+    FORMS["llama"].write(folder)
+    delayed.filled_up_to(256 * MIB)
+    model = offload.from_pretrained(folder, device_map="disk:delayed:0")
+    tokens, pool, seen = torch.arange(8, device=device)[None], copies.pool_on(device), [0]
+
+    def beside() -> int:
+        free = free_on(device) + pool._held()
+        return (free - spare_of(free) - pool.room()) // kv_bytes_per_token(model)
+
+    def generate(new: int, *others: int) -> None:
+        def stop(*_: object) -> bool:
+            seen.append(beside())
+            if others:
+                with suppress(error or ()):
+                    generate(*others)
+                seen.append(beside())
+            if error is not None and new > 8:
+                raise error
+            return True
+
+        model.generate(tokens, max_new_tokens=new, stopping_criteria=[stop], do_sample=False, pad_token_id=0)
+
+    seen[0] = beside()
+    generate(8, 24, 56)
+
+    assert [4096, 16, 16 + 32, 16 + 32 + 64, 16 + 32, 16, 4096] == [*seen, beside()]
 
 
 # In bundles
@@ -476,7 +549,7 @@ def test_pinned_memory_is_sent_only_once_it_is_filled(
     send_many, again = staging.Staging.send_many, []
 
     def send_late(self: Any, pinned: Any, stored: Any, spans: Any) -> Any:
-        if pinned is not None and stored is not None and not again:
+        if pinned is not None and stored and not again:
             again.append(True)
             thread = threading.Thread(target=lambda: again.append(torch.equal(values[0], guest_of(weights[0]).cpu())))
             thread.start()
@@ -517,7 +590,7 @@ def products_of(weights: list[OffloadedTensor], x: torch.Tensor) -> list[torch.T
 def test_a_product_is_computed_where_its_weight_lies_if_that_wins(
     device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hybrid, "_wins", lambda there_and_back, *_: there_and_back() is not None)
+    monkeypatch.setattr(hybrid, "_wins", lambda here, *_: here() is not None)
     delayed.ops.late(20)
     weights = packed_layers(folder, device)
     x = torch.randn(8, SIDE)
@@ -550,8 +623,8 @@ def test_products_of_packed_forms_are_as_exact_where_they_lie(
     device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of dense layers and of experts, alone and in batches: weights, product and sum are rounded."""
-    monkeypatch.setattr(hybrid, "_wins", lambda there_and_back, *_: there_and_back() is not None)
-    monkeypatch.setattr(hybrid, "streams_to", lambda *_: True)  # though they are small
+    monkeypatch.setattr(hybrid, "_wins", lambda here, *_: here() is not None)
+    monkeypatch.setattr(products, "streams_to", lambda *_: True)  # though they are small
     delayed.ops.late(20)
     FORMS[name].write(folder)
     model = offload.from_pretrained(folder, device_map="disk:delayed:0", **FORMS[name].options)
@@ -569,6 +642,172 @@ def test_products_of_packed_forms_are_as_exact_where_they_lie(
 
         assert all(((one.double() - x.double() @ dense.T).abs() <= limit).all() for one in found)
     assert any(staging._STAGINGS[device].wins.values())
+
+
+# Experts, here and there
+
+
+class Experts:
+    """Of a layer: eight of 384 KiB, dense, on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.up, self.down = torch.randn(8, 256, 256), torch.randn(8, 256, 128)
+        self.stored = [on_disk(folder, "up", self.up), on_disk(folder, "down", self.down)]
+        self.between = Between(self, self.gate, is_silu=True)
+        self.order: list[torch.device] = []  # where they are computed
+
+    def gate(self, products: torch.Tensor, _: object) -> torch.Tensor:
+        self.order.append(products.device)
+        return F.silu(products[:, :128]) * products[:, 128:]
+
+    def use(self, *numbers: int) -> None:
+        for number in numbers:
+            for one in self.stored:
+                guest_of(one[number])
+
+    def sums(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        return acts.multiplied_by_experts(x, picks, weights, *self.stored, self.between)
+
+    def are_right(self, found: torch.Tensor, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> bool:
+        up, down, given = self.up.double(), self.down.double(), x.cpu().double()
+        true = torch.zeros(len(x), 256, dtype=torch.float64)
+        for token, some in enumerate(picks.tolist()):
+            for place, number in enumerate(some):
+                gated = self.gate((up[number] @ given[token])[None], None)[0]
+                true[token] += weights[token, place].item() * (down[number] @ gated)
+        return bool(((found.cpu() - true).abs() <= 1e-5 * true.abs().max()).all())
+
+
+ROUTED = torch.tensor([[0, 5], [1, 6], [7, 2], [3, 4]])
+
+
+@pytest.mark.fused
+@on_the_device
+def test_experts_that_do_not_stay_are_computed_here_after_the_device_was_given_the_others(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(hybrid, "_wins", lambda *_: tried.append(1) is None)
+    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
+    result = acts.Act.result
+    monkeypatch.setattr(acts.Act, "result", lambda act: [experts.order.append(CPU), result(act)][1])
+    given, results = (x, ROUTED.to(device), weights), []
+    with offload.set_max_memory({"delayed:0": 4 * 384 << 10}):
+        assert experts.sums(*given) is None  # their budget knows them once they were sent
+        for _ in range(4):
+            experts.use(0, 1, 2, 3)
+        experts.use(4, 5, 6, 7)
+        experts.sums(*given)
+        experts.order.clear()
+
+        sent = crossing(lambda: results.append(experts.sums(*given)))
+        alone = experts.sums(x[1:2], ROUTED[1:2].to(device), weights[1:2])
+        many = experts.sums(x.repeat(3, 1), ROUTED.repeat(3, 1).to(device), weights.repeat(3, 1))
+        with offload.exact():
+            exact = experts.sums(*given)
+        monkeypatch.setenv("OFFLOAD_HYBRID", "off")
+        switched_off = experts.sums(*given)
+
+    assert [*[device] * 4, CPU] == experts.order[:5]
+    assert sent < 64 << 10
+    assert experts.are_right(results[0], x, ROUTED, weights)
+    assert experts.are_right(alone, x[1:2], ROUTED[1:2], weights[1:2])
+    assert [None] * 3 == [many, exact, switched_off]
+    assert [1, 1] == tried
+
+
+@pytest.mark.fused
+@pytest.mark.parametrize("seconds", [1.0, 0.1])
+@on_the_device
+def test_experts_are_sent_if_that_is_faster(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Both ways are timed once: to compute them here, in so many seconds, or to send them in half a second."""
+    timed: list[Any] = []
+
+    def measured(act: Any, _: object) -> float:
+        timed.append(act())
+        return seconds if len(timed) == 1 else 0.5
+
+    monkeypatch.setattr(hybrid, "_seconds", measured)
+    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
+    given = x, ROUTED.to(device), weights
+    with offload.set_max_memory({"delayed:0": 0}):
+        experts.use(*range(8))
+        found = [experts.sums(*given) for _ in range(3)]
+
+    assert [seconds == 1.0] * 3 == [one is None for one in found]
+    assert 2 == len(timed)
+    assert all(experts.are_right(one, x, ROUTED, weights) for one in (*timed, *found) if one is not None)
+
+
+@pytest.mark.fused
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3_moe", "fp8-qwen3_moe", "mxfp4-gpt_oss", "gguf-qwen3_moe"),
+        *("inkling2_text", "ct-w4a16-qwen3_moe", "ct-nvfp4a16-qwen3_moe"),
+    ],
+)
+@on_the_device
+def test_experts_of_each_form_are_as_exact_here_and_there_as_plain_ones(
+    device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second one is computed here, alone and in batches."""
+    turns = itertools.count()
+    monkeypatch.setattr(hybrid, "_wins", lambda *_: True)
+    monkeypatch.setattr(acts, "streams_to", lambda *_: next(turns) % 2 == 0)  # though they are small
+    delayed.ops.late(20)
+    form = FORMS[name]
+    form.write(folder)
+    model = offload.from_pretrained(folder, device_map="disk:delayed:0", **form.options)
+    [*_, experts] = [one for one in model.modules() if hasattr(one, "is_transposed")]
+    assert "offload" == experts.config._experts_implementation
+    [*_, dense] = [one for one in form.plain(folder).modules() if hasattr(one, "is_transposed")]
+    plain = copy.deepcopy(dense).double()
+    plain.config = copy.copy(plain.config)
+    plain.config._experts_implementation = "eager"
+    generator, numbers = torch.Generator().manual_seed(1), torch.tensor([[0, 1], [2, 1], [1, 0], [3, 2]])
+    x = torch.randn(4, getattr(experts, "hidden_dim", 128), generator=generator).to(model.dtype)
+    weights = torch.rand(4, 2, generator=generator).to(model.dtype)
+    with torch.no_grad():
+        true = plain(x.double(), numbers, weights.double())
+        there = x.to(device), numbers.to(device), weights.to(device)
+        exact, before = dense(x, numbers, weights), next(turns)
+
+        found = [one.cpu() for one in map_batches(lambda some: experts(*some), [there] * 2, model)]
+        found.append(experts(*there).cpu())
+
+    assert next(turns) - before > 6
+    allowed, unit = (exact.double() - true).abs(), torch.finfo(model.dtype).eps * true.abs().max()
+    for one in found:
+        error = (one.double() - true).abs()
+        assert error.max() <= allowed.max() + unit / 2
+        assert error.mean() <= allowed.mean() + unit / 100
+
+
+@pytest.mark.fused
+@on_the_device
+def test_interrupts_leave_experts_here_and_there_as_they_were(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at every place; half of them stay."""
+    monkeypatch.setattr(hybrid, "_wins", lambda *_: True)
+    delayed.ops.late(20)
+
+    def are_after_the_fourth(device: torch.device, reads: Any) -> bool:
+        copies.streams_to(device, reads)
+        return bool(reads[0][1].storage_offset() >= 4 * 256 * 128)
+
+    monkeypatch.setattr(acts, "streams_to", are_after_the_fourth)
+    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
+    given = x, ROUTED.to(device), weights
+    with offload.set_max_memory({"delayed:0": 4 * 384 << 10}):
+        experts.use(0, 1, 2, 3)
+        tried = Act(lambda _: experts, lambda one: one.are_right(one.sums(*given), x, ROUTED, weights))
+
+        assert 100 < meets_interrupts(tried, folder, set(), step=4)
+        assert experts.are_right(experts.sums(*given), x, ROUTED, weights)
 
 
 def many_steps(device: torch.device, folder: Path, steps: int) -> int:
