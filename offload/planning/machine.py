@@ -25,7 +25,7 @@ import torch
 
 from offload.errors import MissingFileError
 from offload.kernels import accelerated
-from offload.kernels.native import description, library, multiply
+from offload.kernels.native import Product, description, library
 from offload.kernels.packed import BLOCKS, GgufRows
 from offload.memory import available_bytes, cgroup_available, total_bytes
 from offload.prefetch.parallel import read_in_parallel
@@ -181,8 +181,8 @@ def _packed_rate(kind: str, x: torch.Tensor) -> float:
     matrix = GgufRows(kind).matrix([rows], x.shape[1]) if x.device.type == "cpu" and library() is not None else None
     if matrix is None:
         return rows.nbytes / _seconds(lambda: decode(rows, kind=kind), x.device)
-    out = torch.empty(len(x), len(rows), dtype=x.dtype)
-    return rows.nbytes / _seconds(lambda: multiply(matrix, x, None, out), x.device)
+    product, out = Product([(matrix, len(rows))]), torch.empty(len(x), len(rows), dtype=x.dtype)
+    return rows.nbytes / _seconds(lambda: product.into(x, None, out), x.device)
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:

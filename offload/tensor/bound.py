@@ -1,11 +1,11 @@
-"""Products with a packed weight that are ready: one look-up, and one call for each part of the weight.
+"""Packed weights that are bound: one look-up, and one call of C, for a product or for a few picked rows.
 
 Always true:
-- a product is bound to one source and one view of a tensor: whatever gives the tensor another value gives it another
-  source, and the product is made anew
+- a weight is bound to one source and one view of a tensor: whatever gives the tensor another value gives it another
+  source, and it is bound anew
 - the weight is as resident as without it, and its files are looked at ten times a second at the most
-- what is not as usual (modes, gradients, `exact`, other strides) is left to the product that is not bound, which has
-  the same bits
+- what is not as usual (modes, gradients, `exact`, other strides) is left to the way that is not bound, which has the
+  same bits
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
-from offload.kernels.native import MOST_ROWS, Product
+from offload.kernels.native import MOST_ROWS, Product, is_usual
 from offload.prefetch.engine import ensure_resident
+from offload.prefetch.tables import has_rows_here, prefetch_rows
 from offload.prefetch.value import Value
 from offload.storage.handle import Handle
 from offload.storage.source import Source
@@ -33,43 +33,45 @@ from offload.torch_api import (
     transform_on_top,
 )
 
-_PLAIN = (torch.Tensor, nn.Parameter)
 
-
-class BoundProduct:
-    """`F.linear` with one weight, and activations of its dtype.
+class BoundWeight:
+    """`F.linear` and `F.embedding` with one weight, and activations of its dtype.
 
     Args:
         weight: computes on the CPU.
-        product: with the packed rows of all of it.
+        product: with the packed rows of all of it; None if it is not multiplied so.
         pieces: what the addresses in `product` lie in.
         sources: what all pieces are made of, none of it in files of ours.
         reads: the views of stored values that it reads.
         most_rows: of activations for which it is faster than the dense weight.
+        is_picked: whether C picks rows of it, each from one row of what is read.
     """
 
     __slots__ = (
-        "_composed", "_dtype", "_most_rows", "_pieces", "_product", "_ranges", "_reads", "_releases",
-        "_source", "_sources", "_view_spec",
+        "_composed", "_dtype", "_is_picked", "_most_rows", "_pieces", "_ranges", "_reads", "_releases",
+        "_source", "_view_spec", "_watched", "product",
     )  # fmt: skip
 
     def __init__(
         self,
         weight: OffloadedTensor,
-        product: Product,
-        pieces: list[list[torch.Tensor]],
-        sources: list[tuple[Handle, Source]],
-        reads: list[tuple[Handle, torch.Tensor]],
-        most_rows: int,
+        product: Product | None = None,
+        pieces: list[list[torch.Tensor]] | None = None,
+        sources: list[tuple[Handle, Source]] | None = None,
+        reads: list[tuple[Handle, torch.Tensor]] | None = None,
+        most_rows: int = 0,
+        *,
+        is_picked: bool = False,
     ) -> None:
         self._source = weight._handle.source
         self._view_spec = weight._view_spec
         self._composed: Any = self._source.composed
         self._dtype = self._view_spec.dtype
-        self._product, self._pieces, self._reads, self._most_rows = product, pieces, reads, most_rows
-        self._ranges: list[Value] = [ensure_resident(*read) for read in reads]
-        self._sources = sources
+        self.product, self._pieces, self._reads, self._most_rows = product, pieces, reads or [], most_rows
+        self._ranges: list[Value | None] = [None] * len(self._reads)
+        self._watched = [(handle, source, source.file) for handle, source in sources or ()]
         self._releases = releases()
+        self._is_picked = is_picked
 
     def is_of(self, weight: OffloadedTensor) -> bool:
         """Whether it is of what the weight is now."""
@@ -77,59 +79,49 @@ class BoundProduct:
         return is_same and weight._target is CPU and self._releases == releases()
 
     def multiply(
-        self, x: torch.Tensor, weight: OffloadedTensor, bias: Any, *, exactly: bool, any_rows: bool
+        self, x: torch.Tensor, weight: OffloadedTensor, bias: Any, *, exactly: bool, most: int | None
     ) -> torch.Tensor | None:
         """`F.linear(x, weight, bias)`; None if it has to be computed otherwise.
 
         Args:
             exactly: whether the dense weight is wanted.
-            any_rows: whether any number of rows that the kernels take is multiplied.
+            most: rows of x that are multiplied; None: those for which it is faster.
 
         Raises:
             ReadError: the disk failed.
         """
-        height, columns = self._product.sizes
-        if not self.is_of(weight) or exactly or self._composed.is_exact or not _is_usual_world():
+        product = self.product
+        if product is None or exactly or self._composed.is_exact or not self._may_be_used(x, weight, bias):
             return None
-        if not is_usual(x, self._dtype) or x.shape[-1:] != (columns,):
-            return None
-        if not 0 < x.numel() <= (MOST_ROWS if any_rows else self._most_rows) * columns:
-            return None
-        if torch.is_grad_enabled():
-            with DisableTorchFunctionSubclass():
-                if x.requires_grad or weight.requires_grad or getattr(bias, "requires_grad", False):
-                    return None
-        if bias is not None:
-            bias = guest_of(bias)
-            if not is_usual(bias, self._dtype) or bias.shape != (height,):
-                return None
-        for handle, source in self._sources:
-            if handle.source is not source or not source.file.is_as_opened():
-                return None
         now = clock.now()
         for number, known in enumerate(self._ranges):
-            if known.checked_until < now or known.is_picked:
+            if known is None or known.checked_until < now or known.is_picked:
                 self._ranges[number] = ensure_resident(*self._reads[number])
-        place = torch.empty((*x.shape[:-1], height), dtype=self._dtype, device=CPU)
-        self._product.into(x, bias, place)
-        return place
+        bias = None if bias is None else guest_of(bias)
+        return product.times(x, bias, self._dtype, self._most_rows if most is None else most)
 
+    def pick(self, rows: torch.Tensor, weight: OffloadedTensor) -> torch.Tensor | None:
+        """`F.embedding(rows, weight)`; None if there are many rows, or it has to be computed otherwise."""
+        if not self._is_picked or self.product is None or not self._may_be_used(None, weight, None):
+            return None
+        if is_usual(rows, torch.int64) and rows.numel() <= MOST_ROWS:
+            for handle, view_spec in self._reads:
+                if not has_rows_here(handle):
+                    prefetch_rows(handle, view_spec, rows)
+        return self.product.pick(rows, self._dtype)
 
-def _is_usual_world() -> bool:
-    """Whether nothing follows, replaces or casts ops; gradients may be recorded."""
-    if modes_are_on() or function_modes_are_on() or transform_on_top() is not None:
-        return False
-    return not (is_dual_level() or is_traced() or torch.is_autocast_enabled("cpu"))
-
-
-def is_usual(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor is torch's own, of a dtype, contiguous, and has memory that the kernels can read."""
-    return (
-        type(x) in _PLAIN
-        and x.dtype is dtype
-        and x.layout is torch.strided
-        and x.is_cpu
-        and not x.is_nested
-        and x.is_contiguous()
-        and not x.is_neg()
-    )
+    def _may_be_used(self, x: torch.Tensor | None, weight: OffloadedTensor, bias: Any) -> bool:
+        """Whether it is of what the weight is now, and nothing follows, replaces or casts the op."""
+        if not self.is_of(weight) or modes_are_on() or function_modes_are_on() or transform_on_top() is not None:
+            return False
+        if is_dual_level() or is_traced() or torch.is_autocast_enabled("cpu"):
+            return False
+        if torch.is_grad_enabled():
+            with DisableTorchFunctionSubclass():
+                if any(getattr(one, "requires_grad", False) for one in (x, weight, bias)):
+                    return False
+        now = clock.now()
+        for handle, source, file in self._watched:
+            if handle.source is not source or not (file.looked_at_until >= now or file.is_as_opened()):
+                return False
+        return True

@@ -28,13 +28,13 @@ from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.backends import CHAIN, COMPILED, Chain, any_rows, choose, most_rows_of, product_with
-from offload.tensor.bound import BoundProduct
+from offload.tensor.bound import BoundWeight
 from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU, value_on
 from offload.tensor.hybrid import multiplied_where_it_lies
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import Joined, Piece, Plain, Recipe, stored_in
-from offload.tensor.registry import implements, overrides
+from offload.tensor.registry import implements, overrides, ready
 from offload.tensor.rules import read, read_directly, records_graph
 from offload.tensor.runs import RowRun
 from offload.tensor.views import Traced, handle_of, view_spec_of
@@ -98,39 +98,51 @@ def compute_exactly(handle: Handle) -> None:
         compute_exactly(piece.handle)
 
 
+@ready(F.linear)
+def multiply_by_bound_weight(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
+    """By one call of C."""
+    if kwargs or not 2 <= len(args) <= 3:
+        return None
+    x, weight, bias = args if len(args) > 2 else (*args, None)
+    bound = weight._bound if type(weight) is OffloadedTensor else None
+    most = MOST_ROWS if any_rows.get() else None
+    return None if bound is None else bound.multiply(x, weight, bias, exactly=_exact.get(), most=most)
+
+
 @overrides(F.linear)
 def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A packed weight is not decoded first."""
     if 2 <= len(args) <= 3 and not kwargs and _is_composed(args[1]) and type(args[0]) is not OffloadedTensor:
         x, weight, bias = args if len(args) > 2 else (*args, None)
-        if weight._bound is not None:
-            found = weight._bound.multiply(x, weight, bias, exactly=_exact.get(), any_rows=any_rows.get())
-            if found is not None:
-                return found
         with DisableTorchFunctionSubclass():
             if not (modes_are_on() or records_graph(args, kwargs)):
                 found = _product_with_rows(x, weight, bias)
                 if found is not None:
-                    if weight._bound is None or not weight._bound.is_of(weight):
-                        weight._bound = _bound(weight)
+                    bind(weight)
                     return found
     return read_directly(func, args, kwargs)
 
 
-def _bound(weight: OffloadedTensor) -> BoundProduct | None:
-    """The product with a weight, made ready; None if its pieces are not where they lie for good."""
+def bind(weight: OffloadedTensor) -> None:
+    """Make products with a weight on the CPU ready, if its pieces are where they lie for good."""
+    if weight._target is not CPU or (weight._bound is not None and weight._bound.is_of(weight)):
+        return
     spec = view_spec_of(weight)
-    runs = runs_of(Piece(handle_of(weight), spec)) if weight._target == CPU else []
+    runs = runs_of(Piece(handle_of(weight), spec))
     pieces = [piece for run in runs for _, piece in run.pieces]
     sources = [(handle, handle.source) for handle in stored_in(piece.handle for piece in pieces)]
     is_lasting = not any(source.owned for _, source in sources) and all(map(_is_in_place, pieces))
     if not is_lasting or not all(COMPILED.supports("multiply", run, spec.dtype, 1) for run in runs) or not runs:
-        return None
+        weight._bound = BoundWeight(weight)
+        return
     with no_functions(), no_modes():
         reads = [read for run in runs for read in run.reads()]
-        values = [run.values() for run in runs]
+        values = [run.values(in_place=True) for run in runs]
         product = product_with(runs, values)
-    return BoundProduct(weight, product, values, sources, reads, most_rows_of(runs, spec.dtype))
+    most, are_rows = most_rows_of(runs, spec.dtype), all(len(part) == len(spec) for _, part in reads)
+    is_picked = are_rows and all(COMPILED.supports("pick", run, spec.dtype, 1) for run in runs)
+    is_picked = is_picked and all(run.rounds_once(spec.dtype) for run in runs)
+    weight._bound = BoundWeight(weight, product, values, sources, reads, most, is_picked=is_picked)
 
 
 def _is_in_place(piece: Piece) -> bool:

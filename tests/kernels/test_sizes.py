@@ -17,6 +17,7 @@ from offload.errors import ArgumentError
 from offload.kernels import native
 from offload.kernels.native import ExpertRows, Matrix, Product, WeightedSum
 from offload.kernels.packed import GgufRows, NumberRows, WordColumns
+from tests.kernels.multiplying import multiply
 from tests.processes import run_script
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
@@ -74,7 +75,7 @@ GIVEN: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         {"packed": torch.zeros(5, 14, dtype=torch.uint8), "k": 4, "width": 14, "id_bits": 10, "bits": 10},
     ),
     "multiply": (
-        native.multiply,
+        multiply,
         {
             "matrix": matrix(),
             "x": torch.ones(5, COLUMNS),

@@ -24,7 +24,7 @@ from offload import OffloadedTensor, budget
 from offload.errors import ChangedFileError, MissingFileError
 from offload.kernels import native
 from offload.tensor import products, small
-from offload.tensor.bound import BoundProduct
+from offload.tensor.bound import BoundWeight
 from offload.tensor.products import compute_exactly
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
@@ -52,7 +52,7 @@ def multiplied_layers(model: nn.Module) -> Iterator[nn.Linear]:
         if isinstance(module, nn.Linear) and offload.is_offloaded(module.weight):
             with torch.no_grad():
                 module(activations(module))
-            if module.weight._bound is not None:
+            if module.weight._bound.product is not None:
                 yield module
 
 
@@ -89,7 +89,7 @@ def unbound(x: torch.Tensor, weight: OffloadedTensor, bias: Any = None) -> torch
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ways that products take from now on."""
     ways: list[str] = []
-    multiply, other = BoundProduct.multiply, products._product_with_rows
+    multiply, other = BoundWeight.multiply, products._product_with_rows
 
     def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = multiply(self, *args, **kwargs)
@@ -100,7 +100,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ways.append("anew")
         return other(*args)
 
-    monkeypatch.setattr(BoundProduct, "multiply", bound)
+    monkeypatch.setattr(BoundWeight, "multiply", bound)
     monkeypatch.setattr(products, "_product_with_rows", not_bound)
     return ways
 
@@ -127,7 +127,7 @@ def test_a_bound_product_has_the_bits_of_another_one(form: str, tmp_path: Path, 
 def test_all_that_a_weight_is_made_of_is_watched(form: str, tmp_path: Path) -> None:
     """Also scales that are computed, and kept."""
     for layer in multiplied_layers(loaded(form, tmp_path)):
-        watched = {handle for handle, _ in layer.weight._bound._sources}
+        watched = {handle for handle, *_ in layer.weight._bound._watched}
 
         assert set(stored_in([handle_of(layer.weight)])) == watched
 
