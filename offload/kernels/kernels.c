@@ -408,18 +408,23 @@ static needs needs_of(const part *parts, int64_t count, const functions *functio
   return all;
 }
 
+/* A row of x in one form. */
+static void put_row(void *to, const char *row, int64_t columns, int dtype, const functions *functions, int in_pairs) {
+  static const int KINDS[] = {KIND_float32, KIND_float16, KIND_bfloat16};
+  stored_row given = {.bytes = (const uint8_t *)row, .group = padded(columns), .last = 1};
+  if (in_pairs)
+    memcpy(to, row, (size_t)columns * 2);
+  else
+    functions->rows[KINDS[dtype]].decode(&given, columns, to, FLOAT32);
+}
+
 /* The rows of x in one form, each filled up with zeros to `wide`, and their number to what fills `nbytes`. */
 static void put_rows(char *to, size_t nbytes, int64_t wide, const product *given, const void *x, int64_t x_rows,
                      int64_t columns, const functions *functions, int in_pairs) {
-  static const int KINDS[] = {KIND_float32, KIND_float16, KIND_bfloat16};
-  const rows_of_kind *kind = functions->rows + KINDS[given->x_dtype];
   size_t number = in_pairs ? 2 : 4, row_nbytes = number * (size_t)wide, used = number * (size_t)columns;
   for (int64_t r = 0; r < x_rows; r++, to += row_nbytes, nbytes -= row_nbytes) {
     const char *row = (const char *)x + r * given->x_step * (int64_t)size_of(given->x_dtype);
-    if (in_pairs)
-      memcpy(to, row, used);
-    else
-      kind->decode(&(stored_row){.bytes = (const uint8_t *)row, .group = wide, .last = 1}, columns, to, FLOAT32);
+    put_row(to, row, columns, given->x_dtype, functions, in_pairs);
     memset(to + used, 0, row_nbytes - used);
   }
   memset(to, 0, nbytes);

@@ -42,7 +42,8 @@ _AT_LEVEL = (2, 8, 32)  # see `most_rows`
 
 _LEAST = 1 << 15  # numbers for which a second thread is worth waking
 _forked = False
-
+_NO_MEMORY = "no memory for a product, or for rows"
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _TYPES: dict[str, type[Any]] = {
     "pointer": ctypes.c_void_p,
@@ -264,7 +265,8 @@ def _rows_of(tensor: torch.Tensor) -> int:
 def _indices(rows: torch.Tensor, count: int, end: int, *, least: int = 0) -> int:
     """The address of so many indices, from `least` to `end - 1`."""
     address = _address(rows, (count,), (torch.int64,))
-    low, high = map(int, rows.aminmax()) if count else (least, least)
+    few = (ctypes.c_int64 * count).from_address(address) if 0 < count <= MOST_ROWS else None
+    low, high = (min(few), max(few)) if few else map(int, rows.aminmax()) if count else (least, least)
     require(least <= low and (high < end or not count), "rows from", low, "to", high, "of", end)
     return address
 
@@ -276,21 +278,18 @@ def _call(function: str, *given: object, numbers: int, level: int | None) -> Non
         ArgumentError: there is no library, or not for this processor.
         MemoryError
     """
-    chosen, (count, team) = _level(level), _threads(numbers)
-    _require_memory(getattr(library(), function)(*given, chosen, team, count), numbers)
+    found, how = _chosen(numbers, level)
+    if getattr(found, function)(*given, *how):
+        raise MemoryError(_NO_MEMORY)
 
 
-def _level(asked: int | None) -> int:
-    """An instruction set that the library has."""
-    level = best_level() if asked is None else asked
-    if library() is None or not 0 <= level <= best_level():
-        raise ArgumentError(f"there are no kernels of level {level}: {description()}")
-    return level
-
-
-def _require_memory(failed: int, numbers: int) -> None:
-    if failed:
-        raise MemoryError(f"no memory for a product, or for rows, of {numbers} numbers")
+def _chosen(numbers: int, level: int | None) -> tuple[ctypes.CDLL, tuple[int, int | None, int]]:
+    """The library; the level, and the team and threads that go through so many numbers."""
+    found, chosen = library(), best_level() if level is None else level
+    if found is None or not 0 <= chosen <= best_level():
+        raise ArgumentError(f"there are no kernels of level {chosen}: {description()}")
+    count, team = _threads(numbers)
+    return found, (chosen, team, count)
 
 
 def decode(matrix: Matrix, first: int, place: torch.Tensor, *, level: int | None = None) -> None:
@@ -339,9 +338,6 @@ def _decode(
         *(address, place.stride(0), DTYPES[place.dtype], is_turned),
         numbers=place.numel(), level=level,
     )  # fmt: skip
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_usual(x: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -407,7 +403,8 @@ class Product:
         require(x.shape[:-1] == place.shape[:-1] and rows <= MOST_ROWS, x.shape, "for", place.shape)
         added, kind = (None, x.dtype) if bias is None else (_address(bias, (height,)), bias.dtype)
         multiply, call, _kept = self._prepared(step, apart, x.dtype, kind, place.dtype, level)
-        _require_memory(multiply(call, given, rows, added, out), height * columns)
+        if multiply(call, given, rows, added, out):
+            raise MemoryError(_NO_MEMORY)
 
     def times(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, most: int) -> torch.Tensor | None:
         """`x @ rows.T + bias`, a new tensor; None if one of them is not usual, or does not fit.
@@ -434,39 +431,16 @@ class Product:
             known = self._calls[key] = self._prepared(columns, height, dtype, dtype, dtype, None)
         place = x.new_empty((*shape[:-1], height))
         if known[0](known[1], given, rows, None if bias is None else bias.data_ptr(), place.data_ptr()):
-            _require_memory(1, height * columns)
-        return place
-
-    def pick(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The decoded rows of these numbers: (..., columns) in a dtype; None for many numbers, or some out of range.
-
-        Args:
-            rows: (...), int64.
-
-        Raises: as `decode`.
-        """
-        (height, columns), count = self.sizes, rows.numel()
-        if self.count != 1 or not is_usual(rows, torch.int64) or not 0 < count <= MOST_ROWS or not rows.data_ptr():
-            return None
-        numbers = (ctypes.c_int64 * count).from_buffer_copy(ctypes.string_at(rows.data_ptr(), 8 * count))
-        if not 0 <= min(numbers) <= max(numbers) < height:
-            return None
-        place = rows.new_empty((*rows.shape, columns), dtype=dtype)
-        _call(
-            *("offload_decode", ctypes.addressof(self.matrices[0]), ctypes.addressof(numbers), 0, count),
-            *(place.data_ptr(), columns, DTYPES[dtype], False),
-            numbers=count * columns, level=None,
-        )  # fmt: skip
+            raise MemoryError(_NO_MEMORY)
         return place
 
     def _prepared(
         self, step: int, apart: int, x: torch.dtype, bias: torch.dtype, place: torch.dtype, level: int | None
     ) -> tuple[Any, int, Call]:
         """The function of the library, and what it takes: its address, and what has to be alive."""
-        chosen, (count, team) = _level(level), _threads(self.sizes[0] * self.sizes[1])
-        dtypes = DTYPES[x], DTYPES[bias], DTYPES[place]
-        call = Call(self.parts, self.count, step, apart, *dtypes, chosen, team, count)
-        return library().offload_multiply, ctypes.addressof(call), call  # type: ignore[union-attr]
+        found, how = _chosen(self.sizes[0] * self.sizes[1], level)
+        call = Call(self.parts, self.count, step, apart, DTYPES[x], DTYPES[bias], DTYPES[place], *how)
+        return found.offload_multiply, ctypes.addressof(call), call
 
 
 def _rows_in(tensor: torch.Tensor, columns: int) -> tuple[int, int, int]:

@@ -10,17 +10,22 @@ Always true:
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from offload.kernels.native import MOST_ROWS, Product, is_usual
+from offload.annotations import Args, Kwargs, Op
+from offload.errors import ArgumentError
+from offload.kernels.native import MOST_ROWS, Product, is_usual, pick
 from offload.prefetch.engine import ensure_resident
 from offload.prefetch.tables import has_rows_here, prefetch_rows
 from offload.prefetch.value import Value
 from offload.storage.handle import Handle
 from offload.storage.source import Source
 from offload.system import clock
+from offload.tensor.backends import any_rows
 from offload.tensor.guests import CPU
 from offload.tensor.small import releases
 from offload.tensor.wrapper import OffloadedTensor, guest_of
@@ -32,6 +37,11 @@ from offload.torch_api import (
     modes_are_on,
     transform_on_top,
 )
+
+_OF_LINEAR = 3  # arguments
+
+exactly: ContextVar[bool] = ContextVar("exact", default=False)
+"""Whether products are those with the dense weights: `offload.exact`."""
 
 
 class BoundWeight:
@@ -55,21 +65,21 @@ class BoundWeight:
     def __init__(
         self,
         weight: OffloadedTensor,
-        product: Product | None = None,
-        pieces: list[list[torch.Tensor]] | None = None,
-        sources: list[tuple[Handle, Source]] | None = None,
-        reads: list[tuple[Handle, torch.Tensor]] | None = None,
-        most_rows: int = 0,
+        product: Product | None,
+        pieces: list[list[torch.Tensor]],
+        sources: list[tuple[Handle, Source]],
+        reads: list[tuple[Handle, torch.Tensor]],
+        most_rows: int,
         *,
-        is_picked: bool = False,
+        is_picked: bool,
     ) -> None:
         self._source = weight._handle.source
         self._view_spec = weight._view_spec
         self._composed: Any = self._source.composed
         self._dtype = self._view_spec.dtype
-        self.product, self._pieces, self._reads, self._most_rows = product, pieces, reads or [], most_rows
-        self._ranges: list[Value | None] = [None] * len(self._reads)
-        self._watched = [(handle, source, source.file) for handle, source in sources or ()]
+        self.product, self._pieces, self._reads, self._most_rows = product, pieces, reads, most_rows
+        self._ranges: list[Value | None] = [None] * len(reads)
+        self._watched = [(handle, source, source.file) for handle, source in sources]
         self._releases = releases()
         self._is_picked = is_picked
 
@@ -78,37 +88,47 @@ class BoundWeight:
         is_same = weight._handle.source is self._source and weight._view_spec is self._view_spec
         return is_same and weight._target is CPU and self._releases == releases()
 
-    def multiply(
-        self, x: torch.Tensor, weight: OffloadedTensor, bias: Any, *, exactly: bool, most: int | None
-    ) -> torch.Tensor | None:
-        """`F.linear(x, weight, bias)`; None if it has to be computed otherwise.
-
-        Args:
-            exactly: whether the dense weight is wanted.
-            most: rows of x that are multiplied; None: those for which it is faster.
+    def result(self, func: Op, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
+        """What a function gives, whose second argument is the weight; None if it is computed otherwise.
 
         Raises:
             ReadError: the disk failed.
         """
+        if torch.compiler.is_compiling():
+            return None
+        if func is F.linear and not kwargs and len(args) <= _OF_LINEAR:
+            return self.multiply(*args)
+        if func is F.embedding and len(args) == 2 and kwargs.get("max_norm") is None:
+            rows, padding = self._view_spec.shape[0], kwargs.get("padding_idx")
+            return self.pick(*args) if padding is None or -rows <= padding < rows else None
+        return None
+
+    def multiply(self, x: torch.Tensor, weight: OffloadedTensor, bias: Any = None) -> torch.Tensor | None:
+        """`F.linear(x, weight, bias)`; None as for `result`."""
         product = self.product
-        if product is None or exactly or self._composed.is_exact or not self._may_be_used(x, weight, bias):
+        if product is None or exactly.get() or self._composed.is_exact or not self._may_be_used(x, weight, bias):
             return None
         now = clock.now()
         for number, known in enumerate(self._ranges):
             if known is None or known.checked_until < now or known.is_picked:
                 self._ranges[number] = ensure_resident(*self._reads[number])
         bias = None if bias is None else guest_of(bias)
-        return product.times(x, bias, self._dtype, self._most_rows if most is None else most)
+        return product.times(x, bias, self._dtype, MOST_ROWS if any_rows.get() else self._most_rows)
 
     def pick(self, rows: torch.Tensor, weight: OffloadedTensor) -> torch.Tensor | None:
-        """`F.embedding(rows, weight)`; None if there are many rows, or it has to be computed otherwise."""
-        if not self._is_picked or self.product is None or not self._may_be_used(None, weight, None):
+        """`F.embedding(rows, weight)`, of few rows; None as for `result`."""
+        product, is_few = self.product, is_usual(rows, torch.int64) and rows.numel() <= MOST_ROWS
+        if product is None or not (is_few and self._is_picked and self._may_be_used(None, weight, None)):
             return None
-        if is_usual(rows, torch.int64) and rows.numel() <= MOST_ROWS:
-            for handle, view_spec in self._reads:
-                if not has_rows_here(handle):
-                    prefetch_rows(handle, view_spec, rows)
-        return self.product.pick(rows, self._dtype)
+        for handle, view_spec in self._reads:
+            if not has_rows_here(handle):
+                prefetch_rows(handle, view_spec, rows)
+        place = rows.new_empty((rows.numel(), product.sizes[1]), dtype=self._dtype)
+        try:
+            pick(product.matrices[0], rows.view(-1), place)
+        except ArgumentError:  # there are no such rows, which torch says better
+            return None
+        return place.view(*rows.shape, product.sizes[1])
 
     def _may_be_used(self, x: torch.Tensor | None, weight: OffloadedTensor, bias: Any) -> bool:
         """Whether it is of what the weight is now, and nothing follows, replaces or casts the op."""

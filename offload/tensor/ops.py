@@ -24,7 +24,7 @@ from offload.tensor.guests import CPU, copied, mapped_value, sent_to
 from offload.tensor.picks import picked
 from offload.tensor.products import bind
 from offload.tensor.recipes import Piece
-from offload.tensor.registry import INNER, implements, overrides, ready
+from offload.tensor.registry import INNER, implements, overrides
 from offload.tensor.replacing import become, redress, store
 from offload.tensor.rules import (
     call,
@@ -132,17 +132,6 @@ def choose_attention(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """The kernel depends on whether the arguments require grad, which guests don't."""
     memo = guests_that_ask_for_grad(args, kwargs)
     return read(func, args, kwargs, memo)
-
-
-@ready(F.embedding)
-def pick_from_bound_table(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-    """A few rows, by one call of C."""
-    if len(args) != 2 or kwargs.get("max_norm") is not None or type(args[1]) is not OffloadedTensor:
-        return None
-    (rows, table), bound, padding = args, args[1]._bound, kwargs.get("padding_idx")
-    if bound is None or not (padding is None or -len(table) <= padding < len(table)):
-        return None
-    return bound.pick(rows, table)
 
 
 @overrides(F.embedding)

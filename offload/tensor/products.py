@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -27,14 +26,15 @@ from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
 from offload.system.modes import no_functions, no_modes
-from offload.tensor.backends import CHAIN, COMPILED, Chain, any_rows, choose, most_rows_of, product_with
+from offload.tensor.backends import CHAIN, COMPILED, Chain, choose, most_rows_of, product_with
 from offload.tensor.bound import BoundWeight
+from offload.tensor.bound import exactly as _exact
 from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU, value_on
 from offload.tensor.hybrid import multiplied_where_it_lies
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import Joined, Piece, Plain, Recipe, stored_in
-from offload.tensor.registry import implements, overrides, ready
+from offload.tensor.registry import implements, overrides
 from offload.tensor.rules import read, read_directly, records_graph
 from offload.tensor.runs import RowRun
 from offload.tensor.views import Traced, handle_of, view_spec_of
@@ -43,8 +43,6 @@ from offload.torch_api import DisableTorchFunctionSubclass, is_dual_level, modes
 
 _PART = 16 << 20  # bytes of a dense weight that are decoded at a time if the whole is over the budget
 _MOST_RUNS = 16  # that a matrix is multiplied in
-
-_exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 
 @contextmanager
@@ -98,17 +96,6 @@ def compute_exactly(handle: Handle) -> None:
         compute_exactly(piece.handle)
 
 
-@ready(F.linear)
-def multiply_by_bound_weight(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-    """By one call of C."""
-    if kwargs or not 2 <= len(args) <= 3:
-        return None
-    x, weight, bias = args if len(args) > 2 else (*args, None)
-    bound = weight._bound if type(weight) is OffloadedTensor else None
-    most = MOST_ROWS if any_rows.get() else None
-    return None if bound is None else bound.multiply(x, weight, bias, exactly=_exact.get(), most=most)
-
-
 @overrides(F.linear)
 def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A packed weight is not decoded first."""
@@ -133,7 +120,7 @@ def bind(weight: OffloadedTensor) -> None:
     sources = [(handle, handle.source) for handle in stored_in(piece.handle for piece in pieces)]
     is_lasting = not any(source.owned for _, source in sources) and all(map(_is_in_place, pieces))
     if not is_lasting or not all(COMPILED.supports("multiply", run, spec.dtype, 1) for run in runs) or not runs:
-        weight._bound = BoundWeight(weight)
+        weight._bound = BoundWeight(weight, None, [], [], [], 0, is_picked=False)
         return
     with no_functions(), no_modes():
         reads = [read for run in runs for read in run.reads()]

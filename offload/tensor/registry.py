@@ -2,25 +2,20 @@
 
 Always true:
 - an op has at most one rule: in `RULES` for an aten overload, in `FUNCTIONS` for one of torch's Python functions
-- `OffloadedTensor.__torch_function__` looks into `READY` and then `FUNCTIONS`, `__torch_dispatch__` into `RULES`
+- `OffloadedTensor.__torch_function__` looks into `FUNCTIONS`, `OffloadedTensor.__torch_dispatch__` into `RULES`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, TypeVar
-
-import torch
+from typing import Any, TypeAlias
 
 from offload.annotations import Args, Kwargs, Op
 from offload.errors import ArgumentError
 
 Rule: TypeAlias = Callable[[Op, Args, Kwargs], Any]
-Ready: TypeAlias = "Callable[[Args, Kwargs], torch.Tensor | None]"
 RULES: dict[object, Any] = {}
 FUNCTIONS: dict[object, Rule] = {}
-READY: dict[object, Ready] = {}  # functions with a weight that is bound; None: the rule in `FUNCTIONS` does it
-_T = TypeVar("_T", bound=Callable[..., Any])
 BY_SCHEMA = "by schema"  # builds the rule of an aten op that has none
 OUT = "out="  # a call with `out=`
 INNER = "inner"  # a call on a value of a tensor subclass
@@ -40,13 +35,8 @@ def overrides(*functions: object) -> Callable[[Rule], Rule]:
     return _registrar(FUNCTIONS, functions)
 
 
-def ready(*functions: object) -> Callable[[Ready], Ready]:
-    """Like `overrides`, for what is asked first."""
-    return _registrar(READY, functions)
-
-
-def _registrar(table: dict[object, Any], keys: Iterable[object]) -> Callable[[_T], _T]:
-    def register(rule: _T) -> _T:
+def _registrar(table: dict[object, Any], keys: Iterable[object]) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
         for key in keys:
             if key in table:
                 raise ArgumentError(f"{key} has a rule already: {table[key].__name__}")

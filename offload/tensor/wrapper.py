@@ -39,7 +39,7 @@ from offload.tensor.arguments import (
 from offload.tensor.blocks import in_shape, referenced
 from offload.tensor.guests import CPU, copied, guest, mapped_value, sent_to, value_on_cpu, where_torch_expects
 from offload.tensor.recipes import files_in
-from offload.tensor.registry import BY_SCHEMA, FUNCTIONS, INNER, OUT, READY, RULES
+from offload.tensor.registry import BY_SCHEMA, FUNCTIONS, INNER, OUT, RULES
 from offload.tensor.replacing import become, redress, replace_value, store_alone, unless_swapped, wrapper_over
 from offload.tensor.views import Traced, handle_of, meta_of
 from offload.torch_api import (
@@ -394,8 +394,9 @@ class OffloadedTensor(torch.Tensor):
     def __torch_function__(cls, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if len(types) > 1 and not all(issubclass(kind, torch.Tensor) for kind in types):
             return NotImplemented  # it is for what is no tensor, such as a dimension of functorch's
-        if func in READY and not torch.compiler.is_compiling():
-            found = READY[func](args, kwargs or {})
+        weight = args[1] if len(args) > 1 else None
+        if type(weight) is OffloadedTensor and weight._bound is not None:
+            found = weight._bound.result(func, args, kwargs or {})
             if found is not None:
                 return found
         if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
