@@ -91,7 +91,7 @@ class RowsOfPart(ctypes.Structure):
     """)
 
 
-class Call(ctypes.Structure):
+class ProductCall(ctypes.Structure):
     """Products with rows, but for the activations: `product` in kernels.h."""
 
     _fields_ = _fields("""
@@ -381,7 +381,9 @@ class Product:
             part.packed, part.count, part.column = ctypes.addressof(matrix), count, height
             height += count
         self.sizes = height, columns
-        self._calls: dict[object, tuple[Any, int, Call]] = {}  # for usual activations: the function, and what it takes
+        self._calls: dict[
+            object, tuple[Any, int, ProductCall]
+        ] = {}  # for usual activations: the function, and what it takes
 
     def into(
         self, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor, *, level: int | None = None
@@ -436,10 +438,10 @@ class Product:
 
     def _prepared(
         self, step: int, apart: int, x: torch.dtype, bias: torch.dtype, place: torch.dtype, level: int | None
-    ) -> tuple[Any, int, Call]:
+    ) -> tuple[Any, int, ProductCall]:
         """The function of the library, and what it takes: its address, and what has to be alive."""
         found, how = _chosen(self.sizes[0] * self.sizes[1], level)
-        call = Call(self.parts, self.count, step, apart, DTYPES[x], DTYPES[bias], DTYPES[place], *how)
+        call = ProductCall(self.parts, self.count, step, apart, DTYPES[x], DTYPES[bias], DTYPES[place], *how)
         return found.offload_multiply, ctypes.addressof(call), call
 
 

@@ -22,12 +22,14 @@ from offload.kernels.native import MOST_ROWS, Product, is_usual, pick
 from offload.prefetch.engine import ensure_resident
 from offload.prefetch.tables import has_rows_here, prefetch_rows
 from offload.prefetch.value import Value
-from offload.storage.handle import Handle
-from offload.storage.source import Source
 from offload.system import clock
-from offload.tensor.backends import any_rows
+from offload.system.modes import no_functions, no_modes
+from offload.tensor.backends import COMPILED, any_rows, most_rows_of, product_with
 from offload.tensor.guests import CPU
+from offload.tensor.recipes import Piece, Plain, stored_in
+from offload.tensor.runs import RowRun
 from offload.tensor.small import releases
+from offload.tensor.views import cut
 from offload.tensor.wrapper import OffloadedTensor, guest_of
 from offload.torch_api import (
     DisableTorchFunctionSubclass,
@@ -45,16 +47,10 @@ exactly: ContextVar[bool] = ContextVar("exact", default=False)
 
 
 class BoundWeight:
-    """`F.linear` and `F.embedding` with one weight, and activations of its dtype.
+    """`F.linear` and `F.embedding` with one weight that computes on the CPU, and activations of its dtype.
 
     Args:
-        weight: computes on the CPU.
-        product: with the packed rows of all of it; None if it is not multiplied so.
-        pieces: what the addresses in `product` lie in.
-        sources: what all pieces are made of, none of it in files of ours.
-        reads: the views of stored values that it reads.
-        most_rows: of activations for which it is faster than the dense weight.
-        is_picked: whether C picks rows of it, each from one row of what is read.
+        runs: what it is made of; none if it is not multiplied so.
     """
 
     __slots__ = (
@@ -62,26 +58,27 @@ class BoundWeight:
         "_source", "_view_spec", "_watched", "product",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        weight: OffloadedTensor,
-        product: Product | None,
-        pieces: list[list[torch.Tensor]],
-        sources: list[tuple[Handle, Source]],
-        reads: list[tuple[Handle, torch.Tensor]],
-        most_rows: int,
-        *,
-        is_picked: bool,
-    ) -> None:
-        self._source = weight._handle.source
-        self._view_spec = weight._view_spec
+    def __init__(self, weight: OffloadedTensor, runs: list[RowRun]) -> None:
+        self._source, self._view_spec, self._releases = weight._handle.source, weight._view_spec, releases()
         self._composed: Any = self._source.composed
-        self._dtype = self._view_spec.dtype
-        self.product, self._pieces, self._reads, self._most_rows = product, pieces, reads, most_rows
-        self._ranges: list[Value | None] = [None] * len(reads)
-        self._watched = [(handle, source, source.file) for handle, source in sources]
-        self._releases = releases()
-        self._is_picked = is_picked
+        self._dtype = dtype = self._view_spec.dtype
+        pieces = [[piece for _, piece in sorted(run.pieces, key=lambda one: one[0])] for run in runs]
+        handles = stored_in(piece.handle for some in pieces for piece in some)
+        self._watched = [(handle, handle.source, handle.source.file) for handle in handles]
+        is_lasting = not any(source.owned for _, source, _ in self._watched)  # what is ours changes in place
+        is_taken = all(COMPILED.supports("multiply", run, dtype, 1) for run in runs)
+        is_taken = is_taken and all(_is_in_place(piece) for some in pieces for piece in some)
+        self.product: Product | None = None
+        if not (runs and is_lasting and is_taken):
+            return
+        with no_functions(), no_modes():
+            self._pieces = [[_in_place(piece) for piece in some] for some in pieces]
+            self._reads = [read for run in runs for read in run.reads()]
+            self.product, self._most_rows = product_with(runs, self._pieces), most_rows_of(runs, dtype)
+        self._ranges: list[Value | None] = [None] * len(self._reads)
+        self._is_picked = all(len(part) == len(self._view_spec) for _, part in self._reads) and all(
+            run.rounds_once(dtype) and COMPILED.supports("pick", run, dtype, 1) for run in runs
+        )
 
     def is_of(self, weight: OffloadedTensor) -> bool:
         """Whether it is of what the weight is now."""
@@ -145,3 +142,14 @@ class BoundWeight:
             if handle.source is not source or not (file.looked_at_until >= now or file.is_as_opened()):
                 return False
         return True
+
+
+def _is_in_place(piece: Piece) -> bool:
+    """Whether the value of a piece is a mapping, or small enough to be kept."""
+    composed = piece.handle.composed
+    return composed is None or (isinstance(composed, Plain) and composed.small is not None)
+
+
+def _in_place(piece: Piece) -> torch.Tensor:
+    """Such a value; what is mapped may have to be read."""
+    return piece.value() if piece.handle.composed is not None else cut(piece.handle.base(), piece.view_spec)

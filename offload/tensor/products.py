@@ -26,7 +26,7 @@ from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
 from offload.system.modes import no_functions, no_modes
-from offload.tensor.backends import CHAIN, COMPILED, Chain, choose, most_rows_of, product_with
+from offload.tensor.backends import CHAIN, Chain, choose
 from offload.tensor.bound import BoundWeight
 from offload.tensor.bound import exactly as _exact
 from offload.tensor.decoded import Decoded
@@ -111,31 +111,9 @@ def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def bind(weight: OffloadedTensor) -> None:
-    """Make products with a weight on the CPU ready, if its pieces are where they lie for good."""
-    if weight._target is not CPU or (weight._bound is not None and weight._bound.is_of(weight)):
-        return
-    spec = view_spec_of(weight)
-    runs = runs_of(Piece(handle_of(weight), spec))
-    pieces = [piece for run in runs for _, piece in run.pieces]
-    sources = [(handle, handle.source) for handle in stored_in(piece.handle for piece in pieces)]
-    is_lasting = not any(source.owned for _, source in sources) and all(map(_is_in_place, pieces))
-    if not is_lasting or not all(COMPILED.supports("multiply", run, spec.dtype, 1) for run in runs) or not runs:
-        weight._bound = BoundWeight(weight, None, [], [], [], 0, is_picked=False)
-        return
-    with no_functions(), no_modes():
-        reads = [read for run in runs for read in run.reads()]
-        values = [run.values(in_place=True) for run in runs]
-        product = product_with(runs, values)
-    most, are_rows = most_rows_of(runs, spec.dtype), all(len(part) == len(spec) for _, part in reads)
-    is_picked = are_rows and all(COMPILED.supports("pick", run, spec.dtype, 1) for run in runs)
-    is_picked = is_picked and all(run.rounds_once(spec.dtype) for run in runs)
-    weight._bound = BoundWeight(weight, product, values, sources, reads, most, is_picked=is_picked)
-
-
-def _is_in_place(piece: Piece) -> bool:
-    """Whether the value of a piece is a mapping, or small enough to be kept."""
-    composed = piece.handle.composed
-    return composed is None or (isinstance(composed, Plain) and composed.small is not None)
+    """Make products with a weight on the CPU ready, and picks of its rows."""
+    if weight._target is CPU and (weight._bound is None or not weight._bound.is_of(weight)):
+        weight._bound = BoundWeight(weight, runs_of(Piece(handle_of(weight), view_spec_of(weight))))
 
 
 @overrides(

@@ -36,7 +36,7 @@ from offload.tensor.guests import CPU, stored_on
 from offload.tensor.runs import RowRun
 from offload.tensor.small import MOST as SMALL
 from offload.tensor.small import SmallValue
-from offload.tensor.views import cut, meta_of, metadata_of
+from offload.tensor.views import meta_of, metadata_of
 
 _CAST = 1 << 20  # bytes that are cast at a time
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
@@ -66,10 +66,6 @@ class Piece:
         if handle.composed is not None:
             return handle.composed.value(view_spec, device)
         return stored_on(handle, view_spec, device)
-
-    def in_place(self) -> torch.Tensor:
-        """The value of all of it, where it is mapped; it may have to be read."""
-        return self.value() if self.handle.composed is not None else cut(self.handle.base(), self.view_spec)
 
     def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
         """The views of stored values that are read to compute `view_spec`, a cut of this piece."""

@@ -128,15 +128,12 @@ class RowRun:
         """The pieces as the decoder takes them, but meta tensors."""
         return [piece.view_spec for _, piece in sorted(self.pieces, key=lambda one: one[0])]
 
-    def values(self, device: torch.device = CPU, *, in_place: bool = False) -> list[torch.Tensor]:
+    def values(self, device: torch.device = CPU) -> list[torch.Tensor]:
         """The pieces as the decoder takes them.
-
-        Args:
-            in_place: where they are mapped, and stored ones are not read.
 
         Raises: as `Piece.value`.
         """
-        made = {number: piece.in_place() if in_place else piece.value(device=device) for number, piece in self.pieces}
+        made = {number: piece.value(device=device) for number, piece in self.pieces}
         return [made[number] for number in range(len(made))]
 
     def reads(self) -> Iterator[tuple[Handle, torch.Tensor]]:

@@ -52,7 +52,7 @@ def multiplied_layers(model: nn.Module) -> Iterator[nn.Linear]:
         if isinstance(module, nn.Linear) and offload.is_offloaded(module.weight):
             with torch.no_grad():
                 module(activations(module))
-            if module.weight._bound.product is not None:
+            if getattr(module.weight._bound, "product", None) is not None:
                 yield module
 
 
