@@ -155,17 +155,9 @@ static void *rows_in_form(int64_t rows, int64_t extra, int64_t step, int in_pair
   return form ? memset(form, 0, nbytes) : NULL;
 }
 
-static void put_row(void *form, int64_t place, const char *row, int64_t columns, int dtype, int in_pairs) {
-  if (in_pairs)
-    memcpy((uint16_t *)form + place, row, (size_t)columns * 2);
-  else if (dtype == FLOAT32)
-    memcpy((float *)form + place, row, (size_t)columns * 4);
-  else
-    for (int64_t c = 0; c < columns; c++) ((float *)form)[place + c] = number_at(row, c, dtype);
-}
-
 /* The given rows of x, side by side for each expert. */
-static void *gathered(const layer *what, int64_t columns, int64_t step, int64_t extra, int in_pairs) {
+static void *gathered(const layer *what, const functions *functions, int64_t columns, int64_t step, int64_t extra,
+                      int in_pairs) {
   char *form = rows_in_form(what->rows, extra, step, in_pairs);
   int64_t nbytes = (int64_t)size_of(what->x_dtype);
   if (!form) return NULL;
@@ -174,7 +166,8 @@ static void *gathered(const layer *what, int64_t columns, int64_t step, int64_t 
     if (token == before) /* one token, and many experts */
       memcpy(form + n * wide, form + (n - 1) * wide, (size_t)wide);
     else
-      put_row(form, n * step, (const char *)what->x + token * what->x_step * nbytes, columns, what->x_dtype, in_pairs);
+      put_row(form + n * wide, (const char *)what->x + token * what->x_step * nbytes, columns, what->x_dtype, functions,
+              in_pairs);
     before = token;
   }
   return form;
@@ -265,7 +258,7 @@ EXPORT int offload_experts(const layer *what, int level, const team *threads, un
   if (what->count && what->tokens) {
     forms_of(what, functions, 1, wanted);
     for (int form = 0; form < 2; form++)
-      if (wanted[form]) failed |= !(forms[0][form] = gathered(what, what->hidden, steps[0], extra, form));
+      if (wanted[form]) failed |= !(forms[0][form] = gathered(what, functions, what->hidden, steps[0], extra, form));
     if (!up) failed |= !(up = malloc(sizeof(float) * (size_t)(what->rows * what->wide) + 1));
     all.is_up = 1;
     all.columns = what->hidden;
@@ -282,7 +275,7 @@ EXPORT int offload_experts(const layer *what, int level, const team *threads, un
     for (int form = 0; form < 2; form++)
       if (wanted[form])
         failed |= !(forms[1][form] = what->tokens ? rows_in_form(what->rows, extra, steps[1], form)
-                                                  : gathered(what, what->inner, steps[1], extra, form));
+                                                  : gathered(what, functions, what->inner, steps[1], extra, form));
     if (what->tokens && !failed) {
       activation some = {what, what->rows * what->inner < LEAST || what->rows < 2 ? NULL : threads, up, forms[1], steps[1]};
       in_team(work_on_activation, &some, some.threads, most_threads);

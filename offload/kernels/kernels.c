@@ -17,16 +17,6 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-typedef void (*parallel_fn)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
-typedef int (*number_fn)(void);
-
-/* The functions of GNU OpenMP's runtime that a team takes; all null for none. */
-typedef struct {
-  parallel_fn parallel;
-  number_fn number;
-  number_fn count;
-} team;
-
 typedef struct {
   const matrix *packed;
   const functions *functions;
@@ -418,71 +408,82 @@ static needs needs_of(const part *parts, int64_t count, const functions *functio
   return all;
 }
 
-/* The rows of x in one form, each filled up with zeros to `wide`. */
-static void put_rows(void *to, int64_t wide, const void *x, int64_t x_rows, int64_t x_step, int x_dtype,
-                     int64_t columns, const functions *functions, int in_pairs) {
+/* A row of x in one form. */
+static void put_row(void *to, const char *row, int64_t columns, int dtype, const functions *functions, int in_pairs) {
   static const int KINDS[] = {KIND_float32, KIND_float16, KIND_bfloat16};
-  const rows_of_kind *kind = functions->rows + KINDS[x_dtype];
-  for (int64_t r = 0; r < x_rows; r++) {
-    const char *row = (const char *)x + r * x_step * (int64_t)size_of(x_dtype);
-    if (in_pairs)
-      memcpy((uint16_t *)to + r * wide, row, (size_t)columns * 2);
-    else
-      kind->decode(&(stored_row){.bytes = (const uint8_t *)row, .group = wide, .last = 1}, columns,
-                   (float *)to + r * wide, FLOAT32);
-  }
+  stored_row given = {.bytes = (const uint8_t *)row, .group = padded(columns), .last = 1};
+  if (in_pairs)
+    memcpy(to, row, (size_t)columns * 2);
+  else
+    functions->rows[KINDS[dtype]].decode(&given, columns, to, FLOAT32);
 }
 
+/* The rows of x in one form, each filled up with zeros to `wide`, and their number to what fills `nbytes`. */
+static void put_rows(char *to, size_t nbytes, int64_t wide, const product *given, const void *x, int64_t x_rows,
+                     int64_t columns, const functions *functions, int in_pairs) {
+  size_t number = in_pairs ? 2 : 4, row_nbytes = number * (size_t)wide, used = number * (size_t)columns;
+  for (int64_t r = 0; r < x_rows; r++, to += row_nbytes, nbytes -= row_nbytes) {
+    const char *row = (const char *)x + r * given->x_step * (int64_t)size_of(given->x_dtype);
+    put_row(to, row, columns, given->x_dtype, functions, in_pairs);
+    memset(to + used, 0, row_nbytes - used);
+  }
+  memset(to, 0, nbytes);
+}
+
+#define ON_STACK (24 << 10) /* bytes of activations, and of scratch, that a call takes without asking for memory */
+
 /* out[r, n] = x[r] . row n + bias[n], of the rows of all parts, which have as many columns; 1 if there is no memory. */
-EXPORT int offload_multiply(const part *parts, int64_t count, const void *x, int64_t x_rows, int64_t x_step,
-                            int x_dtype, const void *bias, int bias_dtype, void *out, int64_t out_step, int out_dtype,
-                            int level, const team *threads, unsigned most_threads) {
-  const functions *functions = at_level(level);
-  const matrix *first = parts->packed;
-  needs all = needs_of(parts, count, functions, x_rows, x_dtype, most_threads);
-  int64_t columns = first->columns, wide = width_of(first), together = x_rows == 1 ? 1 : functions->together;
+EXPORT int offload_multiply(const product *given, const void *x, int64_t x_rows, const void *bias, void *out) {
+  const functions *functions = at_level(given->level);
+  const part *parts = given->parts;
+  unsigned threads = (unsigned)given->most_threads;
+  needs all = needs_of(parts, given->count, functions, x_rows, given->x_dtype, threads);
+  int64_t columns = parts->packed->columns, wide = width_of(parts->packed);
+  int64_t together = x_rows == 1 ? 1 : functions->together;
   int64_t of_form = (wide * ((x_rows + together - 1) / together * together) + 15) / 16 * 16; /* lines of the cache */
   int64_t chunks_step = all.has_chunks ? (columns + CHUNK - 1) / CHUNK : 0, scratch = (all.scratch + 15) / 16 * 16;
-  size_t given = sizeof(float) * (size_t)(of_form * (all.has_floats + all.has_pairs));
-  size_t nbytes = given + sizeof(float) * (size_t)scratch + sizeof(chunk) * (size_t)(chunks_step * x_rows);
-  float *memory = aligned_alloc(64, nbytes + sizeof(task) * (size_t)count);
+  size_t form = sizeof(float) * (size_t)of_form, forms = form * (size_t)(all.has_floats + all.has_pairs);
+  size_t nbytes = forms + sizeof(float) * (size_t)scratch + sizeof(chunk) * (size_t)(chunks_step * x_rows);
+  size_t total = nbytes + sizeof(task) * (size_t)given->count;
+  _Alignas(64) char stack[ON_STACK];
+  char *memory = total <= ON_STACK ? stack : aligned_alloc(64, (total + 63) / 64 * 64);
   if (!memory) return 1;
-  float *floats = memory, *pairs = memory + of_form * all.has_floats, *aside = memory + given / sizeof(float);
+  char *pairs = memory + form * (size_t)all.has_floats;
+  float *floats = (float *)(void *)memory, *aside = (float *)(void *)(memory + forms);
   chunk *chunks = (chunk *)(void *)(aside + scratch);
-  task *what = (task *)(void *)((char *)memory + nbytes);
+  task *what = (task *)(void *)(memory + nbytes);
   uint8_t as_floats[MOST_ROWS];
-  memset(memory, 0, given);
-  if (all.has_floats) put_rows(floats, wide, x, x_rows, x_step, x_dtype, columns, functions, 0);
-  if (all.has_pairs) put_rows(pairs, wide, x, x_rows, x_step, x_dtype, columns, functions, 1);
+  if (all.has_floats) put_rows(memory, form, wide, given, x, x_rows, columns, functions, 0);
+  if (all.has_pairs) put_rows(pairs, form, wide, given, x, x_rows, columns, functions, 1);
   for (int64_t r = 0; r < x_rows && chunks_step; r++)
-    as_floats[r] = functions->prepare_limbs(floats + r * wide, columns, out_dtype == BFLOAT16, x_rows == 1,
+    as_floats[r] = functions->prepare_limbs(floats + r * wide, columns, given->out_dtype == BFLOAT16, x_rows == 1,
                                             chunks + r * chunks_step) != 0;
-  for (int64_t n = 0; n < count; n++) {
+  for (int64_t n = 0; n < given->count; n++) {
     const part *rows = parts + n;
     const matrix *packed = rows->packed;
-    int in_pairs = is_in_pairs(functions, packed, x_dtype), is_words = packed->kind >= KINDS_OF_ROWS;
+    int in_pairs = is_in_pairs(functions, packed, given->x_dtype), is_words = packed->kind >= KINDS_OF_ROWS;
     int has_limbs = packed->kind < BLOCKS && functions->limbs[packed->kind];
     what[n] = (task){.packed = packed,
                      .functions = functions,
                      .count = rows->count,
-                     .x = in_pairs ? pairs : floats,
+                     .x = in_pairs ? (void *)pairs : floats,
                      .x_step = wide,
                      .x_rows = x_rows,
                      .pairs = in_pairs ? functions->pairs + (packed->kind - BLOCKS) : NULL,
                      .chunks = has_limbs ? chunks : NULL,
                      .chunks_step = chunks_step,
-                     .bias = bias ? (const char *)bias + rows->column * (int64_t)size_of(bias_dtype) : NULL,
-                     .bias_dtype = bias_dtype,
-                     .out = (char *)out + rows->column * (int64_t)size_of(out_dtype),
-                     .out_step = out_step,
-                     .out_dtype = out_dtype,
+                     .bias = bias ? (const char *)bias + rows->column * (int64_t)size_of(given->bias_dtype) : NULL,
+                     .bias_dtype = given->bias_dtype,
+                     .out = (char *)out + rows->column * (int64_t)size_of(given->out_dtype),
+                     .out_step = given->out_step,
+                     .out_dtype = given->out_dtype,
                      .scratch = aside,
                      .scratch_step = scratch_of(packed)};
     for (int64_t r = 0; r < x_rows && packed->kind < BLOCKS; r++) what[n].as_floats[r] = has_limbs ? as_floats[r] : 1;
-    aside += is_words ? rows->count * x_rows : what[n].scratch_step * most_threads;
+    aside += is_words ? rows->count * x_rows : what[n].scratch_step * threads;
   }
-  run(what, count, threads, most_threads);
-  free(memory);
+  run(what, given->count, given->threads, threads);
+  if (memory != stack) free(memory);
   return 0;
 }
 

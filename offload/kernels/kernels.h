@@ -102,6 +102,25 @@ typedef struct {
   int64_t count, column;
 } part;
 
+typedef void (*parallel_fn)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+typedef int (*number_fn)(void);
+
+/* The functions of GNU OpenMP's runtime that a team takes; all null for none. */
+typedef struct {
+  parallel_fn parallel;
+  number_fn number;
+  number_fn count;
+} team;
+
+/* Products with rows: what does not depend on the activations. Steps are elements from a row to the next. */
+typedef struct {
+  const part *parts;
+  int64_t count, x_step, out_step;
+  int32_t x_dtype, bias_dtype, out_dtype, level;
+  const team *threads;
+  int64_t most_threads;
+} product;
+
 /* 32 numbers of a block: each is multiplied by the unit, and then by the factor of its half. */
 typedef struct {
   int8_t numbers[32];

@@ -43,7 +43,8 @@ _AT_LEVEL = (2, 8, 32)  # see `most_rows`
 _LEAST = 1 << 15  # numbers for which a second thread is worth waking
 _BYTES_PER_NUMBER = 16  # that are copied in the time
 _forked = False
-
+_NO_MEMORY = "no memory for a product, or for rows"
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _TYPES: dict[str, type[Any]] = {
     "pointer": ctypes.c_void_p,
@@ -88,6 +89,18 @@ class RowsOfPart(ctypes.Structure):
     _fields_ = _fields("""
         pointer packed
         count count column
+    """)
+
+
+class ProductCall(ctypes.Structure):
+    """Products with rows, but for the activations: `product` in kernels.h."""
+
+    _fields_ = _fields("""
+        pointer parts
+        count count x_step out_step
+        int x_dtype bias_dtype out_dtype level
+        pointer threads
+        count most_threads
     """)
 
 
@@ -149,7 +162,7 @@ def _with_signatures(found: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     place, how = (pointer, number, whole), (whole, pointer, ctypes.c_uint)  # `how`: level, team, threads
     found.offload_decode.argtypes = (pointer, pointer, number, number, *place, whole, *how)
-    found.offload_multiply.argtypes = (pointer, number, pointer, number, number, whole, pointer, whole, *place, *how)
+    found.offload_multiply.argtypes = (pointer, pointer, number, pointer, pointer)
     found.offload_experts.argtypes = (pointer, *how)
     found.offload_gather.argtypes = (pointer, pointer, pointer, number, pointer, *how)
     found.offload_pack_logps.argtypes = (pointer, pointer, number, number, whole, whole, pointer)
@@ -254,7 +267,8 @@ def _rows_of(tensor: torch.Tensor) -> int:
 def _indices(rows: torch.Tensor, count: int, end: int, *, least: int = 0) -> int:
     """The address of so many indices, from `least` to `end - 1`."""
     address = _address(rows, (count,), (torch.int64,))
-    low, high = map(int, rows.aminmax()) if count else (least, least)
+    few = (ctypes.c_int64 * count).from_address(address) if 0 < count <= MOST_ROWS else None
+    low, high = (min(few), max(few)) if few else map(int, rows.aminmax()) if count else (least, least)
     require(least <= low and (high < end or not count), "rows from", low, "to", high, "of", end)
     return address
 
@@ -266,12 +280,18 @@ def _call(function: str, *given: object, numbers: int, level: int | None) -> Non
         ArgumentError: there is no library, or not for this processor.
         MemoryError
     """
+    found, how = _chosen(numbers, level)
+    if getattr(found, function)(*given, *how):
+        raise MemoryError(_NO_MEMORY)
+
+
+def _chosen(numbers: int, level: int | None) -> tuple[ctypes.CDLL, tuple[int, int | None, int]]:
+    """The library; the level, and the team and threads that go through so many numbers."""
     found, chosen = library(), best_level() if level is None else level
     if found is None or not 0 <= chosen <= best_level():
         raise ArgumentError(f"there are no kernels of level {chosen}: {description()}")
     count, team = _threads(numbers)
-    if getattr(found, function)(*given, chosen, team, count):
-        raise MemoryError(f"no memory for a product, or for rows, of {numbers} numbers")
+    return found, (chosen, team, count)
 
 
 def decode(matrix: Matrix, first: int, place: torch.Tensor, *, level: int | None = None) -> None:
@@ -322,6 +342,19 @@ def _decode(
     )  # fmt: skip
 
 
+def is_usual(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor is torch's own, of a dtype, contiguous, and has memory that the kernels can read."""
+    return (
+        type(x) in _PLAIN
+        and x.dtype is dtype
+        and x.layout is torch.strided
+        and x.is_cpu
+        and not x.is_nested
+        and x.is_contiguous()
+        and not x.is_neg()
+    )
+
+
 class Product:
     """Products with packed rows, those of some matrices side by side: what does not depend on the activations.
 
@@ -331,7 +364,7 @@ class Product:
         sizes: of all of them: rows, and columns.
     """
 
-    __slots__ = ("_array", "count", "matrices", "parts", "sizes")
+    __slots__ = ("_array", "_calls", "count", "matrices", "parts", "sizes")
 
     def __init__(self, parts: Sequence[tuple[Matrix, int]]) -> None:
         """Each part is the first rows of a matrix, so many; their products are side by side.
@@ -350,6 +383,9 @@ class Product:
             part.packed, part.count, part.column = ctypes.addressof(matrix), count, height
             height += count
         self.sizes = height, columns
+        self._calls: dict[
+            object, tuple[Any, int, ProductCall]
+        ] = {}  # for usual activations: the function, and what it takes
 
     def into(
         self, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor, *, level: int | None = None
@@ -369,12 +405,46 @@ class Product:
         height, columns = self.sizes
         (rows, step, given), (_, apart, out) = _rows_in(x, columns), _rows_in(place, height)
         require(x.shape[:-1] == place.shape[:-1] and rows <= MOST_ROWS, x.shape, "for", place.shape)
-        added, kind = (None, 0) if bias is None else (_address(bias, (height,)), DTYPES[bias.dtype])
-        _call(
-            *("offload_multiply", self.parts, self.count, given, rows, step, DTYPES[x.dtype]),
-            *(added, kind, out, apart, DTYPES[place.dtype]),
-            numbers=height * columns, level=level,
-        )  # fmt: skip
+        added, kind = (None, x.dtype) if bias is None else (_address(bias, (height,)), bias.dtype)
+        multiply, call, _kept = self._prepared(step, apart, x.dtype, kind, place.dtype, level)
+        if multiply(call, given, rows, added, out):
+            raise MemoryError(_NO_MEMORY)
+
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, most: int) -> torch.Tensor | None:
+        """`x @ rows.T + bias`, a new tensor; None if one of them is not usual, or does not fit.
+
+        Args:
+            x: (..., columns), of at most `most` rows, and `MOST_ROWS`.
+            bias: (rows,).
+            dtype: of all of them.
+
+        Raises:
+            MemoryError
+        """
+        height, columns = self.sizes
+        if not is_usual(x, dtype) or (shape := x.shape)[-1:] != (columns,):
+            return None
+        given, rows = x.data_ptr(), x.numel() // max(columns, 1)
+        if not (given and 0 < rows <= most and rows <= MOST_ROWS):
+            return None
+        if bias is not None and not (is_usual(bias, dtype) and bias.shape == (height,) and bias.data_ptr()):
+            return None
+        key = dtype, torch.get_num_threads(), _forked
+        known = self._calls.get(key)
+        if known is None:
+            known = self._calls[key] = self._prepared(columns, height, dtype, dtype, dtype, None)
+        place = x.new_empty((*shape[:-1], height))
+        if known[0](known[1], given, rows, None if bias is None else bias.data_ptr(), place.data_ptr()):
+            raise MemoryError(_NO_MEMORY)
+        return place
+
+    def _prepared(
+        self, step: int, apart: int, x: torch.dtype, bias: torch.dtype, place: torch.dtype, level: int | None
+    ) -> tuple[Any, int, ProductCall]:
+        """The function of the library, and what it takes: its address, and what has to be alive."""
+        found, how = _chosen(self.sizes[0] * self.sizes[1], level)
+        call = ProductCall(self.parts, self.count, step, apart, DTYPES[x], DTYPES[bias], DTYPES[place], *how)
+        return found.offload_multiply, ctypes.addressof(call), call
 
 
 def _rows_in(tensor: torch.Tensor, columns: int) -> tuple[int, int, int]:
@@ -385,13 +455,6 @@ def _rows_in(tensor: torch.Tensor, columns: int) -> tuple[int, int, int]:
         return tensor.numel() // columns if columns else math.prod(shape[:-1]), columns, memory_of(tensor)
     require(len(shape) == _OF_ROWS and (columns < 2 or tensor.stride(1) == 1), "numbers that are apart in", shape)
     return shape[0], tensor.stride(0), memory_of(tensor)
-
-
-def multiply(
-    matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor, *, level: int | None = None
-) -> None:
-    """A `Product` with one matrix, that has `place.shape[1]` rows, for one use."""
-    Product([(matrix, place.shape[-1] if place.dim() else 0)]).into(x, bias, place, level=level)
 
 
 class ExpertRows(NamedTuple):

@@ -24,7 +24,7 @@ import torch
 
 from offload.errors import ArgumentError, MissingFileError
 from offload.kernels import accelerated
-from offload.kernels.native import description, library, multiply
+from offload.kernels.native import Product, description, library
 from offload.kernels.packed import BLOCKS, GgufRows, NumberRows
 from offload.memory import available_bytes, cgroup_available, total_bytes
 from offload.prefetch.parallel import read_in_parallel
@@ -186,8 +186,8 @@ def _packed_rate(form: str, x: torch.Tensor) -> float:
     packed, pieces = _packed_in(form, x.device)
     nbytes = sum(piece.nbytes for piece in pieces)
     if x.device.type == "cpu" and library() is not None and packed.by_role(pieces, _COLUMNS) is not None:
-        matrix, out = packed.matrix(pieces, _COLUMNS), torch.empty(1, _ROWS, dtype=x.dtype)
-        return nbytes / _seconds(lambda: multiply(matrix, x, None, out), x.device)
+        product, out = Product([(packed.matrix(pieces, _COLUMNS), _ROWS)]), torch.empty(1, _ROWS, dtype=x.dtype)
+        return nbytes / _seconds(lambda: product.into(x, None, out), x.device)
     kind = packed.kind if isinstance(packed, GgufRows) else "Q8_0" if form in _IN_8_BITS else "Q4_K"
     _, [blocks] = _packed_in(kind, x.device)
     return blocks.nbytes / _seconds(lambda: decode(blocks, kind=kind), x.device)

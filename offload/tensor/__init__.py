@@ -33,7 +33,7 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `boxes` | contiguous parts of a value's memory |
 | `runs` | which stored rows make rows of a value: asked for by all that decodes, multiplies or picks them |
 | `backends` `steps` | what does so: C, Triton, torch; which rows torch decodes at a time |
-| `products` `bound` | products with packed weights, computed from the packed bytes; made ready; `exact` |
+| `products` `bound` | products with packed weights, computed from the packed bytes; weights that are bound; `exact` |
 | `hybrid` | whether products for an accelerator are computed where the weights lie |
 | `picks` | rows that are picked from a computed value, such as a packed embedding |
 | `groups` | products of groups of rows with a matrix each, as of experts |

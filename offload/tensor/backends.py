@@ -4,7 +4,6 @@ Always true:
 - all give the same numbers when they decode or pick: torch's chain is the oracle of the others
 - what a backend supports follows from the run and a dtype, before anything is read; the functions that pass addresses
   on check all sizes again, and raise
-- `TAKEN` counts which backend was chosen for an act; products that are bound, and experts, are not chosen each time
 
 What it supports, a backend does: `decode` puts all rows of a run into `place`, (rows, *row); `multiply` puts
 `x @ packed rows.T + bias` there, (rows of x, packed rows); `pick` some of the rows that the pieces give, by number.
@@ -13,7 +12,6 @@ What it supports, a backend does: `decode` puts all rows of a run into `place`, 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Literal, TypeAlias
@@ -33,15 +31,12 @@ _TRIMMED = 8  # what is decoded, over what counts as freed: giving memory back t
 Act: TypeAlias = Literal["decode", "multiply", "pick"]
 Values: TypeAlias = "list[torch.Tensor]"  # of the pieces of a run
 
-TAKEN: Counter[tuple[Act, str]] = Counter()
 any_rows: ContextVar[bool] = ContextVar("any_rows", default=False)
 """Whether the kernels multiply any number of rows that they can, also where it is slower than decoding the weight."""
 
 
 class Compiled:
     """C, for values on the CPU."""
-
-    name = "C"
 
     def supports(self, act: Act, run: RowRun, dtype: torch.dtype, rows: int) -> bool:
         packed = run.packed if native.library() is not None and dtype in native.DTYPES else None
@@ -78,8 +73,6 @@ class Compiled:
 class Accelerated:
     """Triton, for values on a GPU."""
 
-    name = "Triton"
-
     def supports(self, act: Act, run: RowRun, dtype: torch.dtype, rows: int) -> bool:
         if run.packed is None or act == "pick" or (run.is_turned and not run.is_whole):
             return False
@@ -101,8 +94,6 @@ class Accelerated:
 
 class Chain:
     """The decoder of the run, in torch, on any device. It multiplies nothing: that is left to the dense weight."""
-
-    name = "torch"
 
     def decode(self, run: RowRun, values: Values, place: torch.Tensor) -> None:
         """In blocks that fit the processor's cache: the numbers are the same as if all were decoded at once."""
@@ -130,9 +121,7 @@ def choose(act: Act, device: torch.device, run: RowRun, dtype: torch.dtype, rows
         rows: of activations.
     """
     own = COMPILED if device == CPU else ACCELERATED if accelerated.is_there(device) else None
-    chosen = CHAIN if own is None or not own.supports(act, run, dtype, rows) else own
-    TAKEN[act, chosen.name] += 1
-    return chosen
+    return CHAIN if own is None or not own.supports(act, run, dtype, rows) else own
 
 
 def decode_runs(runs: Iterable[RowRun], place: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from offload.system.modes import no_functions, no_grad, no_modes
 from offload.tensor.arguments import checked_device
 from offload.tensor.guests import CPU, copied, mapped_value, sent_to
 from offload.tensor.picks import picked
+from offload.tensor.products import bind
 from offload.tensor.recipes import Piece
 from offload.tensor.registry import INNER, implements, overrides
 from offload.tensor.replacing import become, redress, store
@@ -138,9 +139,12 @@ def embed(func: Op, args: Args, kwargs: Kwargs) -> Any:
     table = args[1] if len(args) > 1 else kwargs["weight"]
     writes = len(args) > 3 or kwargs.get("max_norm") is not None
     with DisableTorchFunctionSubclass():
-        is_mapped = _is_picked_here(table) and table._handle.composed is None
-        if writes or not is_mapped or modes_are_on() or records_graph(args, kwargs):
-            return func(*args, **kwargs)
+        is_here = _is_picked_here(table) and not (writes or modes_are_on() or records_graph(args, kwargs))
+        if not is_here or table._handle.composed is not None:
+            found = func(*args, **kwargs)
+            if is_here:
+                bind(table)
+            return found
         memo = {id(table): mapped_value(table)}
         if not has_rows_here(table._handle):
             _announce_rows(table, guest_of(args[0] if args else kwargs["input"]))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from offload.prefetch.engine import POOL
 from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
 from offload.system.modes import no_functions, no_modes
-from offload.tensor.backends import CHAIN, COMPILED, Chain, any_rows, choose, most_rows_of, product_with
-from offload.tensor.bound import BoundProduct
+from offload.tensor.backends import CHAIN, Chain, choose
+from offload.tensor.bound import BoundWeight
+from offload.tensor.bound import exactly as _exact
 from offload.tensor.decoded import Decoded
 from offload.tensor.guests import CPU, sent_to, value_on
 from offload.tensor.hybrid import crosses, wins
@@ -42,8 +42,6 @@ from offload.torch_api import DisableTorchFunctionSubclass, is_dual_level, modes
 
 _PART = 16 << 20  # bytes of a dense weight that are decoded at a time if the whole is over the budget
 _MOST_RUNS = 16  # that a matrix is multiplied in
-
-_exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 
 @contextmanager
@@ -102,40 +100,19 @@ def multiply_by_weight(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """A packed weight is not decoded first."""
     if 2 <= len(args) <= 3 and not kwargs and _is_composed(args[1]) and type(args[0]) is not OffloadedTensor:
         x, weight, bias = args if len(args) > 2 else (*args, None)
-        if weight._bound is not None:
-            found = weight._bound.multiply(x, weight, bias, exactly=_exact.get(), any_rows=any_rows.get())
-            if found is not None:
-                return found
         with DisableTorchFunctionSubclass():
             if not (modes_are_on() or records_graph(args, kwargs)):
                 found = _product_with_rows(x, weight, bias)
                 if found is not None:
-                    if weight._bound is None or not weight._bound.is_of(weight):
-                        weight._bound = _bound(weight)
+                    bind(weight)
                     return found
     return read_directly(func, args, kwargs)
 
 
-def _bound(weight: OffloadedTensor) -> BoundProduct | None:
-    """The product with a weight, made ready; None if its pieces are not where they lie for good."""
-    spec = view_spec_of(weight)
-    runs = runs_of(Piece(handle_of(weight), spec)) if weight._target == CPU else []
-    pieces = [piece for run in runs for _, piece in run.pieces]
-    sources = [(handle, handle.source) for handle in stored_in(piece.handle for piece in pieces)]
-    is_lasting = not any(source.owned for _, source in sources) and all(map(_is_in_place, pieces))
-    if not is_lasting or not all(COMPILED.supports("multiply", run, spec.dtype, 1) for run in runs) or not runs:
-        return None
-    with no_functions(), no_modes():
-        reads = [read for run in runs for read in run.reads()]
-        values = [run.values() for run in runs]
-        product = product_with(runs, values)
-    return BoundProduct(weight, product, values, sources, reads, most_rows_of(runs, spec.dtype))
-
-
-def _is_in_place(piece: Piece) -> bool:
-    """Whether the value of a piece is a mapping, or small enough to be kept."""
-    composed = piece.handle.composed
-    return composed is None or (isinstance(composed, Plain) and composed.small is not None)
+def bind(weight: OffloadedTensor) -> None:
+    """Make products with a weight on the CPU ready, and picks of its rows."""
+    if weight._target is CPU and (weight._bound is None or not weight._bound.is_of(weight)):
+        weight._bound = BoundWeight(weight, runs_of(Piece(handle_of(weight), view_spec_of(weight))))
 
 
 @overrides(

@@ -87,15 +87,18 @@ def plain_copies(values: Iterable[object]) -> dict[int, torch.Tensor]:
 # Functions that run on guests as a whole, above autograd
 
 
-@overrides(
-    F.layer_norm, F.rms_norm, F.group_norm, F.bilinear,
-    F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
-    torch.bmm, torch.mv, torch.dot, torch.baddbmm, torch.cat, torch.stack,
+_POINTWISE = frozenset({
     torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.where,
-    torch.Tensor.bmm,
     torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.div, torch.Tensor.pow,
     torch.Tensor.__add__, torch.Tensor.__sub__, torch.Tensor.__mul__, torch.Tensor.__truediv__,
     torch.Tensor.__radd__, torch.Tensor.__rmul__,
+})  # fmt: skip
+
+
+@overrides(
+    *_POINTWISE, F.layer_norm, F.rms_norm, F.group_norm, F.bilinear,
+    F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.bmm, torch.mv, torch.dot, torch.baddbmm, torch.cat, torch.stack, torch.Tensor.bmm,
     # These take another branch, with different last bits, if an argument is a subclass (torch 2.13):
     torch.norm, torch.linalg.cond, torch.linalg.eigvalsh, torch.linalg.matrix_norm,
     torch.linalg.norm, torch.linalg.svdvals,
@@ -109,16 +112,18 @@ def read_directly(func: Op, args: Args, kwargs: Kwargs) -> Any:
         if modes_are_on() or records_graph(args, kwargs):
             return func(*args, **kwargs)
         try:
-            return on_guests(func, args, kwargs, guests_that_ask_for_grad(args, kwargs))
+            return on_guests(func, args, kwargs, guests_that_ask_for_grad(args, kwargs, func))
         except torch.OutOfMemoryError:
             pass  # what the op had there is let go with the error
         compute = partial(on_guests, func, args, kwargs)
-        return retry_on_oom(accelerator_of(args), lambda: compute(guests_that_ask_for_grad(args, kwargs)))
+        return retry_on_oom(accelerator_of(args), lambda: compute(guests_that_ask_for_grad(args, kwargs, func)))
 
 
-def guests_that_ask_for_grad(args: Args, kwargs: Kwargs) -> dict[int, torch.Tensor]:
+def guests_that_ask_for_grad(args: Args, kwargs: Kwargs, func: Op | None = None) -> dict[int, torch.Tensor]:
     """By id, guests that require grad as their tensors do: `matmul` and others choose a kernel by it, graph or not."""
-    memo = {}
+    memo: dict[int, torch.Tensor] = {}
+    if func in _POINTWISE:
+        return memo
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if type(arg) is OffloadedTensor and arg.requires_grad and transform_on_top() is None:
             memo[id(arg)] = guest(arg).detach().requires_grad_()

@@ -55,7 +55,7 @@ from offload.torch_api import (
 )
 
 if TYPE_CHECKING:
-    from offload.tensor.bound import BoundProduct
+    from offload.tensor.bound import BoundWeight
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
@@ -82,7 +82,7 @@ class OffloadedTensor(torch.Tensor):
     _target: torch.device
     _generation: int
     _range: Range | None = None  # what is known about its pages
-    _bound: BoundProduct | None = None  # the product with it, made ready
+    _bound: BoundWeight | None = None  # products with it, made ready
 
     # For users: ways in
 
@@ -394,6 +394,11 @@ class OffloadedTensor(torch.Tensor):
     def __torch_function__(cls, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if len(types) > 1 and not all(issubclass(kind, torch.Tensor) for kind in types):
             return NotImplemented  # it is for what is no tensor, such as a dimension of functorch's
+        weight = args[1] if len(args) > 1 else None
+        if type(weight) is OffloadedTensor and weight._bound is not None:
+            found = weight._bound.result(func, args, kwargs or {})
+            if found is not None:
+                return found
         if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
             rule = FUNCTIONS.get(INNER)
             if torch.compiler.is_compiling() and not torch.compiler.is_exporting():

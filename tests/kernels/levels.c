@@ -13,8 +13,7 @@
 extern int offload_kernels_levels(void);
 extern int offload_decode(const matrix *, const int64_t *, int64_t, int64_t, void *, int64_t, int, int, int,
                           const void *, unsigned);
-extern int offload_multiply(const part *, int64_t, const void *, int64_t, int64_t, int, const void *, int, void *,
-                            int64_t, int, int, const void *, unsigned);
+extern int offload_multiply(const product *, const void *, int64_t, const void *, void *);
 
 #define ROWS 24
 #define MOST_COLUMNS 2048
@@ -38,7 +37,8 @@ static int is_nan(const float *from, int at, int dtype) {
 
 static void multiply(const matrix *packed, int rows, const float *from, int x_rows, float *to, int level) {
   part all = {packed, rows, 0};
-  offload_multiply(&all, 1, from, x_rows, MOST_COLUMNS, FLOAT32, NULL, 0, to, rows, FLOAT32, level, NULL, 1);
+  product given = {&all, 1, MOST_COLUMNS, rows, FLOAT32, 0, FLOAT32, level, NULL, 1};
+  offload_multiply(&given, from, x_rows, NULL, to);
 }
 
 static void compare(const char *kind, const matrix *packed, int rows, int level) {

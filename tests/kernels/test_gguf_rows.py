@@ -17,6 +17,7 @@ from offload.errors import ArgumentError
 from offload.kernels import native
 from offload.kernels.packed import BLOCKS, CODED, GgufRows
 from tests.campaigns import amount
+from tests.kernels.multiplying import multiply
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
@@ -60,7 +61,7 @@ def multiplied(
     x: torch.Tensor, rows: torch.Tensor, kind: str, level: int, bias: torch.Tensor | None = None, dtype: Any = None
 ) -> torch.Tensor:
     found = torch.empty(len(x), len(rows), dtype=dtype or x.dtype)
-    native.multiply(GgufRows(kind).matrix([rows], x.shape[1]), x, bias, found, level=level)
+    multiply(GgufRows(kind).matrix([rows], x.shape[1]), x, bias, found, level=level)
     return found
 
 
@@ -306,7 +307,7 @@ def test_pairs_of_heads_are_taken_apart(level):
     native.decode(matrix, 21, some, level=level)
     native.pick(matrix, torch.tensor([40, 3, 3]), picked, level=level)
     product = torch.empty(3, 48)
-    native.multiply(matrix, x, None, product, level=level)
+    multiply(matrix, x, None, product, level=level)
 
     assert torch.equal(expected, whole)
     assert torch.equal(expected[21:34], some)

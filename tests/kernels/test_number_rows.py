@@ -23,6 +23,7 @@ from offload.checkpoints.forms.numbers import (
 from offload.errors import ArgumentError
 from offload.kernels import native
 from offload.kernels.packed import QUARTERS, GgufRows, NumberRows, Packed, WordColumns
+from tests.kernels.multiplying import multiply
 from tests.kernels.test_gguf_rows import LEVELS, as_multiplied, same_bits
 from tests.kernels.test_sizes import OTHERS
 
@@ -173,8 +174,8 @@ def test_products_with_numbers_are_accurate_and_do_not_depend_on_other_rows(case
         tame = (expected.abs() < 1e30).all(1)
         dense = expected[tame].double()
         found, one = torch.empty(5, len(expected)), torch.empty(1, len(expected))
-        native.multiply(matrix, x, None, found, level=level)
-        native.multiply(matrix, x[3:4], None, one, level=level)
+        multiply(matrix, x, None, found, level=level)
+        multiply(matrix, x[3:4], None, one, level=level)
 
         error = (found[:, tame].double() - x.double() @ dense.T).abs()
         assert bool((error <= 1e-6 * (x.double().abs() @ dense.abs().T) + 1e-37).all()), name
@@ -191,8 +192,8 @@ def test_products_of_bfloat16_numbers_do_not_depend_on_other_rows(cases, width, 
         dense = as_multiplied(expected, level)
         tame = ((expected.abs() < 1e30) & ((expected.abs() > 1e-37) | (expected == 0))).all(1)
         found, one = torch.empty(6, len(expected)), torch.empty(1, len(expected))
-        native.multiply(matrix, x, None, found, level=level)
-        native.multiply(matrix, x[3:4], None, one, level=level)
+        multiply(matrix, x, None, found, level=level)
+        multiply(matrix, x[3:4], None, one, level=level)
 
         error = (found.double() - x.double() @ dense.T).abs()[:, tame]
         assert bool((error <= 1e-6 * (x.double().abs() @ dense.abs().T)[:, tame]).all()), name
@@ -211,7 +212,7 @@ def test_two_bits_of_each_byte_are_decoded_as_by_torch(quarter, level):
         native.decode(matrix, 0, found, level=level)
         assert torch.equal(expected.to(dtype), found)
     product = torch.empty(5, 20)
-    native.multiply(matrix, x, None, product, level=level)
+    multiply(matrix, x, None, product, level=level)
     torch.testing.assert_close(x @ expected.float().T, product)
 
 

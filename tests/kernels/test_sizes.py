@@ -17,6 +17,7 @@ from offload.errors import ArgumentError
 from offload.kernels import native
 from offload.kernels.native import ExpertRows, Matrix, Product, WeightedSum
 from offload.kernels.packed import GgufRows, NumberRows, WordColumns
+from tests.kernels.multiplying import multiply
 from tests.processes import run_script
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
@@ -78,7 +79,7 @@ GIVEN: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     ),
     "unpack_logps": (native.unpack_logps, {"packed": torch.zeros(5, 14, dtype=torch.uint8), "k": 4, **LOGPS}),
     "multiply": (
-        native.multiply,
+        multiply,
         {"matrix": matrix(), "x": torch.ones(5, COLUMNS), "bias": torch.ones(ROWS), "place": torch.empty(5, ROWS)},
     ),
     "experts": (sums, {"experts": EXPERTS, **FOUR, "up": None, **total()._asdict()}),

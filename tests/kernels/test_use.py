@@ -15,6 +15,7 @@ import torch
 from offload.kernels import native
 from offload.kernels.packed import BLOCKS, GgufRows
 from tests.campaigns import amount
+from tests.kernels.multiplying import multiply
 from tests.kernels.test_gguf_rows import LEVELS, decoded, dequantized, multiplied, same_bits, some_bytes, tame_bytes
 from tests.processes import in_fork
 
@@ -97,7 +98,7 @@ def test_a_signal_during_a_product_is_served_after_it():
     try:
         signal.setitimer(signal.ITIMER_REAL, 1e-4, 2e-4)
         while len(found) < 10:
-            native.multiply(matrix, x, None, place)
+            multiply(matrix, x, None, place)
             product.set()
             assert torch.equal(expected, place)
             product.clear()
@@ -163,7 +164,7 @@ def test_rows_with_flipped_bits_are_those_of_the_package():
         place = torch.full((2 + len(given), 4), 7.0)
 
         assert same_bits(dense, decoded(rows, kind, columns, torch.float32, level)), (kind, level, chosen.tobytes())
-        native.multiply(GgufRows(kind).matrix([rows], columns), given, None, place[1:-1], level=level)
+        multiply(GgufRows(kind).matrix([rows], columns), given, None, place[1:-1], level=level)
         exact, size = given.double() @ dense.double().T, given.abs().double() @ dense.abs().double().T
         clear = size < 1e30  # otherwise sums overflow, here or there
         assert bool(((place[1:-1] - exact).abs() <= 3e-7 * size + 1e-30)[clear].all()), (kind, level, chosen.tobytes())

@@ -23,8 +23,8 @@ import offload
 from offload import OffloadedTensor, budget
 from offload.errors import ChangedFileError, MissingFileError
 from offload.kernels import native
-from offload.tensor import products, small
-from offload.tensor.bound import BoundProduct
+from offload.tensor import bound, products, small
+from offload.tensor.bound import BoundWeight
 from offload.tensor.products import compute_exactly
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
@@ -52,7 +52,7 @@ def multiplied_layers(model: nn.Module) -> Iterator[nn.Linear]:
         if isinstance(module, nn.Linear) and offload.is_offloaded(module.weight):
             with torch.no_grad():
                 module(activations(module))
-            if module.weight._bound is not None:
+            if getattr(module.weight._bound, "product", None) is not None:
                 yield module
 
 
@@ -89,9 +89,9 @@ def unbound(x: torch.Tensor, weight: OffloadedTensor, bias: Any = None) -> torch
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ways that products take from now on."""
     ways: list[str] = []
-    multiply, other = BoundProduct.multiply, products._product_with_rows
+    multiply, other = BoundWeight.multiply, products._product_with_rows
 
-    def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def way(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = multiply(self, *args, **kwargs)
         ways.extend(["bound"] if found is not None else [])
         return found
@@ -100,7 +100,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ways.append("anew")
         return other(*args)
 
-    monkeypatch.setattr(BoundProduct, "multiply", bound)
+    monkeypatch.setattr(BoundWeight, "multiply", way)
     monkeypatch.setattr(products, "_product_with_rows", not_bound)
     return ways
 
@@ -127,7 +127,7 @@ def test_a_bound_product_has_the_bits_of_another_one(form: str, tmp_path: Path, 
 def test_all_that_a_weight_is_made_of_is_watched(form: str, tmp_path: Path) -> None:
     """Also scales that are computed, and kept."""
     for layer in multiplied_layers(loaded(form, tmp_path)):
-        watched = {handle for handle, _ in layer.weight._bound._sources}
+        watched = {handle for handle, *_ in layer.weight._bound._watched}
 
         assert set(stored_in([handle_of(layer.weight)])) == watched
 
@@ -365,3 +365,106 @@ def test_threads_see_the_old_value_or_the_new_one(weight: OffloadedTensor, x: to
 
     assert not wrong
     assert not F.linear(x, weight).any()
+
+
+# Rows that are picked from a bound table
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[OffloadedTensor]:
+    """An embedding that is bound."""
+    model = loaded("gguf-q8_0", tmp_path)
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight  # type: ignore[operator]
+        F.embedding(torch.tensor([0]), table)
+        assert table._bound.product is not None
+        yield table
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([[3]]), torch.tensor([5, 1, 5]), torch.tensor(2), torch.empty(0).long()])
+def test_rows_of_a_bound_table_are_those_of_the_value(table: OffloadedTensor, rows: torch.Tensor) -> None:
+    expected = F.embedding(rows, table.materialize())
+
+    assert torch.equal(expected, table._bound.pick(rows, table))
+    assert torch.equal(expected, F.embedding(rows, table))
+    with torch.inference_mode():
+        assert F.embedding(rows, table).is_inference()
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (torch.tensor([10_000_000]), {}),
+        (torch.tensor([-1]), {}),
+        (torch.tensor([1]), {"padding_idx": 10_000_000}),
+        (torch.tensor([1, 0]), {"padding_idx": 1}),
+        (torch.tensor([1], dtype=torch.int32), {}),
+        (torch.tensor([1.0]), {}),
+        (torch.arange(native.MOST_ROWS + 1) % 7, {}),
+        (torch.tensor([[1, 2], [3, 4]]).t(), {}),
+        (torch.tensor([1], device="meta"), {}),
+    ],
+)
+def test_other_picks_end_as_with_the_dense_table(table: OffloadedTensor, rows: torch.Tensor, options: Any) -> None:
+    def outcome(of: torch.Tensor) -> Any:
+        try:
+            return F.embedding(rows, of, **options)
+        except (RuntimeError, IndexError, AssertionError) as error:
+            return type(error)
+
+    expected, found = outcome(table.materialize()), outcome(table)
+
+    assert expected is found if isinstance(expected, type) else torch.equal(expected, found) or rows.is_meta
+
+
+@pytest.mark.parametrize("change", [new_value, written, part_written, assigned, turned, made_exact])
+def test_another_value_is_seen_by_the_next_pick(table: OffloadedTensor, change: Callable[[Any], None]) -> None:
+    change(table)
+
+    assert torch.equal(table.materialize()[[3, 1]], F.embedding(torch.tensor([3, 1]), table))
+
+
+def test_another_file_is_noticed_by_picks_after_a_tenth_of_a_second(table: OffloadedTensor, still_clock: Clock) -> None:
+    expected, rows = F.embedding(torch.tensor([3]), table), torch.tensor([3])
+    table.offload_path.unlink()
+
+    assert torch.equal(expected, F.embedding(rows, table))
+    still_clock.time += 0.11
+    with pytest.raises(MissingFileError):
+        F.embedding(rows, table)
+
+
+def test_a_pick_reads_no_other_rows(table: OffloadedTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is neither read as a whole nor counted as such."""
+    asked: list[list[int]] = []
+    prefetch = bound.prefetch_rows
+    monkeypatch.setattr(bound, "has_rows_here", lambda handle: False)
+    monkeypatch.setattr(bound, "prefetch_rows", lambda *given: (asked.append(given[2].tolist()), prefetch(*given)))
+    monkeypatch.setattr(bound, "ensure_resident", lambda *given: pytest.fail("all of it is read"))
+
+    F.embedding(torch.tensor([3, 1]), table)
+
+    assert [[3, 1]] == asked
+
+
+def test_modes_and_graphs_see_a_pick(table: OffloadedTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, expected = torch.tensor([3]), table.materialize()[[3]]
+    monkeypatch.setattr(bound, "pick", lambda *_: pytest.fail("it is picked past them"))
+    with Seen():
+        assert torch.equal(expected, F.embedding(rows, table))
+    with torch.enable_grad():
+        table.requires_grad_()
+        F.embedding(rows, table).sum().backward()
+
+    assert 1 == table.grad[3, 0]
+    assert not table.grad[2].any()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_weight_that_asks_for_a_gradient_is_scaled_without_a_graph(tmp_path: Path, grad: bool) -> None:
+    weight = OffloadedTensor.from_original_tensor(torch.arange(4.0), "weight", tmp_path).requires_grad_()
+    with torch.set_grad_enabled(grad):
+        found = weight * torch.ones(4)
+
+    assert grad == found.requires_grad
+    assert torch.equal(torch.arange(4.0), found.detach())

@@ -19,7 +19,7 @@ from offload.kernels import native
 from offload.kernels.packed import NumberRows
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.tensor import backends, products
+from offload.tensor import backends, picks, products
 from offload.tensor.backends import most_rows_of, product_with
 from offload.tensor.decoded import Decoded
 from offload.tensor.recipes import Joined, Piece
@@ -311,17 +311,20 @@ def packed_table(folder: Path, rows: int, columns: int) -> Any:
     return offload.load_file(folder / "table.gguf")["table"]
 
 
-def test_the_backend_that_takes_an_act_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c_does_what_it_supports_and_torch_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded and picked rows have the bits of torch's chain."""
-    found = []
-    for backend in ("C", "torch"):
+    found, taken = [], []
+    choose = backends.choose
+    for module in (backends, products, picks):
+        monkeypatch.setattr(module, "choose", lambda *asked: taken.append((asked[0], choose(*asked))) or choose(*asked))
+    for backend in (backends.COMPILED, backends.CHAIN):
         table = packed_table(tmp_path, rows=40, columns=1024)
-        monkeypatch.setattr(native, "library", native.library if backend == "C" else lambda: None)
-        backends.TAKEN.clear()
+        monkeypatch.setattr(native, "library", native.library if backend is backends.COMPILED else lambda: None)
+        taken.clear()
         found.append([table.materialize(), table[[3, 39, 3]]])
         F.linear(torch.ones(1, 1024), table)
 
-        assert {("decode", backend), ("pick", backend), ("multiply", backend)} <= set(backends.TAKEN)
+        assert {("decode", backend), ("pick", backend), ("multiply", backend)} <= set(taken)
     assert all(map(torch.equal, *found))
 
 
