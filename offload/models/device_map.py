@@ -52,16 +52,8 @@ def infer_device_map(
 ) -> DeviceMap:
     """The device map that accelerate computes for one of the words `AUTOMATIC`; any other map unchanged.
 
-    Args:
-        model: its tensors may be empty.
-        device_map: "auto", "balanced", "balanced_low_0" or "sequential"; or a complete map.
-        max_memory: how much the weights may take per device, in bytes or as "8GiB"; None for what is free.
-        no_split_module_classes: classes kept on one device; None for those that the model names.
-        dtype: of the weights once loaded.
-        offload_buffers: whether buffers of modules on disk are on disk, too, and take no room on the executing device.
-
-    Raises:
-        DeviceMapError: `max_memory` is not a mapping of devices to amounts of memory.
+    `max_memory` is bytes, or "8GiB", per device; None for what is free. Without `no_split_module_classes`, the
+    model names them. Raises `DeviceMapError` for a `max_memory` that is no mapping of devices to amounts.
     """
     if not isinstance(device_map, str) or device_map not in AUTOMATIC:
         return device_map
@@ -101,11 +93,7 @@ def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
 
 
 def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
-    """What a word of a device map means; `default` is where values on disk execute.
-
-    Raises:
-        DeviceMapError: the word is unknown, or there is no such device.
-    """
+    """What a word means; ops on disk run on `default`. Raises `DeviceMapError` for no word, or no device here."""
     if word == ON_DISK:
         return Place(True, default)
     on_disk = isinstance(word, str) and word.startswith(f"{ON_DISK}:")
@@ -130,11 +118,8 @@ def existing(device: Word) -> torch.device:
 def execution_devices(placed: Mapping[str, Place]) -> dict[str, torch.device]:
     """The device that each module runs on, by name, given the places of its tensors.
 
-    It is that of the module's own tensors, else the one that all tensors below it share; a module with neither is left
-    out, as its submodules decide. The model itself, `""`, starts on its first tensor's device.
-
-    Args:
-        placed: the places of parameters and buffers; those on the meta device don't run.
+    It is that of the module's own tensors, else the one that all below it share; a module with neither is left out.
+    The model itself, `""`, starts on its first tensor's device.
     """
     own: dict[str, torch.device] = {}
     below: dict[str, set[torch.device]] = {}
@@ -166,7 +151,6 @@ def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: It
 
 
 def _checked_shares(max_memory: object, word: str) -> dict[int | str, int]:
-    """Bytes per device, from a `max_memory` for placing."""
     if not isinstance(max_memory, Mapping) or not max_memory:
         raise DeviceMapError(
             f"device_map={word!r} needs max_memory by device, as {{'cpu': '8GiB'}}, not {max_memory!r}"
@@ -195,7 +179,6 @@ def _meant(word: object, known: Iterable[str] = _WORDS) -> str:
 
 
 def _is_device(word: str) -> bool:
-    """Whether torch knows this device type, here or elsewhere."""
     try:
         torch.device(word)
     except RuntimeError:
@@ -204,7 +187,6 @@ def _is_device(word: str) -> bool:
 
 
 def _prefixes(name: str) -> Iterable[str]:
-    """The name of a module or tensor, and of everything that contains it."""
     while name:
         yield name
         name = name.rpartition(".")[0]

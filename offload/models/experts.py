@@ -38,7 +38,6 @@ class _Default(str):
 
 
 def register_experts() -> None:
-    """Make it known to transformers."""
     from offload.transformers_api import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, multiply_experts)
@@ -56,7 +55,6 @@ def prefer_experts(model: nn.Module) -> None:
 
 
 def _are_on_disk(experts: nn.Module) -> bool:
-    """Whether all stacks of matrices of a module are, and are computed on the CPU."""
     stacks = [one for one in parameters_of(experts).values() if one is not None and one.dim() == _OF_MATRICES]
     return bool(stacks) and all(is_offloaded(one) and one.device == CPU for one in stacks)
 
@@ -66,13 +64,8 @@ def multiply_experts(
 ) -> Any:
     """The sum of the outputs of the experts that each token is routed to: (tokens, width).
 
-    Args:
-        experts: the module with a layer's experts.
-        hidden_states: (tokens, width).
-        top_k_index, top_k_weights: (tokens, experts per token). The number after the last expert stands for none.
-
-    Raises:
-        RowIndexError: there is no such expert.
+    `hidden_states` is (tokens, width), the others (tokens, experts per token). The number after the last expert
+    stands for none; raises `RowIndexError` for others that are no expert's.
     """
     if not (_have_norm(experts) or torch.compiler.is_compiling()):
         up = experts.gate_up_proj if experts.has_gate else experts.up_proj
@@ -100,7 +93,6 @@ def _are_shared_out(experts: Any) -> bool:
 
 
 def _between(experts: Any) -> Between:
-    """What a module computes between and after the products."""
     gate = experts._apply_gate if experts.has_gate else experts.act_fn
     if not experts.has_bias:
         return Between(experts, lambda products, _: gate(products), is_silu=_is_silu(experts))

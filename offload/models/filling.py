@@ -30,10 +30,7 @@ _SHARDING = ("tp_plan", "distributed_config", "device_mesh")  # options with whi
 
 
 class Waiting:
-    """A tensor of a checkpoint as a loader expects those of a file: `[...]` returns it, deferred, when it is needed.
-
-    A large mixture of experts has tens of thousands, of which one layer's are needed at a time.
-    """
+    """A tensor of a checkpoint, deferred when a loader asks for its `[...]`: of tens of thousands, few are then."""
 
     __slots__ = ("_keeps_dtype", "_tensor")
 
@@ -54,18 +51,11 @@ def filled(
     dtype: torch.dtype,
     **options: object,
 ) -> tuple[Pretrained, Kwargs]:
-    """A model whose tensors are deferred, and transformers' loading info.
+    """A class's model whose tensors are deferred, and transformers' loading info.
 
-    Args:
-        model_class: a class from transformers, not an `Auto` class.
-        config: its configuration, changed in the ways that transformers does.
-        path: of the checkpoint.
-        tensors: its values: on disk, deferred or waiting.
-        dtype: of floating-point tensors.
-        options: passed to the class's own `from_pretrained`.
-
-    Raises:
-        CheckpointError: the tensors can't be converted to the model's format.
+    `tensors` are those of the checkpoint at `path`: on disk, deferred or waiting. `config` is changed as
+    transformers does; `options` go to the class's `from_pretrained`. Raises `CheckpointError` if they can't be
+    converted.
     """
     state: dict[str, Any] = {
         name: Waiting(tensor) if is_offloaded(tensor) else tensor for name, tensor in tensors.items()
@@ -142,17 +132,7 @@ def _casts_beside_fp8() -> bool:
 def filled_with(
     model: Pretrained, tensors: Mapping[str, torch.Tensor | Waiting], conversions: list[Any], dtype: torch.dtype
 ) -> list[str]:
-    """Fill a module on the meta device from tensors with the names of a checkpoint.
-
-    Args:
-        model: of transformers.
-        tensors: on disk, deferred or waiting.
-        conversions: from those names and formats to the module's.
-        dtype: of floating-point tensors.
-
-    Returns:
-        The names that are missing, sorted.
-    """
+    """Fill a module on meta by `conversions` from a checkpoint's tensors; returns the sorted names that are missing."""
     from offload.transformers_api import LoadStateDictConfig, convert_and_load_state_dict_in_model
 
     how = LoadStateDictConfig(weight_mapping=conversions, device_map={"": torch.device("cpu")}, dtype=dtype)

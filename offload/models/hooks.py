@@ -20,11 +20,7 @@ from offload.torch_api import buffers_of, parameters_of
 
 
 def refuse_held(model: nn.Module) -> None:
-    """Refuse a model whose values are not its own: accelerate's hooks, or another library's mappings, have them.
-
-    Raises:
-        UnsupportedOpError
-    """
+    """Raises `UnsupportedOpError` if accelerate's hooks, or another library's mappings, hold the model's values."""
     hooked = [
         name or "the model itself"
         for name, module in model.named_modules()
@@ -48,11 +44,7 @@ def refuse_held(model: nn.Module) -> None:
 
 
 def refuse_other_device(model: nn.Module, device: torch.device) -> None:
-    """Refuse to run a model on a device that its hooks would move activations away from.
-
-    Raises:
-        UnsupportedOpError
-    """
+    """Raises `UnsupportedOpError` if accelerate's hooks would move activations away from the device."""
     for name, module in model.named_modules():
         for hook in _hooks_of(module):
             theirs = getattr(hook, "execution_device", None)

@@ -129,7 +129,6 @@ class LoadReport:
 
     @property
     def differs(self) -> bool:
-        """Whether anything did not match."""
         return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys or self.overruled_keys)
 
     def __str__(self) -> str:
@@ -467,10 +466,7 @@ def _have_same_bits(source: Checkpoint, name: str, other: str) -> bool:
 
 
 def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:
-    """The slots, with empty ones merged into those that have their values, according to the checkpoint's notes.
-
-    `init_empty_weights` unties the weights of a model without `tie_weights`.
-    """
+    """Slots, with empty ones joined to those that the checkpoint's notes tie them to: empty weights are untied."""
     stored = {name: slot for slot in slots if any(key in source for key in slot.keys) for name in slot.keys}
     left = []
     for slot in slots:
@@ -503,7 +499,6 @@ def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> Lo
 
 
 def report_of(info: Mapping[str, Any]) -> LoadReport:
-    """transformers' loading info as a report."""
     mismatched = [(name, tuple(theirs), tuple(ours)) for name, theirs, ours in sorted(info["mismatched_keys"])]
     return LoadReport(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), mismatched)
 
@@ -543,20 +538,9 @@ def finish_loading(
 ) -> LoadReport:
     """Move what is not in its place, check that nothing is empty, and make the model ready to run.
 
-    Args:
-        model: filled from a checkpoint.
-        device_map: a complete one.
-        report: what did not match.
-        pool: the budget for its values; None for the process's.
-        skip_keys, offload_dir, offload_buffers, store: see `load_checkpoint_and_dispatch`.
-        exact: whether products with packed weights are computed with the dense ones: see `offload.exact`.
-
-    Returns:
-        The report, with the forms in which the values are held.
-
-    Raises:
-        MetaTensorError: some tensors have no data.
-        WriteError, NameInUseError, ForeignFileError
+    For the arguments see `load_checkpoint_and_dispatch`; `pool` is None for the process's budget, `exact` as in
+    `offload.exact`. Returns the report, with the forms in which the values are held. Raises `MetaTensorError` for
+    tensors without data.
     """
     slots = tensor_slots(model)
     placed = _placed(slots, device_map)
@@ -585,10 +569,7 @@ def refuse_to_store_nowhere(offload_dir: PathLike | None, *, store: bool) -> Non
 
 
 def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
-    """Use the stored files of recipes in their folders, or create them if `store`.
-
-    Each file appears whole, and says what it was made of: after a kill only the missing ones are made.
-    """
+    """Use the stored files of recipes in their folders, or create them, one by one and whole, if `store`."""
     tensors = (slot.tensor for slot in slots if is_offloaded(slot.tensor))
     stored = dict.fromkeys(map(handle_of, tensors))  # in the model's order
     named = {handle.folder for handle in stored if handle.folder is not None}
@@ -606,7 +587,6 @@ def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
 
 
 def _forms(slots: Iterable[Slot]) -> dict[str, HeldForm]:
-    """How a model's values are held."""
     held: dict[str, list[Slot]] = {}
     for slot in slots:
         held.setdefault(_form(slot.tensor), []).append(slot)
@@ -640,7 +620,6 @@ def _placed(slots: Iterable[Slot], device_map: DeviceMap) -> dict[str, Place]:
 def connect_devices(
     model: nn.Module, slots: Iterable[Slot], placed: Mapping[str, Place], skip_keys: str | list[str] | None
 ) -> None:
-    """If modules execute on several devices, let accelerate's hooks move the activations."""
     at = {name: placed[slot.name] for slot in slots for name in slot.names}  # tied names have one place
     devices = execution_devices(at)
     if len(set(devices.values())) > 1:
@@ -651,8 +630,7 @@ def connect_devices(
 def _settle(model: nn.Module, pool: Pool | None) -> None:
     """Let a model on disk save itself, and announce its values for read-ahead, block by block, small ones first.
 
-    Not those that ops pick from, embeddings (rows) and stacks of matrices (experts): they are not read as wholes. The
-    order is a guess for the first pass; afterwards it is learned from the actual reads. All are under its budget.
+    Not what ops pick from: embeddings, and stacks of matrices (experts). The order is a guess for the first pass.
     """
     let_save(model)
     if pool is not None:

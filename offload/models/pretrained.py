@@ -52,11 +52,7 @@ _FEATURES: list[Callable[[Any], dict[str, Any]]] = []
 
 
 def feature(members: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Register what classes of models from disk can do beyond their own, as its module is imported.
-
-    Args:
-        members: gives the members, by name, that a class of transformers' models gets; none if they don't concern it.
-    """
+    """Register members, by name, that a class of transformers' models from disk gets; none for other classes."""
     _FEATURES.append(members)
     return members
 
@@ -70,7 +66,6 @@ def note_form(model: Pretrained, values: Values) -> None:
 
 
 def without_quantization(config: Config) -> Config:
-    """Turn the configuration into that of the dense model."""
     for one in (config, config.get_text_config(decoder=True)):
         if getattr(one, "quantization_config", None) is not None:
             delattr(one, "quantization_config")
@@ -79,34 +74,20 @@ def without_quantization(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A checkpoint in the format of a model.
-
-    Attributes:
-        tensors: by the model's names; those that transformers has converted are deferred, in the widest dtype: a cast
-            of one is a cast of its stored value.
-        report: transformers', or an empty one.
-        note: has a model that is filled from these save itself in the checkpoint's form.
-    """
+    """A checkpoint in the format of a model: tensors by its names, deferred in the widest dtype if converted."""
 
     tensors: Mapping[str, torch.Tensor]
     report: Kwargs
-    note: Callable[[Any], None]
+    note: Callable[[Any], None]  # has a model that is filled from these save itself in the checkpoint's form
 
 
 def as_in(
     model: Pretrained, source: Checkpoint, offload_dir: str | os.PathLike[str] | None, dtype: torch.dtype | None = None
 ) -> Fitted:
-    """The tensors of a checkpoint with the names and format of a transformers model.
+    """The tensors of a checkpoint with the names and format of a transformers model, which is not changed.
 
-    Args:
-        model: not changed.
-        source: the checkpoint.
-        offload_dir: where they go at the first write.
-        dtype: the requested one; None for the model's.
-
-    Raises:
-        CheckpointError: as `filled`, `unpacked` and `rebuilt`; or weights packed like this need other modules than
-            the model has.
+    Raises `CheckpointError`, as `filled` and `rebuilt`, or if weights packed like this need other modules than it
+    has.
     """
     values = values_in(source, quantization_of(model.config), offload_dir, model=model, dtype=dtype)
     note = partial(note_form, values=values)
@@ -129,15 +110,7 @@ def as_in(
 def quantized_by_torchao(
     source: Checkpoint, offload_dir: str | os.PathLike[str] | None, shapes: Mapping[str, torch.Size]
 ) -> Fitted | None:
-    """The tensors of a checkpoint of any other model, if its files say that torchao has quantized some of them.
-
-    Args:
-        source, offload_dir: as for `as_in`.
-        shapes: of the model's tensors, by each of their names.
-
-    Raises:
-        CheckpointError: as `rebuilt`.
-    """
+    """The tensors of a checkpoint of any other model, if its files say that torchao has quantized some."""
     metadata = source.metadata
     if PARTS_NOTE not in metadata:
         return None
@@ -169,7 +142,6 @@ def note_quantizer(model: Pretrained, quantizer: Any) -> None:
 
 
 def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """A dtype that can represent the values of all of them."""
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.itemsize > 1}
     return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
@@ -193,10 +165,10 @@ def let_save(model: nn.Module) -> None:
 
 
 class _SavesFromDisk:
-    """What is different in a model whose weights may be on disk: how it saves itself.
+    """How a model saves itself whose weights may be on disk.
 
-    `__class__` is the library's own class, which others look up in tables, and which is pickled for readers without
-    `offload`; `type` is a subclass of this one and of that.
+    `__class__` is the library's own class, for tables and for readers of pickles without `offload`; `type` is a
+    subclass of both.
     """
 
     _own_class: Any
@@ -230,10 +202,7 @@ class _SavesFromDisk:
 
 @cache
 def _kind_from_disk(kind: Any) -> Any:
-    """A subclass of a model's class that saves itself, and generates, as a model whose weights may be on disk does.
-
-    Its `save_pretrained` first looks which files live tensors refer to. Features add what else it can do.
-    """
+    """A subclass of a model's class that looks which files live tensors refer to before it saves, with all features."""
 
     @wraps(kind.save_pretrained)
     def save_pretrained(self: Any, *args: object, **options: object) -> Any:
@@ -246,11 +215,7 @@ def _kind_from_disk(kind: Any) -> Any:
 
 
 def _save(model: nn.Module, save: Callable[..., object], args: Args, options: Settings) -> object:
-    """Save a model with its class's own method, `save`.
-
-    Raises:
-        ForeignFileError: files that tensors refer to would be replaced or removed: nothing is written.
-    """
+    """Save by the class's `save`; raises `ForeignFileError` if files that tensors refer to would be replaced."""
     given = inspect.signature(save).bind(*args, **options)
     folder = absolute(next(iter((*given.args, *given.kwargs.values()))))  # csm has unnamed arguments
     saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
@@ -341,7 +306,6 @@ class _Undone:
         return self
 
     def convert(self, input_dict: dict[str, Any], **_: object) -> dict[str, Any]:
-        """The converted tensors, or lists of them, by name."""
         change = self._change
         return {
             name: [change(one) for one in value] if isinstance(value, list) else change(value)
@@ -350,7 +314,6 @@ class _Undone:
 
 
 def _in_torchaos_form(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """A model's weights over their files, as torchao saves them."""
     named = model.state_dict().items()
     with no_functions(), no_modes():
         mapped = {name: mapped_value(value) if is_offloaded(value) else value for name, value in named}

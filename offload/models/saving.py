@@ -91,7 +91,6 @@ def refuse_shares(tensors: Mapping[str, object]) -> None:
 
 
 def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, dict[str, bytes]]:
-    """A model's values, and the files that it needs beside them."""
     tensors = dict(model.state_dict())
     packed = getattr(model, "packed_as", None)
     quantization: Settings | None = None
@@ -110,7 +109,6 @@ def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, di
 def _of_tensors(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, discarded: Iterable[str] = ()
 ) -> Contents:
-    """Named tensors; DTensors are those that this rank has whole."""
     if not isinstance(tensors, Mapping):
         raise ArgumentTypeError(
             f"a module, tensors by name, or a checkpoint can be saved, not a {type(tensors).__name__}"
@@ -121,6 +119,5 @@ def _of_tensors(
 
 
 def _discarded_names(model: nn.Module) -> Iterable[str]:
-    """The names that a transformers model ties to others, and expects under those."""
     tied: Iterable[str] | None = getattr(model, "all_tied_weights_keys", None)
     return tied or getattr(model, "_tied_weights_keys", None) or ()

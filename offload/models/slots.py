@@ -37,28 +37,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(slots=True)
 class Slot:
-    """A distinct tensor of a model, with all its names.
+    """A distinct tensor of a model, with all its names."""
 
-    Attributes:
-        tensor: the tensor itself; for a DTensor, this rank's local tensor.
-        outer: the DTensor, if it is one.
-        names: all its names.
-        keys: its possible names in a checkpoint: all but those of non-persistent buffers.
-        owners: where it is kept: the module's dictionary, and the name in it.
-        others: other tensors with the same value.
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # of a DTensor, this rank's local tensor
     is_parameter: bool
     names: list[str] = field(default_factory=list)
+    # its possible names in a checkpoint: all but those of non-persistent buffers
     keys: list[str] = field(default_factory=list)
+    # the modules' dictionaries, and the name in each
     owners: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
-    others: list[torch.Tensor] = field(default_factory=list)
-    outer: torch.Tensor | None = None
+    others: list[torch.Tensor] = field(default_factory=list)  # tensors with the same value
+    outer: torch.Tensor | None = None  # the DTensor, if it is one
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, is_parameter: bool) -> Slot:
-        """A slot for a tensor, without names yet."""
         return cls(local_of(tensor), is_parameter, outer=tensor if is_dtensor(tensor) else None)
 
     @property
@@ -80,7 +72,6 @@ class Slot:
         return handle_of(self.tensor).folder if is_offloaded(self.tensor) else None
 
     def join(self, other: Slot) -> None:
-        """Take over the names and owners of a slot with the same value."""
         self.names += other.names
         self.keys += other.keys
         self.owners += other.owners
@@ -99,11 +90,7 @@ class Slot:
         self.tensor, self.outer = local_of(held), None if self.outer is None else held
 
     def become(self, tensor: torch.Tensor) -> bool:
-        """Turn its tensor into the new one, so that others who hold it follow: ties, optimizers, lists.
-
-        Returns:
-            False if torch refuses to change it: then only its owners have the new one.
-        """
+        """Turn its tensor into the new one, as all holders see; False if torch refuses, and only its owners do."""
         if tensor is self.tensor:
             return True
         old, new = self.held, self._dressed(tensor)
@@ -136,11 +123,7 @@ class Slot:
 
 @uncollected()
 def tensor_slots(model: nn.Module) -> list[Slot]:
-    """The parameters and buffers of a model, each once.
-
-    Raises:
-        ArgumentTypeError: it is not a module.
-    """
+    """The parameters and buffers of a model, each once; `ArgumentTypeError` for no module."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"a torch.nn.Module is needed, not {type(model).__name__}: {str(model)[:80]!r}")
     slots: dict[int, Slot] = {}
@@ -161,7 +144,6 @@ def tensor_slots(model: nn.Module) -> list[Slot]:
 
 
 def joined_slots(slots: Iterable[Slot], key: Callable[[Slot], Hashable]) -> list[Slot]:
-    """Merge slots with the same key into one."""
     joined: dict[Hashable, Slot] = {}
     for slot in slots:
         first = joined.setdefault(key(slot), slot)
@@ -188,9 +170,8 @@ def place_tensors(
 ) -> None:
     """Move every tensor that has data to its place, one by one; what is there already is not touched.
 
-    A tensor on disk is in its place if its file is in `offload_dir`, or if its writes go there; with None, anywhere.
-    Whoever else holds a tensor follows: a tied weight of another model, an optimizer. Where torch does not allow that,
-    a warning names the tensors.
+    On disk that is a file in `offload_dir`, or writes that go there. Other holders follow; where torch does not
+    allow that, a warning names the tensors.
     """
     left: list[str] = []
     brought_over: dict[Hashable, OffloadedTensor] = {}
@@ -232,7 +213,6 @@ def is_meta(tensor: torch.Tensor) -> bool:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, in memory or on disk, are equal bit for bit."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     bits = _BITS.get(one.itemsize, one.dtype)  # 0.0 and -0.0 compare equal
@@ -248,7 +228,6 @@ def _is_at(tensor: torch.Tensor, place: Place, offload_dir: PathLike | None) -> 
 
 
 def _is_in(tensor: torch.Tensor, offload_dir: PathLike | None) -> bool:
-    """Whether writes to an offloaded tensor go to this folder; True without a folder, and for other tensors."""
     if offload_dir is None or not is_offloaded(tensor):
         return True
     return is_same_folder(handle_of(tensor).folder, offload_dir)
@@ -265,12 +244,8 @@ def at_place(
 ) -> torch.Tensor:
     """A value moved to its place: on disk, in memory, or nowhere; unchanged if it is there.
 
-    Args:
-        tensor: deferred, on disk, or in memory.
-        slot: the slot it is for.
-        name: of the file, if one is written; None for the slot's.
-        offload_dir: the folder for that; None for a private one, or, if it is on disk already, for where it is.
-        brought_over: values already moved to that folder from others, shared by tensors over the same file.
+    `name` is of a file that is written, None for the slot's. `brought_over` has values already moved to the folder,
+    shared by tensors over the same file.
     """
     name = slot.name if name is None else name
     if slot.outer is not None and tensor.numel() == 0:

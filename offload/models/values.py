@@ -199,7 +199,6 @@ def offloaded_like(
 
 
 def _each_tensor(result: object, name: str, put: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
-    """A result with `put` applied to each tensor in it and to a name that says where it is."""
     if isinstance(result, torch.Tensor):
         return put(result, name)
     if isinstance(result, dict):
@@ -271,7 +270,6 @@ def _follow(slot: Slot, stored: OffloadedTensor) -> None:
 
 
 def source_of(slot: Slot) -> str | None:
-    """The files that a value is read from, if they are not its own."""
     if not is_offloaded(slot.tensor) or handle_of(slot.tensor).owned:
         return None
     return ", ".join(map(words_of, files_in(handle_of(slot.tensor))))
@@ -293,7 +291,6 @@ def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Sl
 
 
 def marks_on(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The runs that a value has gone through."""
     if not is_offloaded(tensor):
         return getattr(tensor, _MARKS, ())
     handle = handle_of(tensor)
@@ -304,7 +301,6 @@ def marks_on(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def _notes(marks: Sequence[str]) -> Notes:
-    """The note on these runs for a value's file."""
     return {RUNS: list(marks)} if marks else None
 
 
@@ -334,12 +330,7 @@ def _slots_of(tensors: MutableMapping[str, Any]) -> Iterator[Slot]:
 
 
 class Replacing:
-    """A model's values as they were, for storing others in their place.
-
-    Args:
-        model: the model.
-        suffix: added to the name of a new file if another value has the name.
-    """
+    """A model's values as they were, for storing others in their place; a new file of a used name gets `suffix`."""
 
     def __init__(self, model: nn.Module, suffix: str) -> None:
         self._model = model
@@ -352,13 +343,9 @@ class Replacing:
     def stored(
         self, old: torch.Tensor, new: torch.Tensor, name: str, marks: Sequence[str] = ()
     ) -> OffloadedTensor | None:
-        """The parameter over `new`, stored in place of `old`; None if `new` stays as it is.
+        """The parameter over `new`, in place of `old` or in a file called `name`; None if it stays as it is.
 
-        Args:
-            old: one of the model's values.
-            new: what a module now has instead.
-            name: for the new one, if it gets a file of its own.
-            marks: the runs to note in its file. If the file notes them all already, it is left as it is.
+        A file that notes all these marks is left as it is.
         """
         if not is_offloaded(old) or (is_offloaded(new) and handle_of(new) in self._handles):
             return None
@@ -432,10 +419,7 @@ def _is_meant(value: Slot, wanted: str | type[nn.Module], source: object) -> boo
 def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool = False) -> Journal:
     """A journal with a new run over values, or the existing run of that name with what it has stored.
 
-    `goes_on` is as for `Journal.begin`.
-
-    Raises:
-        JournalError: see `Journal.begin` and `Journal.resume`; or the values are in no folder, or in several.
+    Raises `JournalError` as `Journal.begin` and `Journal.resume`, or if the values are in no folder, or in several.
     """
     folders = {slot.folder for slot in slots} - {None}
     if len(folders) != 1:
@@ -456,7 +440,6 @@ def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool
 
 
 def is_done(slot: Slot, journal: Journal) -> bool:
-    """Whether the current run has done a value."""
     return journal.has(slot.name, marks_on(slot.tensor))
 
 
@@ -480,8 +463,6 @@ def _name_of_run(fn: Function, resume: bool | str) -> str:
 
 @dataclass
 class _Walk:
-    """A function on its way through the values."""
-
     fn: Function
     journal: Journal
     done: int
@@ -495,7 +476,6 @@ class _Walk:
     @inside(no_inference)  # inference tensors could not be trained later
     @inside(no_grad)
     def see(self, value: Slot) -> None:
-        """Process one value, and record it."""
         nbytes = value.nbytes
         is_new = self._is_replaced(value)
         log.debug("%s: %s", value.name, "replaced" if is_new else "kept")
@@ -506,7 +486,6 @@ class _Walk:
         count_freed(nbytes * _TEMPORARIES)
 
     def _is_replaced(self, value: Slot) -> bool:
-        """Process a value, or this rank's shard of it; returns whether it was replaced."""
         given = value.tensor.detach()
         if (outer := value.outer) is not None:
             vars(given).update(device_mesh=outer.device_mesh, placements=outer.placements)  # type: ignore[attr-defined]
