@@ -67,7 +67,6 @@ class Form(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of a block."""
         return self.heads * TOKENS * (self.key + self.value) * self.dtype.itemsize
 
     @classmethod
@@ -77,8 +76,6 @@ class Form(NamedTuple):
 
 
 class Block:
-    """A block of tokens, mapped."""
-
     def __init__(self, file: TensorFile, forms: list[Form], sums: list[int]) -> None:
         self.forms = forms
         self.path = file.path
@@ -89,12 +86,7 @@ class Block:
 
     @classmethod
     def open(cls, path: Path, identity: str, tokens: list[int]) -> Block:
-        """The block at `path`, which must be that of these tokens of the model with this identity.
-
-        Raises:
-            CorruptFileError: it is damaged, or another one.
-            MissingFileError, ReadError, ChangedFileError
-        """
+        """The block of these tokens of a model; raises `CorruptFileError` for another one, and as `TensorFile.open`."""
         file = TensorFile.open(path)
         try:
             noted = file.notes[_NOTE]
@@ -111,15 +103,10 @@ class Block:
             raise CorruptFileError(f"{path} has no header of a block ({first_line(error)})") from error
 
     def announce(self, first: int, end: int) -> None:
-        """Start reading the states of some layers."""
         announce(*self._range(first, end))
 
     def bring_in(self, first: int, end: int) -> None:
-        """Read the states of some layers, and wait.
-
-        Raises:
-            CorruptFileError: the disk does not return them.
-        """
+        """Read the states of some layers, and wait; `CorruptFileError` if the disk does not return them."""
         try:
             bring_in(*self._range(first, end))
         except OSError as error:
@@ -131,11 +118,7 @@ class Block:
         return self._bytes.data_ptr() + begin, end - begin
 
     def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them.
-
-        Raises:
-            CorruptFileError: their checksum is another one.
-        """
+        """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them."""
         form, begin = self.forms[layer], self._begins[layer]
         part = self._bytes[begin : begin + form.nbytes]
         if crc32(bytes_of(part)) != self._sums[layer]:
@@ -149,13 +132,7 @@ class Blocks:
     """The blocks in a folder, which is created if it is missing."""
 
     def __init__(self, folder: str | os.PathLike[str], max_disk: int | float | str) -> None:
-        """`max_disk` is in bytes; a fraction is one of what is free on the disk.
-
-        Raises:
-            ForeignFileError: the folder holds something else.
-            ArgumentError: `max_disk` is not an amount.
-            WriteError, ReadError
-        """
+        """`max_disk` is in bytes, or a share of what is free; `ForeignFileError` if the folder holds something else."""
         as_bytes(max_disk, 0)
         self.folder = absolute(folder)
         with writing(self.folder):
@@ -194,7 +171,6 @@ class Blocks:
         return found
 
     def drop(self, path: Path) -> None:
-        """Remove a damaged block."""
         with suppress(FileError), self._lock.held():
             remove(path)
 
@@ -203,11 +179,7 @@ class Blocks:
     ) -> None:
         """Keep the blocks of a prompt that are not there yet, as far as the budget allows.
 
-        Args:
-            states: returns keys and values of a block by its number, for each layer, (1, heads, TOKENS, size).
-
-        Raises:
-            WriteError, ReadError
+        `states` returns keys and values of a block by its number, for each layer, (1, heads, TOKENS, size).
         """
         with self._lock.held():
             with writing(self.folder):
@@ -281,7 +253,6 @@ class _Quota:
         return self.used + nbytes <= self._most
 
     def take(self, path: Path) -> None:
-        """Count a new file."""
         self.used += os.stat(path).st_size
 
 

@@ -50,7 +50,6 @@ class DraftSummary:
     accepted: int = 0
 
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
-        """Count a pass."""
         self.passes += 1
         self.tokens += tokens
         self.drafted += drafted
@@ -70,20 +69,12 @@ class DraftSummary:
 
 @dataclass(eq=False)
 class Measured:
-    """What is known of a model: what its passes take, and what drafts for it are worth. Used under its lock.
-
-    Attributes:
-        costs: What its passes take.
-        lookups: Sources of drafts from the text, by the least length of the match.
-        assistants: Sources of drafts, by the assistant.
-        summary: What drafts have brought.
-        lock: Of all of these.
-    """
+    """What is known of a model: what its passes take, and what drafts for it are worth. Used under its lock."""
 
     costs: PassCosts = field(default_factory=PassCosts)
     lookups: dict[int, Source] = field(
         default_factory=lambda: {least: Source(rate) for least, rate in _LOOKED_UP.items()}
-    )
+    )  # from the text, by the least length of the match
     assistants: weakref.WeakKeyDictionary[nn.Module, Source] = field(default_factory=weakref.WeakKeyDictionary)
     summary: DraftSummary = field(default_factory=DraftSummary)
     lock: Any = field(default_factory=fork_safe_lock)
@@ -98,7 +89,6 @@ _LOCK = fork_safe_lock()
 
 
 def measured(model: nn.Module) -> Measured:
-    """What is known of a model."""
     with _LOCK:
         if model not in _MEASURED:
             _MEASURED[model] = Measured()
@@ -123,10 +113,7 @@ def draft_summary(model: nn.Module) -> DraftSummary:
 
 
 class Drafts:
-    """Drafts whose length follows the cost of a pass: transformers' interface of a candidate generator.
-
-    `model.generate(..., assistant_model=small)` and `prompt_lookup_num_tokens=` make one, for a model on disk.
-    """
+    """Drafts for one call, whose length follows the cost of a pass: transformers' candidate generator interface."""
 
     requires_model_outputs = False
 
@@ -140,15 +127,10 @@ class Drafts:
         looks_up: bool = True,
         ends: Any = None,
     ) -> None:
-        """Drafts for one call.
+        """`inner` is transformers' generator with an assistant; None for the text alone.
 
-        Args:
-            model: that is drafted for.
-            inner: transformers' generator of candidates with an assistant; None for the text alone.
-            max_length: of prompt and answer, in tokens.
-            most: tokens of a draft from the text.
-            looks_up: whether to draft from the text.
-            ends: tokens after which nothing follows, as a tensor.
+        `max_length` is of prompt and answer, `most` of a draft from the text, which `looks_up` allows, all in
+        tokens. After `ends` nothing follows.
         """
         self._known = measured(model)
         self._inner = inner
@@ -168,14 +150,7 @@ class Drafts:
                 config.assistant_confidence_threshold = 0.0  # the length is decided here
 
     def get_candidates(self, input_ids: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The text so far with a draft after it: (1, tokens).
-
-        Args:
-            input_ids: (1, tokens).
-
-        Returns:
-            The longer text; and the assistant's scores for the draft, (1, drafted, vocabulary), or None.
-        """
+        """The text so far (1, tokens) with a draft after it, and the assistant's scores (1, drafted, vocabulary)."""
         self._length = input_ids.shape[1]
         candidates, scores = self._drafted_after(input_ids)
         self._drafted = candidates[0, self._length :].tolist()
@@ -218,11 +193,7 @@ class Drafts:
         return candidates, scores
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, *_: object) -> None:
-        """Learn from a pass.
-
-        Args:
-            input_ids: the text with what was accepted, and the model's own token: (1, tokens).
-        """
+        """Learn from a pass: the text is what was accepted, and the model's own token."""
         seconds, drafted = clock.now() - self._begun, len(self._drafted)
         new = input_ids[0, self._length :].tolist()
         agreed = takewhile(lambda pair: pair[0] == pair[1], zip(new, self._drafted, strict=False))
@@ -248,10 +219,8 @@ def _continue(inputs: dict[str, Any], length: int) -> None:
 def drafts_for(model: Any, make: Callable[..., object], given: dict[str, Any]) -> Any:
     """Transformers' generator of candidates, or ours in its place.
 
-    Args:
-        model: of transformers, on disk.
-        make: the class's own `_get_candidate_generator`.
-        given: its arguments, by name; perhaps with the model itself as "self".
+    `make` is the class's own `_get_candidate_generator`, `given` are its arguments by name, perhaps with the model
+    as "self".
     """
     options = {name: value for name, value in given.items() if name not in ("self", "generation_config")}
     generation_config = given["generation_config"]

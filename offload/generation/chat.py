@@ -40,25 +40,16 @@ _HALF = re.compile("[\ud800-\udfff]")  # of a character
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an answer begins with: its tokens, and how many more may follow.
-
-    Attributes:
-        text: if that is part of the answer.
-        starts: where in the text each token begins.
-    """
+    """What an answer begins with: its tokens, and how many more may follow."""
 
     tokens: list[int]
     most: int
-    text: str = ""
-    starts: Sequence[int] = ()
+    text: str = ""  # if that is part of the answer
+    starts: Sequence[int] = ()  # where in the text each token begins
 
 
 def in_chat(tokenizer: Any, messages: list[Json], options: Json) -> str:
-    """Messages as a text in the form of the model's chat template; `options` are the template's.
-
-    Raises:
-        ArgumentError: the template refuses them, or takes too long.
-    """
+    """Messages in the form of the model's chat template; `ArgumentError` if it refuses them, or is too slow."""
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
 
     def rendered() -> str:
@@ -89,11 +80,7 @@ def _as_read(message: Json, *, as_text: bool, as_parts: bool) -> Json:
 
 
 def ends_of(model: Any, folder: Path) -> list[int]:
-    """The tokens after which nothing follows.
-
-    Raises:
-        CheckpointError: the model's generation settings say something else.
-    """
+    """The tokens after which nothing follows; `CheckpointError` if the generation settings say something else."""
     eos = model.generation_config.eos_token_id
     ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(end) is int for end in ends):
@@ -111,8 +98,6 @@ def stops_of(model: Any) -> list[str]:
 
 
 class Prompts:
-    """What requests say, in tokens."""
-
     def __init__(self, tokenizer: Any, longest: int | None, most_new: int) -> None:
         """`longest` is the model's context, in tokens; `most_new` of an answer whose request does not say."""
         self.tokenizer = tokenizer
@@ -122,11 +107,7 @@ class Prompts:
         tokenizer("", **ONLY_TOKENS)  # the first call sets truncation and padding: later ones, in threads, only read
 
     def of(self, asked: Asked) -> list[Prompt]:
-        """The prompts of a request.
-
-        Raises:
-            Refused: the template or the tokenizer refuses one, or it is too long.
-        """
+        """The prompts of a request; raises `Refused` if one is too long, or the template or tokenizer refuses it."""
         if asked.messages is not None:
             return [self._in_chat(asked.messages, asked)]
         return [self._of(prompt, asked) for prompt in asked.prompts]
@@ -174,7 +155,6 @@ class Prompts:
         return "".join(pieces) + text.rest(), starts
 
     def _encoded(self, text: str, param: str, **options: bool) -> Any:
-        """A text in tokens."""
         if len(text) > self._most_characters:
             raise self._too_long(f"the prompt's {len(text):,} characters")
         if _HALF.search(text):
@@ -187,7 +167,6 @@ class Prompts:
             raise Refused(f"the model's tokenizer refuses it: {first_line(error)}", param=param) from error
 
     def _most(self, tokens: list[int], asked: Asked) -> int:
-        """How many tokens may follow."""
         count = len(tokens)
         if not count:
             raise Refused("the prompt has no tokens for this model")

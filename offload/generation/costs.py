@@ -21,14 +21,9 @@ _TRIED = 0.02  # share of the time that may be lost by trying a length
 
 
 class Source:
-    """Where drafts come from: how likely a token of theirs is accepted, and what it takes.
+    """Where drafts come from: how likely a token of theirs is accepted, at first `rate`, and what it takes.
 
-    Args:
-        rate: the likelihood that is assumed until something was seen.
-        seconds: per drafted token; None until measured.
-
-    Attributes:
-        seconds: What a drafted token takes; None until measured.
+    `seconds` are per drafted token; None until measured.
     """
 
     def __init__(self, rate: float, seconds: float | None = 0.0) -> None:
@@ -52,26 +47,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft that could be made.
+    """A draft that could be made."""
 
-    Attributes:
-        tokens: How many; 0 for none.
-        source: Where it comes from; None for no draft.
-        seconds: Of the draft and the pass.
-        rate: Expected tokens per second.
-    """
-
-    tokens: int
+    tokens: int  # 0 for none
     source: Source | None = None
-    seconds: float = 0.0
-    rate: float = 0.0
+    seconds: float = 0.0  # of the draft and the pass
+    rate: float = 0.0  # expected tokens per second
 
 
 class PassCosts:
-    """What passes of a model take, by the number of tokens, and the draft that follows.
-
-    Numbers of the same binary magnitude are one point. Between points, and beyond them, seconds lie on a line.
-    """
+    """What passes take, by tokens: numbers of one binary magnitude are one point, and lines go between points."""
 
     def __init__(self) -> None:
         self._passes = 0
@@ -79,7 +64,6 @@ class PassCosts:
         self._saved = 0.0  # seconds that may be lost by trying a length
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """A pass over so many tokens took so long."""
         place, was_measured = tokens.bit_length(), self._is_measured(tokens)
         self._passes += 1
         self._saved += _TRIED * seconds
@@ -88,7 +72,6 @@ class PassCosts:
         self._points[place] = at + weight * (tokens - at), before + weight * (seconds - before), self._passes
 
     def _is_measured(self, tokens: int) -> bool:
-        """Whether a pass over about as many tokens was measured lately."""
         point = self._points.get(tokens.bit_length())
         return point is not None and self._passes - point[2] <= _STALE
 
@@ -102,11 +85,7 @@ class PassCosts:
         return second + (second - first) * (tokens - high) / ((high - low) or 1)
 
     def best(self, sources: Sequence[tuple[Source, int]]) -> Draft:
-        """The draft with the most expected tokens per second, or one that is tried.
-
-        Args:
-            sources: With how many tokens each could give.
-        """
+        """The draft with the most expected tokens per second, or one to try; sources come with their most tokens."""
         if not self._points:
             return next((Draft(min(FIRST, most), source) for source, most in reversed(sources)), Draft(0))
         drafts = list(self._drafts(sources))

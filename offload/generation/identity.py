@@ -53,19 +53,12 @@ _PRIVATE = ("_active_adapter", "_disable_adapters")  # settings of modules that 
 
 
 class Identities:
-    """Identities of models, with what does not have to be read again."""
-
     def __init__(self) -> None:
         self._samples: weakref.WeakKeyDictionary[TensorFile, bytes] = weakref.WeakKeyDictionary()
         self._stored = WeakIdKeyDictionary()
 
     def of(self, model: Any) -> str | None:
-        """The identity of a transformers model, as text of 64 digits; None if some of it can't be compared.
-
-        Raises:
-            ArgumentError: its values are distributed, or on the meta device.
-            MissingFileError, ChangedFileError, ReadError
-        """
+        """The identity of a model, 64 digits; None if some can't be compared. `ArgumentError` without own values."""
         import transformers
 
         unknown = _unknown_in(model)
@@ -193,7 +186,6 @@ def _configuration(config: Any) -> str:
 
 
 def _settings(members: Mapping[str, object]) -> list[tuple[str, str]]:
-    """The attributes of a module that are plain data."""
     return sorted(
         (name, _text_of(value))
         for name, value in members.items()

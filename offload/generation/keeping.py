@@ -20,7 +20,6 @@ from offload.transformers_api import given_cache
 
 @feature
 def keeping_prompts(kind: Any) -> dict[str, Any]:
-    """Members of a class, by name, with which a class of transformers' models that generate takes a prompt cache."""
     if not hasattr(kind, "generate") or not hasattr(kind, "prepare_inputs_for_generation"):  # it generates by itself
         return {}
 

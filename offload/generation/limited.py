@@ -24,15 +24,10 @@ _MOST_BYTES = 1 << 30  # beyond what the process has
 
 
 def within_limits(act: Callable[[], str], what: str) -> str:
-    """The text that `act` returns.
+    """The text that `act` returns in a forked child.
 
-    Args:
-        act: called in a forked child.
-        what: it is, for errors.
-
-    Raises:
-        ArgumentError: it failed, or needed more time or memory than it may.
-        ReadError, OSError: the system does not tell how large this process is, or has no other one.
+    Raises `ArgumentError` if it failed, or needed more time or memory than it may; `ReadError` and `OSError` if the
+    system gives no process.
     """
     reply, sizes = b"", Path("/proc/self/statm")
     with reading(sizes):

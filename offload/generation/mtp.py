@@ -33,15 +33,10 @@ _LAYERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def mtp_candidates(model: Pretrained, given: dict[str, Any]) -> Any:
-    """Transformers' candidate generator with the drafting layers of the model's checkpoint.
+    """Transformers' generator with the drafting layers of a model's checkpoint; `given` are its arguments by name.
 
-    Args:
-        model: on disk.
-        given: the arguments of `_get_candidate_generator`, by name.
-
-    Raises:
-        ArgumentError: the configuration has no such layers (`num_mtp_layers`), or transformers is older than 5.20.
-        CheckpointError: the checkpoint lacks them, or it is in a form that fills no module of this kind.
+    Raises `ArgumentError` if the configuration has no such layers (`num_mtp_layers`), or transformers is older than
+    5.20; `CheckpointError` if the checkpoint lacks them, or has a form that fills no module of this kind.
     """
     from offload.transformers_api import MtpCache, MTPCandidateGenerator
 

@@ -33,12 +33,7 @@ Result = TypeVar("Result")
 
 
 class Prefix:
-    """The beginning of a prompt that is in blocks.
-
-    Attributes:
-        length: its tokens; 0 for none.
-        device: where the model computes.
-    """
+    """The beginning of a prompt that is in blocks: `length` tokens, 0 for none."""
 
     def __init__(self, model: Any, input_ids: torch.Tensor, chains: list[list[Block]], drop: Callable[[Path], None]):
         """`input_ids`, (batch, length), has a chain of blocks for each row; all are equally long."""
@@ -70,15 +65,10 @@ class Prefix:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether some of it had to be computed again."""
         return self._computed is not None
 
     def block(self, row: int, depth: int) -> list[States]:
-        """All states of a block, (1, heads, TOKENS, size).
-
-        Raises:
-            CorruptFileError
-        """
+        """All states of a block, (1, heads, TOKENS, size); raises `CorruptFileError`."""
         block = self._chains[0 if self._are_alike else row][depth]
         return [block.states(layer) for layer in range(len(block.forms))]
 
@@ -139,10 +129,9 @@ def _joined(parts: list[torch.Tensor], new: torch.Tensor | None, device: torch.d
 
 
 def past_of(config: Any, prefix: Prefix, until: int) -> Any:
-    """A `DynamicCache` that begins with a prefix, and can tell the states of the first `until` tokens that it sees.
+    """A `DynamicCache` that begins with a prefix, and tells the states of the first `until` tokens that it sees.
 
-    Raises:
-        ArgumentError: the model keeps other states than keys and values of tokens.
+    Raises `ArgumentError` if the model keeps other states than keys and values of tokens.
     """
     from transformers import DynamicCache
 
@@ -174,8 +163,6 @@ def _stored_kind(kind: Any) -> Any:
 
 
 class _StoredLayer:
-    """The part of a layer whose first tokens come from a prefix."""
-
     dtype: torch.dtype
     device: torch.device
     is_initialized: bool
@@ -225,7 +212,6 @@ class _StoredLayer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values, including the new ones."""
         self._count(key_states.shape[-2])
         if self._prefix is None:
             return super().update(key_states, value_states, *args, **options)  # type: ignore[misc,no-any-return]
@@ -235,7 +221,6 @@ class _StoredLayer:
         return self._keys, self._values
 
     def reset(self) -> None:
-        """Have seen nothing that can be kept."""
         super().reset()  # type: ignore[misc]
         self._seen = -1
 
@@ -247,12 +232,10 @@ class _StoredLayer:
             self._seen = -1
 
     def _settle(self) -> None:
-        """Have the states of the prefix."""
         if self._prefix is not None:
             self._take()
 
     def _take(self, *new: torch.Tensor) -> None:
-        """The states of the prefix, followed by new ones."""
         assert self._prefix is not None
         if any(map(is_followed, new)):
             raise UnsupportedOpError(
@@ -297,7 +280,6 @@ class _StoredSlidingLayer(_StoredLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values visible to the new tokens, including these."""
         if self._prefix is not None:
             self._take(key_states, value_states)
         if 0 <= self._seen < self._until:

@@ -36,14 +36,11 @@ _MAY_BE_GIVEN = {"input_ids", "attention_mask", "use_cache", "logits_to_keep", "
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What a past was made for: the prompts, one list of tokens per row, and how often each row is in the batch.
+    """What a past was made for."""
 
-    `identity` is None for a model whose prompts are not kept.
-    """
-
-    identity: str | None
+    identity: str | None  # None for a model whose prompts are not kept
     rows: list[list[int]]
-    copies: int
+    copies: int  # of each row in the batch
     prefix: Prefix
 
 
