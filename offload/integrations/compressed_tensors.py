@@ -123,10 +123,7 @@ def _scheme(form: str, group_size: int) -> Any:
 def _layers(
     source: Checkpoint, tensors: Mapping[str, OffloadedTensor], group_size: int | None
 ) -> tuple[dict[str, int], dict[str, bool]]:
-    """The weights to quantize, with the size of their groups, 0 for none; and the layers to leave.
-
-    Of these, each with whether it is the output layer.
-    """
+    """The weights to quantize, with their groups' size or 0; and layers to leave, with whether it is the output's."""
     model, config, _ = model_on_meta(source.path, stored=len(source.keys()))
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{source.path} is quantized already: quantize the model that it was made from")
@@ -154,7 +151,6 @@ def _layers(
 
 
 def _done_in(work: Path) -> dict[str, dict[str, OffloadedTensor]]:
-    """The weights that an earlier run has finished, each as its pieces."""
     done: dict[str, dict[str, OffloadedTensor]] = defaultdict(dict)
     with reading(work):
         has_files = any(work.glob("*.safetensors"))
@@ -171,7 +167,6 @@ def _quantized(
     *,
     progress: bool,
 ) -> dict[str, torch.Tensor]:
-    """The quantized weights, each piece in a file of the work folder."""
     found: dict[str, torch.Tensor] = {}
     with progress_in_bytes(sum(tensors[name].nbytes for name in schemes), "quantizing", shown=progress) as advance:
         for name, scheme in schemes.items():
@@ -206,7 +201,6 @@ def _steps(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
 
 
 def _note(folder: Path, schemes: Mapping[str, Any], stored_as: str, left: Mapping[str, bool]) -> None:
-    """Write into the configuration how the weights are stored."""
     from compressed_tensors.quantization import QuantizationConfig
 
     by_size = {scheme.weights.group_size: scheme for scheme in schemes.values()}

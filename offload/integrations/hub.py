@@ -28,18 +28,11 @@ _NOT_PICKLED = ["*/*", "training_args.bin", "optimizer.bin", "scheduler.bin"]  #
 
 
 def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None, **hub_options: object) -> Path:
-    """The folder of a model: a local one, or the hub's in the local cache, downloaded with a progress bar.
+    """The folder of a model, local or downloaded with a bar; of a GGUF file the path of it, or of its first part.
 
-    For a GGUF file it is the path of the file; of its first part, if it has several.
-
-    Args:
-        name_or_path: a folder, or "organization/name", or a GGUF file.
-        gguf_file: the name of a GGUF file in there.
-        hub_options: for `huggingface_hub.snapshot_download`: revision, token, cache_dir, local_files_only...
-
-    Raises:
-        CheckpointError: it is another kind of file, or neither a folder nor a model on the hub or in its cache.
-        MissingFileError: there is no such GGUF file.
+    `name_or_path` is a folder, "organization/name", or a GGUF file; `gguf_file` names one in there; the options are
+    those of `huggingface_hub.snapshot_download`. Raises `CheckpointError` if it is another kind of file, or neither
+    a folder nor a model on the hub or in its cache; `MissingFileError` if there is no such GGUF file.
     """
     folder = Path(text_of(name_or_path))
     gguf_file = None if gguf_file is None else text_of(gguf_file)
@@ -84,17 +77,9 @@ def finding_base(folder: Path, name: str) -> Iterator[None]:
 
 
 def headers_of(name: str, **hub_options: object) -> tuple[Path, dict[str, tuple[str, int]]]:
-    """For a model on the hub, the folder with its configuration, and the content of its safetensors headers.
+    """The folder with the configuration of a model on the hub; and the dtype and bytes of its tensors, by its headers.
 
-    Args:
-        name: "organization/name".
-        hub_options: revision, token.
-
-    Returns:
-        A folder of the local cache, and for each tensor its dtype and size in bytes.
-
-    Raises:
-        CheckpointError: the hub has no such model, or it has no safetensors.
+    Raises `CheckpointError` if the hub has no such model, or it has no safetensors.
     """
     from huggingface_hub import get_safetensors_metadata, snapshot_download
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
@@ -115,7 +100,6 @@ def headers_of(name: str, **hub_options: object) -> tuple[Path, dict[str, tuple[
 
 @contextmanager
 def _asking(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors of the hub into ours."""
     if os.fspath(name).endswith(".gguf"):
         raise MissingFileError(f"{name} does not exist")
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -132,7 +116,6 @@ def _asking(name: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins like a GGUF file."""
     with reading(path), as_file(open_regular(path)) as file:
         return file.read(len(MAGIC)) == MAGIC
 

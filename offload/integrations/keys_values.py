@@ -152,12 +152,7 @@ class _Rows:
         self._file: OffloadedTensor | None = None
 
     def append(self, past: torch.Tensor | None, states: torch.Tensor) -> OffloadedTensor:
-        """The tokens of `past`, a view of the file, followed by `states`.
-
-        Raises:
-            ShapeMismatchError, DtypeMismatchError: `states` do not match the stored ones.
-            WriteError: the disk is full.
-        """
+        """The tokens of `past`, a view of the file, followed by `states`; raises for others than the stored ones."""
         first, end = 0, 0
         if past is not None and is_offloaded(past):
             self._refuse_others(past, states)
@@ -266,12 +261,10 @@ class _LayerOnDisk:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values, including the new ones."""
         self._keys, self._values = self._appended(key_states, value_states)
         return self._keys, self._values
 
     def reset(self) -> None:
-        """Forget all tokens; the capacity stays."""
         self._keys = self._values = None
         self.is_initialized = False
         super().reset()  # type: ignore[misc]
@@ -294,8 +287,6 @@ class _LayerOnDisk:
 
 
 class _SlidingLayerOnDisk(_LayerOnDisk):
-    """Like `_LayerOnDisk`, for layers that keep only the tokens in a window."""
-
     sliding_window: int
     cumulative_length: int
     record_past: bool
@@ -303,7 +294,6 @@ class _SlidingLayerOnDisk(_LayerOnDisk):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values visible to the new tokens, including these."""
         keys, values = self._appended(key_states, value_states)
         new = key_states.shape[-2]
         self.cumulative_length += new

@@ -88,12 +88,7 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, progress: bool = True) ->
 
 
 def _merged(model: nn.Module, adapter: str, mark: tuple[str, ...], *, progress: bool) -> MapReport:
-    """Merge an adapter into a model.
-
-    Args:
-        mark: notes for the files of merged values. Those that have it already, in the folder of the model's values, are
-            taken from there.
-    """
+    """Merge an adapter; the values whose files have the `mark`, in the folder of the model's, are taken from there."""
     if _layers_of(model):
         raise UnsupportedOpError(
             f"this {type(model).__name__} has an adapter already: load its base alone, as "
@@ -131,23 +126,11 @@ def merge_checkpoint(
 ) -> MapReport:
     """Write a checkpoint of transformers anew, with an adapter of peft merged into it.
 
-    Args:
-        source: the folder of the base, or a GGUF file, which is decoded first.
-        adapter: see `merge_lora`.
-        target: the new folder; it may be there if it is empty.
-        dtype: that the model computes in, and is merged in; None for the one it has, which is float32 for a GGUF file
-            that is packed.
-        max_shard_size: see `save_checkpoint`.
-        resume: go on with a run that was killed, from the folder `target` + ".partial".
-        progress: show a bar, on a terminal.
-
-    Returns:
-        What was merged.
-
-    Raises:
-        ForeignFileError: `target` is there and not empty, or in a folder that is read.
-        JournalError: a run was begun, and `resume` does not say to go on; or it was one of another adapter or base.
-        CheckpointError, UnsupportedOpError, MapError, WriteError: as `merge_lora`.
+    `source` is a folder, or a GGUF file, which is decoded first; `target` may be there if it is empty. `dtype` is
+    that the model computes and is merged in; None for the one it has, which is float32 for a packed GGUF file.
+    `resume` goes on with a run that was killed, in `target` + ".partial". Raises `ForeignFileError` if `target` is
+    not empty, or in a folder that is read; `JournalError` if a run was begun, and `resume` does not say to go on,
+    or it had another adapter or base; and as `merge_lora`.
     """
     folder, target = absolute(source), target_outside(target, source, adapter)
     refuse_lone_adapter(folder)
@@ -172,20 +155,10 @@ def merge_checkpoint(
 
 
 class _Merging:
-    """Merges peft's layers into the values of the base.
+    """Merges peft's layers into the values of the base, with a `mark` in the files of merged values.
 
-    Attributes:
-        nbytes: of all values that layers hold.
-        advance: is called with the bytes that are done.
-        at: the layer that is being merged.
-        done: number of layers.
-
-    Args:
-        layers: by name.
-        values: of the base.
-        mark: notes for the files of merged values.
-        before: names of values that are merged already.
-        begun: gets the names of values, each before it is replaced.
+    Values named in `before` are merged already; `begun` gets their names, each before it is replaced. `advance` is
+    called with the bytes that are done, `at` is the layer that is being merged, and `done` counts layers.
     """
 
     def __init__(
@@ -252,7 +225,6 @@ class _Merging:
 
 
 def _held_by(layer: Any, slots: Mapping[int, Slot]) -> dict[tuple[nn.Module, str], Slot]:
-    """The base's values under a layer, by the modules and keys that hold them."""
     return {
         (module, key): slots[id(parameter)]
         for module in layer.get_base_layer().modules()
@@ -334,7 +306,6 @@ def _state_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _layers_of(model: nn.Module) -> dict[str, Any]:
-    """The layers that peft has wrapped around those of the base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}

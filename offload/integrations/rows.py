@@ -88,11 +88,7 @@ def cache_from(
 
 
 def rows_of(source: object, columns: Columns = None) -> Incoming:
-    """The rows of a file, a folder, an array, a table, a dataset, or a dict of tensors.
-
-    Raises:
-        MissingFileError, CacheError, CorruptFileError, ReadError, CheckpointError
-    """
+    """The rows of a file, a folder, an array, a table, a dataset, or a dict of tensors."""
     columns = as_names(columns)
     if isinstance(source, str | os.PathLike):
         return _rows_of_path(absolute(source), columns)
@@ -146,11 +142,7 @@ def _rows_of_file(path: Path, columns: Columns) -> Incoming:
 
 @contextmanager
 def _as_read(path: Path) -> Iterator[None]:
-    """Third-party readers can raise anything for a damaged file: blame the file.
-
-    Raises:
-        CorruptFileError, ReadError
-    """
+    """Third-party readers can raise anything for a damaged file: blame the file (`CorruptFileError`, `ReadError`)."""
     try:
         yield
     except (OffloadError, ImportError, MemoryError):
@@ -182,7 +174,6 @@ def _rows_of_folder(path: Path, columns: Columns) -> Incoming:
 
 
 def _chosen(found: Mapping[str, object], columns: Columns, place: str) -> dict[str, Any]:
-    """The requested columns, in that order; all if None."""
     for name in columns or ():
         if name not in found:
             raise CacheError(f"{place} has no column {name!r}; it has {', '.join(map(repr, found))}")
@@ -190,7 +181,6 @@ def _chosen(found: Mapping[str, object], columns: Columns, place: str) -> dict[s
 
 
 def _length_of(parts: Mapping[str, Any], place: str, what: str) -> int:
-    """The length that all parts have."""
     lengths = {name: part.shape[0] if part.shape else None for name, part in parts.items()}
     if None in lengths.values() or len(set(lengths.values())) != 1:
         each = ", ".join(f"{name!r}: {'a single value' if n is None else n}" for name, n in lengths.items())
@@ -216,7 +206,6 @@ def _rows_of_tensors(tensors: Mapping[str, object], columns: Columns, place: str
 
 
 def _rows_of_tensordict(td: Any, columns: Columns, place: str = "the TensorDict") -> Incoming:
-    """The rows of a TensorDict or tensorclass, along its first batch dimension."""
     from tensordict import is_tensorclass
 
     td = td.to_tensordict() if is_tensorclass(td) else td
@@ -272,7 +261,6 @@ def _rows_of_npy(path: Path, columns: Columns) -> Incoming:
 
 
 def _rows_of_array(array: np.ndarray[Any, Any], columns: Columns, place: str = "the array") -> Incoming:
-    """The rows of an array, structured or not, in memory or mapped."""
     if not array.ndim:
         raise CacheError(f"{place} is a single value, without rows")
     parts = _chosen(dict(_fields(array, "")), columns, place)
@@ -290,7 +278,6 @@ def _fields(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.
 
 
 def _field_of(name: str, dtype: np.dtype[Any], row_shape: tuple[int, ...], place: str) -> Field:
-    """The column for values of a dtype."""
     if dtype.kind in "US":
         return Field(None)
     try:
@@ -327,7 +314,6 @@ def _rows_of_hdf5(path: Path, columns: Columns) -> Incoming:
 
 
 def _rows_of_group(group: Any, columns: Columns) -> Incoming:
-    """The rows of an open file or group."""
     place = f"{group.file.filename}{group.name}"
     found = dict(_members(group))
     if columns is None:
@@ -452,7 +438,6 @@ def _text(value: object) -> str:
 
 
 def _rows_of_parquet(paths: Collection[Path], columns: Columns) -> Incoming:
-    """The rows of Parquet files, one after another."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -478,7 +463,6 @@ def _rows_of_parquet(paths: Collection[Path], columns: Columns) -> Incoming:
 
 
 def _rows_of_ipc(path: Path, columns: Columns) -> Incoming:
-    """The rows of an Arrow or Feather file, or of a file with an Arrow stream."""
     import pyarrow as pa
 
     source = pa.memory_map(str(path))
@@ -494,13 +478,11 @@ def _rows_of_ipc(path: Path, columns: Columns) -> Incoming:
 
 
 def _rows_of_table(table: Any, columns: Columns, place: str = "the table") -> Incoming:
-    """The rows of a `pyarrow.Table`."""
     names, nulls, step = _taken(table, table.column_names, columns, place)
     return _rows(table.schema, names, nulls, table.select(names).to_batches(step), place)
 
 
 def _rows_of_dataset(dataset: Any, columns: Columns) -> Incoming:
-    """The rows of a `datasets.Dataset`, in its own order."""
     table = dataset.data.table
     names, nulls, step = _taken(table, dataset.column_names, columns, "the dataset")
     tables = dataset.select_columns(names).with_format("arrow").iter(step)
@@ -635,7 +617,6 @@ def _ragged(name: str, array: Any, field: Field, place: str) -> list[Any]:
 
 
 def _flat(name: str, array: Any, field: Field, place: str) -> torch.Tensor:
-    """All numbers of an array of nested lists, flat."""
     import pyarrow as pa
 
     while isinstance(array, pa.ExtensionArray):

@@ -156,8 +156,6 @@ def _torchaos_choice() -> Filter:
 
 
 def _not_yet(wanted: Filter) -> Filter:
-    """The same filter, without modules that have a quantized weight already."""
-
     def chosen(module: nn.Module, name: str) -> bool:
         weights = (weight for weight in parameters_of(module).values() if weight is not None)
         return wanted(module, name) and all(subclass_value(weight) is None for weight in weights)
@@ -169,12 +167,7 @@ def _not_yet(wanted: Filter) -> Filter:
 
 
 class _Quantizing:
-    """Stores what replaces a weight on disk in its place.
-
-    Attributes:
-        has_quantized: whether a weight has become quantized.
-        at: the layer that torchao is working on.
-    """
+    """Stores what replaces a weight on disk in its place; `at` is the layer that torchao is working on."""
 
     def __init__(self, model: nn.Module, journal: Journal, advance: Callable[[int], object]) -> None:
         self.has_quantized = False
@@ -202,7 +195,6 @@ class _Quantizing:
         return stored
 
     def run(self, model: nn.Module, config: Any, chosen: Filter | None, device: Any) -> None:
-        """torchao's own `quantize_`."""
         from torchao.quantization import quantize_ as torchaos
 
         def noted(module: nn.Module, name: str) -> bool:

@@ -217,9 +217,7 @@ def _fill_unsaved(model: Pretrained, dtype: torch.dtype) -> None:
     """The buffers that are in no checkpoint, of a class that is not from transformers, as the class makes them.
 
     transformers has `_init_weights` fill them, which other code does not: they would be what was in memory before.
-
-    Raises:
-        CheckpointError: the class can't make them without the other values.
+    Raises `CheckpointError` if the class can't make them without the other values.
     """
     unsaved = [(name, key) for name, module in model.named_modules() for key in sorted(unsaved_buffers_of(module))]
     if not unsaved or type(model).__module__.startswith("transformers."):
@@ -266,13 +264,8 @@ def model_on_meta(
 ) -> tuple[Pretrained, Config, Kwargs]:
     """The model in a folder or GGUF file without values, its configuration, and the options not used for it.
 
-    Args:
-        folder: or a file.
-        model_class, config, trust_remote_code, options: as for `from_pretrained`.
-        stored: how many values its checkpoint holds.
-
-    Raises:
-        CheckpointError: transformers can't create it, or it would have many more layers than the checkpoint has values.
+    The checkpoint has `stored` values. Raises `CheckpointError` if transformers can't create it, or for far more
+    layers than values.
     """
     import transformers
 
@@ -354,7 +347,6 @@ def _refuse_to_quantize(option: str) -> NoReturn:
 
 
 def _empty_model(model_class: Any, config: Config, *, trust_remote_code: bool) -> Pretrained:
-    """The model on the meta device: transformers picks its class and configuration."""
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
         raise ArgumentTypeError(
             f"model_class should be a model class of transformers, or one of its Auto classes: {model_class!r}"

@@ -116,7 +116,6 @@ def _which(folder: Path) -> tuple[int, int] | None:
 
 
 def _opened(folder: Path, leaves: _Leaves) -> Any:
-    """A folder as a TensorDict with its leaves in place; what is wrong with it is blamed on the folder."""
     if is_file(folder):
         raise CorruptFileError(f"{folder} is a file: unpack an archive first (tensordict.unpack_memmap)")
     if not is_there(folder / META):
@@ -136,11 +135,7 @@ def _gone(path: Path, reason: str) -> MissingFileError:
 
 
 def structure_of(folder: Path, device: torch.device | None = None) -> Any:
-    """What tensordict makes of a folder, with fake leaves: mapping a file of values could extend it.
-
-    Raises:
-        Exception: whatever tensordict raises.
-    """
+    """What tensordict makes of a folder, or raises, with fake leaves: mapping a file of values could extend it."""
     from tensordict import TensorDict
 
     with nullcontext() if active_fake_mode() else FakeTensorMode():
@@ -189,7 +184,6 @@ def _take_over(td: Any, found: Any) -> None:
 
 
 def _refused(folder: Path, error: Exception) -> OffloadError:
-    """An error of tensordict's, blamed on the folder."""
     if isinstance(error, RuntimeError) and "allow_pickle" in str(error):
         return CheckpointError(
             f"{folder}: {pickled_in(folder)!r} is pickled, and is not opened, as it could run code: save the folder "
@@ -211,8 +205,6 @@ def pickled_in(folder: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Leaves:
-    """Puts tensors over the files of a folder in place of the fake leaves of its structure."""
-
     device: torch.device | None
     offload_dir: PathLike | None
     writes: bool

@@ -117,7 +117,6 @@ def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
 
 
 def _collection(td: Any) -> Any:
-    """A TensorDict or the like, with a dict made one."""
     from tensordict import TensorDict, is_tensor_collection
 
     if isinstance(td, dict):
@@ -133,7 +132,6 @@ def _collection(td: Any) -> Any:
 
 
 def _publish(td: Any, folder: Path, existsok: bool, *, threads: int = 0, of_zeros: bool = False) -> None:
-    """Write a folder beside its place, and put it there in one step."""
     if not is_unicode(str(folder)):
         raise ArgumentError(f"{str(folder)!r} is not a path that tensordict can map files under: it is not UTF-8")
     leaves: list[tuple[str | Way, torch.Tensor]] = []
@@ -169,9 +167,8 @@ def _refuse_leaf(way: str | Way, tensor: torch.Tensor, *, of_zeros: bool) -> Non
 def _laid_out(td: Any, folder: Path) -> list[tuple[torch.Tensor, str]]:
     """Let tensordict write a folder with values of zeros; returns each leaf with its file.
 
-    Raises:
-        UnknownTypeError: it pickled something.
-        UnsupportedOpError: it would not open the folder, or not with all that is in `td`.
+    Raises `UnknownTypeError` if it pickled something, and `UnsupportedOpError` if it would not open the folder, or
+    lose some of it.
     """
     files: list[tuple[torch.Tensor, str]] = []
     try:
@@ -196,7 +193,6 @@ def _laid_out(td: Any, folder: Path) -> list[tuple[torch.Tensor, str]]:
 
 
 def _fill(files: Sequence[tuple[torch.Tensor, str]], threads: int) -> None:
-    """Put the values in files that are laid out."""
     with progress_in_bytes(sum(tensor.nbytes for tensor, _ in files), "saving") as advance:
         if threads <= 1:
             for tensor, path in files:
@@ -257,7 +253,6 @@ def _files_in(folder: Path) -> set[str]:
 
 
 def _files_of(folder: Path) -> set[str]:
-    """The files that `save_memmap` wrote in a folder."""
     if folder.is_symlink():
         return set()
     files = (state_if_ours(folder / _MARKER, _KIND) or {}).get("files")
