@@ -119,11 +119,7 @@ def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[t
 
 
 def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[int, Request]) -> Answer | Refusal:
-    """Answer one request, greedily unless it has a temperature; called in lockstep with others.
-
-    Args:
-        most: tokens of an answer whose request does not say.
-    """
+    """Answer one request, greedily unless it has a temperature; called in lockstep with others."""
     import torch
 
     from offload.generation.answering import Job
@@ -161,7 +157,6 @@ class _Refusals:
             self._file.clear()
 
     def add(self, custom_id: str | None, line: int, why: str) -> None:
-        """Add one."""
         self._file = self._file or Answers(self._path, refused=True)
         self._file.append(refusal(custom_id, line, why))
         self.first = self.first or f"line {line}: {why}"
@@ -194,7 +189,6 @@ class _Progress:
         self._bar.update()
 
     def figures(self) -> dict[str, float]:
-        """The figures so far."""
         seconds, read = time.perf_counter() - self._start, self._counts().bytes_read - self._read
         return {
             "tokens": self._tokens,

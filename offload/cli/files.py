@@ -46,7 +46,6 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def print_written(target: Path) -> None:
-    """Print a line about a new checkpoint."""
     from rich.filesize import decimal
 
     from offload.checkpoints.checkpoint import open_checkpoint

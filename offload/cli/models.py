@@ -33,7 +33,6 @@ _LOOKED_UP = 63  # most tokens of a draft from the text
 
 
 def prompt_cache_of(options: argparse.Namespace) -> Kwargs:
-    """Options for `generate`."""
     from offload.generation import PromptCache
 
     if options.prompt_cache is None:
@@ -127,14 +126,10 @@ def _lines() -> Iterator[str]:
 def _answered(
     answering: Answering, prompt: Prompt, usual: Json, options: argparse.Namespace, pieces: list[str]
 ) -> tuple[Job, Recording]:
-    """Print an answer as it comes, unless it is wanted as JSON.
+    """Print an answer as it comes, unless it is wanted as JSON, and append its text to `pieces`.
 
-    Args:
-        usual: how tokens are chosen, where the command does not say; nothing for as the model's settings say.
-        pieces: to which the text is appended as it comes.
-
-    Raises:
-        CheckpointError: the model's generation settings can't be followed.
+    `usual` says how tokens are chosen where the command does not: nothing for as the model's settings say. Raises
+    `CheckpointError` if these can't be followed.
     """
     import torch
 
@@ -183,7 +178,6 @@ def _figures(recording: Recording, job: Job) -> dict[str, float | None]:
 
 
 def _in_words(tokens: int, figures: dict[str, Any]) -> str:
-    """A line about the speed."""
     from rich.filesize import decimal
 
     memory = f"{decimal(figures['anonymous_bytes'])} of memory at the peak, with Python and its libraries"
@@ -205,11 +199,7 @@ def folder_of_model(options: argparse.Namespace) -> Path:
 
 
 def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
-    """The model, on disk.
-
-    Raises:
-        CheckpointError: it does not continue text, and as `offload.from_pretrained`.
-    """
+    """The model, on disk; raises `CheckpointError` if it does not continue text, and as `offload.from_pretrained`."""
     with doing("opening the model"):
         from offload.integrations.transformers import from_pretrained, writes_text
         from offload.models.device_map import ON_DISK
@@ -231,12 +221,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 def opened(options: argparse.Namespace, most: int, *, is_alone: bool = False) -> tuple[Any, Answering, Prompts]:
     """The model on disk, what answers with it, and what makes prompts of requests.
 
-    Args:
-        most: tokens of an answer whose request does not say.
-        is_alone: whether there is one answer at a time: then the text itself may draft.
-
-    Raises:
-        CheckpointError: as `loaded_model`; or there is no tokenizer.
+    An answer has `most` tokens if its request does not say; if it `is_alone`, the text itself may draft.
     """
     from offload.checkpoints.companions import tokenizer_in
     from offload.generation.answering import Answering
@@ -251,11 +236,7 @@ def opened(options: argparse.Namespace, most: int, *, is_alone: bool = False) ->
 
 
 def _budgets(options: argparse.Namespace) -> Any:
-    """How much may stay where, as `from_pretrained` is told.
-
-    Raises:
-        ArgumentError: there is no accelerator to keep something on.
-    """
+    """How much may stay where, as `from_pretrained` is told; `ArgumentError` if there is no accelerator."""
     from offload.models.device_map import existing
     from offload.torch_api import usable_accelerator
 
@@ -271,8 +252,7 @@ def _budgets(options: argparse.Namespace) -> Any:
 def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
     """What `generate` is told about drafts: from an assistant, or from the text if a pass reads from the disk.
 
-    Raises:
-        CheckpointError: as `loaded_model`, of the assistant; or the model takes no drafts.
+    Raises `CheckpointError` as `loaded_model`, of the assistant, or if the model takes no drafts.
     """
     from offload.budget import read_by_a_pass
 

@@ -35,13 +35,7 @@ _LONGEST = 64 << 20  # longest line in bytes
 
 @dataclass(frozen=True)
 class Request:
-    """The request on one line.
-
-    Attributes:
-        custom_id: identifies it.
-        asked: what it asks for: messages, or a prompt that is text.
-        ignored: names of the other options that it has.
-    """
+    """The request on one line; `ignored` are the options that it has beside what it asks for."""
 
     custom_id: str
     asked: Asked
@@ -50,8 +44,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to a request."""
-
     request: Request
     text: str
     prompt_tokens: int
@@ -76,11 +68,7 @@ def refusal(custom_id: str | None, line: int, why: str) -> Json:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The non-empty lines of a file, with their numbers from 1; `-` is standard input.
-
-    Raises:
-        ReadError: it can't be read.
-    """
+    """The non-empty lines of a file, with their numbers from 1; `-` is standard input. Raises `ReadError`."""
     try:
         with open(0 if str(path) == "-" else path, "rb", closefd=str(path) != "-") as file:
             number = 0
@@ -146,14 +134,8 @@ class Answers:
     def __init__(self, path: Path, *, refused: bool = False) -> None:
         """Open or create it; an incomplete last line from a killed process is cut off.
 
-        Args:
-            path: of the file.
-            refused: whether it is for refusals.
-
-        Raises:
-            ForeignFileError: it holds something else.
-            ArgumentError: another process writes to it.
-            WriteError: it can't be written.
+        Raises `ForeignFileError` if it holds something else, `ArgumentError` if another process writes to it,
+        and `WriteError`.
         """
         self.path = path
         self.done: set[str] = set()
@@ -199,11 +181,7 @@ class Answers:
         return str(answer["custom_id"])
 
     def append(self, answer: Json) -> None:
-        """Append a line; it is on the disk when this returns.
-
-        Raises:
-            WriteError: the disk failed or is full.
-        """
+        """Append a line; it is on the disk when this returns. Raises `WriteError`."""
         left = memoryview(_encoded(answer) + b"\n")
         start: int | None = None
         try:
@@ -218,7 +196,6 @@ class Answers:
             raise WriteError(error.errno, f"an answer can't be written ({error.strerror})", str(self.path)) from error
 
     def clear(self) -> None:
-        """Remove all lines."""
         with writing(self.path):
             os.ftruncate(self._fd, 0)
         self.done = set()
