@@ -27,12 +27,7 @@ class Gathering:
     """The acts that wait for others at a stage."""
 
     def __init__(self, compute_next: Callable[[], bool], are_others_due: Callable[[], bool]) -> None:
-        """Acts at a stage.
-
-        Args:
-            compute_next: computes the stage for the next batch; False if there is none.
-            are_others_due: whether the stage is still to be computed for other batches.
-        """
+        """`compute_next` computes the stage for the next batch, False if there is none."""
         self._compute_next, self._are_others_due = compute_next, are_others_due
         self._waiting: list[_Waiting] = []
 

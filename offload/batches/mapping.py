@@ -107,8 +107,6 @@ def map_batches(
 
 
 class _Mapping:
-    """One call of `map_batches`."""
-
     def __init__(
         self, fn: Callable[[Any], object], batches: Iterator[object], scheduler: Scheduler, most: int | None
     ) -> None:
@@ -151,7 +149,6 @@ class _Mapping:
                 self._seeds.move_on()
 
     def _may_begin(self) -> bool:
-        """Whether another batch should be started."""
         is_behind = len(self._ended) >= _BACKLOG * self._limit  # results wait for one that is in progress
         most = 1 if is_behind else self._limit
         return self._batches is not None and self._scheduler.count < most

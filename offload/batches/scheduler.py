@@ -57,13 +57,8 @@ class Stopped(BaseException):
 class Call:
     """The function call for one batch, in a thread of its own, which runs when told to.
 
-    Attributes:
-        number: of the batch.
-        place: where it waits; None before it has started, and after it has ended.
-        has_ended: whether there is a result or an error.
-        is_computing: whether the iterating thread is inside of its stage.
-        thread: its thread.
-        waiting_bytes: memory of its tensors while it waits.
+    It waits at `place`, None before it has started, and after it has ended, with `waiting_bytes` of tensors; while
+    it `is_computing`, the iterating thread is inside of its stage.
     """
 
     def __init__(
@@ -170,13 +165,7 @@ class Call:
     # In the call's thread
 
     def wait_at(self, place: int, given: Args = (), delegated: DelegatedCall | None = None) -> None:
-        """Wait for its turn at a place.
-
-        Args:
-            place: where.
-            given: what the module there is called with.
-            delegated: to be run first, when it is the turn.
-        """
+        """Wait for its turn at a place, whose module is called with `given`; then `delegated` is run first."""
         self._refuse_stopped()
         self.waiting_bytes = waiting_bytes(tensors_in(given, caches=True))
         self.place = place
@@ -187,7 +176,6 @@ class Call:
         self._refuse_stopped()
 
     def delegate(self, delegated: DelegatedCall) -> None:
-        """Have the iterating thread make a call."""
         self._refuse_stopped()
         self._wait(delegated, is_turn=True)
         self._refuse_stopped()
@@ -223,10 +211,8 @@ class Call:
 class Scheduler:
     """Calls on their way through the stages of models.
 
-    Attributes:
-        lease: holds the values on disk that calls at the current stage use.
-        gathering: where calls wait for others that compute the same experts.
-        sweeps: how often it has come back to the first stage.
+    Its `lease` holds the values on disk that calls at the current stage use; at `gathering` calls wait for others
+    that compute the same experts; `sweeps` counts returns to the first stage.
     """
 
     def __init__(self, stages: Sequence[nn.Module], blocks: Sequence[Sequence[Handle]]) -> None:
@@ -244,7 +230,6 @@ class Scheduler:
 
     @property
     def count(self) -> int:
-        """The number of calls in progress."""
         return len(self._calls)
 
     def begin(
@@ -259,7 +244,6 @@ class Scheduler:
         return call
 
     def go_on(self) -> Call:
-        """Run the next call; returns it."""
         first = min(self._calls, key=self._distance)
         assert first.place is not None
         if first.place != self._at:
@@ -323,7 +307,6 @@ class Scheduler:
         return thread
 
     def _end_threads(self) -> None:
-        """End all threads, and wait for them."""
         for thread in self._threads:
             thread.end()
         for thread in self._threads:

@@ -22,19 +22,14 @@ from offload.torch_api import blocks_of, buffers_of, parameters_of
 
 
 def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The models, as a list."""
     return [model] if isinstance(model, nn.Module) else list(model)
 
 
 def stages_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | None) -> list[nn.Module]:
     """The modules before which batches wait for one another, in the order of the models.
 
-    Args:
-        models: the models that are called.
-        blocks: these modules or their names; None for each repeated block, and each module before and after them.
-
-    Raises:
-        ValueError: a block is not part of the models.
+    They are `blocks`, modules or their names; None for each repeated block, and each module before and after them.
+    Raises `ArgumentError` for one that is not part of the models.
     """
     models = list(models)
     if blocks is not None:

@@ -41,11 +41,7 @@ class ThreadState:
     """The per-thread state of torch and Python at the time of creation."""
 
     def __init__(self) -> None:
-        """Capture it.
-
-        Raises:
-            UnsupportedOpError: inside a torch.func transform, which is bound to one thread.
-        """
+        """Raises `UnsupportedOpError` inside a torch.func transform, which is bound to one thread."""
         if transform_on_top() is not None:
             raise UnsupportedOpError(
                 "map_batches runs batches in threads, and a torch.func transform works in one thread only"
@@ -91,12 +87,9 @@ class ThreadState:
 
 
 class Thread(Worker):
-    """A thread that runs one task after another, so that the per-thread memory of kernels and glibc is reused.
+    """A thread that runs tasks, so that the memory of kernels and glibc is reused; `is_left` if its task does not end.
 
     List it before it is started: then an interrupt can't lose it.
-
-    Attributes:
-        is_left: its task does not end, and nobody waits for it any more.
     """
 
     def __init__(self) -> None:
@@ -112,7 +105,6 @@ class Thread(Worker):
         return self._is_bare and kernels() == self._kernels
 
     def give(self, act: Callable[[], None], name: str) -> None:
-        """Have it run a task under a name."""
         self.name = name
         self._acts.put(act)
 
@@ -170,24 +162,20 @@ class Settings:
 
     @classmethod
     def now(cls) -> Settings:
-        """The current state."""
         with no_functions(), no_modes():
             states = tuple(one.get_state() for one in _generators())
         return cls(tuple(get() for get, _ in _SETTINGS), states)
 
     def seeded(self, seed: int) -> Settings:
-        """The same settings, with random numbers from a seed."""
         with no_functions(), no_modes():
             generators = [torch.Generator(one.device).manual_seed(seed) for one in _generators()]
             return Settings(self._values, tuple(one.get_state() for one in generators))
 
     def has_drawn(self, later: Settings) -> bool:
-        """Whether random numbers were used between this state and a later one."""
         with no_functions(), no_modes():
             return not all(map(torch.equal, self._states, later._states))
 
     def apply(self) -> None:
-        """Make this the current state."""
         for (get, put), value in zip(_SETTINGS, self._values, strict=True):
             if get() != value:
                 put(value)
@@ -205,7 +193,6 @@ class Seeds:
             self._source.set_state(torch.default_generator.get_state())
 
     def next(self) -> int:
-        """The seed of the next batch."""
         with no_functions(), no_modes():
             return int(torch.randint(_MOST_SEED, (), dtype=torch.int64, generator=self._source))
 
@@ -247,7 +234,6 @@ class _Warnings:
     __hash__ = None  # type: ignore[assignment]
 
     def put(self) -> None:
-        """Make this the current state."""
         for name, one in self._found.items():
             setattr(warnings, name, one)
         with warnings.catch_warnings():  # leaving it invalidates the caches of filters

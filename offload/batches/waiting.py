@@ -18,12 +18,7 @@ _DEPTH_OF_CACHES = 6  # including the layers of KV caches
 
 
 def tensors_in(given: object, *, caches: bool = False) -> list[torch.Tensor]:
-    """The plain tensors in a module's arguments or results: in lists, dictionaries, and objects.
-
-    Args:
-        given: what to search.
-        caches: whether to search the layers of KV caches, too.
-    """
+    """The plain tensors in arguments or results: in lists, dictionaries, objects, and layers of `caches`."""
     return list(_tensors(given, _DEPTH_OF_CACHES if caches else _DEPTH))
 
 
