@@ -67,15 +67,9 @@ class App:
         origins: Sequence[str] = (),
         hosts: Sequence[str] = (),
     ) -> None:
-        """Make it.
+        """Clients must have the `key`, unless None, and call the server by a name in `hosts`, if there are any.
 
-        Args:
-            engine: answers.
-            prompts: requests in tokens.
-            names: of the model; the first one is shown.
-            key: that clients must have; None for no key.
-            origins: of pages in browsers that may ask.
-            hosts: names of this server, without a port, by which it may be asked; empty for any.
+        Pages of `origins` may ask from browsers. The first of `names` is that of the model which is shown.
         """
         self._engine, self._prompts, self._names = engine, prompts, names
         self._key, self._hosts = key, hosts
@@ -119,8 +113,6 @@ class App:
             _access.info('%s "%s %s" %d %.3f s', client, visible(scope["method"]), path, status, seconds)
 
     def _guarded(self, inner: ASGIApp) -> ASGIApp:
-        """Middleware: who may ask."""
-
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             await (self._refuse(scope) or inner)(scope, receive, send)
 
@@ -158,7 +150,6 @@ class App:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _complete(self, parsed: Callable[[bytes, Sequence[str]], Asked], request: Request) -> Reply:
-        """Answer a request for text."""
         if not request.headers.get("content-type", "").split(";")[0].strip().lower().endswith("json"):
             raise Refused("the content-type is not application/json", 415)
         asked = parsed(await _body(request), self._names)
@@ -219,12 +210,7 @@ class _Answer(Reply):
         self._items.put_nowait(None)
 
     async def _next(self) -> tuple[int, AnswerPart] | None:
-        """The next piece; None once all answers have ended.
-
-        Raises:
-            _Gone: the client has gone away.
-            Refused: an answer has failed.
-        """
+        """The next piece, None once all answers have ended; raises `_Gone`, and `Refused` if one has failed."""
         while any(choice.reason is None for choice in self._response.choices):
             item = await self._items.get()
             if item is None:
@@ -275,11 +261,7 @@ class _Answer(Reply):
 
 
 async def _body(request: Request) -> bytes:
-    """The body of a request.
-
-    Raises:
-        Refused: it is too large, or does not come.
-    """
+    """The body of a request; raises `Refused` if it is too large, or does not come."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(_PATIENCE):
@@ -301,7 +283,6 @@ async def _body(request: Request) -> bytes:
 
 
 def _failure(error: Exception) -> Refused:
-    """What a client is told about an answer that failed."""
     if isinstance(error, Refused):
         return error
     _log.error("an answer failed: %s: %s", type(error).__name__, visible(first_line(error)))
@@ -324,7 +305,6 @@ async def _refusal(_request: Request, error: Exception) -> Reply:
 
 
 async def _unknown(request: Request, error: Exception) -> Reply:
-    """There is no such path, or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     what = f"{request.method} {request.url.path}"[:200]
     return _json(error_body(f"there is no {what} here", "invalid_request_error"), status)

@@ -44,27 +44,16 @@ _log = logging.getLogger("offload.serving")
 
 @dataclass
 class Figures:
-    """What was done since the engine was started.
+    """What was done since the engine was started."""
 
-    Attributes:
-        answers: that ended, by why: "stop", "length", "cancelled", "error".
-        prompt_tokens: of the answers that were begun.
-        tokens: that were generated.
-        passes: through the model.
-        seconds: in which there was something to do.
-        read: bytes from the disk in that time.
-        running: answers in progress.
-        waiting: jobs that have not begun.
-    """
-
-    answers: dict[str, int]
-    prompt_tokens: int = 0
+    answers: dict[str, int]  # that ended, by why: "stop", "length", "cancelled", "error"
+    prompt_tokens: int = 0  # of the answers that were begun
     tokens: int = 0
     passes: int = 0
-    seconds: float = 0.0
-    read: int = 0
-    running: int = 0
-    waiting: int = 0
+    seconds: float = 0.0  # in which there was something to do
+    read: int = 0  # bytes from the disk in that time
+    running: int = 0  # answers in progress
+    waiting: int = 0  # jobs that have not begun
 
 
 class Engine:
@@ -78,13 +67,9 @@ class Engine:
         in_flight: int | None = None,
         most_waiting: int = 256,
     ) -> None:
-        """Start it.
+        """`answer` gives an answer's pieces to its job, and returns why it ended; called in lockstep.
 
-        Args:
-            model: what `answer` calls.
-            answer: gives an answer's pieces to its job, and returns why it ended; called in lockstep.
-            in_flight: answers in progress at a time; None: up to 64, as many as there is room for.
-            most_waiting: jobs that may wait; more are refused.
+        Without `in_flight`, up to 64 answers are in progress, as many as there is room for.
         """
         self.capacity = int(available_bytes() * _SHARE)  # for keys and values
         self.most_waiting = most_waiting
@@ -105,15 +90,10 @@ class Engine:
         self._thread.begin()
 
     def size_of(self, job: Job) -> int:
-        """The bytes that a job needs at most."""
         return _A_THREAD + self._per_token * (len(job.prompt.tokens) + job.prompt.most)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Have jobs answered, all of them or none.
-
-        Raises:
-            Refused: there is no room for them, or the server is ending.
-        """
+        """Have jobs answered, all or none; raises `Refused` if there is no room for them, or the server is ending."""
         largest = max(map(self.size_of, jobs))
         if largest > self.capacity:
             message = f"prompt and answer need up to {largest:,} bytes of memory, and the server has {self.capacity:,}"
@@ -129,7 +109,6 @@ class Engine:
             self._changed.notify_all()
 
     def figures(self) -> Figures:
-        """What was done so far."""
         with self._changed:
             self._drop_cancelled()
             answers = dict(self._figures.answers)
@@ -176,7 +155,6 @@ class Engine:
             return bool(self._waiting)
 
     def _work(self, scheduler: Scheduler) -> None:
-        """Answer jobs until none is left."""
         state, settings = ThreadState(), Settings.now()
         begun, read, sweeps = time.monotonic(), counts().bytes_read, -1  # the first pass begins without a sweep's end
         with scheduler.hooked():
@@ -251,7 +229,6 @@ class Engine:
                     job.is_cut = True
 
     def count_tokens(self, piece: AnswerPart) -> None:
-        """Count generated tokens."""
         if piece.tokens:
             with self._changed:
                 self._figures.tokens += piece.tokens

@@ -17,7 +17,6 @@ from offload.serving.engine import Engine
 
 
 def exposition(engine: Engine) -> str:
-    """The figures of an engine."""
     return "\n".join(_lines(engine)) + "\n"
 
 

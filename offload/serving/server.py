@@ -31,11 +31,7 @@ _log = logging.getLogger("offload.serving")
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A listening socket; a port of 0 is a free one.
-
-    Raises:
-        ArgumentError: the address can't be listened at.
-    """
+    """A listening socket, at a free port for 0; `ArgumentError` if the address can't be listened at."""
     try:
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
@@ -54,15 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def serve(app: App, engine: Engine, at: socket.socket, *, grace: float, ready: Callable[[], None]) -> None:
-    """Answer requests until a signal comes.
-
-    Args:
-        app: answers them.
-        engine: of the application; closed at the end.
-        at: a listening socket; closed at the end.
-        grace: seconds that answers in progress have when the server ends.
-        ready: called when requests are accepted.
-    """
+    """Answer requests until a signal comes; then those in progress have `grace` seconds, and all is closed."""
     config = uvicorn.Config(
         app,
         http=_Connection,
