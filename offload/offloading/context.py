@@ -162,7 +162,6 @@ class _Results(TorchDispatchMode):
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
-    """The id of the storage of a plain tensor."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return storage_id(tensor.untyped_storage()) if is_plain else None
 
@@ -194,7 +193,6 @@ class _Functions(TorchFunctionMode):
 
 
 def _active() -> _Results | None:
-    """The mode of this thread's context."""
     stack = dispatch_modes()
     return next((mode for mode in stack if isinstance(mode, _Results)), None)
 

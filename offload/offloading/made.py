@@ -35,11 +35,7 @@ _OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blo
 
 
 def made_on_disk(place: Place, func: OpOverload, args: Args, kwargs: Kwargs) -> OffloadedTensor | None:
-    """The large result of an op, computed into its file; None for results that are to be computed as usual.
-
-    Raises:
-        WriteError: there is no room for it.
-    """
+    """The large result of an op, computed into its file; None for one to compute as usual. Raises `WriteError`."""
     fill = _way_of(func)
     if fill is None or not _are_here(args, kwargs) or not _may_be_large(place, func, args):
         return None

@@ -28,15 +28,10 @@ log = logging.getLogger("offload.offloading")
 
 @dataclass(frozen=True)
 class Place:
-    """A folder for large results.
+    """A folder for large results."""
 
-    Attributes:
-        folder: the user's; None for a private one.
-        min_bytes: the size from which a result is large.
-    """
-
-    folder: Path | None
-    min_bytes: int
+    folder: Path | None  # the user's; None for a private one
+    min_bytes: int  # from which a result is large
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def name(self, what: str) -> str:
@@ -59,7 +54,6 @@ class Place:
         return True
 
     def put(self, tensor: torch.Tensor, what: str) -> OffloadedTensor:
-        """Put a tensor's value in a file of its own."""
         with no_functions(), no_modes():
             handle = create_value(tensor, self.name(what), self.folder)
             log.debug("%s: written to %s", what, handle.path)
