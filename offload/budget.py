@@ -48,7 +48,6 @@ MaxMemory: TypeAlias = "Amount | Mapping[int | str, Amount] | None"
 
 
 def _undone_by(undo: Callable[[], object]) -> AbstractContextManager[object]:
-    """An applied setting: as a context manager, it is undone at the end."""
     stack = ExitStack()
     stack.callback(undo)
     return stack
@@ -164,10 +163,6 @@ def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
     """Keep a model that drafts for another one in memory, and count it in the other one's budget, while both live.
 
     An assistant on disk that does not fit in its own budget streams like other values.
-
-    Args:
-        model: on disk.
-        assistant: on disk, or in memory.
     """
     pools = {page_state_of(handle).pool or POOL for handle in stored_in(handles_in([model]))}
     if assistant is model or not pools or any(assistant in pool.beside for pool in pools):
@@ -187,25 +182,14 @@ def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
 
 
 def fill_devices(model: nn.Module, context: int | None = None) -> None:
-    """Let as much of a model stay on its accelerators as there is room for now: see `set_max_memory`.
-
-    Args:
-        context: tokens whose keys and values will be there, too; None for 4,096.
-    """
+    """Let as much of a model stay on its accelerators as there is room for, beside `context` tokens of keys."""
     for pool in expect_context(model, context):
         with replanning() as leaving:
             leaving.extend(pool.grant())
 
 
 def expect_context(model: nn.Module, context: int | None = None) -> list[OnDevice]:
-    """Keep room for keys and values on the accelerators of a model, and log what else there is room for.
-
-    Args:
-        context: as for `fill_devices`.
-
-    Returns:
-        The budgets there.
-    """
+    """The budgets on a model's accelerators, with room for keys and values of `context` tokens, 4,096 if None."""
     there: dict[torch.device, dict[Handle, None]] = {}
     for module in model.modules() if usable_accelerator() is not None else ():
         if not isinstance(module, nn.Embedding):  # of a table, rows are sent
@@ -236,12 +220,7 @@ def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:
 
 
 def read_by_a_pass(model: nn.Module) -> tuple[int, int]:
-    """What each pass of a model reads from the disk, by the plan of what stays in memory.
-
-    Returns:
-        Bytes of values that every pass needs and that do not stay; and bytes of those of which it picks some, such as
-        experts.
-    """
+    """Bytes that each pass reads of values that don't stay; and of those of which it picks some, such as experts."""
     streams, picked = 0, 0
     with replanning() as leaving:
         for handle in stored_in(handles_in([model])):
@@ -336,12 +315,7 @@ def memory_summary() -> MemorySummary:
 
 
 def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | None:
-    """A separate budget for the values of one model; None if neither argument is given.
-
-    Args:
-        max_memory: as `set_max_memory`.
-        read_ahead: as `set_read_ahead`; None for the default.
-    """
+    """A separate budget for the values of one model; None if neither argument is given."""
     if max_memory is None and read_ahead is None:
         return None
     pool = Pool(window=None if read_ahead is None else _window_of(read_ahead))
@@ -359,7 +333,6 @@ def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, OnDev
 
 
 def _accelerator(device: int | str) -> torch.device:
-    """The device named by a key of `max_memory`."""
     try:
         named = torch.device(device)
         found = torch.device(named.type, named.index or 0)
@@ -391,16 +364,11 @@ def _values_in(what: Iterable[object]) -> list[Value]:
 
 
 def _bytes_in(values: Iterable[Value]) -> int:
-    """Size in the files; overlapping bytes count once."""
     return sum(extent.nbytes for extent in joined(values))
 
 
 def handles_in(what: Iterable[object]) -> set[Handle]:
-    """The handles of the tensors on disk among tensors and modules, in lists and dictionaries.
-
-    Raises:
-        TypeError: there is something else.
-    """
+    """The handles of the tensors on disk among tensors and modules, in lists and dicts; `TypeError` for others."""
     parts: list[Any] = []
     for leaf in tree_leaves(what):
         if not isinstance(leaf, nn.Module | torch.Tensor | None):

@@ -41,10 +41,7 @@ _UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with the largest number of who
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process not backed by files: what it has allocated, without what it has mapped.
-
-    Without `/proc`, the most resident memory that it has had.
-    """
+    """Memory of this process not backed by files; without `/proc`, the most resident memory that it has had."""
     resident, shared = _resident()
     return resident - shared
 
@@ -79,7 +76,6 @@ def available_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Memory of this machine."""
     return _of_system("total", "SC_PHYS_PAGES")
 
 
@@ -151,15 +147,10 @@ def _in_bytes(amount: Any, whole: int) -> int:
 
 
 def cgroup_available(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: int = 1) -> int | None:
-    """What the tightest memory limit among this process's cgroups still allows; None without a limit.
+    """What the tightest limit among this process's cgroups still allows, with the page cache; None without a limit.
 
-    The page cache counts as available: the kernel drops it first.
-
-    Args:
-        own, mounted: where the system describes cgroups.
-        ranks: how many processes share each cgroup that is not this one's alone.
-
-    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
+    `ranks` share each cgroup that is not this process's alone. Source: https://docs.kernel.org/admin-
+    guide/cgroup-v2.html and cgroup-v1/memory.html.
     """
     every = [
         available if ranks == 1 or _is_alone_in(folder) else available // ranks

@@ -49,7 +49,6 @@ class Recording:
         return max(one.anonymous for one in (*self.samples, *self.marks))
 
     def mark(self) -> None:
-        """Record that a token, or a step, is done."""
         self.marks.append(self._sample())
 
     def _sample(self) -> Sample:
@@ -77,7 +76,6 @@ class Recording:
 
     @contextmanager
     def running(self) -> Iterator[Recording]:
-        """Watch while the block runs."""
         self.samples.append(self._sample())
         try:
             self._thread.begin()

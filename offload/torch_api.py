@@ -284,11 +284,7 @@ def dtensor_class() -> Any:
 
 
 def dtensor_like(outer: Any, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor with the mesh, placements and shape of another one, and the dtype of its own local tensor.
-
-    Raises:
-        UnsupportedTorchError: torch creates them differently now.
-    """
+    """A DTensor like another one, with the dtype of its own local tensor; `UnsupportedTorchError` if torch changed."""
     try:
         spec, kind = outer._spec, type(outer)
         meta = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
@@ -299,11 +295,7 @@ def dtensor_like(outer: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def offsets_of_shard(placement: Any, size: int, chunks: int, chunk: int) -> Sequence[int]:
-    """The rows in one of the chunks that a placement makes; a range if they are consecutive.
-
-    Raises:
-        UnsupportedTorchError: torch computes them differently now.
-    """
+    """The rows in one of the chunks that a placement makes; a range if they are consecutive."""
     if placement.is_shard() and type(placement).__name__ == "Shard":
         rows, first = placement.local_shard_size_and_offset(size, chunks, chunk)
         return range(min(first, size), min(first, size) + rows)
@@ -344,11 +336,7 @@ for _module, _find, _name in _FUNCTIONS:
 
 
 def is_swapped_in(frame: FrameType, tensor: object) -> bool:
-    """Whether this is a frame of a function of torch's that swaps, or sets, this tensor.
-
-    Raises:
-        UnsupportedTorchError: the frame is in a module in which one of these functions has changed.
-    """
+    """Whether this is a frame of a function of torch's that swaps, or sets, this tensor; or of one that has changed."""
     name = _SWAPPING.get(frame.f_code)
     if name is not None:
         return frame.f_locals[name] is tensor
