@@ -11,6 +11,7 @@ Always true:
 - at each stage calls run in the order of their numbers: sums over batches are the same as with one batch at a time
 - a block whose experts are computed for several calls ends for the last one first, unless it has hooks inside, which
   would see that
+- memory that several tensors of a waiting call share counts once
 - a call that is stopped leaves its function at the next stage, with an exception that `except Exception` lets pass;
   a function that catches it nevertheless and goes on is not waited for, beyond a while
 - threads are listed before they begin, calls before their threads run them, and hooks before they are put on: an
@@ -22,31 +23,42 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from queue import SimpleQueue
 
+import torch
 from torch import nn
 
 from offload.annotations import Args, Kwargs
 from offload.batches.delegated_call import DelegatedCall, Forward
 from offload.batches.gathering import Gathering
 from offload.batches.states import Settings, Thread, ThreadState
-from offload.batches.waiting import tensors_in, waiting_bytes
 from offload.importing import imported
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.lease import Lease
 from offload.prefetch.scratch import release_scratch
 from offload.storage.handle import Handle
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.experts import gathered_by
-from offload.torch_api import hooks_of, is_dual_level, not_compiled, pre_hooks_of, remove_hook, transform_on_top
+from offload.torch_api import (
+    hooks_of,
+    is_dual_level,
+    not_compiled,
+    pre_hooks_of,
+    remove_hook,
+    storage_id,
+    transform_on_top,
+)
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
 _PATIENCE = 10.0  # seconds that a function has to end after it was told to
 _LOOK = 0.1  # seconds between looks, as an interrupt just before a wait would not end it
+_DEPTH = 4  # nesting depth of objects that are searched for tensors
+_DEPTH_OF_CACHES = 6  # including the layers of KV caches
 _log = logging.getLogger("offload.batches")
 
 
@@ -434,6 +446,33 @@ def _carry_out(undo: list[Callable[[], object]]) -> None:
     while undo:
         undo[-1]()
         undo.pop()
+
+
+def tensors_in(given: object, *, caches: bool = False) -> list[torch.Tensor]:
+    """The plain tensors in arguments or results: in lists, dictionaries, objects, and layers of `caches`."""
+    return list(_tensors(given, _DEPTH_OF_CACHES if caches else _DEPTH))
+
+
+def _tensors(given: object, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        if type(given) is torch.Tensor and given.device.type != "meta" and given.layout == torch.strided:
+            yield given
+    elif depth and not isinstance(given, str | bytes | int | float | torch.nn.Module | None):
+        if isinstance(given, dict):
+            parts: Iterable[object] = given.values()
+        elif isinstance(given, list | tuple | set):
+            parts = given
+        else:
+            parts = getattr(given, "__dict__", {}).values()
+        for part in list(parts):
+            yield from _tensors(part, depth - 1)
+
+
+def waiting_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """How much main memory tensors take, counting shared memory once."""
+    with no_functions(), no_modes():
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _forget() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from offload.cli import batch, files, machine, models, plan, rows, serve, weights
+from offload.cli import batch, files, machine, models, plan, rows, serve
 from offload.cli.arguments import count, device, draft, dtype, number, path, port, prompt, seed, share, size
 
 
@@ -197,12 +197,12 @@ COMMANDS = {
         "--queue --grace",
     ),
     "quantize": Command(
-        weights,
+        files,
         "write a model in 8 or 4 bits",
         f"model target --int8 --int4 --fp8 --group-size {_WRITES} --revision --resume",
     ),
     "merge-lora": Command(
-        weights, "merge an adapter into its base", f"model adapter target {_WRITES} --revision --resume"
+        files, "merge an adapter into its base", f"model adapter target {_WRITES} --revision --resume"
     ),
     "convert": Command(
         files,

@@ -2,19 +2,21 @@
 
 Always true:
 - transformers' own generators draft with an assistant; decided here is how many tokens, and whether from the text
+- from the text: of the places where the last tokens stand before, the one that agrees on the most is taken, the latest
 - what was measured serves later calls with the same model and assistant
 - an assistant whose `generation_config` says how many tokens it drafts is left to transformers, as is every other way
 
-Source of the interface: `CandidateGenerator` in transformers' generation/candidate_generator.py.
+Sources: `CandidateGenerator` in transformers' generation/candidate_generator.py, and prompt lookup decoding,
+https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import cycle, islice, takewhile
 from typing import Any
 
 import torch
@@ -23,7 +25,6 @@ from torch import nn
 from offload.budget import count_assistant
 from offload.generation.alike import is_switchable, switch_alike
 from offload.generation.costs import MOST, PassCosts, Source
-from offload.generation.lookup import looked_up
 from offload.system import clock
 from offload.system.locks import fork_safe_lock
 from offload.transformers_api import given_cache
@@ -254,3 +255,34 @@ _WITH_LENGTH = frozenset(
         "PromptLookupCandidateGenerator",
     }
 )
+
+
+MOST_MATCHED = 16  # tokens beyond which a longer match says no more
+
+
+def looked_up(tokens: Sequence[int], most: int, ends: Collection[int] = ()) -> tuple[list[int], int]:
+    """What followed the last tokens before, and how many of them stood there.
+
+    Args:
+        tokens: of the text so far.
+        most: tokens to return.
+        ends: tokens after which nothing follows: they are not drafted.
+
+    Returns:
+        Up to `most` tokens, and the length of the match; nothing, and 0, without a match.
+
+    Example:
+        >>> looked_up([1, 2, 3, 4, 2, 3], 2)
+        ([4, 2], 2)
+    """
+    end, matched = len(tokens), 1
+    places = [place for place in range(end - 1) if tokens[place] == tokens[-1]] if most else []
+    if not places:
+        return [], 0
+    while matched < min(MOST_MATCHED, end):
+        longer = [place for place in places if place >= matched and tokens[place - matched] == tokens[-1 - matched]]
+        if not longer:
+            break
+        places, matched = longer, matched + 1
+    repeated = cycle(tokens[places[-1] + 1 :])  # it goes on as it repeats itself
+    return list(takewhile(lambda token: token not in ends, islice(repeated, most))), matched

@@ -1,7 +1,8 @@
 """What requests say, in tokens: messages in the form that a model was trained on.
 
 Always true:
-- a chat template, which is a program from the checkpoint, runs within limits
+- a chat template is a program from the checkpoint: it runs in a forked child, which the system ends at a limit, as
+  nothing in Python stops `9**9**9`; text, or an error's, is all that comes back
 - a template gets the content of messages in the form that it reads: as text, or as a list of parts
 - a text that can't fit into the model's context is refused before it is made tokens, which takes long
 """
@@ -9,19 +10,23 @@ Always true:
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import resource
+import signal
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offload.annotations import Json
-from offload.errors import CheckpointError
+from offload.errors import ArgumentError, CheckpointError
 from offload.generation.bodies import OF_TEMPLATE, Asked, Refused
-from offload.generation.limited import within_limits
 from offload.generation.text import Text
-from offload.system.reasons import first_line
+from offload.system.reasons import first_line, reading
 
 ONLY_TOKENS = {"return_token_type_ids": False}
 """For a tokenizer: language models take no segment ids, which some tokenizers return by default."""
@@ -180,3 +185,55 @@ class Prompts:
     def _too_long(self, what: str) -> Refused:
         message = f"the model's context has {self._longest} tokens: {what} are too many"
         return Refused(message, code="context_length_exceeded")
+
+
+_MOST_SECONDS = 10  # of a processor
+_MOST_WAIT = 60  # seconds, whatever the processor does
+_MOST_BYTES = 1 << 30  # beyond what the process has
+
+
+def within_limits(act: Callable[[], str], what: str) -> str:
+    """The text that `act` returns in a forked child.
+
+    Raises `ArgumentError` if it failed, or needed more time or memory than it may; `ReadError` and `OSError` if the
+    system gives no process.
+    """
+    reply, sizes = b"", Path("/proc/self/statm")
+    with reading(sizes):
+        most = int(sizes.read_text(encoding="ascii").split()[0]) * resource.getpagesize() + _MOST_BYTES
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        pid = os.fork()
+        if not pid:
+            _tell(act, theirs, most)
+        try:
+            theirs.close()
+            mine.settimeout(_MOST_WAIT)
+            with mine.makefile("rb") as file, suppress(TimeoutError):
+                reply = file.read()
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    if not reply:
+        raise ArgumentError(f"{what} takes more than {_MOST_SECONDS} s, or too much memory")
+    text = reply[1:].decode("utf-8", "surrogatepass")
+    if reply[:1] == b"-":
+        raise ArgumentError(text)
+    return text
+
+
+def _tell(act: Callable[[], str], to: socket.socket, most: int) -> None:
+    """Never returns."""
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        try:
+            reply = "+" + act()
+        except Exception as error:  # a chat template can raise anything
+            reply = "-" + first_line(error)
+        to.sendall(reply.encode("utf-8", "surrogatepass"))
+    finally:
+        with suppress(BaseException):
+            to.close()
+        os._exit(0)

@@ -28,7 +28,7 @@ from offload.cache.incoming import PRESENT, Batch, Field, Incoming, cache_of, re
 from offload.cache.table import TensorCache
 from offload.errors import CacheError, CorruptFileError, MissingFileError, OffloadError
 from offload.importing import imported
-from offload.integrations.tensordict.reading import INNER, META, load_memmap
+from offload.integrations.tensordict import INNER, META, load_memmap
 from offload.models.loader import load_file
 from offload.system.reasons import explained, reading
 from offload.system.regular import absolute, as_file, is_file, is_folder, is_there, open_regular

@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnknownSubclassError
 from offload.memory import as_bytes, available_bytes
-from offload.offloading.made import made_on_disk
-from offload.offloading.place import Place, bytes_inside, log, over_mappings
+from offload.offloading.made import Place, bytes_inside, log, made_on_disk, over_mappings
 from offload.storage.folders import named_folder
 from offload.storage.subclasses import is_subclass_value
 from offload.system.locks import fork_safe_lock

@@ -35,8 +35,7 @@ from offload.errors import OffloadError, visible
 from offload.generation.answering import AnswerPart, End, Job
 from offload.generation.bodies import Asked, Refused, chat_body, error_body, text_body
 from offload.generation.chat import Prompts
-from offload.serving.engine import Engine
-from offload.serving.figures import exposition
+from offload.serving.engine import Engine, exposition
 from offload.serving.responses import Response
 from offload.system.reasons import first_line
 
