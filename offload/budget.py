@@ -228,15 +228,11 @@ def read_by_a_pass(model: nn.Module) -> tuple[int, int]:
             pool, whole = state.pool or POOL, state.ranges.get(handle.extent)
             leaving.extend(pool.reconsider())
             if whole is None or whole.is_picked:
-                picked += handle.extent[1] if _is_picked(handle) else 0
+                picks = handle.access is Access.PICKED or len(handle.layout.shape) > _OF_TABLES  # not rows of a table
+                picked += handle.extent[1] if picks else 0
             elif not whole.kept:
                 streams += whole.nbytes
     return streams, picked
-
-
-def _is_picked(handle: Handle) -> bool:
-    """Whether ops read some of many matrices, not rows of a table."""
-    return handle.access is Access.PICKED or len(handle.layout.shape) > _OF_TABLES
 
 
 @dataclass(frozen=True)

@@ -9,43 +9,6 @@ Always true:
 
 from __future__ import annotations
 
-__all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "BudgetError",
-    "CacheError",
-    "ChangedFileError",
-    "CheckpointError",
-    "ColumnError",
-    "CorruptFileError",
-    "DeviceError",
-    "DeviceMapError",
-    "DtypeMismatchError",
-    "ExportError",
-    "FileError",
-    "ForeignFileError",
-    "JournalError",
-    "MapError",
-    "MetaTensorError",
-    "MissingFileError",
-    "MissingKeyError",
-    "MissingRowsError",
-    "NameInUseError",
-    "OffloadError",
-    "ReadError",
-    "RowIndexError",
-    "SavedTensorError",
-    "ShapeMismatchError",
-    "StaleViewError",
-    "UnknownSubclassError",
-    "UnknownTypeError",
-    "UnsupportedOpError",
-    "UnsupportedTorchError",
-    "UnsupportedTransformersError",
-    "WriteError",
-]
-
-
 # Control characters, marks of direction, separators of lines, and halves of characters, as Python writes them.
 _SHOWN = {
     code: repr(chr(code))[1:-1]
@@ -209,3 +172,6 @@ class RowIndexError(OffloadError, IndexError):
 
 class MissingRowsError(OffloadError, LookupError):
     """Rows of a cache that are not filled."""
+
+
+__all__ = sorted(name for name, kind in globals().items() if isinstance(kind, type))

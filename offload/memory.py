@@ -70,7 +70,8 @@ def available_bytes() -> int:
     If a launcher says that it is one of several ranks on this host (`LOCAL_WORLD_SIZE`), its share; of a cgroup of its
     own, all.
     """
-    ranks = _local_ranks()
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(int(said), 1) if said.isdecimal() else 1
     free, in_cgroup = _of_system("available", "SC_AVPHYS_PAGES") // ranks, cgroup_available(ranks=ranks)
     return free if in_cgroup is None else min(free, in_cgroup)
 
@@ -85,12 +86,6 @@ def _of_system(field: str, pages: str) -> int:
         return int(getattr(psutil.virtual_memory(), field))
     except _UNREADABLE:
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _local_ranks() -> int:
-    """The number of ranks on this host, according to torchrun."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(ranks), 1) if ranks.isdecimal() else 1
 
 
 def as_bytes(amount: int | float | str, whole: int) -> int:

@@ -79,10 +79,6 @@ class Forward:
         delegated = self._delegate(None if is_compiled() else forward, (args, kwargs))
         return forward() if delegated is None else delegated.result()
 
-    def put_on(self) -> None:
-        """Give it to the module, instead of its class's."""
-        vars(self._module)["forward"] = self
-
     def take_off(self) -> None:
         """Leave the module its class's, unless somebody has given it another."""
         if vars(self._module).get("forward") is self:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -63,10 +64,11 @@ class Gathering:
             one.found, one.is_done = result, True
 
 
+@dataclass(eq=False)
 class _Waiting:
     """An act that waits for its result."""
 
-    def __init__(self, key: object, act: Act) -> None:
-        self.key, self.act = key, act
-        self.found: torch.Tensor | None = None
-        self.is_done = False
+    key: object
+    act: Act
+    found: torch.Tensor | None = None
+    is_done: bool = False

@@ -116,7 +116,8 @@ class _Mapping:
         self._limit = most or 1  # batches in flight
         self._capacity = None if most else int(available_bytes() * _SHARE)  # for what waits
         self._largest = 0  # largest waiting batch so far, in bytes
-        self._graphs = _Growth() if torch.is_grad_enabled() else None
+        self._before = anonymous_bytes() if torch.is_grad_enabled() else None  # graphs: until one batch is measured
+        self._grown = 0  # the most by which memory has grown since
         self._state, self._settings, self._seeds = ThreadState(), Settings.now(), Seeds()
         self._has_drawn = False
         self._begun = 0
@@ -199,11 +200,11 @@ class _Mapping:
         With gradients a batch's graph grows at each stage: the first one runs to its end alone.
         """
         size = _HELD * call.waiting_bytes
-        if self._graphs is not None:
-            size = self._graphs.seen()
+        if self._before is not None:
+            size = self._grown = max(self._grown, anonymous_bytes() - self._before)
             if not call.has_ended:
                 return
-            self._graphs = None
+            self._before = None
         if size < self._largest:
             return
         self._limit = max(1, min(_MOST, capacity // (size + _A_THREAD)))
@@ -211,15 +212,3 @@ class _Mapping:
             _log.info("%d batches in flight: one takes %d bytes while it waits", self._limit, size)
             self._scheduler.restart()
         self._largest = max(size, 1)
-
-
-class _Growth:
-    """How much the process's memory has grown since this object was created."""
-
-    def __init__(self) -> None:
-        self._before, self._most = anonymous_bytes(), 0
-
-    def seen(self) -> int:
-        """The largest growth seen so far."""
-        self._most = max(self._most, anonymous_bytes() - self._before)
-        return self._most

@@ -271,7 +271,8 @@ class Scheduler:
         Where something would see the order of the calls, none is.
         """
         waiting = [call for call in self._calls if call.place == self._at and call.is_ready]
-        if not waiting or _has_hooks(self._stages[self._at]):
+        stage = self._stages[self._at]
+        if not waiting or any(hooks_of(part) or pre_hooks_of(part) for part in stage.modules() if part is not stage):
             return False
         min(waiting, key=attrgetter("number")).compute()
         return True
@@ -340,7 +341,9 @@ class Scheduler:
     def hooked(self) -> Iterator[None]:
         """In this context, calls wait before each stage."""
         self.lease = lease()
-        kind = _uncompiled_hook() if imported("torch._dynamo", "disable") else _Hook
+        kind: type[_Hook] = _Hook
+        if imported("torch._dynamo", "disable"):
+            kind = type("_UncompiledHook", (_Hook,), {"__call__": not_compiled(_Hook.__call__)})
         undo: list[Callable[[], object]] = [release_scratch, self.lease.end]
         try:
             self.lease.expect(self._blocks)
@@ -348,7 +351,7 @@ class Scheduler:
                 if self._is_plain(module):
                     forward = Forward(module, partial(self._delegate, stage))
                     undo.append(forward.take_off)
-                    forward.put_on()
+                    vars(module)["forward"] = forward
                 else:
                     before = kind(partial(self._arrive, stage))
                     undo.append(partial(remove_hook, module, before))
@@ -430,15 +433,6 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody sees in which order batches go through a module, or a part of it."""
-    return any(hooks_of(part) or pre_hooks_of(part) for part in module.modules() if part is not module)
-
-
-def _uncompiled_hook() -> type[_Hook]:
-    return type("_UncompiledHook", (_Hook,), {"__call__": not_compiled(_Hook.__call__)})
 
 
 def _carry_out(undo: list[Callable[[], object]]) -> None:

@@ -35,8 +35,11 @@ def stages_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | N
     if blocks is not None:
         return list(dict.fromkeys(_named(models, block) for block in blocks))
     found = (members for model in models for members in blocks_of(model))
-    stages = dict.fromkeys(members[0] for members in found if any(map(_has_values, members)))
-    return [stage for stage in stages if not isinstance(stage, torch.jit.ScriptModule)]  # they take no hooks
+    held = ((members[0], [{**parameters_of(one), **buffers_of(one)} for one in members]) for members in found)
+    stages = [stage for stage, values in held if any(one is not None for own in values for one in own.values())]
+    return [
+        stage for stage in dict.fromkeys(stages) if not isinstance(stage, torch.jit.ScriptModule)
+    ]  # they take no hooks
 
 
 def handles_of(models: Iterable[nn.Module], stages: Sequence[nn.Module]) -> list[list[Handle]]:
@@ -50,10 +53,6 @@ def handles_of(models: Iterable[nn.Module], stages: Sequence[nn.Module]) -> list
             stored = (member for member in map(local_of, members) if is_offloaded(member))
             current.update(dict.fromkeys(stored_in(map(handle_of, stored))))
     return [list(current) for current in found.values()]
-
-
-def _has_values(module: nn.Module) -> bool:
-    return any(one is not None for one in (*parameters_of(module).values(), *buffers_of(module).values()))
 
 
 def _named(models: Sequence[nn.Module], block: object) -> nn.Module:

@@ -49,11 +49,13 @@ class ThreadState:
         self._context = contextvars.copy_context()
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
-        self._autocast = {kind: _autocast(kind) for kind in _device_types()}
+        current = usable_accelerator()
+        kinds = ["cpu"] if current is None else ["cpu", current.type]
+        self._autocast = {kind: _autocast(kind) for kind in kinds}
         self._functions = function_modes()
         self._dispatches = dispatch_modes()
         self._saved = top_saved_tensors_hooks(True)
-        self._stream = torch.accelerator.current_stream() if usable_accelerator() is not None else None
+        self._stream = torch.accelerator.current_stream() if current is not None else None
 
     def run(self, fn: Callable[[], T]) -> T:
         """Call `fn` with this state in another thread; the modes stay on there."""
@@ -145,11 +147,6 @@ def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
     return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
 
 
-def _device_types() -> list[str]:
-    current = usable_accelerator()
-    return ["cpu"] if current is None else ["cpu", current.type]
-
-
 # Process-wide state
 
 
@@ -211,14 +208,6 @@ def _generators() -> list[torch.Generator]:
     return [torch.default_generator, module.default_generators[torch.accelerator.current_device_index()]]
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
 class _Warnings:
     """The state of warnings; `warnings.catch_warnings` restores what it found, whoever set it."""
 
@@ -249,7 +238,7 @@ _MOST_SEED = 2**63 - 1
 _LEAST_NORMAL = sys.float_info.min
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_deterministic, _set_deterministic),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),

@@ -97,7 +97,10 @@ def parsed(line: bytes, number: int) -> Request:
         raise Refused("body is not a JSON object")
     known = _KNOWN | _ENVELOPE if body is request else _KNOWN
     ignored = [name for name, value in body.items() if name not in known and value is not None]
-    return Request(_custom_id(request, number), asked_in(body, _prompts(body)), ignored)
+    custom_id = request.get("custom_id", f"line-{number}")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise Refused(f"custom_id is {custom_id!r}, not a non-empty string")
+    return Request(custom_id, asked_in(body, _prompts(body)), ignored)
 
 
 def custom_id_of(line: bytes) -> str | None:
@@ -108,13 +111,6 @@ def custom_id_of(line: bytes) -> str | None:
         return None
     found = request.get("custom_id") if isinstance(request, dict) else None
     return found if isinstance(found, str) else None
-
-
-def _custom_id(request: Json, number: int) -> str:
-    found = request.get("custom_id", f"line-{number}")
-    if not isinstance(found, str) or not found:
-        raise Refused(f"custom_id is {found!r}, not a non-empty string")
-    return found
 
 
 def _prompts(body: Json) -> list[str]:

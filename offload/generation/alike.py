@@ -51,7 +51,10 @@ def alike_rows(model: Any) -> Iterator[None]:
     if not is_usual or not are_multiplied_packed(model):
         yield
         return
-    _register()
+    from offload.transformers_api import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])
     on, rows = _on.set(False), any_rows.set(False)
     with _LOCK:
         _AT_WORK[id(config)] = _AT_WORK.get(id(config), 0) + 1
@@ -66,13 +69,6 @@ def alike_rows(model: Any) -> Iterator[None]:
                 config._attn_implementation_internal = _USUAL
         _on.reset(on)
         any_rows.reset(rows)
-
-
-def _register() -> None:
-    from offload.transformers_api import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])
 
 
 def attend(

@@ -200,8 +200,7 @@ class Streamer:
         """Nothing: the text may have a rest."""
 
     def finish(self) -> None:
-        rest = self._text.rest()
-        if rest:
+        if rest := self._text.rest():
             self._job.tell(AnswerPart(rest))
 
     def stops(self, tokens: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
@@ -217,17 +216,3 @@ class Streamer:
 def _score(scores: torch.Tensor, token: int, top: int, start: int) -> Score:
     values, tokens = scores.topk(min(top, len(scores)))
     return Score(token, float(scores[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)), start)
-
-
-def bytes_per_token(model: Any) -> int:
-    """What keys and values take per token, at most; 0 if the configuration does not say."""
-    config = model.config.get_text_config()
-    layers, heads, width = (
-        getattr(config, name, 0) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    )
-    if not all(type(value) is int and value > 0 for value in (layers, heads, width)):
-        return 0
-    size = getattr(config, "head_dim", None) or width // heads
-    heads_of_keys = getattr(config, "num_key_value_heads", None) or heads
-    dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.float32
-    return int(2 * layers * heads_of_keys * size * dtype.itemsize)

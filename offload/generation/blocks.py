@@ -218,7 +218,7 @@ class Blocks:
         if not quota.make(build(layouts, {_NOTE: noted}).size):
             return False
         write_values(path, {_KEY: whole}, layouts, {_NOTE: noted}, durable=True)
-        quota.take(path)
+        quota.used += os.stat(path).st_size
         return True
 
 
@@ -251,9 +251,6 @@ class _Quota:
                 log.debug("%s goes: it was not used for longest", path)
                 self.used -= size
         return self.used + nbytes <= self._most
-
-    def take(self, path: Path) -> None:
-        self.used += os.stat(path).st_size
 
 
 def _names(identity: str, tokens: Sequence[int]) -> list[str]:

@@ -80,10 +80,6 @@ class Measured:
     summary: DraftSummary = field(default_factory=DraftSummary)
     lock: Any = field(default_factory=fork_safe_lock)
 
-    def lookup_of(self, matched: int) -> Source:
-        """The source of drafts from the text, where so many tokens stood before."""
-        return self.lookups[max(least for least in self.lookups if least <= matched)]
-
 
 _MEASURED: weakref.WeakKeyDictionary[nn.Module, Measured] = weakref.WeakKeyDictionary()
 _LOCK = fork_safe_lock()
@@ -165,7 +161,8 @@ class Drafts:
         if left <= 0 or (self._is_first and is_switchable()):  # all tokens of a prompt are computed as without
             return input_ids, None
         found, matched = looked_up(input_ids[0].tolist(), min(self._most, left), self._ends)
-        sources = [(self._known.lookup_of(matched), len(found))] if found else []
+        lookups = self._known.lookups
+        sources = [(lookups[max(least for least in lookups if least <= matched)], len(found))] if found else []
         if self._assistant is not None:
             sources.append((self._assistant, min(MOST, left)))
         with self._known.lock:
@@ -247,13 +244,9 @@ def drafts_for(model: Any, make: Callable[..., object], given: dict[str, Any]) -
     )
 
 
-_WITH_LENGTH = frozenset(
-    {
-        "AssistedCandidateGenerator",
-        "AssistedCandidateGeneratorDifferentTokenizers",
-        "UniversalSpeculativeDecodingGenerator",
-        "PromptLookupCandidateGenerator",
-    }
+_WITH_LENGTH = (
+    *("AssistedCandidateGenerator", "AssistedCandidateGeneratorDifferentTokenizers"),
+    *("UniversalSpeculativeDecodingGenerator", "PromptLookupCandidateGenerator"),
 )
 
 

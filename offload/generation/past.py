@@ -162,38 +162,36 @@ def _stored_kind(kind: Any) -> Any:
     return part and type(f"{kind.__name__}WithPrefix", (part, kind), {"_layer_type": None})
 
 
+def _of_prefix(name: str) -> property:
+    """Keys or values, which are taken from the prefix when they are asked for, and leave it when they are set."""
+
+    def get(layer: Any) -> Any:
+        if layer._prefix is not None:
+            layer._take()
+        return getattr(layer, name)
+
+    def put(layer: Any, states: torch.Tensor | None) -> None:
+        layer._prefix = None
+        setattr(layer, name, states)
+
+    return property(get, put)
+
+
 class _StoredLayer:
     dtype: torch.dtype
     device: torch.device
     is_initialized: bool
+    keys, values = _of_prefix("_keys"), _of_prefix("_values")
 
     def _begin(self, prefix: Prefix, place: int, until: int) -> None:
         self._prefix: Prefix | None = prefix if prefix.length else None  # until its states are here
         self._place = place
-        self._keys: torch.Tensor | None = None
-        self._values: torch.Tensor | None = None
+        self._keys: Any = None
+        self._values: Any = None
         self._until = until
         self._seen = prefix.length  # tokens, all in their order
         self.is_initialized = self._prefix is not None
         self.device = prefix.device
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        self._settle()
-        return self._keys
-
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
-        self._prefix, self._keys = None, states
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        self._settle()
-        return self._values
-
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
-        self._prefix, self._values = None, states
 
     @property
     def has_all(self) -> bool:
@@ -202,8 +200,6 @@ class _StoredLayer:
 
     def passed(self, start: int, end: int) -> States:
         """Keys and values of some of the first tokens, (batch, heads, tokens, size)."""
-        assert self.keys is not None
-        assert self.values is not None
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
     def get_seq_length(self) -> int:
@@ -216,8 +212,6 @@ class _StoredLayer:
         if self._prefix is None:
             return super().update(key_states, value_states, *args, **options)  # type: ignore[misc,no-any-return]
         self._take(key_states, value_states)
-        assert self._keys is not None
-        assert self._values is not None
         return self._keys, self._values
 
     def reset(self) -> None:
@@ -230,10 +224,6 @@ class _StoredLayer:
             self._seen = before + new if before == self._seen else -1  # -1: it was reset, or cropped
         elif self._seen > 0 and self.get_seq_length() < self._until:
             self._seen = -1
-
-    def _settle(self) -> None:
-        if self._prefix is not None:
-            self._take()
 
     def _take(self, *new: torch.Tensor) -> None:
         assert self._prefix is not None
@@ -270,9 +260,8 @@ class _StoredSlidingLayer(_StoredLayer):
         """Keys and values of some of the first tokens, but for those of the prefix."""
         keys, values = (torch.cat(parts, dim=-2) for parts in zip(*self._since, strict=True))
         self._since = [(keys, values)]
-        return keys[:, :, start - self._first : end - self._first], values[
-            :, :, start - self._first : end - self._first
-        ]
+        some = slice(start - self._first, end - self._first)
+        return keys[:, :, some], values[:, :, some]
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -290,7 +279,5 @@ class _StoredSlidingLayer(_StoredLayer):
         """The states of the prefix that the window covers; `update` appends the new ones."""
         super()._take(*new)
         end = self.get_seq_length() if not new else -new[0].shape[-2]
-        assert self._keys is not None
-        assert self._values is not None
         window = self.sliding_window - 1
         self._keys, self._values = (states[:, :, :end][:, :, -window:] for states in (self._keys, self._values))

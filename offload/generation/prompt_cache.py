@@ -132,7 +132,8 @@ class PromptCache:
         chains: list[list[Block]] = [[] for _ in rows]
         if identity is not None and not is_new:
             chains = self._known(identity, rows)
-        prefix = Prefix(model, input_ids.repeat_interleave(copies, 0), _repeated(chains, copies), self._blocks.drop)
+        many = [chain for chain in chains for _ in range(copies)]
+        prefix = Prefix(model, input_ids.repeat_interleave(copies, 0), many, self._blocks.drop)
         past = past_of(model.config, prefix, input_ids.shape[1])
         past.prompt = _Prompt(identity, rows, copies, prefix)
         log.info("%d of %d tokens of the prompt are known", prefix.length, input_ids.shape[1])
@@ -214,10 +215,6 @@ class PromptCache:
                 self.keep(past)
             except FileError as error:
                 log.warning("the prompt is not kept: %s", error)
-
-
-def _repeated(chains: list[list[Block]], copies: int) -> list[list[Block]]:
-    return [chain for chain in chains for _ in range(copies)]
 
 
 def _refuse_model(model: Any) -> None:

@@ -46,10 +46,8 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
 
     with _asking(name_or_path):
         if gguf_file is not None:
-            return _gguf(
-                Path(snapshot_download(str(name_or_path), allow_patterns=[pattern_of(gguf_file)], **hub_options))
-                / gguf_file
-            )
+            parts = snapshot_download(str(name_or_path), allow_patterns=[pattern_of(gguf_file)], **hub_options)
+            return _gguf(Path(parts) / gguf_file)
         folder = Path(snapshot_download(str(name_or_path), allow_patterns=_WANTED, **hub_options))
         if not any(folder.glob("*.safetensors")):
             wanted = {"allow_patterns": _PICKLED, "ignore_patterns": _NOT_PICKLED}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -242,21 +243,14 @@ class _LayerOnDisk:
         self._rows_of_keys = _Rows(f"{name}.keys", folder, max_length)
         self._rows_of_values = _Rows(f"{name}.values", folder, max_length)
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        return self._keys
-
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
+    def _put_keys(self, states: torch.Tensor | None) -> None:
         self._keys = self._rows_of_keys.put(states)
 
-    @property
-    def values(self) -> torch.Tensor | None:
-        return self._values
-
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
+    def _put_values(self, states: torch.Tensor | None) -> None:
         self._values = self._rows_of_values.put(states)
+
+    keys = property(attrgetter("_keys"), _put_keys)
+    values = property(attrgetter("_values"), _put_values)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object

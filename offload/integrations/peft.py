@@ -46,7 +46,6 @@ from offload.torch_api import parameters_of, version_of
 
 log = logging.getLogger("offload.integrations")
 
-_BLOCK = 1 << 20  # bytes per read
 _MARK = ("merged",)  # in a file of a run, which has one adapter
 _HALF = "_offload_half_merged"  # attribute of a model: the adapter whose merge failed half-way
 
@@ -200,8 +199,9 @@ class _Merging:
         parameters = {(module, key): parameters_of(module)[key] for module, key in held}
         try:
             for (module, key), value in held.items():
-                copied = self._new.pop(value.name, None)
-                copied = _copy_of(value.tensor) if copied is None else copied
+                copied, tensor = self._new.pop(value.name, None), value.tensor
+                if copied is None:
+                    copied = tensor.materialize() if is_offloaded(tensor) else tensor.detach().clone()
                 parameters_of(module)[key] = nn.Parameter(copied, requires_grad=False)
             merge(*args, **options)
             merged = {value.name: (value, getattr(module, key).detach()) for (module, key), value in held.items()}
@@ -233,10 +233,6 @@ def _held_by(layer: Any, slots: Mapping[int, Slot]) -> dict[tuple[nn.Module, str
     }
 
 
-def _copy_of(value: torch.Tensor) -> torch.Tensor:
-    return value.materialize() if is_offloaded(value) else value.detach().clone()
-
-
 # The adapter
 
 
@@ -251,8 +247,7 @@ def _content_of(adapter: str) -> str:
     for path in paths:
         found.update(os.fsencode(path.name))
         with reading(path), as_file(open_regular(path)) as file:
-            while block := file.read(_BLOCK):
-                found.update(block)
+            found.update(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
     return found.hexdigest()
 
 

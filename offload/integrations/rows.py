@@ -94,7 +94,8 @@ def rows_of(source: object, columns: Columns = None) -> Incoming:
         return _rows_of_path(absolute(source), columns)
     if isinstance(source, np.ndarray):
         return _rows_of_array(source, columns)
-    if _is_tensordict(source):
+    is_tensordict = imported("tensordict", "is_tensor_collection")
+    if is_tensordict is not None and is_tensordict(source):
         return _rows_of_tensordict(source, columns)
     if isinstance(source, Mapping) and not _is_one(source, "h5py", "Group"):
         return _rows_of_tensors(source, columns, "the dict")
@@ -105,12 +106,6 @@ def rows_of(source: object, columns: Columns = None) -> Incoming:
         f"no rows can be read from {type(source).__name__}: give a path, an array, a dict of tensors, a TensorDict, a "
         "pyarrow.Table, a datasets.Dataset or an h5py.Group; TensorCache.from_records takes records one by one"
     )
-
-
-def _is_tensordict(source: object) -> bool:
-    """Whether it is a TensorDict or tensorclass; does not import tensordict."""
-    is_collection = imported("tensordict", "is_tensor_collection")
-    return is_collection is not None and bool(is_collection(source))
 
 
 def _is_one(source: object, package: str, kind: str) -> bool:
@@ -147,13 +142,9 @@ def _as_read(path: Path) -> Iterator[None]:
         yield
     except (OffloadError, ImportError, MemoryError):
         raise
-    except OSError as error:
-        if error.errno is None:  # libraries raise such errors about a file's content
-            raise CorruptFileError(
-                f"{path} can't be read ({error}): is it complete? Download or copy it again."
-            ) from error
-        raise explained(path, error) from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # without, it is a library's, about the content
+            raise explained(path, error) from error
         raise CorruptFileError(f"{path} can't be read ({error}): is it complete? Download or copy it again.") from error
 
 
@@ -424,14 +415,11 @@ def _values_in(dataset: Any, key: str | None, rows: slice, field: Field) -> Any:
     base = (dataset.dtype[key] if key else dataset.dtype).base
     if not field.is_tensor and h5py.check_string_dtype(base) is not None:
         read = source[rows] if key else dataset.asstr()[rows]
-        return np.vectorize(_text, otypes=[object])(read).tolist() if len(read) else []
+        as_text = np.vectorize(lambda one: one.decode() if isinstance(one, bytes) else str(one), otypes=[object])
+        return as_text(read).tolist() if len(read) else []
     if field.is_ragged:
         return [_values_of(row, field) for row in source[rows]]
     return _values_of(source[rows], field)
-
-
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 # Arrow
@@ -550,12 +538,10 @@ def _layout(kind: Any) -> tuple[torch.dtype | None, tuple[int | None, ...]]:
 
     if hasattr(kind, "shape") and hasattr(kind, "value_type") and isinstance(kind, pa.ExtensionType):  # from datasets
         return getattr(torch, str(kind.value_type), None), tuple(kind.shape)
-    if pa.types.is_fixed_size_list(kind):
+    is_fixed = pa.types.is_fixed_size_list(kind)
+    if is_fixed or pa.types.is_list(kind) or pa.types.is_large_list(kind):
         dtype, sizes = _layout(kind.value_type)
-        return dtype, (kind.list_size, *sizes)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        dtype, sizes = _layout(kind.value_type)
-        return dtype, (None, *sizes)
+        return dtype, (kind.list_size if is_fixed else None, *sizes)
     if pa.types.is_boolean(kind):
         return torch.bool, ()
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):

@@ -65,13 +65,11 @@ def infer_device_map(
         no_split_module_classes = list(getattr(model, "_no_split_modules", None) or [])
     if not hasattr(no_split_module_classes, "__iter__"):
         raise ArgumentTypeError(f"no_split_module_classes is a list of names, not {repr(no_split_module_classes)[:80]}")
-    options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
+    options: dict[str, Any] = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
     if device_map != "sequential":
         shares = get_balanced_memory(model, shares, low_zero=device_map == "balanced_low_0", **options)
-    inferred: dict[str, Any] = infer_auto_device_map(
-        model, max_memory=shares, offload_buffers=offload_buffers, **options
-    )
-    return inferred
+    options |= {"max_memory": shares, "offload_buffers": offload_buffers}
+    return infer_auto_device_map(model, **options)  # type: ignore[no-any-return]
 
 
 def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
@@ -201,8 +199,5 @@ def _longest(name: str, known: Mapping[str, Place]) -> Place:
 
 
 def _first_accelerator(named: Iterable[Place]) -> torch.device:
-    for place in named:
-        if place.device.type not in ("cpu", "meta"):
-            return place.device
-    current = usable_accelerator()
-    return _CPU if current is None else existing(current)
+    there = next((place.device for place in named if place.device.type not in ("cpu", "meta")), None)
+    return there or existing(usable_accelerator() or _CPU)

@@ -49,14 +49,11 @@ def prefer_experts(model: nn.Module) -> None:
         if not (hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")):
             continue
         config: Any = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) == _USUAL and _are_on_disk(module):
+        stacks = [one for one in parameters_of(module).values() if one is not None and one.dim() == _OF_MATRICES]
+        are_on_disk = bool(stacks) and all(is_offloaded(one) and one.device == CPU for one in stacks)
+        if are_on_disk and getattr(config, "_experts_implementation", None) == _USUAL:
             register_experts()
             config._experts_implementation = _Default(NAME)
-
-
-def _are_on_disk(experts: nn.Module) -> bool:
-    stacks = [one for one in parameters_of(experts).values() if one is not None and one.dim() == _OF_MATRICES]
-    return bool(stacks) and all(is_offloaded(one) and one.device == CPU for one in stacks)
 
 
 def multiply_experts(
@@ -67,10 +64,11 @@ def multiply_experts(
     `hidden_states` is (tokens, width), the others (tokens, experts per token). The number after the last expert
     stands for none; raises `RowIndexError` for others that are no expert's.
     """
-    if not (_have_norm(experts) or torch.compiler.is_compiling()):
+    have_norm = getattr(experts, "has_post_expert_norm", False)  # after them; transformers before 5.20 has no such
+    if not (have_norm or torch.compiler.is_compiling()):
         up = experts.gate_up_proj if experts.has_gate else experts.up_proj
-        if _are_shared_out(experts):
-            top_k_index = top_k_index.clamp(max=len(up))  # others' experts
+        if getattr(experts, "_is_expert_parallel", False):
+            top_k_index = top_k_index.clamp(max=len(up))  # other ranks' experts: before 5.18 all have the first number
         found = multiplied_by_experts(
             *(hidden_states, top_k_index, top_k_weights, up, experts.down_proj, _between(experts)),
             is_turned=experts.is_transposed,
@@ -80,16 +78,6 @@ def multiply_experts(
     from offload.transformers_api import grouped_mm_experts_forward
 
     return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-
-
-def _have_norm(experts: Any) -> bool:
-    """Whether a norm follows the experts: transformers before 5.20 has no such models, and does not say."""
-    return bool(getattr(experts, "has_post_expert_norm", False))
-
-
-def _are_shared_out(experts: Any) -> bool:
-    """Whether ranks have some of the experts each; before 5.18 one number, that after the last, stands for others'."""
-    return hasattr(experts, "_is_expert_parallel") and bool(experts._is_expert_parallel)
 
 
 def _between(experts: Any) -> Between:

@@ -13,12 +13,14 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from offload.annotations import Kwargs
 from offload.budget import Amount, MaxMemory, expect_context, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
@@ -208,26 +210,9 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
     )
     slots = tied_slots(model)
-    report = _fill(
-        model,
-        slots,
-        checkpoint,
-        _placed(slots, device_map),
-        offload_dir,
-        dtype=dtype,
-        strict=strict,
-        offload_buffers=offload_buffers,
-    )
-    finish_loading(
-        model,
-        device_map,
-        report,
-        offload_dir=offload_dir,
-        offload_buffers=offload_buffers,
-        pool=pool,
-        skip_keys=skip_keys,
-        store=store,
-    )
+    where: Kwargs = {"offload_dir": offload_dir, "offload_buffers": offload_buffers}
+    report = _fill(model, slots, checkpoint, _placed(slots, device_map), dtype=dtype, strict=strict, **where)
+    finish_loading(model, device_map, report, pool=pool, skip_keys=skip_keys, store=store, **where)
     prefer_experts(model)
     return model
 
@@ -399,7 +384,9 @@ def _fill(
         missing = [slot.keys[0] for slot, key in keyed if key is None]
         report = replace(report_of(fitted.report), missing_keys=missing, overruled_keys=overruled)
     if fitted is None:
-        refuse_scaled(source, _cast_in(keyed, source), set(report.unexpected_keys))
+        filled = {key: source[key].layout for slot, key in keyed if key and slot.held.is_floating_point()}
+        stored_as = {key: layout.dtype for key, layout in filled.items() if layout is not None}
+        refuse_scaled(source, stored_as, set(report.unexpected_keys))
     if strict and report.differs:
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
     if keyed and all(key is None for _, key in keyed):
@@ -429,12 +416,6 @@ def _fill(
     if report.differs:
         log.warning("%s: %s", source.path, report)
     return report
-
-
-def _cast_in(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> dict[str, torch.dtype]:
-    """The stored dtypes of values that floating-point tensors are filled with, by their names in the checkpoint."""
-    layouts = {key: source[key].layout for slot, key in keyed if key is not None and slot.held.is_floating_point()}
-    return {key: layout.dtype for key, layout in layouts.items() if layout is not None}
 
 
 def _is_packed(model: Any, source: Checkpoint) -> bool:
@@ -471,16 +452,13 @@ def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:
     left = []
     for slot in slots:
         first = next((stored.get(source.ties[key]) for key in slot.keys if key in source.ties), None)
-        if first and slot.name not in stored and is_meta(slot.tensor) and _are_alike(slot, first):
+        is_empty = slot.name not in stored and is_meta(slot.tensor)
+        kinds = [(one.is_parameter, one.held.shape, one.held.dtype) for one in (slot, first or slot)]
+        if first and is_empty and kinds[0] == kinds[1]:
             first.join(slot)
         else:
             left.append(slot)
     return left
-
-
-def _are_alike(slot: Slot, other: Slot) -> bool:
-    one, two = slot.held, other.held
-    return (slot.is_parameter, one.shape, one.dtype) == (other.is_parameter, two.shape, two.dtype)
 
 
 def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
@@ -639,11 +617,8 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
     handles: dict[int, Handle] = {}
     for block in blocks_of(model):
         modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-        members = [
-            local_of(member)
-            for module in modules
-            for member in (*parameters_of(module).values(), *buffers_of(module).values())
-        ]
+        held = [{**parameters_of(module), **buffers_of(module)}.values() for module in modules]
+        members = map(local_of, chain.from_iterable(held))
         stored = [member for member in members if is_offloaded(member) and member.dim() != 3]
         for tensor in sorted(stored, key=lambda tensor: tensor.nbytes > SMALL):
             handles.setdefault(id(handle_of(tensor)), handle_of(tensor))
@@ -651,7 +626,8 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
     _read_apart(order)
     expect(order, pool)
     if log.isEnabledFor(logging.INFO):
-        _log_forms(model)
+        forms = ", ".join(f"{what} {form}" for what, form in _forms(tensor_slots(model)).items())
+        log.info("%s is ready; its values: %s", type(model).__name__, forms)
 
 
 def _read_apart(handles: Iterable[Handle]) -> None:
@@ -660,16 +636,7 @@ def _read_apart(handles: Iterable[Handle]) -> None:
     for handle in handles:
         of_files.setdefault(handle.file, []).append(handle)
     for file, held in of_files.items():
-        own, whole = (
-            sum(handle.extent[1] for handle in held),
-            sum(entry.layout.nbytes for entry in file.entries.values()),
-        )
-        if own < _MOST_OF_A_FILE * whole:
+        whole = sum(entry.layout.nbytes for entry in file.entries.values())
+        if sum(handle.extent[1] for handle in held) < _MOST_OF_A_FILE * whole:
             for handle in held:
                 handle.read_apart()
-
-
-def _log_forms(model: nn.Module) -> None:
-    """Log how many of a model's values are held in which form."""
-    forms = _forms(tensor_slots(model))
-    log.info("%s is ready; its values: %s", type(model).__name__, ", ".join(f"{what} {forms[what]}" for what in forms))

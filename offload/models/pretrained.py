@@ -92,14 +92,18 @@ def as_in(
     values = values_in(source, quantization_of(model.config), offload_dir, model=model, dtype=dtype)
     note = partial(note_form, values=values)
     if values.form is Form.REBUILT:
-        note = partial(_note_quantized, quantization=values.quantization or {})
+        from offload.transformers_api import AutoHfQuantizer
+
+        quantizer = AutoHfQuantizer.from_config(dict(values.quantization or {}), pre_quantized=True)
+        note = partial(note_quantizer, quantizer=quantizer)
     elif values.form in (Form.FOR_MODULES, Form.LEFT):
         raise CheckpointError(
             f"a checkpoint quantized by {method_of(values.quantization or {})} does not fill an empty "
             f"{type(model).__name__}: use offload.from_pretrained"
         )
     config = without_quantization(copy.deepcopy(model.config))
-    dtype = _widest(values.tensors)
+    dtypes = {one.dtype for one in values.tensors.values() if one.is_floating_point() and one.itemsize > 1}
+    dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32  # which can represent all values
     full, report = filled(model.__class__, config, source.path, values.tensors, dtype, ignore_mismatched_sizes=True)
     named = full.state_dict(keep_vars=True)  # of tied ones, the same tensor under each name
     alone = {id(tensor): tensor.detach() for tensor in named.values() if isinstance(tensor, DeferredTensor)}
@@ -121,12 +125,6 @@ def quantized_by_torchao(
     return Fitted(tensors, report, lambda _: None)
 
 
-def _note_quantized(model: Pretrained, *, quantization: Settings) -> None:
-    from offload.transformers_api import AutoHfQuantizer
-
-    note_quantizer(model, AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True))
-
-
 def note_quantizer(model: Pretrained, quantizer: Any) -> None:
     """Set the attributes on a transformers model that loading a quantized one would set."""
     model.is_quantized = True
@@ -139,11 +137,6 @@ def note_quantizer(model: Pretrained, quantizer: Any) -> None:
         model.all_tied_weights_keys = ties
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
     let_save(model)
-
-
-def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.itemsize > 1}
-    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
 
 # Saving
@@ -186,17 +179,17 @@ class _SavesFromDisk:
         return object.__new__, (self._own_class,), *reduced[2:]
 
     def __copy__(self) -> Any:
-        return self._filled(object.__new__(type(self)), self.__reduce_ex__(4)[2])
+        copied: Any = object.__new__(type(self))
+        copied.__setstate__(self.__reduce_ex__(4)[2])
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         own = getattr(self._own_class, "__deepcopy__", None)  # as of FSDP's classes, which refuse
         if own is not None:
             return own(self, memo)
-        memo[id(self)] = copied = object.__new__(type(self))
-        return self._filled(copied, copy.deepcopy(self.__reduce_ex__(4)[2], memo))
-
-    def _filled(self, copied: Any, state: object) -> Any:
-        copied.__setstate__(state)
+        copied: Any = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__reduce_ex__(4)[2], memo))
         return copied
 
 
@@ -307,10 +300,8 @@ class _Undone:
 
     def convert(self, input_dict: dict[str, Any], **_: object) -> dict[str, Any]:
         change = self._change
-        return {
-            name: [change(one) for one in value] if isinstance(value, list) else change(value)
-            for name, value in input_dict.items()
-        }
+        pairs = input_dict.items()
+        return {name: [*map(change, one)] if isinstance(one, list) else change(one) for name, one in pairs}
 
 
 def _in_torchaos_form(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -98,7 +98,8 @@ def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, di
         pieces, others = packed_state(tensors)
         if pieces.keys().isdisjoint(others):
             tensors, quantization = {**others, **pieces, **packed.still_beside(others)}, packed.now(others)
-    contents = _of_tensors(tensors, dtype, discarded=_discarded_names(model))
+    tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+    contents = _of_tensors(tensors, dtype, discarded=tied)  # names that transformers ties to others, and expects there
     contents = replace(contents, parameters={name: one.numel() for name, one in model.named_parameters()})
     is_plain_again = not contents.metadata and getattr(model, "quantization_method", None) == "torchao"
     if is_of_transformers(model) and not is_plain_again:
@@ -116,8 +117,3 @@ def _of_tensors(
     refuse_shares(tensors)
     local = {name: local_of(tensor) if is_dtensor(tensor) else tensor for name, tensor in tensors.items()}
     return contents_of(local, dtype, discarded=set(discarded))
-
-
-def _discarded_names(model: nn.Module) -> Iterable[str]:
-    tied: Iterable[str] | None = getattr(model, "all_tied_weights_keys", None)
-    return tied or getattr(model, "_tied_weights_keys", None) or ()

@@ -116,7 +116,12 @@ class Slot:
         with DisableTorchFunctionSubclass():  # answered by the wrapper's metadata: no rule is needed
             tensor = tensor if self.outer is None else with_local(self.outer, tensor)
             if self.is_parameter and not isinstance(tensor, nn.Parameter):
-                tensor = _parameter(tensor, requires_grad=self.held.requires_grad)
+                is_inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+                needs_grad = self.held.requires_grad and is_inexact
+                if is_offloaded(tensor):
+                    tensor = dressed(tensor, requires_grad=needs_grad, is_parameter=True)
+                else:
+                    tensor = nn.Parameter(tensor, needs_grad)
         carry_attributes(self.held, tensor)
         return tensor
 
@@ -294,10 +299,3 @@ def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | No
         stored = wrap(handle.elsewhere(offload_dir), view_spec_of(tensor), target_of(tensor))
     page_state_of(handle_of(stored)).pool = page_state_of(handle).pool
     return stored
-
-
-def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    requires_grad = requires_grad and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    if is_offloaded(tensor):
-        return dressed(tensor, requires_grad=requires_grad, is_parameter=True)
-    return nn.Parameter(tensor, requires_grad)

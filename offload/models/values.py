@@ -142,14 +142,8 @@ def map_values(
     before = [value.name for value in values if is_done(value, journal)]
     todo = [value for value in values if not is_done(value, journal)]
     with journal.kept_up(), progress_in_bytes(sum(value.nbytes for value in todo), "values", shown=progress) as advance:
-        walk = _Walk(
-            fn,
-            journal,
-            len(before),
-            len(values),
-            advance,
-            {"strict_shape": strict_shape, "strict_dtype": strict_dtype},
-        )
+        strict = {"strict_shape": strict_shape, "strict_dtype": strict_dtype}
+        walk = _Walk(fn, journal, len(before), len(values), advance, strict)
         _for_each(todo, walk.see, workers)
     log.info("%d values replaced, %d unchanged, %d done before", len(walk.replaced), len(walk.kept), len(before))
     return MapReport(tuple(walk.replaced), tuple(walk.kept), tuple(before))

@@ -33,12 +33,13 @@ from offload.batches.scheduler import Call, Scheduler
 from offload.batches.stages import handles_of, models_of, stages_of
 from offload.batches.states import Settings, ThreadState
 from offload.budget import memory_summary
-from offload.generation.answering import AnswerPart, End, Job, bytes_per_token
+from offload.generation.answering import AnswerPart, End, Job
 from offload.generation.bodies import Refused
 from offload.memory import anonymous_bytes, available_bytes
 from offload.prefetch.engine import counts
 from offload.prefetch.plan import Pool
 from offload.system.threads import Worker
+from offload.transformers_api import kv_bytes_per_token
 
 MOST = 64  # answers in flight by default
 _SHARE = 0.25  # of available memory, for keys and values
@@ -79,7 +80,7 @@ class Engine:
         self.capacity = int(available_bytes() * _SHARE)  # for keys and values
         self.most_waiting = most_waiting
         self._answer = answer
-        self._per_token = bytes_per_token(model)
+        self._per_token = kv_bytes_per_token(model)
         self._most = in_flight or MOST
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}  # by the number of the call
