@@ -73,13 +73,7 @@ class Call:
     it `is_computing`, the iterating thread is inside of its stage.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        number: int,
-        settings: Settings,
-        thread: Thread,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, number: int, settings: Settings, thread: Thread) -> None:
         self.scheduler = scheduler
         self.thread = thread
         self.number = number

@@ -205,9 +205,7 @@ COMMANDS = {
         files, "merge an adapter into its base", f"model adapter target {_WRITES} --revision --resume"
     ),
     "convert": Command(
-        files,
-        "write a checkpoint in another form",
-        f"source target {_WRITES} --to --dequantize --resume@convert",
+        files, "write a checkpoint in another form", f"source target {_WRITES} --to --dequantize --resume@convert"
     ),
     "inspect": Command(files, "list the tensors of a checkpoint", "path --json"),
     "verify": Command(files, "check that a checkpoint is complete", "path --json"),

@@ -36,10 +36,7 @@ OF_TEMPLATE = {"chat_template_kwargs", "continue_final_message", "add_generation
 """Fields that say how messages become a prompt."""
 _STREAMS = {"stream", "stream_options", "stream_options.include_usage"}
 _BOTH = {*OPTIONS, *_STREAMS, "model", "max_tokens", "max_completion_tokens", "n", "logprobs"}
-FOLLOWED = {
-    "chat": {*_BOTH, *OF_TEMPLATE, "messages", "top_logprobs"},
-    "text": {*_BOTH, "prompt", "echo", "best_of"},
-}
+FOLLOWED = {"chat": {*_BOTH, *OF_TEMPLATE, "messages", "top_logprobs"}, "text": {*_BOTH, "prompt", "echo", "best_of"}}
 """The fields that are followed, of /v1/chat/completions and of /v1/completions."""
 WITHOUT_MEANING = {
     *("user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls"),

@@ -161,12 +161,7 @@ class _Merging:
     """
 
     def __init__(
-        self,
-        layers: Mapping[str, Any],
-        values: list[Slot],
-        mark: tuple[str, ...],
-        before: list[str],
-        begun: list[str],
+        self, layers: Mapping[str, Any], values: list[Slot], mark: tuple[str, ...], before: list[str], begun: list[str]
     ) -> None:
         self.advance: Callable[[int], object] = int
         self.at, self.done = "", 0

@@ -304,12 +304,7 @@ _KIND = Kind(what="the list of files of a folder of offload", stamp={MARK: {"mem
 
 
 def save_memmap(
-    td: Any,
-    folder: PathLike,
-    *,
-    num_threads: int = 0,
-    return_early: bool = False,
-    existsok: bool = True,
+    td: Any, folder: PathLike, *, num_threads: int = 0, return_early: bool = False, existsok: bool = True
 ) -> Any:
     """Write a folder that `TensorDict.load_memmap` opens, in bounded memory: what is on disk goes from file to file.
 

@@ -24,13 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from offload.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    JournalError,
-    MapError,
-    MetaTensorError,
-)
+from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError
 from offload.memory import count_freed, return_freed
 from offload.models import log
 from offload.models.journal import RUNS, Journal, marks_of, words_of

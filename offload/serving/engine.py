@@ -66,12 +66,7 @@ class Engine:
     """Answers jobs, many at a time, in a thread of its own."""
 
     def __init__(
-        self,
-        model: Any,
-        answer: Callable[[Job], str],
-        *,
-        in_flight: int | None = None,
-        most_waiting: int = 256,
+        self, model: Any, answer: Callable[[Job], str], *, in_flight: int | None = None, most_waiting: int = 256
     ) -> None:
         """`answer` gives an answer's pieces to its job, and returns why it ended; called in lockstep.
 
