@@ -174,4 +174,4 @@ class MissingRowsError(OffloadError, LookupError):
     """Rows of a cache that are not filled."""
 
 
-__all__ = sorted(name for name, kind in globals().items() if isinstance(kind, type))
+__all__ = [*sorted(name for name, kind in globals().items() if isinstance(kind, type))]

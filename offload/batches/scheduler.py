@@ -300,7 +300,12 @@ class Scheduler:
         if call.has_ended:
             self._calls.remove(call)
             self._idle.append(call.thread)
-        self._give_back()
+        grown = anonymous_bytes() - self._least
+        if grown > _MUCH:  # glibc keeps freed memory per thread, while other threads allocate more
+            return_freed()
+            self._least = anonymous_bytes()
+        else:
+            self._least += min(grown, 0)
 
     def _thread(self) -> Thread:
         while self._idle:
@@ -319,15 +324,6 @@ class Scheduler:
         for thread in self._threads:
             if not thread.is_left:
                 thread.join()
-
-    def _give_back(self) -> None:
-        """Return freed memory: glibc keeps it per thread, while other threads allocate more."""
-        grown = anonymous_bytes() - self._least
-        if grown > _MUCH:
-            return_freed()
-            self._least = anonymous_bytes()
-        else:
-            self._least += min(grown, 0)
 
     # In the threads of calls
 

@@ -32,14 +32,6 @@ _OF_SETTINGS = (TypeError, AttributeError, LookupError, ArithmeticError, ImportE
 _LOOKED_UP = 63  # most tokens of a draft from the text
 
 
-def prompt_cache_of(options: argparse.Namespace) -> Kwargs:
-    from offload.generation import PromptCache
-
-    if options.prompt_cache is None:
-        return {}
-    return {"prompt_cache": PromptCache(options.prompt_cache, max_disk=options.prompt_cache_size)}
-
-
 def generate(options: argparse.Namespace) -> None:
     """Print what a language model on disk answers, token by token; then, on standard error, its speed.
 
@@ -224,15 +216,18 @@ def opened(options: argparse.Namespace, most: int, *, is_alone: bool = False) ->
     An answer has `most` tokens if its request does not say; if it `is_alone`, the text itself may draft.
     """
     from offload.checkpoints.companions import tokenizer_in
+    from offload.generation import PromptCache
     from offload.generation.answering import Answering
 
-    folder = folder_of_model(options)
-    prompt_cache, model = prompt_cache_of(options), loaded_model(folder, options)
+    folder, more = folder_of_model(options), Kwargs()
+    if options.prompt_cache is not None:
+        more["prompt_cache"] = PromptCache(options.prompt_cache, max_disk=options.prompt_cache_size)
+    model = loaded_model(folder, options)
     tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
     drafts = drafts_of(model, tokenizer, options) if is_alone or getattr(options, "assistant", None) else {}
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     prompts = Prompts(tokenizer, longest, most)
-    return model, Answering(model, tokenizer, ends_of(model, folder), prompt_cache, drafts), prompts
+    return model, Answering(model, tokenizer, ends_of(model, folder), more, drafts), prompts
 
 
 def _budgets(options: argparse.Namespace) -> Any:

@@ -238,11 +238,8 @@ def _template(body: Json) -> Json:
     """Options of the chat template: how messages become a prompt."""
     continues, asks = _flag(body, "continue_final_message"), body.get("add_generation_prompt") is not None
     begins = _flag(body, "add_generation_prompt") if asks else not continues
-    return {
-        "continue_final_message": continues,
-        "add_generation_prompt": begins,
-        **_mapping(body, "chat_template_kwargs"),
-    }
+    usual = {"continue_final_message": continues, "add_generation_prompt": begins}
+    return usual | _mapping(body, "chat_template_kwargs")
 
 
 def _options(body: Json) -> Json:

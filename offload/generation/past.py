@@ -79,7 +79,7 @@ class Prefix:
             rows = slice(None) if self._are_alike else slice(row, row + 1)
             states = [self._dropping(block, block.states, layer) for block in blocks]
             keys, values = (
-                _joined(self._repeated(parts), new and new[place][rows], device)
+                _joined([part.expand(self._rows, -1, -1, -1) for part in parts], new and new[place][rows], device)
                 for place, parts in enumerate(zip(*states, strict=True))
             )
             found.append((keys, values))
@@ -87,10 +87,6 @@ class Prefix:
             return found[0]
         keys, values = (torch.cat(rows) for rows in zip(*found, strict=True))
         return keys, values
-
-    def _repeated(self, parts: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """For all rows of a batch that are alike."""
-        return list(parts) if self._rows == 1 else [part.expand(self._rows, -1, -1, -1) for part in parts]
 
     def _bring_in(self, layer: int, form: Form | None) -> None:
         for block in chain.from_iterable(self._chains):

@@ -109,23 +109,15 @@ def _on_disk(config: Any, prefix: str, folder: Path | None, max_length: int | No
 
     made = DynamicCache(config=config)
     lengths = [None if sliding else max_length for sliding in made.is_sliding]
-    made.layers = [
-        _layer_on_disk(layer, f"{prefix}layers.{place}", folder, length)
-        for place, (layer, length) in enumerate(zip(made.layers, lengths, strict=True))
-    ]
+    for place, (layer, length) in enumerate(zip(made.layers, lengths, strict=True)):
+        name, kind = f"{prefix}layers.{place}", _kind_on_disk(layer.__class__)
+        if kind is None:  # it does not keep them in the usual way
+            log.debug("%s of the cache, a %s, stays in memory", name, type(layer).__name__)
+            continue
+        made.layers[place] = kind.__new__(kind)
+        made.layers[place].__dict__.update(layer.__dict__)
+        made.layers[place]._open(name, folder, length)
     return made
-
-
-def _layer_on_disk(layer: Any, name: str, folder: Path | None, max_length: int | None) -> Any:
-    """A new layer with keys and values on disk; the layer itself if it does not keep them in the usual way."""
-    kind = _kind_on_disk(layer.__class__)
-    if kind is None:
-        log.debug("%s of the cache, a %s, stays in memory", name, type(layer).__name__)
-        return layer
-    on_disk = kind.__new__(kind)
-    on_disk.__dict__.update(layer.__dict__)
-    on_disk._open(name, folder, max_length)
-    return on_disk
 
 
 @cache

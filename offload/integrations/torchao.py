@@ -221,12 +221,8 @@ class _Quantizing:
 
 def _module_in(error: Exception) -> str:
     """The name of the module that torchao was working on, if it used no filter."""
-    names = [
-        frame.f_locals["module_fqn"]
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if "module_fqn" in frame.f_locals
-    ]
-    return str(names[-1]) if names else ""
+    places = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(next((place["module_fqn"] for place in reversed(places) if "module_fqn" in place), ""))
 
 
 @contextmanager

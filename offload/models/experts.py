@@ -81,23 +81,18 @@ def multiply_experts(
 
 
 def _between(experts: Any) -> Between:
+    from offload.transformers_api import SiLUActivation, _default_apply_gate
+
+    act: Any = getattr(experts, "act_fn", None)
     gate = experts._apply_gate if experts.has_gate else experts.act_fn
     if not experts.has_bias:
-        return Between(experts, lambda products, _: gate(products), is_silu=_is_silu(experts))
+        is_silu = type(act) in (SiLUActivation, nn.SiLU) and not (pre_hooks_of(act) or hooks_of(act))
+        is_silu = is_silu and experts.has_gate and type(experts)._apply_gate is _default_apply_gate
+        return Between(experts, lambda products, _: gate(products), is_silu=is_silu)
     up = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
     down = experts.down_proj_bias
     return Between(
         experts,
         lambda products, numbers: gate(products + up[numbers]),
         finish=lambda products, numbers: products + down[numbers],
-    )
-
-
-def _is_silu(experts: Any) -> bool:
-    from offload.transformers_api import SiLUActivation, _default_apply_gate
-
-    if not experts.has_gate or type(experts)._apply_gate is not _default_apply_gate:
-        return False
-    return type(experts.act_fn) in (SiLUActivation, torch.nn.SiLU) and not (
-        pre_hooks_of(experts.act_fn) or hooks_of(experts.act_fn)
     )

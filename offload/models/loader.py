@@ -10,7 +10,7 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -35,11 +35,13 @@ from offload.models.device_map import (
     Place,
     execution_devices,
     infer_device_map,
+    move_activations,
     places,
+    refuse_held,
+    refuse_other_device,
     warn_of_strangers,
 )
 from offload.models.experts import prefer_experts
-from offload.models.hooks import move_activations, refuse_held, refuse_other_device
 from offload.models.placing import share_of
 from offload.models.pretrained import Fitted, as_in, let_save, quantized_by_torchao
 from offload.models.slots import (
@@ -461,19 +463,12 @@ def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:
     return left
 
 
-def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
-    report = LoadReport()
-    expected: set[str] = set()
-    for slot, key in keyed:
-        expected.update(slot.keys)
-        if key is None:
-            report.missing_keys.append(slot.keys[0])
-            continue
-        layout = source[key].layout
-        if layout is not None and layout.shape != slot.held.shape:
-            report.mismatched_keys.append((key, layout.shape, tuple(slot.held.shape)))
-    report.unexpected_keys.extend(name for name in source if name not in expected)
-    return report
+def _compare(keyed: Sequence[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
+    expected = {key for slot, _ in keyed for key in slot.keys}
+    found = [(key, source[key].layout, tuple(slot.held.shape)) for slot, key in keyed if key is not None]
+    mismatched = [(key, held.shape, shape) for key, held, shape in found if held is not None and held.shape != shape]
+    missing = [slot.keys[0] for slot, key in keyed if key is None]
+    return LoadReport(missing, [name for name in source if name not in expected], mismatched)
 
 
 def report_of(info: Mapping[str, Any]) -> LoadReport:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -266,9 +266,13 @@ def source_of(slot: Slot) -> str | None:
 def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Slot]:
     """The distinct values of a module or dictionary: tensors over the same bytes count as one."""
     if isinstance(model_or_tensors, nn.Module):
-        slots: Iterable[Slot] = (slot for slot in tensor_slots(model_or_tensors) if slot.keys)
+        slots = [slot for slot in tensor_slots(model_or_tensors) if slot.keys]
     elif isinstance(model_or_tensors, MutableMapping):
-        slots = _slots_of(model_or_tensors)
+        slots, tensors = [], cast(dict[str, Any], model_or_tensors)
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor):
+                slots.append(Slot.of(tensor, is_parameter=isinstance(tensor, nn.Parameter)))
+                slots[-1].names, slots[-1].keys, slots[-1].owners = [name], [name], [(tensors, name)]
     else:
         raise ArgumentTypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
     values = joined_slots(slots, lambda slot: identity_of(slot.tensor))
@@ -304,14 +308,6 @@ def _can_hold(parameter: torch.Tensor, new: torch.Tensor) -> bool:
     """Whether torch can give the tensor another value while it stays the same object."""
     is_plain = type(parameter) is nn.Parameter and type(new) is torch.Tensor and parameter.device == new.device
     return is_plain and not (parameter.requires_grad and not (new.is_floating_point() or new.is_complex()))
-
-
-def _slots_of(tensors: MutableMapping[str, Any]) -> Iterator[Slot]:
-    for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor):
-            slot = Slot.of(tensor, is_parameter=isinstance(tensor, nn.Parameter))
-            slot.names, slot.keys, slot.owners = [name], [name], [(tensors, name)]  # type: ignore[list-item]
-            yield slot
 
 
 # New values that take the place of old ones on disk

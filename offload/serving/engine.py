@@ -147,7 +147,10 @@ class Engine:
                     self._work(Scheduler(self._stages, self._handles))
                 except Exception as error:
                     _log.exception("a pass failed")
-                    self._fail_all(error)
+                    with self._changed:
+                        failed, self._running = [*self._running.values()], {}
+                        for job in failed:
+                            self._finish(job, "error", error)
 
     def _has_work(self) -> bool:
         """Wait for a job; False if there will be none."""
@@ -233,12 +236,6 @@ class Engine:
         if piece.tokens:
             with self._changed:
                 self._figures.tokens += piece.tokens
-
-    def _fail_all(self, error: Exception) -> None:
-        with self._changed:
-            failed, self._running = [*self._running.values()], {}
-            for job in failed:
-                self._finish(job, "error", error)
 
 
 def exposition(engine: Engine) -> str:
