@@ -160,10 +160,7 @@ def evict(*what: object) -> None:
 
 
 def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
-    """Keep a model that drafts for another one in memory, and count it in the other one's budget, while both live.
-
-    An assistant on disk that does not fit in its own budget streams like other values.
-    """
+    """Keep a model that drafts for another one in memory, in that one's budget, while both live; or let it stream."""
     pools = {page_state_of(handle).pool or POOL for handle in stored_in(handles_in([model]))}
     if assistant is model or not pools or any(assistant in pool.beside for pool in pools):
         return
@@ -206,7 +203,6 @@ def expect_context(model: nn.Module, context: int | None = None) -> list[OnDevic
 
 
 def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:
-    """Log how much of so many bytes stays on a device, and how long the others take."""
     if not log.isEnabledFor(logging.INFO):
         return  # the bus is measured for it
     stays = min(nbytes, room)
@@ -320,7 +316,6 @@ def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | 
 
 
 def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, OnDevice]]:
-    """The budget in main memory, in bytes, and those on accelerators."""
     shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
     amounts = {_accelerator(device): amount for device, amount in shares.items() if device != "cpu"}
     on_devices = {device: OnDevice(as_budget(amount, free_on(device)), device) for device, amount in amounts.items()}
@@ -340,7 +335,6 @@ def _accelerator(device: int | str) -> torch.device:
 
 
 def _window_of(window: Amount | bool) -> int | None:
-    """The window in bytes; None for the automatic one."""
     if isinstance(window, bool):
         return None if window else 0
     return as_budget(window, available_bytes())

@@ -65,11 +65,7 @@ def _resident() -> tuple[int, int]:
 
 
 def available_bytes() -> int:
-    """Memory that this process can still use without swapping, within its cgroup's limit.
-
-    If a launcher says that it is one of several ranks on this host (`LOCAL_WORLD_SIZE`), its share; of a cgroup of its
-    own, all.
-    """
+    """Memory that this process, or a rank among several of a launcher, can use without swapping, in its cgroup."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(said), 1) if said.isdecimal() else 1
     free, in_cgroup = _of_system("available", "SC_AVPHYS_PAGES") // ranks, cgroup_available(ranks=ranks)
@@ -144,8 +140,8 @@ def _in_bytes(amount: Any, whole: int) -> int:
 def cgroup_available(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: int = 1) -> int | None:
     """What the tightest limit among this process's cgroups still allows, with the page cache; None without a limit.
 
-    `ranks` share each cgroup that is not this process's alone. Source: https://docs.kernel.org/admin-
-    guide/cgroup-v2.html and cgroup-v1/memory.html.
+    `ranks` share each cgroup that is not this process's alone. Source: docs.kernel.org, cgroup-v2 and
+    cgroup-v1/memory.
     """
     every = [
         available if ranks == 1 or _is_alone_in(folder) else available // ranks

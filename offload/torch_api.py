@@ -152,10 +152,7 @@ def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStora
 
 
 def usable_accelerator() -> torch.device | None:
-    """The kind of accelerator that this process can use, without an index; None if there is none.
-
-    A build of torch for CUDA names its kind on every machine, and raises where there is no driver: ask here instead.
-    """
+    """The kind of accelerator here, without an index, or None: a build for CUDA names its own, driver or not."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
@@ -351,9 +348,6 @@ def lists_storages(frame: FrameType) -> bool:
 
 
 def memo_of_stager(frame: FrameType) -> dict[int, Any] | None:
-    """What torch's stager for `async_save` has copied, by `id`, if this is one of its frames.
-
-    It copies storages, identified by their `id` without holding them, and then deep-copies attributes.
-    """
+    """What torch's stager for `async_save` has copied, by `id` of storages, if this is one of its frames."""
     is_stager = frame.f_globals.get("__name__") == "torch.distributed.checkpoint._state_dict_stager"
     return frame.f_locals.get("memo") if is_stager else None

@@ -33,7 +33,6 @@ class Gathering:
         self._waiting: list[_Waiting] = []
 
     def __call__(self, act: Act) -> torch.Tensor | None:
-        """The result of an act, computed with those of other batches."""
         mine = _Waiting((act.key, computing()), act)
         self._waiting.append(mine)
         try:
@@ -46,7 +45,6 @@ class Gathering:
         return mine.found if mine.is_done else act.result()
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether an act as large as this one can wait, too."""
         sizes = [one.act.nbytes for one in self._waiting]
         return len(sizes) < _MOST and sum(sizes) + nbytes <= _BYTES
 

@@ -125,7 +125,6 @@ class _Mapping:
         self._failure: tuple[int, BaseException] | None = None  # the first failure, with its batch number
 
     def results(self, bar: Bar, *, ordered: bool) -> Iterator[Any]:
-        """Start and run batches, and yield results, until nothing is left."""
         try:
             with bar, self._scheduler.hooked():
                 given = 0
@@ -155,7 +154,6 @@ class _Mapping:
         return self._batches is not None and self._scheduler.count < most
 
     def _begin(self) -> None:
-        """Take a batch, and run it up to its first stage."""
         assert self._batches is not None
         try:
             batch = next(self._batches)
@@ -172,7 +170,6 @@ class _Mapping:
         self._look_at(call)
 
     def _look_at(self, call: Call) -> None:
-        """Handle a call that has run and now waits, or has ended."""
         if self._capacity is not None:
             self._measure(call, self._capacity)
         if not call.has_ended:
@@ -195,10 +192,7 @@ class _Mapping:
         self._ended = {one: call for one, call in self._ended.items() if one < number}
 
     def _measure(self, call: Call, capacity: int) -> None:
-        """Compute how many batches fit, if each takes as much as this one.
-
-        With gradients a batch's graph grows at each stage: the first one runs to its end alone.
-        """
+        """Compute how many batches fit, if each takes as much as this one; with gradients, once its graph is whole."""
         size = _HELD * call.waiting_bytes
         if self._before is not None:
             size = self._grown = max(self._grown, anonymous_bytes() - self._before)

@@ -67,11 +67,7 @@ class Stopped(BaseException):
 
 
 class Call:
-    """The function call for one batch, in a thread of its own, which runs when told to.
-
-    It waits at `place`, None before it has started, and after it has ended, with `waiting_bytes` of tensors; while
-    it `is_computing`, the iterating thread is inside of its stage.
-    """
+    """A batch's function call in a thread of its own, which runs when told to; `place` is where it waits, if begun."""
 
     def __init__(self, scheduler: Scheduler, number: int, settings: Settings, thread: Thread) -> None:
         self.scheduler = scheduler
@@ -124,7 +120,6 @@ class Call:
 
     @contextmanager
     def _own_settings(self) -> Iterator[None]:
-        """In this context the process has the settings of this call."""
         callers = Settings.now()
         try:
             self._settings.apply()
@@ -260,10 +255,7 @@ class Scheduler:
         return first
 
     def _compute_next(self) -> bool:
-        """Compute the current stage for the next call, while others in it wait; False if none can be computed.
-
-        Where something would see the order of the calls, none is.
-        """
+        """Compute the stage for the next call, while others in it wait; False if none can be, or hooks would see it."""
         waiting = [call for call in self._calls if call.place == self._at and call.is_ready]
         stage = self._stages[self._at]
         if not waiting or any(hooks_of(part) or pre_hooks_of(part) for part in stage.modules() if part is not stage):
@@ -359,11 +351,7 @@ class Scheduler:
                 raise
 
     def _is_plain(self, module: nn.Module) -> bool:
-        """Whether a stage has its class's forward, no hook before it, and no other stage inside.
-
-        Calls wait for it in its forward, since then the iterating thread can make that as soon as it is their turn.
-        For another stage they wait before its hooks.
-        """
+        """Whether calls wait for a stage in its forward, which the iterating thread can make: or before hooks."""
         inside = {*module.modules()} - {module}
         return "forward" not in vars(module) and not pre_hooks_of(module) and inside.isdisjoint(self._stages)
 
@@ -377,7 +365,6 @@ class Scheduler:
         return delegated if delegated is not None and delegated.is_done else None
 
     def _enter(self, stage: int, given: Args, delegated: DelegatedCall | None = None) -> None:
-        """Wait for the turn at a stage that is called with `given`."""
         call = self._mine()
         if call is None:
             return
@@ -400,11 +387,7 @@ class Scheduler:
             call.wait_at(place)
 
     def _mine(self) -> Call | None:
-        """The call of this scheduler that runs in this thread; None where it can't wait.
-
-        The levels of forward-mode differentiation are those of the process, and tensors inside a transform have no
-        memory of their own.
-        """
+        """The call that runs in this thread; None where it can't wait: in transforms, and levels of the process."""
         if transform_on_top() is not None or is_dual_level():
             return None
         call: Call | None = getattr(_CURRENT, "call", None)

@@ -26,11 +26,7 @@ def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def stages_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | None) -> list[nn.Module]:
-    """The modules before which batches wait for one another, in the order of the models.
-
-    They are `blocks`, modules or their names; None for each repeated block, and each module before and after them.
-    Raises `ArgumentError` for one that is not part of the models.
-    """
+    """The modules before which batches wait for one another: `blocks`, or each block, and modules before and after."""
     models = list(models)
     if blocks is not None:
         return list(dict.fromkeys(_named(models, block) for block in blocks))

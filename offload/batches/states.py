@@ -89,10 +89,7 @@ class ThreadState:
 
 
 class Thread(Worker):
-    """A thread that runs tasks, so that the memory of kernels and glibc is reused; `is_left` if its task does not end.
-
-    List it before it is started: then an interrupt can't lose it.
-    """
+    """A thread that runs tasks, listed before it begins; `is_left` if its task does not end. Memory is reused."""
 
     def __init__(self) -> None:
         self.is_left = False
@@ -131,10 +128,7 @@ def is_bare() -> bool:
 
 
 def kernels() -> tuple[int, bool]:
-    """How kernels compute in this thread: on how many threads, and whether with denormal numbers.
-
-    Without them they are taken for 0 (`torch.set_flush_denormal`).
-    """
+    """How kernels compute in this thread: on how many threads, and whether with denormal numbers, else taken for 0."""
     return torch.get_num_threads(), _LEAST_NORMAL / 2 > 0
 
 

@@ -168,8 +168,6 @@ class _Refusals:
 
 
 class _Progress:
-    """How many lines were answered, how fast, and how much was read for it."""
-
     def __init__(self) -> None:
         from offload.prefetch.engine import counts
         from offload.progress import Bar
@@ -180,7 +178,6 @@ class _Progress:
         self._bar = Bar(desc="batch", unit=" lines", delay=1, disable=None, leave=False)
 
     def count(self, tokens: int) -> None:
-        """Count one more answer, of this many tokens."""
         self.lines += 1
         self._tokens += tokens
         figures = self.figures()

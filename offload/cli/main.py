@@ -96,7 +96,6 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + "".join(f"; did you mean {name}?" for name in close))
 
     def _names(self) -> Iterator[str]:
-        """Those of commands and options, and of what options take."""
         for action in self._actions:
             yield from action.option_strings
             yield from action.choices or ()

@@ -54,7 +54,6 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def _asked(prompts: Prompts, options: argparse.Namespace) -> Asked:
-    """The prompt, as a message if there is a chat template for it."""
     if not options.raw and prompts.tokenizer.chat_template:
         roles = {"system": options.system, "user": options.prompt}
         return _in_chat([{"role": role, "content": text} for role, text in roles.items() if text is not None])
@@ -104,7 +103,6 @@ def _in_chat(messages: list[Json]) -> Asked:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed or piped, line by line, but for empty ones."""
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  (with it, lines can be edited)
@@ -211,10 +209,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
 
 def opened(options: argparse.Namespace, most: int, *, is_alone: bool = False) -> tuple[Any, Answering, Prompts]:
-    """The model on disk, what answers with it, and what makes prompts of requests.
-
-    An answer has `most` tokens if its request does not say; if it `is_alone`, the text itself may draft.
-    """
+    """The model on disk, what answers with it, by `most` tokens if not told, and what makes prompts of requests."""
     from offload.checkpoints.companions import tokenizer_in
     from offload.generation import PromptCache
     from offload.generation.answering import Answering
@@ -245,10 +240,7 @@ def _budgets(options: argparse.Namespace) -> Any:
 
 
 def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """What `generate` is told about drafts: from an assistant, or from the text if a pass reads from the disk.
-
-    Raises `CheckpointError` as `loaded_model`, of the assistant, or if the model takes no drafts.
-    """
+    """What `generate` is told about drafts: from an assistant, or from the text if a pass reads from the disk."""
     from offload.budget import read_by_a_pass
 
     if options.draft == 0:

@@ -84,11 +84,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(line: bytes, number: int) -> Request:
-    """The request on a line.
-
-    Raises:
-        Refused: it is invalid, or asks for something unsupported.
-    """
+    """The request on a line; raises `Refused` if it is invalid, or asks for something unsupported."""
     if len(line) > _LONGEST:
         raise Refused(f"longer than {_LONGEST} bytes")
     request = object_in(line)
@@ -128,11 +124,7 @@ class Answers:
     """A file of answers, or of refusals, that is appended to. Only one process at a time can open it."""
 
     def __init__(self, path: Path, *, refused: bool = False) -> None:
-        """Open or create it; an incomplete last line from a killed process is cut off.
-
-        Raises `ForeignFileError` if it holds something else, `ArgumentError` if another process writes to it,
-        and `WriteError`.
-        """
+        """Open or create it, without an incomplete last line; errors if it is something else, or another's."""
         self.path = path
         self.done: set[str] = set()
         self._refused = refused
@@ -151,7 +143,6 @@ class Answers:
             sync_folder(path.parent)
 
     def _read(self) -> None:
-        """Collect what is answered already."""
         end = 0
         with open(self._fd, "rb", closefd=False) as file:
             file.seek(0)

@@ -73,11 +73,7 @@ class Answering:
     """Answers jobs with a model; called in lockstep with others."""
 
     def __init__(self, model: Any, tokenizer: Any, ends: Collection[int], more: Kwargs, drafts: Kwargs) -> None:
-        """`more` are options for each call of `generate`, `drafts` those with which it drafts.
-
-        How long a draft is depends on what passes cost, and so does what is drawn with a seed. With drafts, a token's
-        log-probabilities are not told where it is: both are for answers without.
-        """
+        """`more` are options of each call, `drafts` of those without seed or log-probabilities: both would change."""
         self._model, self._tokenizer, self._ends = model, tokenizer, ends
         self.more, self._drafts = more, drafts
 

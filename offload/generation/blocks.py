@@ -144,7 +144,6 @@ class Blocks:
         self._lock = FolderLock(self.folder / LOCK, lambda path, flags: open_regular(path, flags | os.O_CREAT))
 
     def _begin(self) -> None:
-        """Make an empty folder one of kept prompts; several processes may."""
         own = (MANIFEST, LOCK)
         others = [name for name in os.listdir(self.folder) if name not in own and not name.startswith(TEMPORARY)]
         if others:
@@ -177,10 +176,7 @@ class Blocks:
     def put(
         self, identity: str, tokens: list[int], states: Callable[[int], list[tuple[torch.Tensor, torch.Tensor]]]
     ) -> None:
-        """Keep the blocks of a prompt that are not there yet, as far as the budget allows.
-
-        `states` returns keys and values of a block by its number, for each layer, (1, heads, TOKENS, size).
-        """
+        """Keep missing blocks, as far as the budget allows; `states(number)` has a block's keys and values by layer."""
         with self._lock.held():
             with writing(self.folder):
                 sweep(self.folder)
@@ -226,7 +222,6 @@ class _Quota:
     """How much of the budget is used, and by what; under the lock."""
 
     def __init__(self, folder: Path, most: int, staying: list[str]) -> None:
-        """Blocks with the names in `staying` are not removed."""
         self._most = most
         self.used = 0
         self._unused: list[tuple[int, int, int, Path]] = []

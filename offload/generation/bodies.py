@@ -167,7 +167,6 @@ def _object(data: bytes, models: Sequence[str], path: str) -> Json:
 
 
 def _prompts(given: Json) -> list[str | list[int]]:
-    """The prompts of a request: a text, its tokens, or a list of either."""
     many = given if isinstance(given, list) and given and not _are_tokens(given) else [given]
     for prompt in many:
         if not (isinstance(prompt, str) and prompt) and not _are_tokens(prompt):
@@ -235,7 +234,6 @@ def _part(part: Json) -> Json:
 
 
 def _template(body: Json) -> Json:
-    """Options of the chat template: how messages become a prompt."""
     continues, asks = _flag(body, "continue_final_message"), body.get("add_generation_prompt") is not None
     begins = _flag(body, "add_generation_prompt") if asks else not continues
     usual = {"continue_final_message": continues, "add_generation_prompt": begins}

@@ -124,11 +124,7 @@ class Drafts:
         looks_up: bool = True,
         ends: Any = None,
     ) -> None:
-        """`inner` is transformers' generator with an assistant; None for the text alone.
-
-        `max_length` is of prompt and answer, `most` of a draft from the text, which `looks_up` allows, all in
-        tokens. After `ends` nothing follows.
-        """
+        """`inner` drafts with an assistant; `most` tokens come from the text, if it `looks_up`, to an `ends`."""
         self._known = measured(model)
         self._inner = inner
         self._max_length = max_length
@@ -215,11 +211,7 @@ def _continue(inputs: dict[str, Any], length: int) -> None:
 
 
 def drafts_for(model: Any, make: Callable[..., object], given: dict[str, Any]) -> Any:
-    """Transformers' generator of candidates, or ours in its place.
-
-    `make` is the class's own `_get_candidate_generator`, `given` are its arguments by name, perhaps with the model
-    as "self".
-    """
+    """Transformers' generator of candidates, as `make` gives it for these arguments, or ours in its place."""
     options = {name: value for name, value in given.items() if name not in ("self", "generation_config")}
     generation_config = given["generation_config"]
     assistant, most = options.get("assistant_model"), generation_config.prompt_lookup_num_tokens

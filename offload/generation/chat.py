@@ -151,7 +151,6 @@ class Prompts:
         return Prompt(tokens, most, str(prompt), starts)
 
     def _decoded(self, tokens: list[int], asked: Asked) -> tuple[str, list[int]]:
-        """Tokens as text, and where in it each begins."""
         text = Text(self.tokenizer, skips=asked.options.get("skip_special_tokens", True))
         starts, pieces = [], []
         for token in tokens:
@@ -193,11 +192,7 @@ _MOST_BYTES = 1 << 30  # beyond what the process has
 
 
 def within_limits(act: Callable[[], str], what: str) -> str:
-    """The text that `act` returns in a forked child.
-
-    Raises `ArgumentError` if it failed, or needed more time or memory than it may; `ReadError` and `OSError` if the
-    system gives no process.
-    """
+    """The text that `act` returns in a forked child; `ArgumentError` if it fails, or needs too much time or memory."""
     reply, sizes = b"", Path("/proc/self/statm")
     with reading(sizes):
         most = int(sizes.read_text(encoding="ascii").split()[0]) * resource.getpagesize() + _MOST_BYTES

@@ -21,10 +21,7 @@ _TRIED = 0.02  # share of the time that may be lost by trying a length
 
 
 class Source:
-    """Where drafts come from: how likely a token of theirs is accepted, at first `rate`, and what it takes.
-
-    `seconds` are per drafted token; None until measured.
-    """
+    """Where drafts come from: `rate` is a token's likelihood at first, `seconds` what it takes, None until measured."""
 
     def __init__(self, rate: float, seconds: float | None = 0.0) -> None:
         self.seconds = seconds

@@ -105,7 +105,6 @@ class Prefix:
             raise
 
     def _compute(self) -> Any:
-        """The cache after a pass over the tokens that are in the blocks."""
         from transformers import DynamicCache
 
         model = self._model
@@ -118,17 +117,13 @@ class Prefix:
 
 
 def _joined(parts: list[torch.Tensor], new: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Parts of a prefix, on the CPU, followed by new states on a device."""
     if device.type != "cpu":
         parts = [torch.cat(parts, dim=-2).to(device)]
     return torch.cat(parts if new is None else [*parts, new], dim=-2)
 
 
 def past_of(config: Any, prefix: Prefix, until: int) -> Any:
-    """A `DynamicCache` that begins with a prefix, and tells the states of the first `until` tokens that it sees.
-
-    Raises `ArgumentError` if the model keeps other states than keys and values of tokens.
-    """
+    """A `DynamicCache` that begins with a prefix, and tells the states of `until` tokens; or an `ArgumentError`."""
     from transformers import DynamicCache
 
     past = DynamicCache(config=config)

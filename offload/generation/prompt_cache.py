@@ -36,8 +36,6 @@ _MAY_BE_GIVEN = {"input_ids", "attention_mask", "use_cache", "logits_to_keep", "
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What a past was made for."""
-
     identity: str | None  # None for a model whose prompts are not kept
     rows: list[list[int]]
     copies: int  # of each row in the batch

@@ -39,11 +39,7 @@ def layers_over(model: nn.Module, adapter: str, **options: object) -> Any:
 
 
 def load_adapter(model: Any, adapter: str) -> None:
-    """Give a model of transformers the adapter in a folder, as its own loading does.
-
-    Raises `CheckpointError` as `layers_over`, or if peft is missing, or the adapter adds tokens instead of changing
-    layers.
-    """
+    """Give a model of transformers the adapter in a folder, as its own loading does; may raise `CheckpointError`."""
     way_on = "from_pretrained(..., adapter=False) loads the model without it"
     try:
         from peft import PeftConfig

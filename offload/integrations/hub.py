@@ -75,10 +75,7 @@ def finding_base(folder: Path, name: str) -> Iterator[None]:
 
 
 def headers_of(name: str, **hub_options: object) -> tuple[Path, dict[str, tuple[str, int]]]:
-    """The folder with the configuration of a model on the hub; and the dtype and bytes of its tensors, by its headers.
-
-    Raises `CheckpointError` if the hub has no such model, or it has no safetensors.
-    """
+    """The folder with the configuration of a model on the hub, and dtype and bytes of each tensor by its headers."""
     from huggingface_hub import get_safetensors_metadata, snapshot_download
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 

@@ -179,7 +179,6 @@ class _Rows:
         return is_offloaded(states) and self._file is not None and handle_of(states) is handle_of(self._file)
 
     def _takes(self, states: torch.Tensor, end: int) -> bool:
-        """Whether `states` fit in the file after its first `end` tokens."""
         file = self._file
         if file is None or file.dtype != states.dtype or _shape_of_a_token(file) != _shape_of_a_token(states):
             return False

@@ -222,7 +222,6 @@ def _rows_of_tensordict(td: Any, columns: Columns, place: str = "the TensorDict"
 
 
 def _leaves(td: Any, way: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """For each column name, the keys that lead to it."""
     from tensordict import NonTensorData, NonTensorStack, is_tensor_collection, is_tensorclass
 
     for key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
@@ -281,7 +280,6 @@ def _field_of(name: str, dtype: np.dtype[Any], row_shape: tuple[int, ...], place
 
 
 def _values_of(rows: np.ndarray[Any, Any], field: Field) -> Any:
-    """A batch of a column, in new memory."""
     if not field.is_tensor:
         return (np.char.decode(rows, "utf-8") if rows.dtype.kind == "S" else rows).tolist()
     native = rows.dtype.newbyteorder("=")
@@ -292,7 +290,6 @@ def _values_of(rows: np.ndarray[Any, Any], field: Field) -> Any:
 
 
 def _rows_of_hdf5(path: Path, columns: Columns) -> Incoming:
-    """The rows of an HDF5 file, which stays open until the last one has been read."""
     import h5py
 
     try:
@@ -325,7 +322,6 @@ def _rows_of_group(group: Any, columns: Columns) -> Incoming:
 
 
 def _members(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
-    """For each column name, its dataset, and the field of it for a compound one."""
     for name, dataset in _datasets(group):
         for key in getattr(dataset, "dtype", np.dtype("f")).names or (None,):
             yield f"{name}.{key}" if key else name, (dataset, key)
@@ -375,7 +371,6 @@ def _is_lost(file: Any, filename: str, path: str) -> bool:
 
 
 def _is_array(name: str, dataset: Any, key: str | None, place: str) -> bool:
-    """Whether its rows can be stored; if not, that is logged."""
     import h5py
 
     if not isinstance(dataset, h5py.Dataset):  # a lost link
@@ -478,7 +473,6 @@ def _rows_of_dataset(dataset: Any, columns: Columns) -> Incoming:
 
 
 def _taken(table: Any, available: Collection[str], columns: Columns, place: str) -> tuple[list[str], set[str], int]:
-    """The columns to read, those of them with nulls, and the number of rows per batch."""
     _refuse_malformed(table, place)
     names = list(_chosen(dict.fromkeys(available), columns, place))
     nbytes = table.select(names).get_total_buffer_size() // max(len(table), 1)

@@ -224,7 +224,6 @@ class _Leaves:
     writes: bool
 
     def put(self, td: Any, folder: Path, way: Way) -> None:
-        """For a collection in a folder, at path `way` from the root."""
         from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, is_tensorclass
 
         if isinstance(td, NonTensorData | NonTensorStack):
@@ -277,7 +276,6 @@ class _Leaves:
     def _nested(
         self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A nested tensor, whose sizes are in a separate file, one row each."""
         cpu = torch.device("cpu")
         sizes = self._over(path.with_suffix(".shape.memmap"), f"{name}.shape", shape, torch.int64, cpu).tolist()
         flat = self._over(path, name, (sum(math.prod(size) for size in sizes),), dtype, cpu)._on_cpu()
@@ -422,11 +420,7 @@ def _refuse_leaf(way: str | Way, tensor: torch.Tensor, *, of_zeros: bool) -> Non
 
 
 def _laid_out(td: Any, folder: Path) -> list[tuple[torch.Tensor, str]]:
-    """Let tensordict write a folder with values of zeros; returns each leaf with its file.
-
-    Raises `UnknownTypeError` if it pickled something, and `UnsupportedOpError` if it would not open the folder, or
-    lose some of it.
-    """
+    """Let tensordict write a folder with values of zeros, and see that it opens it whole; each leaf with its file."""
     files: list[tuple[torch.Tensor, str]] = []
     try:
         zeros = td.memmap_like(folder)

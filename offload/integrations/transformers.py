@@ -262,11 +262,7 @@ def model_on_meta(
     trust_remote_code: bool = False,
     **options: object,
 ) -> tuple[Pretrained, Config, Kwargs]:
-    """The model in a folder or GGUF file without values, its configuration, and the options not used for it.
-
-    The checkpoint has `stored` values. Raises `CheckpointError` if transformers can't create it, or for far more
-    layers than values.
-    """
+    """The model in a folder or GGUF file without values, its configuration, and the options not used for it."""
     import transformers
 
     check_attributes()

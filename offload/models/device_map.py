@@ -52,11 +52,7 @@ def infer_device_map(
     dtype: torch.dtype | None = None,
     offload_buffers: bool = False,
 ) -> DeviceMap:
-    """The device map that accelerate computes for one of the words `AUTOMATIC`; any other map unchanged.
-
-    `max_memory` is bytes, or "8GiB", per device; None for what is free. Without `no_split_module_classes`, the
-    model names them. Raises `DeviceMapError` for a `max_memory` that is no mapping of devices to amounts.
-    """
+    """The map that accelerate computes for a word of `AUTOMATIC`, others unchanged; may raise `DeviceMapError`."""
     if not isinstance(device_map, str) or device_map not in AUTOMATIC:
         return device_map
     from accelerate import infer_auto_device_map

@@ -51,12 +51,7 @@ def filled(
     dtype: torch.dtype,
     **options: object,
 ) -> tuple[Pretrained, Kwargs]:
-    """A class's model whose tensors are deferred, and transformers' loading info.
-
-    `tensors` are those of the checkpoint at `path`: on disk, deferred or waiting. `config` is changed as
-    transformers does; `options` go to the class's `from_pretrained`. Raises `CheckpointError` if they can't be
-    converted.
-    """
+    """A class's model with deferred tensors, and transformers' loading info; or a `CheckpointError`."""
     state: dict[str, Any] = {
         name: Waiting(tensor) if is_offloaded(tensor) else tensor for name, tensor in tensors.items()
     }
@@ -89,10 +84,7 @@ _LOADINGS: list[str | None] = []  # in progress: the environment variable before
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Make transformers convert each tensor when it gets to it, instead of all ahead in threads of its own.
-
-    The threads are meant for reading; nothing is read here, and tens of thousands of experts would be in the queue.
-    """
+    """Make transformers convert a tensor when it gets to it: nothing is read here, and the queue would be long."""
     with _LOCK:
         _LOADINGS.append(os.environ.get(_SERIAL))
         os.environ[_SERIAL] = "1"

@@ -127,11 +127,7 @@ class Journal:
     def begin(
         self, name: str, sources: Mapping[str, str | None], marks: Iterable[str], *, goes_on: bool = False
     ) -> None:
-        """Start a run, replacing one of the same name and those that were abandoned.
-
-        `marks` are the keys of the runs that the values have gone through. An unfinished one of this name goes
-        on if `goes_on`; raises `JournalError` if the values are as another one left them.
-        """
+        """Start a run in place of those given up; one of this name `goes_on`. `JournalError` if another is open."""
         seen = set(marks)
         half = next((run for run in self.runs if not run.finished and run.key in seen), None)
         if half is not None and goes_on and half.name == name:

@@ -86,17 +86,11 @@ _IN_MEMORY = "in memory"
 
 @dataclass(frozen=True)
 class HeldForm:
-    """Values of a model that are held in the same way.
-
-    Attributes:
-        values: their number.
-        nbytes: what a pass over them reads from disk, in bytes as stored.
-        times: for shards that are cut at each read, how many times their own size that is; otherwise 1.
-    """
+    """Values of a model that are held in the same way."""
 
     values: int
-    nbytes: int
-    times: float = 1.0
+    nbytes: int  # what a pass over them reads from disk, as stored
+    times: float = 1.0  # of shards that are cut at each read: their own size
 
     def __str__(self) -> str:
         more = f", {self.times:.1f} times this rank's share" if self.times > 1 else ""
@@ -365,7 +359,6 @@ def _fill(
     strict: bool,
     offload_buffers: bool,
 ) -> LoadReport:
-    """Fill the slots for which the checkpoint has values, provided that it fits the model."""
     refuse_held(model)
     source = open_checkpoint(checkpoint)
     source.refuse_own_folder(offload_dir)
@@ -601,10 +594,7 @@ def connect_devices(
 
 @uncollected()
 def _settle(model: nn.Module, pool: Pool | None) -> None:
-    """Let a model on disk save itself, and announce its values for read-ahead, block by block, small ones first.
-
-    Not what ops pick from: embeddings, and stacks of matrices (experts). The order is a guess for the first pass.
-    """
+    """Let a model on disk save itself, and announce its values for read-ahead, by block, small and whole ones first."""
     let_save(model)
     if pool is not None:
         all_of_them = [handle_of(slot.tensor) for slot in tensor_slots(model) if is_offloaded(slot.tensor)]

@@ -84,11 +84,7 @@ class Fitted:
 def as_in(
     model: Pretrained, source: Checkpoint, offload_dir: str | os.PathLike[str] | None, dtype: torch.dtype | None = None
 ) -> Fitted:
-    """The tensors of a checkpoint with the names and format of a transformers model, which is not changed.
-
-    Raises `CheckpointError`, as `filled` and `rebuilt`, or if weights packed like this need other modules than it
-    has.
-    """
+    """The tensors of a checkpoint with the names and format of a transformers model; may raise `CheckpointError`."""
     values = values_in(source, quantization_of(model.config), offload_dir, model=model, dtype=dtype)
     note = partial(note_form, values=values)
     if values.form is Form.REBUILT:

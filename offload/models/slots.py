@@ -112,7 +112,6 @@ class Slot:
             torch.utils.swap_tensors(self.outer, self._dressed(self.tensor))
 
     def _dressed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What its owners would hold with this tensor as the value."""
         with DisableTorchFunctionSubclass():  # answered by the wrapper's metadata: no rule is needed
             tensor = tensor if self.outer is None else with_local(self.outer, tensor)
             if self.is_parameter and not isinstance(tensor, nn.Parameter):
@@ -173,11 +172,7 @@ def place_tensors(
     *,
     offload_buffers: bool = False,
 ) -> None:
-    """Move every tensor that has data to its place, one by one; what is there already is not touched.
-
-    On disk that is a file in `offload_dir`, or writes that go there. Other holders follow; where torch does not
-    allow that, a warning names the tensors.
-    """
+    """Move every tensor that has data to its place, one by one, for all who hold it; warns where torch refuses."""
     left: list[str] = []
     brought_over: dict[Hashable, OffloadedTensor] = {}
     for slot in progress(slots, "placing"):
@@ -247,11 +242,7 @@ def at_place(
     *,
     name: str | None = None,
 ) -> torch.Tensor:
-    """A value moved to its place: on disk, in memory, or nowhere; unchanged if it is there.
-
-    `name` is of a file that is written, None for the slot's. `brought_over` has values already moved to the folder,
-    shared by tensors over the same file.
-    """
+    """A value moved to its place; `brought_over` has those already moved to the folder, for tensors over one file."""
     name = slot.name if name is None else name
     if slot.outer is not None and tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)

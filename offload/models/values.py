@@ -327,10 +327,7 @@ class Replacing:
     def stored(
         self, old: torch.Tensor, new: torch.Tensor, name: str, marks: Sequence[str] = ()
     ) -> OffloadedTensor | None:
-        """The parameter over `new`, in place of `old` or in a file called `name`; None if it stays as it is.
-
-        A file that notes all these marks is left as it is.
-        """
+        """The parameter over `new`, in place of `old` or in a file called `name`; None if it stays as it is."""
         if not is_offloaded(old) or (is_offloaded(new) and handle_of(new) in self._handles):
             return None
         return_freed()  # the memory used to compute the new one
@@ -401,10 +398,7 @@ def _is_meant(value: Slot, wanted: str | type[nn.Module], source: object) -> boo
 
 
 def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool = False) -> Journal:
-    """A journal with a new run over values, or the existing run of that name with what it has stored.
-
-    Raises `JournalError` as `Journal.begin` and `Journal.resume`, or if the values are in no folder, or in several.
-    """
+    """A journal with a new run over values, or the run of that name with what it has stored; or a `JournalError`."""
     folders = {slot.folder for slot in slots} - {None}
     if len(folders) != 1:
         if not resume:

@@ -66,10 +66,7 @@ class App:
         origins: Sequence[str] = (),
         hosts: Sequence[str] = (),
     ) -> None:
-        """Clients must have the `key`, unless None, and call the server by a name in `hosts`, if there are any.
-
-        Pages of `origins` may ask from browsers. The first of `names` is that of the model which is shown.
-        """
+        """Clients have the `key`, if any, call the server by one of `hosts`, and come from `origins`, if browsers."""
         self._engine, self._prompts, self._names = engine, prompts, names
         self._key, self._hosts = key, hosts
         self._since = int(time.time())
@@ -118,7 +115,6 @@ class App:
         return answer
 
     def _refuse(self, scope: Scope) -> Reply | None:
-        """A refusal, if the client may not ask."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         if self._hosts:
             host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -184,8 +180,6 @@ class App:
 
 
 class _Answer(Reply):
-    """A response that is sent as its answers come, or when they have."""
-
     def __init__(self, response: Response, asked: Asked, jobs: Sequence[Job], items: Items) -> None:
         super().__init__()
         self._response, self._asked, self._jobs, self._items = response, asked, jobs, items
@@ -203,7 +197,6 @@ class _Answer(Reply):
                 job.is_cancelled = True
 
     async def _watch(self, receive: Receive) -> None:
-        """Tell when the client has gone."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._items.put_nowait(None)

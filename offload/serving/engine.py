@@ -68,10 +68,7 @@ class Engine:
     def __init__(
         self, model: Any, answer: Callable[[Job], str], *, in_flight: int | None = None, most_waiting: int = 256
     ) -> None:
-        """`answer` gives an answer's pieces to its job, and returns why it ended; called in lockstep.
-
-        Without `in_flight`, up to 64 answers are in progress, as many as there is room for.
-        """
+        """`answer` gives an answer's pieces to its job, and returns why it ended; called in lockstep."""
         self.capacity = int(available_bytes() * _SHARE)  # for keys and values
         self.most_waiting = most_waiting
         self._answer = answer
@@ -177,7 +174,6 @@ class Engine:
                 begun, read, sweeps = now, read_now, scheduler.sweeps
 
     def _admitted(self) -> Job | None:
-        """The next job, if there is room for it beside those in progress."""
         with self._changed:
             self._drop_cancelled()
             if not self._waiting or len(self._running) >= self._most:
@@ -202,7 +198,6 @@ class Engine:
         return scheduler.begin(self._begun, partial(self._answer, job), state, settings, alone=is_alone)
 
     def _look_at(self, call: Call) -> None:
-        """Handle a call that has run and now waits, or has ended."""
         if not call.has_ended:
             return
         error, call.error = call.error, None  # its frames refer to the call
@@ -214,7 +209,6 @@ class Engine:
                 self._finish(job, "error", error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def _finish(self, job: Job, reason: str, error: Exception | None = None) -> None:
-        """Count a job that has ended, and tell it."""
         kind = "cancelled" if job.is_cancelled else reason
         self._figures.answers[kind] = self._figures.answers.get(kind, 0) + 1
         self._tell_end(job, End(reason, error))
@@ -226,7 +220,6 @@ class Engine:
             _log.exception("an answer could not be handed over")
 
     def _cut_late(self) -> None:
-        """Cut what runs after the deadline."""
         with self._changed:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 for job in self._running.values():

@@ -71,8 +71,6 @@ def serve(app: App, engine: Engine, at: socket.socket, *, grace: float, ready: C
 
 
 class _Server(uvicorn.Server):
-    """A server that ends its engine."""
-
     def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._engine, self._grace, self._ready = engine, grace, ready
