@@ -41,27 +41,15 @@ _UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with the largest number of who
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process not backed by files; without `/proc`, the most resident memory that it has had."""
-    resident, shared = _resident()
-    return resident - shared
+    """Memory of this process not backed by files; without `/proc`, the most resident memory that it has had.
 
-
-def mapped_bytes() -> int:
-    """Memory of this process in mapped files, and shared with others. 0 if the system does not tell."""
-    return _resident()[1]
-
-
-def _resident() -> tuple[int, int]:
-    """All resident memory of this process, and what of it is of files or shared. Source: proc_pid_statm(5).
-
-    Not from psutil, which looks for the process by its number: in some sandboxes `/proc` has another one there.
+    Source: proc_pid_statm(5). psutil looks for the process by its number: some sandboxes have another one in `/proc`.
     """
     try:
         _, resident, shared, *_ = map(int, _SIZES.read_text(encoding="ascii").split())
     except (OSError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
-    page = resource.getpagesize()
-    return resident * page, shared * page
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (resident - shared) * resource.getpagesize()
 
 
 def available_bytes() -> int:
@@ -85,34 +73,14 @@ def _of_system(field: str, pages: str) -> int:
 
 
 def as_bytes(amount: int | float | str, whole: int) -> int:
-    """A number of bytes in human notation.
-
-    Args:
-        amount: a whole number; text such as "8GiB", "500MB" or "4096"; or a fraction of `whole`: 0.5.
-
-    Raises:
-        ArgumentError: it is none of these, or negative; or 1.0, which could mean one byte or everything.
-
-    Example:
-        >>> as_bytes("1.5KiB", 0), as_bytes(0.5, 1000), as_bytes(12, 0)
-        (1536, 500, 12)
-    """
+    """A number of bytes: an int, "8GiB", "500MB" or "4096", or a fraction of `whole`; else an `ArgumentError`."""
     if isinstance(amount, float) and amount == 1:
         raise ArgumentError("1.0 may mean all of the memory, or one byte: give 1 for a byte, or a fraction below 1")
     return _in_bytes(amount, whole)
 
 
 def as_budget(amount: int | float | str, whole: int) -> int:
-    """Like `as_bytes`, for a budget: 1.0 means all of `whole`, and a few bytes are an error unless
-    given as a fraction.
-
-    Raises:
-        ArgumentError: it is not an amount; or it is less than 1 MiB, not 0, and not a fraction.
-
-    Example:
-        >>> as_budget("8GiB", 0), as_budget(1.0, 1000), as_budget(0, 0)
-        (8589934592, 1000, 0)
-    """
+    """Like `as_bytes`, for a budget: 1.0 means all, and less than 1 MiB is an error unless 0 or a fraction."""
     nbytes = _in_bytes(amount, whole)
     if 0 < nbytes < _LEAST_BUDGET and not isinstance(amount, float):
         number, unit = _AMOUNT.fullmatch(str(amount)).groups()  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from offload.memory import anonymous_bytes, mapped_bytes
+from offload.memory import anonymous_bytes
 from offload.prefetch.engine import counts
 from offload.system.threads import Worker
 
@@ -26,7 +26,6 @@ class Sample:
 
     second: float
     anonymous: int
-    mapped: int
     read: int
     waited: float
 
@@ -56,7 +55,6 @@ class Recording:
         return Sample(
             second=time.perf_counter() - self._started,
             anonymous=anonymous_bytes(),
-            mapped=mapped_bytes(),
             read=now.bytes_read - self._before.bytes_read,
             waited=now.waited - self._before.waited,
         )

@@ -60,11 +60,8 @@ class Option:
 
 
 _METAVARS: Mapping[object, str] = {
-    count: "N",
-    draft: "N",
-    number: "X",
-    share: "X",
-    seed: "N",
+    **dict.fromkeys((count, draft, seed), "N"),
+    **dict.fromkeys((number, share), "X"),
     size: "SIZE",
     path: "PATH",
     prompt: "TEXT",

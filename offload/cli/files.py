@@ -12,23 +12,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offload.annotations import Kwargs
 from offload.cli import arguments
 from offload.cli.models import folder_of_model
 from offload.cli.output import cell, console, counted, doing, print_json, say, table
 
 if TYPE_CHECKING:
-    import torch
-
     from offload.checkpoints.checkpoint import Value
 
 
-def dtype_of_copy(source: Path) -> torch.dtype | None:
-    """The dtype to write a GGUF file's model in, if none is asked for; None for another checkpoint."""
+def _how(options: argparse.Namespace, source: Path) -> Kwargs:
+    """How a checkpoint is written anew. Of a GGUF file that is in the dtype to compute in, if none is asked for."""
     from offload.checkpoints.checkpoint import open_checkpoint
     from offload.checkpoints.forms.gguf import computing_dtype
 
-    opened = open_checkpoint(source)
-    return computing_dtype(opened) if opened.is_gguf else None
+    dtype = options.dtype
+    if dtype is None and (opened := open_checkpoint(source)).is_gguf:
+        dtype = computing_dtype(opened)
+    return {"dtype": dtype, "max_shard_size": options.max_shard_size, "resume": options.resume}
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -36,15 +37,8 @@ def convert(options: argparse.Namespace) -> None:
     with doing("importing torch"):
         from offload.checkpoints.conversion import convert_checkpoint
 
-    convert_checkpoint(
-        options.source,
-        options.target,
-        dtype=options.dtype or dtype_of_copy(options.source),
-        max_shard_size=options.max_shard_size,
-        to_offload_folder=options.to == "offload",
-        dequantize=options.dequantize,
-        resume=options.resume,
-    )
+    form = {"to_offload_folder": options.to == "offload", "dequantize": options.dequantize}
+    convert_checkpoint(options.source, options.target, **form, **_how(options, options.source))
     print_written(options.target)
 
 
@@ -136,15 +130,8 @@ def quantize(options: argparse.Namespace) -> None:
 
         from offload.integrations.compressed_tensors import quantize_checkpoint
 
-    left = quantize_checkpoint(
-        source,
-        options.target,
-        options.form,
-        group_size=options.group_size,
-        dtype=options.dtype or dtype_of_copy(source),
-        max_shard_size=options.max_shard_size,
-        resume=options.resume,
-    )
+    how = {"group_size": options.group_size, **_how(options, source)}
+    left = quantize_checkpoint(source, options.target, options.form, **how)
     if left:
         say(
             f"left as they are: {counted(len(left), 'layer')} whose columns do not divide into groups of 32 or more, "
@@ -164,12 +151,5 @@ def merge_lora(options: argparse.Namespace) -> None:
 
         from offload.integrations.peft import merge_checkpoint
 
-    merge_checkpoint(
-        source,
-        options.adapter,
-        options.target,
-        dtype=options.dtype or dtype_of_copy(source),
-        max_shard_size=options.max_shard_size,
-        resume=options.resume,
-    )
+    merge_checkpoint(source, options.adapter, options.target, **_how(options, source))
     print_written(options.target)

@@ -246,20 +246,7 @@ MOST_MATCHED = 16  # tokens beyond which a longer match says no more
 
 
 def looked_up(tokens: Sequence[int], most: int, ends: Collection[int] = ()) -> tuple[list[int], int]:
-    """What followed the last tokens before, and how many of them stood there.
-
-    Args:
-        tokens: of the text so far.
-        most: tokens to return.
-        ends: tokens after which nothing follows: they are not drafted.
-
-    Returns:
-        Up to `most` tokens, and the length of the match; nothing, and 0, without a match.
-
-    Example:
-        >>> looked_up([1, 2, 3, 4, 2, 3], 2)
-        ([4, 2], 2)
-    """
+    """Up to `most` tokens, but no `ends`, that followed the last ones before; and how many of these stood there."""
     end, matched = len(tokens), 1
     places = [place for place in range(end - 1) if tokens[place] == tokens[-1]] if most else []
     if not places:
