@@ -161,7 +161,7 @@ def _figures(recording: Recording, job: Job) -> dict[str, float | None]:
         "token_seconds": (last.second - first.second) / others if others else None,
         "first_token_read_bytes": first.read,
         "token_read_bytes": (last.read - first.read) / others if others else None,
-        "waited_seconds": recording.samples[-1].waited,
+        "waited_seconds": recording.end.waited,
         "tokens_per_pass": len(job.tokens) / job.passes if job.is_drafted else None,
         "anonymous_bytes": recording.peak,
     }
