@@ -43,9 +43,7 @@ class ThreadState:
     def __init__(self) -> None:
         """Raises `UnsupportedOpError` inside a torch.func transform, which is bound to one thread."""
         if transform_on_top() is not None:
-            raise UnsupportedOpError(
-                "map_batches runs batches in threads, and a torch.func transform works in one thread only"
-            )
+            raise UnsupportedOpError("map_batches runs in threads, and a torch.func transform in one thread only")
         self._context = contextvars.copy_context()
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()

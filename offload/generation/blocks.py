@@ -147,9 +147,7 @@ class Blocks:
         own = (MANIFEST, LOCK)
         others = [name for name in os.listdir(self.folder) if name not in own and not name.startswith(TEMPORARY)]
         if others:
-            raise ForeignFileError(
-                f"{self.folder} is not empty, and not a folder of kept prompts: take a new or an empty one"
-            )
+            raise ForeignFileError(f"{self.folder} is not empty, and has no kept prompts: take a new or an empty one")
         write_state(self.folder / MANIFEST, _KIND, {})
 
     def find(self, identity: str, tokens: list[int]) -> list[Block]:

@@ -262,7 +262,5 @@ def _stops(given: Json) -> list[str]:
     if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
         raise Refused(f"stop is {str(given)[:40]}, not a string or a list of strings", param="stop")
     if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
-        raise Refused(
-            f"stop has more than {_MOST_STOPS} strings, or one of over {_LONGEST_STOP} characters", param="stop"
-        )
+        raise Refused(f"stop has over {_MOST_STOPS} strings, or one over {_LONGEST_STOP} characters", param="stop")
     return [one for one in stops if one]

@@ -74,8 +74,7 @@ def _loaded(model: Pretrained, count: int) -> Any:
 
     if not hasattr(MtpModel, "get_mtp_weights_regex"):
         raise ArgumentError(
-            f"layers to draft with are taken from the disk with transformers 5.20 or later, not with {__version__}: "
-            "install a later one, or leave use_mtp out"
+            f"layers to draft with need transformers 5.20 or later, not {__version__}: install it, or leave use_mtp out"
         )
     if not count:
         raise ArgumentError(f"the configuration of {type(model).__name__} has no layers to draft with (num_mtp_layers)")
@@ -86,9 +85,7 @@ def _loaded(model: Pretrained, count: int) -> Any:
     quantization = quantization_of(model.config) if packed is None else packed.quantization
     values = values_in(source, quantization, model=model)
     if values.form not in (Form.PLAIN, Form.DECODED):
-        raise CheckpointError(
-            f"the layers to draft with in {source.path} are not in a form that can be loaded from disk"
-        )
+        raise CheckpointError(f"the layers to draft with in {source.path} have a form that can't be loaded from disk")
     is_one = MtpModel.get_mtp_weights_regex(model).search
     own = {name: tensor for name, tensor in waiting(values).items() if is_one(name)}
     with torch.device("meta"):

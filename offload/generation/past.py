@@ -220,8 +220,7 @@ class _StoredLayer:
         assert self._prefix is not None
         if any(map(is_followed, new)):
             raise UnsupportedOpError(
-                "kept keys and values carry no gradients: run the model under torch.no_grad(), or leave prompt_cache "
-                "out"
+                "kept keys and values carry no gradients: use torch.no_grad(), or leave prompt_cache out"
             )
         if new and new[0].shape[-2] >= self._until:  # as transformers' assisted generation does (5.23)
             raise ArgumentError(

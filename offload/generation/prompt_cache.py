@@ -229,8 +229,7 @@ def _refuse_model(model: Any) -> None:
     kinds = set(_kinds_of_rope(config.to_dict())) & set(_DEPENDS_ON_LENGTH)  # type: ignore[union-attr]
     if kinds:
         raise ArgumentError(
-            f"prompts can't be kept for this model: its rope is {min(kinds)}, so that keys depend on how long the "
-            f"whole text is{_LEAVE_OUT}"
+            f"prompts can't be kept: the rope is {min(kinds)}, whose keys depend on the length of the text{_LEAVE_OUT}"
         )
 
 

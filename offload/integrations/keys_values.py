@@ -82,9 +82,7 @@ def kv_cache(
     max_length = None if max_length is None else checked_count(max_length, "max_length, a number of tokens,")
     config = getattr(config_or_model, "config", config_or_model)
     if not hasattr(config, "get_text_config") or isinstance(config, type):
-        raise ArgumentTypeError(
-            f"a transformers model, or its configuration, is needed, not {repr(config_or_model)[:80]}"
-        )
+        raise ArgumentTypeError(f"a transformers model, or its configuration, is needed: {repr(config_or_model)[:80]}")
     folder = None if offload_dir is None else _folder_of_its_own(offload_dir)
     if not getattr(config, "is_encoder_decoder", False):
         return _on_disk(config, "", folder, max_length)
@@ -213,8 +211,7 @@ class _Rows:
             )
         if past.dtype != states.dtype:
             raise DtypeMismatchError(
-                f"{self._name!r} holds {past.dtype}, the new tokens are {states.dtype}: reset() the cache, or run "
-                "the model in one dtype"
+                f"{self._name!r} holds {past.dtype}, the new tokens are {states.dtype}: reset() it, or use one dtype"
             )
 
 

@@ -90,8 +90,7 @@ def _merged(model: nn.Module, adapter: str, mark: tuple[str, ...], *, progress: 
     """Merge an adapter; the values whose files have the `mark`, in the folder of the model's, are taken from there."""
     if _layers_of(model):
         raise UnsupportedOpError(
-            f"this {type(model).__name__} has an adapter already: load its base alone, as "
-            "offload.from_pretrained(..., adapter=False)"
+            f"this {type(model).__name__} has an adapter already: load its base by from_pretrained(..., adapter=False)"
         )
     if _HALF in vars(model):
         raise UnsupportedOpError(
@@ -249,9 +248,7 @@ def _content_of(adapter: str) -> str:
 def _kind_of(adapter: str) -> str:
     """The adapter's peft method, if it can be merged; does not touch the model."""
     if "/" not in adapter and not is_folder(Path(adapter)):  # every adapter on the hub has an organization
-        raise CheckpointError(
-            f"there is no folder {adapter}: give one that peft saved, or organization/name on the hub"
-        )
+        raise CheckpointError(f"there is no folder {adapter}: give one of peft, or organization/name on the hub")
     from peft import PeftConfig
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -281,8 +278,7 @@ def _with_adapter(model: nn.Module, adapter: str, values: list[Slot]) -> tuple[A
     quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)
     if quantized is not None:
         raise UnsupportedOpError(
-            f"{quantized!r} is quantized, and adapters can't be merged into quantized weights: merge into the dense "
-            "base, then quantize it (offload.quantize_)"
+            f"{quantized!r} is quantized, and takes no adapter: merge into the dense base, then offload.quantize_ it"
         )
     before = [_state_of(value.tensor) for value in values]
     tuner = layers_over(model, adapter).base_model
@@ -310,13 +306,10 @@ def _merge_by(tuner: Any, adapter: str, kind: str, merging: _Merging) -> None:
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"interrupted at {merging.at!r}: {_so_far(merging)}") from error
     except Exception as error:
+        said = f"{type(error).__name__}: {error}"
         if not merging.done:
-            raise _unmergeable(
-                adapter, kind, f"peft says at {merging.at!r}: {type(error).__name__}: {error}"
-            ) from error
-        raise MapError(
-            f"peft failed at {merging.at!r} ({type(error).__name__}: {error}): {_so_far(merging)}"
-        ) from error
+            raise _unmergeable(adapter, kind, f"peft says at {merging.at!r}: {said}") from error
+        raise MapError(f"peft failed at {merging.at!r} ({said}): {_so_far(merging)}") from error
 
 
 def _so_far(merging: _Merging) -> str:

@@ -274,8 +274,7 @@ def _field_of(name: str, dtype: np.dtype[Any], row_shape: tuple[int, ...], place
         return Field(torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, row_shape)
     except TypeError as error:
         raise CacheError(
-            f"{name!r} in {place} is of dtype {dtype}, which is neither a number of torch's nor text: convert it, or "
-            "leave it out with columns="
+            f"{name!r} in {place} is of dtype {dtype}, neither torch's nor text: convert or leave it out with columns="
         ) from error
 
 
@@ -519,8 +518,7 @@ def _field_at(name: str, kind: Any, has_nulls: bool, place: str) -> Field:
             return Field(torch.uint8, (None,), is_optional=has_nulls)
         if not _is_json(kind):
             raise CacheError(
-                f"{name!r} in {place} is of type {kind}, which is neither numbers nor text nor bytes: cast it, or "
-                "leave it out with columns="
+                f"{name!r} in {place} is of type {kind}, no numbers, text or bytes: cast or leave it out with columns="
             )
         return Field(None)
     return Field(dtype, sizes, is_optional=has_nulls)

@@ -247,9 +247,8 @@ class _Leaves:
                 raise CorruptFileError(f"{folder / META} names an entry {key!r}, and no file can be called that")
             if "type" in spec:
                 if key not in td.keys():  # noqa: SIM118  as it left out what is not there
-                    raise _gone(
-                        _place(folder, key, "") / META, "a part of a TensorDict is missing: copy the folder again"
-                    )
+                    gone = _place(folder, key, "") / META
+                    raise _gone(gone, "a part of a TensorDict is missing: copy the folder again")
                 self.put(td.get(key), _place(folder, key, ""), (*way, key))
             elif "dtype" in spec and "shape" in spec:
                 td.set(key, self._leaf(folder, key, spec, way, td.device or torch.device("cpu")))
@@ -378,9 +377,7 @@ def _collection(td: Any) -> Any:
         try:
             td = TensorDict(td)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ArgumentTypeError(
-                f"no TensorDict can be made of this dict ({error}): give tensors by name"
-            ) from error
+            raise ArgumentTypeError(f"no TensorDict is made of it ({error}): give tensors by name") from error
     if not is_tensor_collection(td):
         raise ArgumentTypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
     return td

@@ -93,15 +93,13 @@ def quantize_(
     sharded = next((name for name, tensor in model.named_parameters() if is_dtensor(tensor)), None)
     if sharded is not None:
         raise UnsupportedOpError(
-            f"{sharded!r} is sharded over ranks (a DTensor), and torchao needs the whole weight: quantize the model "
-            "in one process, or load the ranks from a checkpoint in FP8, compressed-tensors, GPTQ..., whose weights "
-            "are decoded as they are read"
+            f"{sharded!r} is sharded over ranks (a DTensor), and torchao needs the whole weight: quantize in one "
+            "process, or load the ranks from a packed checkpoint (FP8, GPTQ...), which is decoded as it is read"
         )
     is_theirs = type(config).__name__ == _THEIRS
     if not isinstance(config, AOBaseConfig) and not is_theirs:
         raise ArgumentTypeError(
-            f"config should be a configuration of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not "
-            f"{config!r}"
+            f"config should be one of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not {config!r}"
         )
     quantizer = _quantizer_for(model, config, filter_fn)
     if is_theirs:
@@ -209,8 +207,7 @@ class _Quantizing:
         except Exception as error:
             at = self.at if chosen else _module_in(error)
             raise MapError(
-                f"torchao failed at {at!r} ({type(error).__name__}: {error}): the weights before it are quantized "
-                "and stay so"
+                f"torchao failed at {at!r} ({type(error).__name__}: {error}): the weights before it are quantized"
             ) from error
 
     def finish(self) -> None:

@@ -189,8 +189,7 @@ def from_pretrained(
     names = {name for slot in tensor_slots(model) for name in slot.keys}
     if names and names <= set(report.missing_keys):
         raise CheckpointError(
-            f"{source.path} belongs to another model than {type(model).__name__}, so give its class as model_class=: "
-            f"{report}"
+            f"{source.path} belongs to another model than {type(model).__name__}: give its model_class= ({report})"
         )
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     model.loaded_from = folder
@@ -248,8 +247,7 @@ def _refuse_cut_heads(model: Pretrained) -> None:
                 continue
             if weight.shape[0] % (width * ranks):
                 raise ArgumentError(
-                    f"{name}.{part} has {weight.shape[0] // width} heads, which can't be divided among {ranks} ranks: "
-                    "take a number of ranks that divides them"
+                    f"{name}.{part} has {weight.shape[0] // width} heads, which can't be divided among {ranks} ranks"
                 )
 
 
@@ -344,9 +342,7 @@ def _refuse_to_quantize(option: str) -> NoReturn:
 
 def _empty_model(model_class: Any, config: Config, *, trust_remote_code: bool) -> Pretrained:
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
-        raise ArgumentTypeError(
-            f"model_class should be a model class of transformers, or one of its Auto classes: {model_class!r}"
-        )
+        raise ArgumentTypeError(f"model_class should be a model or Auto class of transformers, not {model_class!r}")
     with torch.device("meta"):
         config = copy.deepcopy(config)
         from_config = getattr(model_class, "from_config", None)  # of an Auto class

@@ -155,9 +155,7 @@ def _checked_shares(max_memory: object, word: str) -> dict[int | str, int]:
     shares: dict[int | str, int] = {}
     for device, amount in max_memory.items():
         if device not in ("cpu", "mps", ON_DISK) and (not isinstance(device, int) or isinstance(device, bool)):
-            raise DeviceMapError(
-                f"max_memory: {device!r} is not a device of this machine: use 'cpu', or 0, 1... for accelerators"
-            )
+            raise DeviceMapError(f"max_memory: {device!r} is not a device of this machine: use 'cpu', or 0, 1...")
         try:
             if isinstance(amount, float):
                 raise ValueError(f"{amount!r} is a fraction, and here bytes are needed: use 4096 or '8GiB'")

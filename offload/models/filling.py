@@ -72,7 +72,7 @@ def filled(
             raise
         except Exception as error:  # it can raise anything for settings that it does not expect
             raise CheckpointError(
-                f"transformers can't make a {model_class.__name__} from {path}: {error} (its log has the details)"
+                f"transformers can't make a {model_class.__name__} from {path}: {error} (see its log)"
             ) from error
     return model, report
 

@@ -118,9 +118,8 @@ class Journal:
         unfinished = next((run for run in self.runs if not run.finished), None)
         if unfinished is not None:
             raise JournalError(
-                f"{self.path} is the journal of another run, {unfinished}, and {name!r} can't start before that one "
-                "is finished: call it again with resume=True, take another offload_dir, or remove the journal to "
-                "give it up"
+                f"{self.path} is the journal of another run, {unfinished}, and {name!r} can't start before that ends: "
+                "call it again with resume=True, take another offload_dir, or remove the journal to give it up"
             )
         self._add(name, sources)
 

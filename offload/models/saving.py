@@ -111,9 +111,7 @@ def _of_tensors(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, discarded: Iterable[str] = ()
 ) -> Contents:
     if not isinstance(tensors, Mapping):
-        raise ArgumentTypeError(
-            f"a module, tensors by name, or a checkpoint can be saved, not a {type(tensors).__name__}"
-        )
+        raise ArgumentTypeError(f"a module, tensors by name, or a checkpoint is saved, not a {type(tensors).__name__}")
     refuse_shares(tensors)
     local = {name: local_of(tensor) if is_dtensor(tensor) else tensor for name, tensor in tensors.items()}
     return contents_of(local, dtype, discarded=set(discarded))
