@@ -139,9 +139,6 @@ def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
     return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
 
 
-# Process-wide state
-
-
 class Settings:
     """torch's process-wide state, as one batch has it: settings and random numbers."""
 

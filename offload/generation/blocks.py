@@ -22,7 +22,7 @@ from contextlib import suppress
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
 import torch
@@ -42,6 +42,8 @@ from offload.system.reasons import first_line, writing
 from offload.system.regular import absolute, is_there, open_regular
 
 log = logging.getLogger("offload.generation")
+
+States: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 TOKENS = 64  # in a block
 MANIFEST = "prompts.json"
@@ -117,7 +119,7 @@ class Block:
         begin, end = begins[min(first, len(self.forms))], begins[min(end, len(self.forms))]
         return self._bytes.data_ptr() + begin, end - begin
 
-    def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(self, layer: int) -> States:
         """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them."""
         form, begin = self.forms[layer], self._begins[layer]
         part = self._bytes[begin : begin + form.nbytes]
@@ -171,9 +173,7 @@ class Blocks:
         with suppress(FileError), self._lock.held():
             remove(path)
 
-    def put(
-        self, identity: str, tokens: list[int], states: Callable[[int], list[tuple[torch.Tensor, torch.Tensor]]]
-    ) -> None:
+    def put(self, identity: str, tokens: list[int], states: Callable[[int], list[States]]) -> None:
         """Keep missing blocks, as far as the budget allows; `states(number)` has a block's keys and values by layer."""
         with self._lock.held():
             with writing(self.folder):
@@ -188,14 +188,7 @@ class Blocks:
                     log.info("%s: %d blocks of %d fit in max_disk", self.folder, depth, len(names))
                     break
 
-    def _write(
-        self,
-        path: Path,
-        identity: str,
-        tokens: list[int],
-        states: list[tuple[torch.Tensor, torch.Tensor]],
-        quota: _Quota,
-    ) -> bool:
+    def _write(self, path: Path, identity: str, tokens: list[int], states: list[States], quota: _Quota) -> bool:
         """Write one block; False if there is no room for it."""
         forms = [Form.of(keys, values) for keys, values in states]
         nbytes = sum(form.nbytes for form in forms)

@@ -62,16 +62,14 @@ REFUSED: dict[str, tuple[object, ...]] = {
 """Fields that are refused, and the values with which they ask for nothing. What is in no table is refused, too."""
 
 
+INVALID = "invalid_request_error"
+
+
 class Refused(OffloadError, ValueError):
     """A request that can't be answered, and why; `kind` is OpenAI's `type`, `param` the field."""
 
     def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        code: str | None = None,
-        param: str | None = None,
+        self, message: str, status: int = 400, kind: str = INVALID, code: str | None = None, param: str | None = None
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.code, self.param = status, kind, code, param

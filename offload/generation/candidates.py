@@ -115,20 +115,13 @@ class Drafts:
     requires_model_outputs = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        inner: Any = None,
-        *,
-        max_length: int,
-        most: int = MOST,
-        looks_up: bool = True,
-        ends: Any = None,
+        self, model: nn.Module, inner: Any = None, *, max_length: int, most: int = MOST, ends: Any = None
     ) -> None:
-        """`inner` drafts with an assistant; `most` tokens come from the text, if it `looks_up`, to an `ends`."""
+        """`inner` drafts with an assistant; up to `most` tokens come from the text, to an `ends`."""
         self._known = measured(model)
         self._inner = inner
         self._max_length = max_length
-        self._most = min(most, MOST) if looks_up else 0
+        self._most = min(most, MOST)
         self._ends = set() if ends is None else set(ends.reshape(-1).tolist())
         self._source: Source | None = None
         self._drafted: list[int] = []
@@ -230,8 +223,7 @@ def drafts_for(model: Any, make: Callable[..., object], given: dict[str, Any]) -
         model,
         None if assistant is None else inner,
         max_length=generation_config.max_length,
-        most=most or MOST,
-        looks_up=generation_config.assistant_ensemble_weight is None,
+        most=(most or MOST) if generation_config.assistant_ensemble_weight is None else 0,
         ends=generation_config._eos_token_tensor,
     )
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
-from offload.generation.blocks import TOKENS, Block, Form
+from offload.generation.blocks import TOKENS, Block, Form, States
 from offload.tensor.rules import is_followed
 from offload.transformers_api import given_cache
 
@@ -28,7 +28,6 @@ log = logging.getLogger("offload.generation")
 
 _AHEAD = 4  # layers that are read together
 
-States = tuple[torch.Tensor, torch.Tensor]
 Result = TypeVar("Result")
 
 
@@ -196,9 +195,7 @@ class _StoredLayer:
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self._prefix is None else self._prefix.length  # type: ignore[misc]
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object) -> States:
         self._count(key_states.shape[-2])
         if self._prefix is None:
             return super().update(key_states, value_states, *args, **options)  # type: ignore[misc,no-any-return]
@@ -256,9 +253,7 @@ class _StoredSlidingLayer(_StoredLayer):
     def get_seq_length(self) -> int:
         return self.cumulative_length
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object) -> States:
         if self._prefix is not None:
             self._take(key_states, value_states)
         if 0 <= self._seen < self._until:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from offload.errors import ArgumentError, ArgumentTypeError, FileError
-from offload.generation.blocks import TOKENS, Block, Blocks
+from offload.generation.blocks import TOKENS, Block, Blocks, States
 from offload.generation.identity import Identities
 from offload.generation.past import Prefix, past_of
 from offload.transformers_api import CACHES, cache_name, cache_option, fills_after_cache
@@ -167,7 +167,7 @@ class PromptCache:
             return
         for row, tokens in enumerate(prompt.rows):
 
-            def states(depth: int, row: int = row * prompt.copies) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            def states(depth: int, row: int = row * prompt.copies) -> list[States]:
                 start, end = depth * TOKENS, (depth + 1) * TOKENS
                 if end <= prompt.prefix.length:
                     return prompt.prefix.block(row, depth)

@@ -99,12 +99,20 @@ def quantize_checkpoint(
     scheme_of = {name: schemes[size] for name, size in chosen.items()}
     run = {"form": form, "group_size": group_size, "dtype": str(dtype), "source": identities_of(opened)}
     with resumable_folder(target, run, resume=resume) as work:
-        quantized = _quantized(model.tensors, scheme_of, work, _done_in(work), progress=progress)
+        done, quantized = _done_in(work), dict[str, torch.Tensor]()
+        total = sum(model.tensors[name].nbytes for name in scheme_of)
+        with progress_in_bytes(total, "quantizing", shown=progress) as advance:
+            for name, scheme in scheme_of.items():
+                if name not in done:
+                    done[name] = _stored(name.removesuffix("weight"), model.tensors[name].materialize(), scheme, work)
+                    count_freed(model.tensors[name].nbytes)
+                quantized |= done[name]
+                advance(model.tensors[name].nbytes)
         others = {name: tensor for name, tensor in model.tensors.items() if name not in chosen}
         with replacing_folder(target) as folder:
             put_files(folder, model.companions)
             _note(folder, scheme_of, FORMS[form][1], left)
-            save_checkpoint(quantized | others, folder, max_shard_size)
+            save_checkpoint(dict(sorted(quantized.items())) | others, folder, max_shard_size)
     log.info("quantized %d layers of %s, and left %d as they are", len(chosen), source, len(left))
     return [name for name, is_output in left.items() if not is_output]
 
@@ -157,26 +165,6 @@ def _done_in(work: Path) -> dict[str, dict[str, OffloadedTensor]]:
     for name, piece in open_checkpoint(work).tensors().items() if has_files else ():
         done[f"{name.rpartition('.')[0]}.weight"][name] = piece
     return {name: pieces for name, pieces in done.items() if any(piece.endswith(_PACKED) for piece in pieces)}
-
-
-def _quantized(
-    tensors: Mapping[str, OffloadedTensor],
-    schemes: Mapping[str, Any],
-    work: Path,
-    done: Mapping[str, Mapping[str, OffloadedTensor]],
-    *,
-    progress: bool,
-) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    with progress_in_bytes(sum(tensors[name].nbytes for name in schemes), "quantizing", shown=progress) as advance:
-        for name, scheme in schemes.items():
-            if name in done:
-                found |= done[name]
-            else:
-                found |= _stored(name.removesuffix("weight"), tensors[name].materialize(), scheme, work)
-                count_freed(tensors[name].nbytes)
-            advance(tensors[name].nbytes)
-    return dict(sorted(found.items()))
 
 
 def _stored(prefix: str, weight: torch.Tensor, scheme: Any, work: Path) -> dict[str, OffloadedTensor]:

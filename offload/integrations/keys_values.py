@@ -13,7 +13,7 @@ import os
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -35,6 +35,8 @@ from offload.tensor.views import handle_of, is_stale
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
 log = logging.getLogger("offload.integrations")
+
+States: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 _LEAST_CAPACITY = 256  # tokens
 _STEP = 64  # granularity of the capacity in tokens: heads then begin at whole cache lines, as in plain tensors
@@ -240,9 +242,7 @@ class _LayerOnDisk:
     keys = property(attrgetter("_keys"), _put_keys)
     values = property(attrgetter("_values"), _put_values)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object) -> States:
         self._keys, self._values = self._appended(key_states, value_states)
         return self._keys, self._values
 
@@ -251,7 +251,7 @@ class _LayerOnDisk:
         self.is_initialized = False
         super().reset()  # type: ignore[misc]
 
-    def _appended(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _appended(self, key_states: torch.Tensor, value_states: torch.Tensor) -> States:
         if is_followed(key_states) or is_followed(value_states):
             raise UnsupportedOpError(
                 f"{self._rows_of_keys._name!r}: keys and values on disk carry no gradients. Run the model under "
@@ -273,9 +273,7 @@ class _SlidingLayerOnDisk(_LayerOnDisk):
     cumulative_length: int
     record_past: bool
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object) -> States:
         keys, values = self._appended(key_states, value_states)
         new = key_states.shape[-2]
         self.cumulative_length += new

@@ -227,9 +227,6 @@ def _held_by(layer: Any, slots: Mapping[int, Slot]) -> dict[tuple[nn.Module, str
     }
 
 
-# The adapter
-
-
 def _content_of(adapter: str) -> str:
     """What identifies an adapter, wherever its folder is."""
     folder = Path(adapter)

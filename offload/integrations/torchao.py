@@ -161,9 +161,6 @@ def _not_yet(wanted: Filter) -> Filter:
     return chosen
 
 
-# Weights
-
-
 class _Quantizing:
     """Stores what replaces a weight on disk in its place; `at` is the layer that torchao is working on."""
 
@@ -234,9 +231,6 @@ def _quantizing(model: nn.Module, journal: Journal, advance: Callable[[int], obj
         _AT_WORK.set(before)
         if hook is not None:
             hook.remove()
-
-
-# transformers
 
 
 def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> Any:

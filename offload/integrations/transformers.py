@@ -193,17 +193,10 @@ def from_pretrained(
         )
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     model.loaded_from = folder
-    report = finish_loading(
-        model,
-        infer_device_map(model, device_map, max_memory=max_memory, offload_buffers=offload_buffers),
-        report,
-        offload_dir=offload_dir,
-        offload_buffers=offload_buffers,
-        pool=pool,
-        skip_keys=getattr(model, "_skip_keys_device_placement", None),
-        store=store,
-        exact=exact,
-    )
+    complete = infer_device_map(model, device_map, max_memory=max_memory, offload_buffers=offload_buffers)
+    how: Kwargs = {"offload_dir": offload_dir, "offload_buffers": offload_buffers, "store": store, "exact": exact}
+    skipped = getattr(model, "_skip_keys_device_placement", None)
+    report = finish_loading(model, complete, report, pool=pool, skip_keys=skipped, **how)
     note_form(model, values)
     if not exact and experts is None:
         prefer_experts(model)

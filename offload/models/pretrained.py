@@ -135,13 +135,15 @@ def note_quantizer(model: Pretrained, quantizer: Any) -> None:
     let_save(model)
 
 
-# Saving
-
-
 def let_save(model: nn.Module) -> None:
     """Have a model, and models inside it, check a folder before they save to it, and keep nothing in memory."""
     if is_of_transformers(model):
-        conversions = _conversions(model)
+        from offload.transformers_api import PrefixChange, get_model_conversion_mapping
+
+        if getattr(model, "_weight_conversions", None) is None:  # it was not loaded: the usual ones are undone
+            usual = get_model_conversion_mapping(model, add_legacy=False)
+            model._weight_conversions = [one for one in usual if not isinstance(one, PrefixChange)] or None
+        conversions = model._weight_conversions
         if conversions and not isinstance(conversions, _Streaming):
             model._weight_conversions = _Streaming(conversions)
         is_torchao = getattr(model, "quantization_method", None) == "torchao"
@@ -242,16 +244,6 @@ def _save_packed(
         config = read_json(path, "a model's configuration")
         put_file(path, (json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n").encode())
     return saved
-
-
-def _conversions(model: Pretrained) -> Any:
-    """The conversions that saving will undo: the checkpoint's, or for a model that was not loaded, the usual ones."""
-    from offload.transformers_api import PrefixChange, get_model_conversion_mapping
-
-    if getattr(model, "_weight_conversions", None) is None:
-        usual = get_model_conversion_mapping(model, add_legacy=False)
-        model._weight_conversions = [one for one in usual if not isinstance(one, PrefixChange)] or None
-    return model._weight_conversions or ()
 
 
 class _Streaming(list[Any]):

@@ -7,7 +7,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,15 +145,6 @@ def tensor_slots(model: nn.Module) -> list[Slot]:
                 if name not in unsaved_buffers_of(module):
                     slot.keys.append(full_name)
     return list(slots.values())
-
-
-def joined_slots(slots: Iterable[Slot], key: Callable[[Slot], Hashable]) -> list[Slot]:
-    joined: dict[Hashable, Slot] = {}
-    for slot in slots:
-        first = joined.setdefault(key(slot), slot)
-        if first is not slot:
-            first.join(slot)
-    return list(joined.values())
 
 
 def tied_slots(model: nn.Module) -> list[Slot]:

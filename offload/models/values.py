@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapEr
 from offload.memory import count_freed, return_freed
 from offload.models import log
 from offload.models.journal import RUNS, Journal, marks_of, words_of
-from offload.models.slots import Slot, is_meta, joined_slots, tensor_slots
+from offload.models.slots import Slot, is_meta, tensor_slots
 from offload.prefetch.value import page_state_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
@@ -275,7 +275,11 @@ def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Sl
                 slots[-1].names, slots[-1].keys, slots[-1].owners = [name], [name], [(tensors, name)]
     else:
         raise ArgumentTypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
-    values = joined_slots(slots, lambda slot: identity_of(slot.tensor))
+    joined: dict[Hashable, Slot] = {}
+    for slot in slots:
+        if (first := joined.setdefault(identity_of(slot.tensor), slot)) is not slot:
+            first.join(slot)
+    values = list(joined.values())
     empty = [slot.name for slot in values if is_meta(slot.tensor)]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data, such as {empty[0]!r}: load them first")

@@ -207,9 +207,6 @@ def _is_left_alone(types: Sequence[type]) -> bool:
     )
 
 
-# Parameters of a tensor subclass
-
-
 def _watch_modules() -> None:
     """Look at each parameter that is set on a module; no effect in threads outside the context."""
     global _watching

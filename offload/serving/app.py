@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from offload.annotations import Json
 from offload.errors import OffloadError, visible
 from offload.generation.answering import AnswerPart, End, Job
-from offload.generation.bodies import Asked, Refused, chat_body, error_body, text_body
+from offload.generation.bodies import INVALID, Asked, Refused, chat_body, error_body, text_body
 from offload.generation.chat import Prompts
 from offload.serving.engine import Engine, exposition
 from offload.serving.responses import Response
@@ -120,11 +120,11 @@ class App:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             if name not in self._hosts:
-                return _json(error_body("this server has another name", "invalid_request_error"), 421)
+                return _json(error_body("this server has another name", INVALID), 421)
         if self._key is not None and scope["path"] != "/health":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" "), self._key.encode()):
-                body = error_body("the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
+                body = error_body("the API key is missing or wrong", INVALID, "invalid_api_key")
                 return _json(body, 401)
         return None
 
@@ -299,4 +299,4 @@ async def _refusal(_request: Request, error: Exception) -> Reply:
 async def _unknown(request: Request, error: Exception) -> Reply:
     status = error.status_code if isinstance(error, HTTPException) else 500
     what = f"{request.method} {request.url.path}"[:200]
-    return _json(error_body(f"there is no {what} here", "invalid_request_error"), status)
+    return _json(error_body(f"there is no {what} here", INVALID), status)

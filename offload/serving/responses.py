@@ -75,7 +75,8 @@ class Response:
 
     def piece(self, index: int, piece: AnswerPart) -> Json:
         """A piece of an answer."""
-        return self._chunk(index, self._content(piece.text), piece.scores)
+        content = {"delta": {"content": piece.text}} if self.is_chat else {"text": piece.text}
+        return self._chunk(index, content, piece.scores)
 
     def last(self, index: int) -> Json:
         """The end of an answer."""
@@ -84,9 +85,6 @@ class Response:
     def counted(self) -> Json:
         """The last piece of a stream, if it is wanted."""
         return {**self._streamed(), "choices": [], "usage": self.usage()}
-
-    def _content(self, text: str) -> Json:
-        return {"delta": {"content": text}} if self.is_chat else {"text": text}
 
     def _streamed(self) -> Json:
         return {**self._head, "object": "chat.completion.chunk" if self.is_chat else "text_completion"}
