@@ -152,10 +152,7 @@ class JournalError(OffloadError, ValueError):
 
 
 class MapError(OffloadError, RuntimeError):
-    """The function that changes values failed on one of them: that of `map_values`, torchao or peft.
-
-    Or a function for batches or rows raised StopIteration.
-    """
+    """A function for values, torchao or peft failed on one; or one for batches or rows raised StopIteration."""
 
 
 class CacheError(OffloadError, ValueError):

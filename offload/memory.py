@@ -3,6 +3,8 @@
 Always true:
 - nothing is cached except the amount freed: each call measures again
 - a limit that cannot be read is no limit
+
+Source of cgroups: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
 """
 
 from __future__ import annotations
@@ -106,11 +108,7 @@ def _in_bytes(amount: Any, whole: int) -> int:
 
 
 def cgroup_available(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: int = 1) -> int | None:
-    """What the tightest limit among this process's cgroups still allows, with the page cache; None without a limit.
-
-    `ranks` share each cgroup that is not this process's alone. Source: docs.kernel.org, cgroup-v2 and
-    cgroup-v1/memory.
-    """
+    """What the tightest limit of this process's cgroups still allows, with the page cache; None without one."""
     every = [
         available if ranks == 1 or _is_alone_in(folder) else available // ranks
         for folder in _memory_cgroups(own, mounted)

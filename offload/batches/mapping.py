@@ -129,7 +129,8 @@ class _Mapping:
             with bar, self._scheduler.hooked():
                 given = 0
                 while self._batches is not None or self._scheduler.count:
-                    if self._may_begin():
+                    is_behind = len(self._ended) >= _BACKLOG * self._limit  # results wait for one in progress
+                    if self._batches is not None and self._scheduler.count < (1 if is_behind else self._limit):
                         self._begin()
                     else:
                         self._look_at(self._scheduler.go_on())
@@ -147,11 +148,6 @@ class _Mapping:
         finally:
             if self._has_drawn:
                 self._seeds.move_on()
-
-    def _may_begin(self) -> bool:
-        is_behind = len(self._ended) >= _BACKLOG * self._limit  # results wait for one that is in progress
-        most = 1 if is_behind else self._limit
-        return self._batches is not None and self._scheduler.count < most
 
     def _begin(self) -> None:
         assert self._batches is not None

@@ -210,11 +210,7 @@ class Call:
 
 
 class Scheduler:
-    """Calls on their way through the stages of models.
-
-    Its `lease` holds the values on disk that calls at the current stage use; at `gathering` calls wait for others
-    that compute the same experts; `sweeps` counts returns to the first stage.
-    """
+    """Calls on their way through the stages of models; `sweeps` counts how often it came back to the first stage."""
 
     def __init__(self, stages: Sequence[nn.Module], blocks: Sequence[Sequence[Handle]]) -> None:
         """`blocks` are the values that each stage is expected to use."""

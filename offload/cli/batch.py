@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from offload.cli import arguments
 from offload.cli.models import opened
 from offload.cli.output import counted, print_json, print_pairs, say
-from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_of, parsed, refusal
+from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_of, parsed
 from offload.errors import ArgumentError, OffloadError
 from offload.generation.bodies import Refused
 from offload.generation.chat import Prompts
@@ -158,7 +158,8 @@ class _Refusals:
 
     def add(self, custom_id: str | None, line: int, why: str) -> None:
         self._file = self._file or Answers(self._path, refused=True)
-        self._file.append(refusal(custom_id, line, why))
+        error = {"code": "invalid_request", "message": why, "line": line}
+        self._file.append({"custom_id": custom_id, "response": None, "error": error})
         self.first = self.first or f"line {line}: {why}"
         self.count += 1
 
@@ -187,8 +188,5 @@ class _Progress:
 
     def figures(self) -> dict[str, float]:
         seconds, read = time.perf_counter() - self._start, self._counts().bytes_read - self._read
-        return {
-            "tokens": self._tokens,
-            "tokens_per_second": self._tokens / seconds,
-            "read_bytes_per_line": read / max(self.lines, 1),
-        }
+        rates = {"tokens_per_second": self._tokens / seconds, "read_bytes_per_line": read / max(self.lines, 1)}
+        return {"tokens": self._tokens, **rates}

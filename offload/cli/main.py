@@ -68,12 +68,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser for the whole command line."""
     import shtab
 
-    made = _Parser(
-        prog="offload",
-        description="PyTorch tensors that live on disk.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    as_it_is, about = argparse.RawDescriptionHelpFormatter, "PyTorch tensors that live on disk."
+    made = _Parser(prog="offload", description=about, epilog=_EPILOG, formatter_class=as_it_is)
     made.set_defaults(run=None)
     made.add_argument("--version", action="version", version=f"offload {version()}")
     made.add_argument("--traceback", action="store_true", help="show where an error comes from")

@@ -61,12 +61,6 @@ class Answer:
         return {"custom_id": self.request.custom_id, "response": response, "error": None}
 
 
-def refusal(custom_id: str | None, line: int, why: str) -> Json:
-    """The line to write for one that can't be answered."""
-    error = {"code": "invalid_request", "message": why, "line": line}
-    return {"custom_id": custom_id, "response": None, "error": error}
-
-
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """The non-empty lines of a file, with their numbers from 1; `-` is standard input. Raises `ReadError`."""
     try:

@@ -16,8 +16,7 @@ Always true:
 | `answering` | one answer: `generate`, and the scores of a prompt |
 | `text` | tokens as text, as they come, up to a stop string |
 | `features` | `generate` of models from disk, with drafts, and `generate(..., prompt_cache=)` |
-| `candidates` | drafts for one call of `generate`, in transformers' interface: also from the text itself |
-| `costs` | what a pass and a draft take, what of it is accepted, and the length that follows |
+| `candidates` | drafts for one call of `generate`, in transformers' interface, also from the text; their length |
 | `alike` | passes in which a row does not depend on those beside it |
 | `mtp` | the layers with which a checkpoint drafts for its own model |
 | `prompt_cache` | `PromptCache`: finds the longest known beginning of a prompt, and keeps what a run computed |

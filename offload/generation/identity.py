@@ -75,7 +75,8 @@ class Identities:
         _note(digest, versions, _name_of(type(model)), config)
         with no_functions(), no_modes():
             for name, module in model.named_modules(remove_duplicate=False):
-                _note(digest, name, _name_of(type(module)), _settings(vars(module)))
+                plain = sorted((key, _text_of(value)) for key, value in vars(module).items() if _counts(key, value))
+                _note(digest, name, _name_of(type(module)), plain)
             for named in (model.named_parameters, model.named_buffers):
                 for name, tensor in named(remove_duplicate=False):
                     _note(digest, name, tuple(tensor.shape), tensor.dtype)
@@ -178,12 +179,8 @@ def _note(digest: Any, *things: object) -> None:
     digest.update(repr(things).encode())
 
 
-def _settings(members: Mapping[str, object]) -> list[tuple[str, str]]:
-    return sorted(
-        (name, _text_of(value))
-        for name, value in members.items()
-        if (not name.startswith("_") or name in _PRIVATE) and _is_plain(value)
-    )
+def _counts(key: str, value: object) -> bool:
+    return (not key.startswith("_") or key in _PRIVATE) and _is_plain(value)
 
 
 def _is_plain(value: object) -> bool:

@@ -33,11 +33,7 @@ _LAYERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def mtp_candidates(model: Pretrained, given: dict[str, Any]) -> Any:
-    """Transformers' generator with the drafting layers of a model's checkpoint; `given` are its arguments by name.
-
-    Raises `ArgumentError` if the configuration has no such layers (`num_mtp_layers`), or transformers is older than
-    5.20; `CheckpointError` if the checkpoint lacks them, or has a form that fills no module of this kind.
-    """
+    """Transformers' generator with drafting layers of the checkpoint; `ArgumentError`, `CheckpointError` without."""
     from offload.transformers_api import MtpCache, MTPCandidateGenerator
 
     class Candidates(MTPCandidateGenerator):  # type: ignore[misc]

@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,14 +85,7 @@ class PromptCache:
         """
         self._blocks = Blocks(folder, max_disk)
         self._identities = Identities()
-
-    @property
-    def folder(self) -> Path:
-        return self._blocks.folder
-
-    @property
-    def max_disk(self) -> int:
-        return self._blocks.max_disk
+        self.folder, self.max_disk = self._blocks.folder, self._blocks.max_disk
 
     def past_for(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, copies: int = 1

@@ -170,22 +170,18 @@ def _done_in(work: Path) -> dict[str, dict[str, OffloadedTensor]]:
 def _stored(prefix: str, weight: torch.Tensor, scheme: Any, work: Path) -> dict[str, OffloadedTensor]:
     """The pieces of a weight; the packed one is written last, so that its presence means all are there."""
     from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
 
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    pieces = compressor.compress({"weight": weight, **_steps(weight, scheme.weights)}, scheme)
+    groups = weight.unflatten(
+        1, (-1, scheme.weights.group_size or weight.shape[1])
+    )  # (rows, groups, columns per group)
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+    pieces = compressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero}, scheme)
     return {
         f"{prefix}{key}": OffloadedTensor.from_original_tensor(piece, f"{prefix}{key}", work, exist_ok=True)
         for key, piece in sorted(pieces.items(), key=lambda item: f".{item[0]}" in _PACKED)
     }
-
-
-def _steps(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
-    """The scale of each row, or of each group in it, from its minimum and maximum."""
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))  # (rows, groups, columns per group)
-    scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
-    return {"weight_scale": scale, "weight_zero_point": zero_point}
 
 
 def _note(folder: Path, schemes: Mapping[str, Any], stored_as: str, left: Mapping[str, bool]) -> None:

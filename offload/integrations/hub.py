@@ -28,11 +28,11 @@ _NOT_PICKLED = ["*/*", "training_args.bin", "optimizer.bin", "scheduler.bin"]  #
 
 
 def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None, **hub_options: object) -> Path:
-    """The folder of a model, local or downloaded with a bar; of a GGUF file the path of it, or of its first part.
+    """The folder of a model, local or downloaded; a GGUF file's path, or its first part's.
 
-    `name_or_path` is a folder, "organization/name", or a GGUF file; `gguf_file` names one in there; the options are
-    those of `huggingface_hub.snapshot_download`. Raises `CheckpointError` if it is another kind of file, or neither
-    a folder nor a model on the hub or in its cache; `MissingFileError` if there is no such GGUF file.
+    The options are those of `huggingface_hub.snapshot_download`. Raises `CheckpointError` if it is another kind of
+    file, or neither a folder nor a model on the hub or in its cache; `MissingFileError` for a GGUF file that is not
+    there.
     """
     folder = Path(text_of(name_or_path))
     gguf_file = None if gguf_file is None else text_of(gguf_file)

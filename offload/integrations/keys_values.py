@@ -125,14 +125,9 @@ def _kind_on_disk(kind: Any) -> Any:
     """A subclass of layer class `kind` with keys and values on disk; None if it does not keep them in the usual way."""
     from offload.transformers_api import DynamicLayer, DynamicSlidingWindowLayer
 
-    update = getattr(kind, "update", None)
-    if update is DynamicSlidingWindowLayer.update:
-        part: type[_LayerOnDisk] = _SlidingLayerOnDisk
-    elif update is DynamicLayer.update:
-        part = _LayerOnDisk
-    else:
-        return None
-    return type(f"{kind.__name__}OnDisk", (part, kind), {"_layer_type": None})  # not registered for a layer type
+    parts = {DynamicLayer.update: _LayerOnDisk, DynamicSlidingWindowLayer.update: _SlidingLayerOnDisk}
+    part = parts.get(getattr(kind, "update", None))
+    return part and type(f"{kind.__name__}OnDisk", (part, kind), {"_layer_type": None})  # registered for no layer type
 
 
 class _Rows:

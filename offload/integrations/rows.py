@@ -544,14 +544,13 @@ def _layout(kind: Any) -> tuple[torch.dtype | None, tuple[int | None, ...]]:
 def _is_json(kind: Any) -> bool:
     import pyarrow as pa
 
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if is_list or pa.types.is_dictionary(kind):
+    of = pa.types
+    if any(is_kind(kind) for is_kind in (of.is_list, of.is_large_list, of.is_fixed_size_list, of.is_dictionary)):
         return _is_json(kind.value_type)
-    if pa.types.is_struct(kind):
+    if of.is_struct(kind):
         return all(_is_json(kind.field(at).type) for at in range(kind.num_fields))
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return bool(is_text or is_number or pa.types.is_null(kind))
+    kinds = (of.is_string, of.is_large_string, of.is_integer, of.is_floating, of.is_boolean, of.is_null)
+    return any(is_kind(kind) for is_kind in kinds)
 
 
 def _batch(batch: Any, fields: dict[str, Field], place: str) -> Batch:

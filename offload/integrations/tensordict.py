@@ -133,7 +133,8 @@ def _opened(folder: Path, leaves: _Leaves) -> Any:
     if is_file(folder):
         raise CorruptFileError(f"{folder} is a file: unpack an archive first (tensordict.unpack_memmap)")
     if not is_there(folder / META):
-        raise _gone(folder / META, "this is not a folder that TensorDict.memmap wrote, or a part of one is gone")
+        reason = "this is not a folder that TensorDict.memmap wrote, or a part of one is gone"
+        raise MissingFileError(errno.ENOENT, reason, str(folder / META))
     try:
         td = structure_of(folder, leaves.device)
         leaves.put(td, folder, ())
@@ -142,10 +143,6 @@ def _opened(folder: Path, leaves: _Leaves) -> Any:
     except Exception as error:  # tensordict can raise anything for a folder that it did not write
         raise _refused(folder, error) from error
     return td
-
-
-def _gone(path: Path, reason: str) -> MissingFileError:
-    return MissingFileError(errno.ENOENT, reason, str(path))
 
 
 def structure_of(folder: Path, device: torch.device | None = None) -> Any:
@@ -248,7 +245,8 @@ class _Leaves:
             if "type" in spec:
                 if key not in td.keys():  # noqa: SIM118  as it left out what is not there
                     gone = _place(folder, key, "") / META
-                    raise _gone(gone, "a part of a TensorDict is missing: copy the folder again")
+                    reason = "a part of a TensorDict is missing: copy the folder again"
+                    raise MissingFileError(errno.ENOENT, reason, str(gone))
                 self.put(td.get(key), _place(folder, key, ""), (*way, key))
             elif "dtype" in spec and "shape" in spec:
                 td.set(key, self._leaf(folder, key, spec, way, td.device or torch.device("cpu")))

@@ -502,12 +502,7 @@ def finish_loading(
     store: bool = False,
     exact: bool = False,
 ) -> LoadReport:
-    """Move what is not in its place, check that nothing is empty, and make the model ready to run.
-
-    For the arguments see `load_checkpoint_and_dispatch`; `pool` is None for the process's budget, `exact` as in
-    `offload.exact`. Returns the report, with the forms in which the values are held. Raises `MetaTensorError` for
-    tensors without data.
-    """
+    """Move what is not in its place, see that nothing is empty, and make the model ready; the report with its forms."""
     slots = tensor_slots(model)
     placed = _placed(slots, device_map)
     warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)

@@ -282,9 +282,7 @@ class _Undone:
     def __init__(self, change: Callable[[Any], object]) -> None:
         self._change = change
 
-    @property
-    def reverse_op(self) -> _Undone:
-        return self
+    reverse_op = property(lambda self: self)
 
     def convert(self, input_dict: dict[str, Any], **_: object) -> dict[str, Any]:
         change = self._change

@@ -197,9 +197,6 @@ def _each_tensor(result: object, name: str, put: Callable[[torch.Tensor, str], t
     return result
 
 
-# The values
-
-
 def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping[str, bool]) -> None:
     """Replace a value in all its owners; its file notes these runs."""
     tensor = slot.tensor
@@ -396,9 +393,6 @@ def _is_meant(value: Slot, wanted: str | type[nn.Module], source: object) -> boo
             f"select={wanted!r} selects modules, but this is a dictionary of tensors: select by name"
         )
     return any(isinstance(source.get_submodule(name.rpartition(".")[0]), wanted) for name in value.names)
-
-
-# Journals
 
 
 def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool = False) -> Journal:

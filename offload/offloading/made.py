@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -191,29 +191,20 @@ def _layout_of_result(func: Op, args: Args, kwargs: Kwargs) -> Layout | None:
     if any(argument.name == "device" for argument in op_schema(func).arguments):
         options["device"] = "meta"
     with no_functions(), no_modes(), suppress(Exception):
-        result = func(*_metas_of(args), **dict(zip(options, _metas_of(options.values()), strict=True)))
+        result = func(*map(_meta_of, args), **{name: _meta_of(value) for name, value in options.items()})
         return Layout(result.dtype, tuple(result.shape), result.stride())
     return None
 
 
-def _metas_of(values: Iterable[object]) -> list[Any]:
-    return [
-        _meta_of(value)
-        if isinstance(value, torch.Tensor)
-        else _metas_of(value)
-        if isinstance(value, (list, tuple))
-        else value
-        for value in values
-    ]
-
-
-def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The meta tensor of a tensor; scalars stay, since a Python number counts differently for the result's dtype."""
-    if is_offloaded(tensor):
-        return view_spec_of(tensor)
-    if tensor.dim() == 0:
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _meta_of(value: Any) -> Any:
+    """The meta tensor of a tensor, also in lists; scalars stay, since a number counts differently for the dtype."""
+    if isinstance(value, (list, tuple)):
+        return [*map(_meta_of, value)]
+    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and not is_offloaded(value)):
+        return value
+    if is_offloaded(value):
+        return view_spec_of(value)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 _FILLS: dict[object, Fill] = {

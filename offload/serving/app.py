@@ -82,11 +82,9 @@ class App:
         allowed = Middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
         )
-        self._routes = Starlette(
-            routes=routes,
-            middleware=[*([allowed] if origins else []), Middleware(self._guarded)],
-            exception_handlers={Refused: _refusal, HTTPException: _unknown},
-        )
+        middleware = [*([allowed] if origins else []), Middleware(self._guarded)]
+        handlers = {Refused: _refusal, HTTPException: _unknown}
+        self._routes = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and log it. There are no others than those of HTTP: see `server.serve`."""

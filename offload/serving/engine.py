@@ -139,7 +139,11 @@ class Engine:
 
     def _run(self) -> None:
         with torch.inference_mode():
-            while self._has_work():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                    if not self._waiting:
+                        return
                 try:
                     self._work(Scheduler(self._stages, self._handles))
                 except Exception as error:
@@ -148,12 +152,6 @@ class Engine:
                         failed, self._running = [*self._running.values()], {}
                         for job in failed:
                             self._finish(job, "error", error)
-
-    def _has_work(self) -> bool:
-        """Wait for a job; False if there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
-            return bool(self._waiting)
 
     def _work(self, scheduler: Scheduler) -> None:
         state, settings = ThreadState(), Settings.now()

@@ -58,12 +58,8 @@ class Response:
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> Json:
-        generated = sum(choice.tokens for choice in self.choices)
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": self._prompt_tokens + generated,
-        }
+        given, generated = self._prompt_tokens, sum(choice.tokens for choice in self.choices)
+        return {"prompt_tokens": given, "completion_tokens": generated, "total_tokens": given + generated}
 
     def first(self) -> Iterator[Json]:
         """What a stream begins with."""
