@@ -149,9 +149,8 @@ def _is_alone_in(folder: Path) -> bool:
         return False
     others = found - {os.getpid()}
     try:
-        return others < found and (
-            not others or others <= {one.pid for one in psutil.Process().children(recursive=True)}
-        )
+        ours = {one.pid for one in psutil.Process().children(recursive=True)} if others else set()
+        return others < found and others <= ours
     except _UNREADABLE:
         return False
 

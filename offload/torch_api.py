@@ -138,17 +138,12 @@ def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:
             yield from blocks_of(child)
 
 
-# Storages
-
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # unique, even for a storage without memory
 
 
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """A storage as torch.save and its unpickler expect it; without `_internal` it warns."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-# Accelerators
 
 
 def usable_accelerator() -> torch.device | None:

@@ -73,9 +73,8 @@ def parser() -> argparse.ArgumentParser:
     made.set_defaults(run=None)
     made.add_argument("--version", action="version", version=f"offload {version()}")
     made.add_argument("--traceback", action="store_true", help="show where an error comes from")
-    made.add_argument(
-        "-v", "--verbose", action="count", default=0, help="log what is done to standard error; -vv logs more"
-    )
+    about = "log what is done to standard error; -vv logs more"
+    made.add_argument("-v", "--verbose", action="count", default=0, help=about)
     about = 'print a completion script for a shell, as: eval "$(offload --print-completion bash)"'
     shtab.add_argument_to(made, ["--print-completion"], help=about)
     _allow_everywhere(add_commands(made))

@@ -48,11 +48,9 @@ States: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # keys and values
 TOKENS = 64  # in a block
 MANIFEST = "prompts.json"
 LOCK = "prompts.lock"
+_STAMP = {"format": "offload.PromptCache", "version": 1}
 _KIND = Kind(
-    what="the manifest of a folder of kept prompts",
-    stamp={"format": "offload.PromptCache", "version": 1},
-    foreign=ForeignFileError,
-    later=ForeignFileError,
+    what="the manifest of a folder of kept prompts", stamp=_STAMP, foreign=ForeignFileError, later=ForeignFileError
 )
 _NAME = re.compile(r"\d{5}-[0-9a-f]{40}\.safetensors")
 _KEY = "states"

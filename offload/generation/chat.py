@@ -174,9 +174,9 @@ class Prompts:
         count = len(tokens)
         if not count:
             raise Refused("the prompt has no tokens for this model")
-        most = self._most_new if asked.max_tokens is None else asked.max_tokens
-        if asked.max_tokens is None:
-            most = min(most, max(self._longest - count, 1))
+        most = asked.max_tokens
+        if most is None:
+            most = min(self._most_new, max(self._longest - count, 1))
         if count + most > self._longest:
             raise self._too_long(f"{count} of the prompt and {most} more")
         return most

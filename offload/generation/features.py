@@ -74,10 +74,8 @@ def _context(
     """How many tokens `generate` will have keys and values of; None if that is not said."""
     prompt = options.get("input_ids", inputs)
     settings = generation_config or getattr(model, "generation_config", None)
-    new, beams, answers = (
-        options.get(name) or getattr(settings, name, None)
-        for name in ("max_new_tokens", "num_beams", "num_return_sequences")
-    )
+    names = ("max_new_tokens", "num_beams", "num_return_sequences")
+    new, beams, answers = (options.get(name) or getattr(settings, name, None) for name in names)
     if not isinstance(prompt, torch.Tensor) or prompt.dim() != 2 or not isinstance(new, int):
         return None
     return len(prompt) * max(beams or 1, answers or 1) * (prompt.shape[1] + new)

@@ -188,9 +188,8 @@ class PromptCache:
         if others or options.get("use_cache") is False or options.get("cache_implementation"):
             raise ArgumentError(f"prompts are kept of tokens alone, not with {', '.join(others) or 'that'}{_LEAVE_OUT}")
         settings = options.get("generation_config") or model.generation_config
-        copies = max(
-            options.get(name) or getattr(settings, name, None) or 1 for name in ("num_beams", "num_return_sequences")
-        )
+        many = ("num_beams", "num_return_sequences")
+        copies = max(options.get(name) or getattr(settings, name, None) or 1 for name in many)
         drafts = options.get("assistant_model") or options.get("prompt_lookup_num_tokens")
         drafts = bool(drafts or getattr(settings, "prompt_lookup_num_tokens", None))
         in_chunks = options.get("prefill_chunk_size") or getattr(settings, "prefill_chunk_size", None)

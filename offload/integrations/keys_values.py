@@ -187,9 +187,8 @@ class _Rows:
         capacity = max(needed * 3 // 2, _LEAST_CAPACITY) if needed > (self._max_length or 0) else self._max_length
         shape = (batch, heads, -(-capacity // _STEP) * _STEP, size)  # type: ignore[operator]
         if self._file is None:
-            self._file = OffloadedTensor.empty(
-                shape, dtype=states.dtype, name=self._name, offload_dir=self._folder, exist_ok=True
-            )
+            place = {"name": self._name, "offload_dir": self._folder, "exist_ok": True}
+            self._file = OffloadedTensor.empty(shape, dtype=states.dtype, **place)  # type: ignore[arg-type]
             return 0
         handle, layout = handle_of(self._file), Layout(states.dtype, shape, contiguous_stride(shape))
         before = () if past is None else mapped_value(past.to(CPU)).flatten(0, 1)  # type: ignore[arg-type]

@@ -134,9 +134,8 @@ def _journal_of(model: nn.Module, resume: bool | str) -> tuple[Journal, bool]:
         return Journal(), False
     name = resume if isinstance(resume, str) else "quantize_"
     journal = journal_for(values, name, resume=bool(resume), goes_on=True)
-    quantized = [
-        value.tensor for value in values if is_done(value, journal) and subclass_value(value.tensor) is not None
-    ]
+    done = (value.tensor for value in values if is_done(value, journal))
+    quantized = [tensor for tensor in done if subclass_value(tensor) is not None]
     for tensor in quantized:
         tensor.requires_grad_(False)  # as in torchao
     return journal, bool(quantized)

@@ -127,11 +127,9 @@ def execution_devices(placed: Mapping[str, Place]) -> dict[str, torch.device]:
         own.setdefault(module, place.device)
         for prefix in _prefixes(module):
             below.setdefault(prefix, set()).add(place.device)
-    found = {
-        name: own.get(name, next(iter(devices))) for name, devices in below.items() if name in own or len(devices) == 1
-    }
+    alone = {name: next(iter(devices)) for name, devices in below.items() if len(devices) == 1}
     first = next(iter(own.values()), None)
-    return found if first is None else {"": first} | found
+    return alone if first is None else {"": first, **alone, **own}
 
 
 def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: Iterable[str]) -> None:
@@ -141,10 +139,8 @@ def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: It
     known = {*modules, *tensors}
     strangers = [f"{name!r}{_meant(name, known)}" for name in device_map if name and name not in known]
     if strangers:
-        warnings.warn(
-            f"the device map names modules that this model does not have; they are ignored: {', '.join(strangers)}",
-            stacklevel=4,
-        )
+        text = f"the device map names modules that this model does not have; they are ignored: {', '.join(strangers)}"
+        warnings.warn(text, stacklevel=4)
 
 
 def _checked_shares(max_memory: object, word: str) -> dict[int | str, int]:

@@ -69,10 +69,8 @@ def multiply_experts(
         up = experts.gate_up_proj if experts.has_gate else experts.up_proj
         if getattr(experts, "_is_expert_parallel", False):
             top_k_index = top_k_index.clamp(max=len(up))  # other ranks' experts: before 5.18 all have the first number
-        found = multiplied_by_experts(
-            *(hidden_states, top_k_index, top_k_weights, up, experts.down_proj, _between(experts)),
-            is_turned=experts.is_transposed,
-        )
+        routed, down, is_turned = (hidden_states, top_k_index, top_k_weights), experts.down_proj, experts.is_transposed
+        found = multiplied_by_experts(*routed, up, down, _between(experts), is_turned=is_turned)
         if found is not None:
             return found
     from offload.transformers_api import grouped_mm_experts_forward

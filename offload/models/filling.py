@@ -52,9 +52,8 @@ def filled(
     **options: object,
 ) -> tuple[Pretrained, Kwargs]:
     """A class's model with deferred tensors, and transformers' loading info; or a `CheckpointError`."""
-    state: dict[str, Any] = {
-        name: Waiting(tensor) if is_offloaded(tensor) else tensor for name, tensor in tensors.items()
-    }
+    named = tensors.items()
+    state: dict[str, Any] = {name: Waiting(one) if is_offloaded(one) else one for name, one in named}
     is_shared = any(options.get(name) is not None for name in _SHARDING)
     looked_at = is_shared or quantization_of(config) is not None  # by others, before they are taken
     if looked_at:

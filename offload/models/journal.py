@@ -148,9 +148,8 @@ class Journal:
     def _refuse_others(self, run: Run, sources: Mapping[str, str | None]) -> None:
         """A value that is still in a checkpoint must be in the same one as when the run began."""
         strangers = sorted(run.sources.keys() ^ sources.keys())
-        moved = sorted(
-            name for name in run.sources.keys() & sources.keys() if sources[name] not in (None, run.sources[name])
-        )
+        both = run.sources.keys() & sources.keys()
+        moved = sorted(name for name in both if sources[name] not in (None, run.sources[name]))
         if strangers:
             differ = some(map(repr, strangers), 3)
             what = f"over {len(run.sources)} values, this one is over {len(sources)}: {differ} differ"

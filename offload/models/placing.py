@@ -44,9 +44,8 @@ def runs_of(outer: Any, name: str) -> dict[int, list[Run]]:
         if placement.is_replicate():
             continue
         if placement.is_partial() or coordinate is None:
-            what = (
-                f"rank is not in the mesh {tuple(mesh.shape)}" if coordinate is None else f"placement is {placement!r}"
-            )
+            outside = f"rank is not in the mesh {tuple(mesh.shape)}"
+            what = outside if coordinate is None else f"placement is {placement!r}"
             raise UnsupportedOpError(
                 f"{name!r} can't be filled from a checkpoint where its {what}: give it Shard or Replicate placements "
                 "on a mesh that this rank is in"

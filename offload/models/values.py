@@ -434,9 +434,6 @@ def _name_of_run(fn: Function, resume: bool | str) -> str:
     return name
 
 
-# One at a time
-
-
 @dataclass
 class _Walk:
     fn: Function

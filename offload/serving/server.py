@@ -33,9 +33,8 @@ _log = logging.getLogger("offload.serving")
 def listening(host: str, port: int) -> socket.socket:
     """A listening socket, at a free port for 0; `ArgumentError` if the address can't be listened at."""
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:  # gaierror is one
         if error.errno == errno.EADDRINUSE:
             raise ArgumentError(f"port {port} of {host} is in use: choose another one with --port") from error
