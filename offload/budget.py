@@ -160,7 +160,7 @@ def evict(*what: object) -> None:
 
 
 def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
-    """Keep a model that drafts for another one in memory, in that one's budget, while both live; or let it stream."""
+    """Keep an assistant in memory, in the budget of its model, while both live; if it does not fit, it streams."""
     pools = {page_state_of(handle).pool or POOL for handle in stored_in(handles_in([model]))}
     if assistant is model or not pools or any(assistant in pool.beside for pool in pools):
         return
@@ -179,7 +179,7 @@ def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
 
 
 def fill_devices(model: nn.Module, context: int | None = None) -> None:
-    """Let as much of a model stay on its accelerators as there is room for, beside `context` tokens of keys."""
+    """Let as much of a model stay on its accelerators as fits beside the keys and values of `context` tokens."""
     for pool in expect_context(model, context):
         with replanning() as leaving:
             leaving.extend(pool.grant())

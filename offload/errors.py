@@ -152,7 +152,7 @@ class JournalError(OffloadError, ValueError):
 
 
 class MapError(OffloadError, RuntimeError):
-    """A function for values, torchao or peft failed on one; or one for batches or rows raised StopIteration."""
+    """The function of `map_values`, torchao or peft failed on a value; or one for batches raised StopIteration."""
 
 
 class CacheError(OffloadError, ValueError):

@@ -55,7 +55,7 @@ def anonymous_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory that this process, or a rank among several of a launcher, can use without swapping, in its cgroup."""
+    """Memory that this process can use without swapping, in its cgroup; of one of several ranks here, its share."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(said), 1) if said.isdecimal() else 1
     free, in_cgroup = _of_system("available", "SC_AVPHYS_PAGES") // ranks, cgroup_available(ranks=ranks)

@@ -147,7 +147,7 @@ def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStora
 
 
 def usable_accelerator() -> torch.device | None:
-    """The kind of accelerator here, without an index, or None: a build for CUDA names its own, driver or not."""
+    """The kind of accelerator here, without an index, or None: torch for CUDA names one without a driver, too."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 

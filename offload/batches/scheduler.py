@@ -67,7 +67,7 @@ class Stopped(BaseException):
 
 
 class Call:
-    """A batch's function call in a thread of its own, which runs when told to; `place` is where it waits, if begun."""
+    """A batch's function call in a thread of its own; `place` is where it waits, None before it starts and after."""
 
     def __init__(self, scheduler: Scheduler, number: int, settings: Settings, thread: Thread) -> None:
         self.scheduler = scheduler
@@ -347,7 +347,7 @@ class Scheduler:
                 raise
 
     def _is_plain(self, module: nn.Module) -> bool:
-        """Whether calls wait for a stage in its forward, which the iterating thread can make: or before hooks."""
+        """Whether calls wait for a stage in its forward, which the iterating thread can make, or before its hooks."""
         inside = {*module.modules()} - {module}
         return "forward" not in vars(module) and not pre_hooks_of(module) and inside.isdisjoint(self._stages)
 
@@ -383,7 +383,7 @@ class Scheduler:
             call.wait_at(place)
 
     def _mine(self) -> Call | None:
-        """The call that runs in this thread; None where it can't wait: in transforms, and levels of the process."""
+        """The call that runs in this thread; None where it can't wait: in a transform, or with dual levels."""
         if transform_on_top() is not None or is_dual_level():
             return None
         call: Call | None = getattr(_CURRENT, "call", None)

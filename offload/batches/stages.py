@@ -26,16 +26,15 @@ def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def stages_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | None) -> list[nn.Module]:
-    """The modules before which batches wait for one another: `blocks`, or each block, and modules before and after."""
+    """The modules before which batches wait: `blocks`, or each block and the modules beside; or `ArgumentError`."""
     models = list(models)
     if blocks is not None:
         return list(dict.fromkeys(_named(models, block) for block in blocks))
     found = (members for model in models for members in blocks_of(model))
-    held = ((members[0], [{**parameters_of(one), **buffers_of(one)} for one in members]) for members in found)
-    stages = [stage for stage, values in held if any(one is not None for own in values for one in own.values())]
-    return [
-        stage for stage in dict.fromkeys(stages) if not isinstance(stage, torch.jit.ScriptModule)
-    ]  # they take no hooks
+    hookable = (members for members in found if not isinstance(members[0], torch.jit.ScriptModule))
+    held = ((members[0], [{**parameters_of(one), **buffers_of(one)} for one in members]) for members in hookable)
+    filled = (stage for stage, values in held if any(one is not None for own in values for one in own.values()))
+    return list(dict.fromkeys(filled))
 
 
 def handles_of(models: Iterable[nn.Module], stages: Sequence[nn.Module]) -> list[list[Handle]]:

@@ -87,7 +87,7 @@ class ThreadState:
 
 
 class Thread(Worker):
-    """A thread that runs tasks, listed before it begins; `is_left` if its task does not end. Memory is reused."""
+    """A thread that runs tasks; `is_left` if one does not end. Listed before it starts: no interrupt can lose it."""
 
     def __init__(self) -> None:
         self.is_left = False
@@ -126,7 +126,7 @@ def is_bare() -> bool:
 
 
 def kernels() -> tuple[int, bool]:
-    """How kernels compute in this thread: on how many threads, and whether with denormal numbers, else taken for 0."""
+    """How kernels compute in this thread: on how many threads, and with denormal numbers, or with 0 for them."""
     return torch.get_num_threads(), _LEAST_NORMAL / 2 > 0
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _how(options: argparse.Namespace, source: Path) -> Kwargs:
-    """How a checkpoint is written anew. Of a GGUF file that is in the dtype to compute in, if none is asked for."""
+    """How a checkpoint is written anew; of a GGUF file in the dtype to compute in, if none is asked for."""
     from offload.checkpoints.checkpoint import open_checkpoint
     from offload.checkpoints.forms.gguf import computing_dtype
 

@@ -209,7 +209,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
 
 def opened(options: argparse.Namespace, most: int, *, is_alone: bool = False) -> tuple[Any, Answering, Prompts]:
-    """The model on disk, what answers with it, by `most` tokens if not told, and what makes prompts of requests."""
+    """The model on disk, what answers with it, and what makes prompts, with `most` tokens if a request does not say."""
     from offload.checkpoints.companions import tokenizer_in
     from offload.generation import PromptCache
     from offload.generation.answering import Answering

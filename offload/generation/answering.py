@@ -73,7 +73,7 @@ class Answering:
     """Answers jobs with a model; called in lockstep with others."""
 
     def __init__(self, model: Any, tokenizer: Any, ends: Collection[int], more: Kwargs, drafts: Kwargs) -> None:
-        """`more` are options of each call, `drafts` of those without seed or log-probabilities: both would change."""
+        """`more` are options of each call, `drafts` of those without seed or log-probabilities, which they change."""
         self._model, self._tokenizer, self._ends = model, tokenizer, ends
         self.more, self._drafts = more, drafts
 

@@ -73,7 +73,7 @@ class Draft:
 
 
 class PassCosts:
-    """What passes take, by tokens: numbers of one binary magnitude are one point, and lines go between points."""
+    """What passes take, by their tokens: one point for each binary magnitude, and lines between the points."""
 
     def __init__(self) -> None:
         self._passes = 0
@@ -102,7 +102,7 @@ class PassCosts:
         return second + (second - first) * (tokens - high) / ((high - low) or 1)
 
     def best(self, sources: Sequence[tuple[Source, int]]) -> Draft:
-        """The draft with the most expected tokens per second, or one to try; sources come with their most tokens."""
+        """The draft with the most expected tokens per second, or one to try; sources come with the most of each."""
         if not self._points:
             return next((Draft(min(FIRST, most), source) for source, most in reversed(sources)), Draft(0))
         drafts = list(self._drafts(sources))
@@ -209,14 +209,14 @@ def draft_summary(model: nn.Module) -> DraftSummary:
 
 
 class Drafts:
-    """Drafts for one call, whose length follows the cost of a pass: transformers' candidate generator interface."""
+    """Drafts for one call, whose length follows the cost of a pass, in transformers' interface."""
 
     requires_model_outputs = False
 
     def __init__(
         self, model: nn.Module, inner: Any = None, *, max_length: int, most: int = MOST, ends: Any = None
     ) -> None:
-        """`inner` drafts with an assistant; up to `most` tokens come from the text, to an `ends`."""
+        """`inner` drafts with an assistant, if any; up to `most` tokens come from the text, none after `ends`."""
         self._known = measured(model)
         self._inner = inner
         self._max_length = max_length

@@ -58,7 +58,7 @@ class Identities:
         self._stored = WeakIdKeyDictionary()
 
     def of(self, model: Any) -> str | None:
-        """The identity of a model, 64 digits; None if some can't be compared. `ArgumentError` without own values."""
+        """A model's identity, 64 digits; None if it can't be compared; `ArgumentError` for distributed or no values."""
         import transformers
 
         unknown = _unknown_in(model)

@@ -33,7 +33,7 @@ _LAYERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def mtp_candidates(model: Pretrained, given: dict[str, Any]) -> Any:
-    """Transformers' generator with drafting layers of the checkpoint; `ArgumentError`, `CheckpointError` without."""
+    """Transformers' generator with the checkpoint's drafting layers; `ArgumentError`, `CheckpointError` for none."""
     from offload.transformers_api import MtpCache, MTPCandidateGenerator
 
     class Candidates(MTPCandidateGenerator):  # type: ignore[misc]

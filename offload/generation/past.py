@@ -122,7 +122,7 @@ def _joined(parts: list[torch.Tensor], new: torch.Tensor | None, device: torch.d
 
 
 def past_of(config: Any, prefix: Prefix, until: int) -> Any:
-    """A `DynamicCache` that begins with a prefix, and tells the states of `until` tokens; or an `ArgumentError`."""
+    """A `DynamicCache` that begins with a prefix, and tells the states of its first `until` tokens; `ArgumentError`."""
     from transformers import DynamicCache
 
     past = DynamicCache(config=config)

@@ -415,7 +415,7 @@ def _refuse_leaf(way: str | Way, tensor: torch.Tensor, *, of_zeros: bool) -> Non
 
 
 def _laid_out(td: Any, folder: Path) -> list[tuple[torch.Tensor, str]]:
-    """Let tensordict write a folder with values of zeros, and see that it opens it whole; each leaf with its file."""
+    """Let tensordict lay out a folder with zeros, and see that it opens whole; returns each leaf with its file."""
     files: list[tuple[torch.Tensor, str]] = []
     try:
         zeros = td.memmap_like(folder)

@@ -90,7 +90,7 @@ def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
 
 
 def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
-    """What a word means; ops on disk run on `default`. Raises `DeviceMapError` for no word, or no device here."""
+    """What a word means; what is on disk runs on `default`. `DeviceMapError` for an unknown word or device."""
     if word == ON_DISK:
         return Place(True, default)
     on_disk = isinstance(word, str) and word.startswith(f"{ON_DISK}:")

@@ -30,7 +30,7 @@ _SHARDING = ("tp_plan", "distributed_config", "device_mesh")  # options with whi
 
 
 class Waiting:
-    """A tensor of a checkpoint, deferred when a loader asks for its `[...]`: of tens of thousands, few are then."""
+    """A tensor of a checkpoint, deferred when a loader asks for its `[...]`: of tens of thousands, one by one."""
 
     __slots__ = ("_keeps_dtype", "_tensor")
 
@@ -83,7 +83,7 @@ _LOADINGS: list[str | None] = []  # in progress: the environment variable before
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Make transformers convert a tensor when it gets to it: nothing is read here, and the queue would be long."""
+    """Make transformers convert each tensor when it gets to it, not all ahead in threads, which are for reading."""
     with _LOCK:
         _LOADINGS.append(os.environ.get(_SERIAL))
         os.environ[_SERIAL] = "1"

@@ -45,7 +45,7 @@ class Run:
 
 
 class Journal:
-    """The runs over a folder's values, and the current one; without a path, of values that don't stay, none."""
+    """The runs over a folder's values, and the current one; without a path, nothing is kept."""
 
     def __init__(self, path: Path | None = None, runs: Iterable[Run] = ()) -> None:
         self.path = path
@@ -126,7 +126,7 @@ class Journal:
     def begin(
         self, name: str, sources: Mapping[str, str | None], marks: Iterable[str], *, goes_on: bool = False
     ) -> None:
-        """Start a run in place of those given up; one of this name `goes_on`. `JournalError` if another is open."""
+        """Start a run in place of abandoned ones; one of this name `goes_on`, others are a `JournalError`."""
         seen = set(marks)
         half = next((run for run in self.runs if not run.finished and run.key in seen), None)
         if half is not None and goes_on and half.name == name:

@@ -442,7 +442,7 @@ def _have_same_bits(source: Checkpoint, name: str, other: str) -> bool:
 
 
 def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:
-    """Slots, with empty ones joined to those that the checkpoint's notes tie them to: empty weights are untied."""
+    """The slots, with empty ones joined to those that the checkpoint ties them to: `init_empty_weights` unties."""
     stored = {name: slot for slot in slots if any(key in source for key in slot.keys) for name in slot.keys}
     left = []
     for slot in slots:
@@ -589,7 +589,7 @@ def connect_devices(
 
 @uncollected()
 def _settle(model: nn.Module, pool: Pool | None) -> None:
-    """Let a model on disk save itself, and announce its values for read-ahead, by block, small and whole ones first."""
+    """Let a model save itself, and announce its values for read-ahead, by block, but those that ops pick from."""
     let_save(model)
     if pool is not None:
         all_of_them = [handle_of(slot.tensor) for slot in tensor_slots(model) if is_offloaded(slot.tensor)]

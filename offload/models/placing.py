@@ -65,7 +65,7 @@ def _runs(numbers: Sequence[int]) -> list[Run]:
 
 
 def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:
-    """A shard on disk as a value of its own, whose first write goes to its rank's folder; None for a private one."""
+    """A shard on disk as a value of its own, whose first write goes to its rank's folder, or to a private one."""
     with no_functions(), no_modes():
         view_spec = view_spec_of(share)
         piece = Piece(handle_of(share), view_spec).alone()

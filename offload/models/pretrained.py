@@ -52,7 +52,7 @@ _FEATURES: list[Callable[[Any], dict[str, Any]]] = []
 
 
 def feature(members: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Register members, by name, that a class of transformers' models from disk gets; none for other classes."""
+    """Register a function that gives the members, by name, that a class of transformers' models gets."""
     _FEATURES.append(members)
     return members
 
@@ -193,7 +193,7 @@ class _SavesFromDisk:
 
 @cache
 def _kind_from_disk(kind: Any) -> Any:
-    """A subclass of a model's class that looks which files live tensors refer to before it saves, with all features."""
+    """A subclass of a model's class that saves itself as `_save` does, with what the features add."""
 
     @wraps(kind.save_pretrained)
     def save_pretrained(self: Any, *args: object, **options: object) -> Any:

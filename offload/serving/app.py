@@ -66,7 +66,7 @@ class App:
         origins: Sequence[str] = (),
         hosts: Sequence[str] = (),
     ) -> None:
-        """Clients have the `key`, if any, call the server by one of `hosts`, and come from `origins`, if browsers."""
+        """Clients have the `key`, if any, and call the server by one of `hosts`; pages of `origins` may ask."""
         self._engine, self._prompts, self._names = engine, prompts, names
         self._key, self._hosts = key, hosts
         self._since = int(time.time())
