@@ -173,9 +173,8 @@ def _stored(prefix: str, weight: torch.Tensor, scheme: Any, work: Path) -> dict[
     from compressed_tensors.quantization.utils import calculate_qparams
 
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    groups = weight.unflatten(
-        1, (-1, scheme.weights.group_size or weight.shape[1])
-    )  # (rows, groups, columns per group)
+    width = scheme.weights.group_size or weight.shape[1]
+    groups = weight.unflatten(1, (-1, width))  # (rows, groups, columns per group)
     scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
     pieces = compressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero}, scheme)
     return {
