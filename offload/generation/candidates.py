@@ -172,9 +172,10 @@ class Measured:
     """What is known of a model: what its passes take, and what drafts for it are worth. Used under its lock."""
 
     costs: PassCosts = field(default_factory=PassCosts)
+    # Sources of drafts from the text, by the least length of the match.
     lookups: dict[int, Source] = field(
         default_factory=lambda: {least: Source(rate) for least, rate in _LOOKED_UP.items()}
-    )  # from the text, by the least length of the match
+    )
     assistants: weakref.WeakKeyDictionary[nn.Module, Source] = field(default_factory=weakref.WeakKeyDictionary)
     summary: DraftSummary = field(default_factory=DraftSummary)
     lock: Any = field(default_factory=fork_safe_lock)

@@ -68,7 +68,7 @@ def multiply_experts(
     if not (have_norm or torch.compiler.is_compiling()):
         up = experts.gate_up_proj if experts.has_gate else experts.up_proj
         if getattr(experts, "_is_expert_parallel", False):
-            top_k_index = top_k_index.clamp(max=len(up))  # other ranks' experts: before 5.18 all have the first number
+            top_k_index = top_k_index.clamp(max=len(up))  # other ranks', which have this number before 5.18
         routed, down, is_turned = (hidden_states, top_k_index, top_k_weights), experts.down_proj, experts.is_transposed
         found = multiplied_by_experts(*routed, up, down, _between(experts), is_turned=is_turned)
         if found is not None:
@@ -79,11 +79,11 @@ def multiply_experts(
 
 
 def _between(experts: Any) -> Between:
-    from offload.transformers_api import SiLUActivation, _default_apply_gate
-
-    act: Any = getattr(experts, "act_fn", None)
     gate = experts._apply_gate if experts.has_gate else experts.act_fn
     if not experts.has_bias:
+        from offload.transformers_api import SiLUActivation, _default_apply_gate
+
+        act: Any = getattr(experts, "act_fn", None)
         is_silu = type(act) in (SiLUActivation, nn.SiLU) and not (pre_hooks_of(act) or hooks_of(act))
         is_silu = is_silu and experts.has_gate and type(experts)._apply_gate is _default_apply_gate
         return Between(experts, lambda products, _: gate(products), is_silu=is_silu)

@@ -90,7 +90,7 @@ class HeldForm:
 
     values: int
     nbytes: int  # what a pass over them reads from disk, as stored
-    times: float = 1.0  # of shards that are cut at each read: their own size
+    times: float = 1.0  # how often that is a shard's own size, if it is cut at each read
 
     def __str__(self) -> str:
         more = f", {self.times:.1f} times this rank's share" if self.times > 1 else ""
@@ -379,7 +379,7 @@ def _fill(
         missing = [slot.keys[0] for slot, key in keyed if key is None]
         report = replace(report_of(fitted.report), missing_keys=missing, overruled_keys=overruled)
     if fitted is None:
-        filled = {key: source[key].layout for slot, key in keyed if key and slot.held.is_floating_point()}
+        filled = {key: source[key].layout for slot, key in keyed if key is not None and slot.held.is_floating_point()}
         stored_as = {key: layout.dtype for key, layout in filled.items() if layout is not None}
         refuse_scaled(source, stored_as, set(report.unexpected_keys))
     if strict and report.differs:
