@@ -93,13 +93,13 @@ def quantize_(
     sharded = next((name for name, tensor in model.named_parameters() if is_dtensor(tensor)), None)
     if sharded is not None:
         raise UnsupportedOpError(
-            f"{sharded!r} is sharded over ranks (a DTensor), and torchao needs the whole weight: quantize in one "
-            "process, or load the ranks from a packed checkpoint (FP8, GPTQ...), which is decoded as it is read"
+            f"{sharded!r} is sharded over ranks (a DTensor), and torchao needs the whole weight: quantize the model "
+            "in one process, or load the ranks from a packed checkpoint (FP8, GPTQ...), decoded as it is read"
         )
     is_theirs = type(config).__name__ == _THEIRS
     if not isinstance(config, AOBaseConfig) and not is_theirs:
         raise ArgumentTypeError(
-            f"config should be one of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not {config!r}"
+            f"give a configuration of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not {config!r}"
         )
     quantizer = _quantizer_for(model, config, filter_fn)
     if is_theirs:

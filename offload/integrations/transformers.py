@@ -335,7 +335,7 @@ def _refuse_to_quantize(option: str) -> NoReturn:
 
 def _empty_model(model_class: Any, config: Config, *, trust_remote_code: bool) -> Pretrained:
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
-        raise ArgumentTypeError(f"model_class should be a model or Auto class of transformers, not {model_class!r}")
+        raise ArgumentTypeError(f"model_class should be a model class of transformers, or an Auto one: {model_class!r}")
     with torch.device("meta"):
         config = copy.deepcopy(config)
         from_config = getattr(model_class, "from_config", None)  # of an Auto class
