@@ -99,8 +99,7 @@ if TYPE_CHECKING or _importing.is_wanted():
     from offload.cache.table import TensorCache
     from offload.cache.topk import topk
     from offload.errors import OffloadError
-    from offload.generation import drafting as _drafting  # noqa: F401  what `generate` can do beyond its own
-    from offload.generation import keeping as _keeping  # noqa: F401
+    from offload.generation import features as _features  # noqa: F401  what `generate` can do beyond its own
     from offload.integrations.peft import merge_lora
     from offload.integrations.torchao import quantize_
     from offload.integrations.transformers import from_pretrained, init_empty_weights

@@ -16,20 +16,11 @@ if TYPE_CHECKING:
 else:
     Module = object
 
-Args: TypeAlias = tuple[Any, ...]
-"""Positional arguments, as `__torch_function__` and `__torch_dispatch__` receive them."""
-
-Kwargs: TypeAlias = dict[str, Any]
-"""Keyword arguments."""
-
-Op: TypeAlias = Callable[..., Any]
-"""What torch is asked to run: an op, or a function of its Python interface."""
-
-Json: TypeAlias = Any
-"""What `json.loads` returns."""
-
-Settings: TypeAlias = Mapping[str, Any]
-"""Settings by name, from a JSON file: how a model is quantized, for example."""
+Args: TypeAlias = tuple[Any, ...]  # positional, as `__torch_function__` and `__torch_dispatch__` receive them
+Kwargs: TypeAlias = dict[str, Any]  # keyword arguments
+Op: TypeAlias = Callable[..., Any]  # what torch is asked to run: an op, or a function of its Python interface
+Json: TypeAlias = Any  # what `json.loads` returns
+Settings: TypeAlias = Mapping[str, Any]  # by name, from a JSON file: how a model is quantized, for example
 
 
 class Digest(Protocol):

@@ -48,7 +48,6 @@ MaxMemory: TypeAlias = "Amount | Mapping[int | str, Amount] | None"
 
 
 def _undone_by(undo: Callable[[], object]) -> AbstractContextManager[object]:
-    """An applied setting: as a context manager, it is undone at the end."""
     stack = ExitStack()
     stack.callback(undo)
     return stack
@@ -161,14 +160,7 @@ def evict(*what: object) -> None:
 
 
 def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
-    """Keep a model that drafts for another one in memory, and count it in the other one's budget, while both live.
-
-    An assistant on disk that does not fit in its own budget streams like other values.
-
-    Args:
-        model: on disk.
-        assistant: on disk, or in memory.
-    """
+    """Keep an assistant in memory, in the budget of its model, while both live; if it does not fit, it streams."""
     pools = {page_state_of(handle).pool or POOL for handle in stored_in(handles_in([model]))}
     if assistant is model or not pools or any(assistant in pool.beside for pool in pools):
         return
@@ -226,7 +218,6 @@ def filled_devices(model: nn.Module, context: int | None = None) -> Iterator[Non
 
 
 def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:
-    """Log how much of so many bytes stays on a device, and how long the others take."""
     if not log.isEnabledFor(logging.INFO):
         return  # the bus is measured for it
     stays = min(nbytes, room)
@@ -240,12 +231,7 @@ def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:
 
 
 def read_by_a_pass(model: nn.Module) -> tuple[int, int]:
-    """What each pass of a model reads from the disk, by the plan of what stays in memory.
-
-    Returns:
-        Bytes of values that every pass needs and that do not stay; and bytes of those of which it picks some, such as
-        experts.
-    """
+    """Bytes that each pass reads of values that don't stay; and of those of which it picks some, such as experts."""
     streams, picked = 0, 0
     with replanning() as leaving:
         for handle in stored_in(handles_in([model])):
@@ -253,15 +239,11 @@ def read_by_a_pass(model: nn.Module) -> tuple[int, int]:
             pool, whole = state.pool or POOL, state.ranges.get(handle.extent)
             leaving.extend(pool.reconsider())
             if whole is None or whole.is_picked:
-                picked += handle.extent[1] if _is_picked(handle) else 0
+                picks = handle.access is Access.PICKED or len(handle.layout.shape) > _OF_TABLES  # not rows of a table
+                picked += handle.extent[1] if picks else 0
             elif not whole.kept:
                 streams += whole.nbytes
     return streams, picked
-
-
-def _is_picked(handle: Handle) -> bool:
-    """Whether ops read some of many matrices, not rows of a table."""
-    return handle.access is Access.PICKED or len(handle.layout.shape) > _OF_TABLES
 
 
 @dataclass(frozen=True)
@@ -340,12 +322,7 @@ def memory_summary() -> MemorySummary:
 
 
 def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | None:
-    """A separate budget for the values of one model; None if neither argument is given.
-
-    Args:
-        max_memory: as `set_max_memory`.
-        read_ahead: as `set_read_ahead`; None for the default.
-    """
+    """A separate budget for the values of one model; None if neither argument is given."""
     if max_memory is None and read_ahead is None:
         return None
     pool = Pool(window=None if read_ahead is None else _window_of(read_ahead))
@@ -354,7 +331,6 @@ def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | 
 
 
 def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, OnDevice]]:
-    """The budget in main memory, in bytes, and those on accelerators."""
     shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
     amounts = {_accelerator(device): amount for device, amount in shares.items() if device != "cpu"}
     free = {device: free_on(device) for device in amounts}
@@ -366,7 +342,6 @@ def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, OnDev
 
 
 def _accelerator(device: int | str) -> torch.device:
-    """The device named by a key of `max_memory`."""
     try:
         named = torch.device(device)
         found = torch.device(named.type, named.index or 0)
@@ -378,7 +353,6 @@ def _accelerator(device: int | str) -> torch.device:
 
 
 def _window_of(window: Amount | bool) -> int | None:
-    """The window in bytes; None for the automatic one."""
     if isinstance(window, bool):
         return None if window else 0
     return as_budget(window, available_bytes())
@@ -398,16 +372,11 @@ def _values_in(what: Iterable[object]) -> list[Value]:
 
 
 def _bytes_in(values: Iterable[Value]) -> int:
-    """Size in the files; overlapping bytes count once."""
     return sum(extent.nbytes for extent in joined(values))
 
 
 def handles_in(what: Iterable[object]) -> set[Handle]:
-    """The handles of the tensors on disk among tensors and modules, in lists and dictionaries.
-
-    Raises:
-        TypeError: there is something else.
-    """
+    """The handles of the tensors on disk among tensors and modules, in lists and dicts; `TypeError` for others."""
     parts: list[Any] = []
     for leaf in tree_leaves(what):
         if not isinstance(leaf, nn.Module | torch.Tensor | None):

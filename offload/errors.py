@@ -9,43 +9,6 @@ Always true:
 
 from __future__ import annotations
 
-__all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "BudgetError",
-    "CacheError",
-    "ChangedFileError",
-    "CheckpointError",
-    "ColumnError",
-    "CorruptFileError",
-    "DeviceError",
-    "DeviceMapError",
-    "DtypeMismatchError",
-    "ExportError",
-    "FileError",
-    "ForeignFileError",
-    "JournalError",
-    "MapError",
-    "MetaTensorError",
-    "MissingFileError",
-    "MissingKeyError",
-    "MissingRowsError",
-    "NameInUseError",
-    "OffloadError",
-    "ReadError",
-    "RowIndexError",
-    "SavedTensorError",
-    "ShapeMismatchError",
-    "StaleViewError",
-    "UnknownSubclassError",
-    "UnknownTypeError",
-    "UnsupportedOpError",
-    "UnsupportedTorchError",
-    "UnsupportedTransformersError",
-    "WriteError",
-]
-
-
 # Control characters, marks of direction, separators of lines, and halves of characters, as Python writes them.
 _SHOWN = {
     code: repr(chr(code))[1:-1]
@@ -189,10 +152,7 @@ class JournalError(OffloadError, ValueError):
 
 
 class MapError(OffloadError, RuntimeError):
-    """The function that changes values failed on one of them: that of `map_values`, torchao or peft.
-
-    Or a function for batches or rows raised StopIteration.
-    """
+    """The function of `map_values`, torchao or peft failed on a value; or one for batches raised StopIteration."""
 
 
 class CacheError(OffloadError, ValueError):
@@ -209,3 +169,6 @@ class RowIndexError(OffloadError, IndexError):
 
 class MissingRowsError(OffloadError, LookupError):
     """Rows of a cache that are not filled."""
+
+
+__all__ = [*sorted(name for name, kind in globals().items() if isinstance(kind, type))]

@@ -3,6 +3,8 @@
 Always true:
 - nothing is cached except the amount freed: each call measures again
 - a limit that cannot be read is no limit
+
+Source of cgroups: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
 """
 
 from __future__ import annotations
@@ -41,45 +43,26 @@ _UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with the largest number of who
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process not backed by files: what it has allocated, without what it has mapped.
+    """Memory of this process not backed by files; without `/proc`, the most resident memory that it has had.
 
-    Without `/proc`, the most resident memory that it has had.
-    """
-    resident, shared = _resident()
-    return resident - shared
-
-
-def mapped_bytes() -> int:
-    """Memory of this process in mapped files, and shared with others. 0 if the system does not tell."""
-    return _resident()[1]
-
-
-def _resident() -> tuple[int, int]:
-    """All resident memory of this process, and what of it is of files or shared. Source: proc_pid_statm(5).
-
-    Not from psutil, which looks for the process by its number: in some sandboxes `/proc` has another one there.
+    Source: proc_pid_statm(5). psutil looks for the process by its number: some sandboxes have another one in `/proc`.
     """
     try:
         _, resident, shared, *_ = map(int, _SIZES.read_text(encoding="ascii").split())
     except (OSError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
-    page = resource.getpagesize()
-    return resident * page, shared * page
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (resident - shared) * resource.getpagesize()
 
 
 def available_bytes() -> int:
-    """Memory that this process can still use without swapping, within its cgroup's limit.
-
-    If a launcher says that it is one of several ranks on this host (`LOCAL_WORLD_SIZE`), its share; of a cgroup of its
-    own, all.
-    """
-    ranks = _local_ranks()
+    """Memory that this process can use without swapping, in its cgroup; of one of several ranks here, its share."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(int(said), 1) if said.isdecimal() else 1
     free, in_cgroup = _of_system("available", "SC_AVPHYS_PAGES") // ranks, cgroup_available(ranks=ranks)
     return free if in_cgroup is None else min(free, in_cgroup)
 
 
 def total_bytes() -> int:
-    """Memory of this machine."""
     return _of_system("total", "SC_PHYS_PAGES")
 
 
@@ -91,41 +74,15 @@ def _of_system(field: str, pages: str) -> int:
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _local_ranks() -> int:
-    """The number of ranks on this host, according to torchrun."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(ranks), 1) if ranks.isdecimal() else 1
-
-
 def as_bytes(amount: int | float | str, whole: int) -> int:
-    """A number of bytes in human notation.
-
-    Args:
-        amount: a whole number; text such as "8GiB", "500MB" or "4096"; or a fraction of `whole`: 0.5.
-
-    Raises:
-        ArgumentError: it is none of these, or negative; or 1.0, which could mean one byte or everything.
-
-    Example:
-        >>> as_bytes("1.5KiB", 0), as_bytes(0.5, 1000), as_bytes(12, 0)
-        (1536, 500, 12)
-    """
+    """A number of bytes: an int, "8GiB", "500MB" or "4096", or a fraction of `whole`; else an `ArgumentError`."""
     if isinstance(amount, float) and amount == 1:
         raise ArgumentError("1.0 may mean all of the memory, or one byte: give 1 for a byte, or a fraction below 1")
     return _in_bytes(amount, whole)
 
 
 def as_budget(amount: int | float | str, whole: int) -> int:
-    """Like `as_bytes`, for a budget: 1.0 means all of `whole`, and a few bytes are an error unless
-    given as a fraction.
-
-    Raises:
-        ArgumentError: it is not an amount; or it is less than 1 MiB, not 0, and not a fraction.
-
-    Example:
-        >>> as_budget("8GiB", 0), as_budget(1.0, 1000), as_budget(0, 0)
-        (8589934592, 1000, 0)
-    """
+    """Like `as_bytes`, for a budget: 1.0 means all, and less than 1 MiB is an error unless 0 or a fraction."""
     nbytes = _in_bytes(amount, whole)
     if 0 < nbytes < _LEAST_BUDGET and not isinstance(amount, float):
         number, unit = _AMOUNT.fullmatch(str(amount)).groups()  # type: ignore[union-attr]
@@ -151,16 +108,7 @@ def _in_bytes(amount: Any, whole: int) -> int:
 
 
 def cgroup_available(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: int = 1) -> int | None:
-    """What the tightest memory limit among this process's cgroups still allows; None without a limit.
-
-    The page cache counts as available: the kernel drops it first.
-
-    Args:
-        own, mounted: where the system describes cgroups.
-        ranks: how many processes share each cgroup that is not this one's alone.
-
-    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
-    """
+    """What the tightest limit of this process's cgroups still allows, with the page cache; None without one."""
     every = [
         available if ranks == 1 or _is_alone_in(folder) else available // ranks
         for folder in _memory_cgroups(own, mounted)
@@ -201,9 +149,8 @@ def _is_alone_in(folder: Path) -> bool:
         return False
     others = found - {os.getpid()}
     try:
-        return others < found and (
-            not others or others <= {one.pid for one in psutil.Process().children(recursive=True)}
-        )
+        ours = {one.pid for one in psutil.Process().children(recursive=True)} if others else set()
+        return others < found and others <= ours
     except _UNREADABLE:
         return False
 

@@ -138,8 +138,6 @@ def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:
             yield from blocks_of(child)
 
 
-# Storages
-
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # unique, even for a storage without memory
 
 
@@ -148,14 +146,8 @@ def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStora
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-# Accelerators
-
-
 def usable_accelerator() -> torch.device | None:
-    """The kind of accelerator that this process can use, without an index; None if there is none.
-
-    A build of torch for CUDA names its kind on every machine, and raises where there is no driver: ask here instead.
-    """
+    """The kind of accelerator here, without an index, or None: torch for CUDA names one without a driver, too."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
@@ -284,11 +276,7 @@ def dtensor_class() -> Any:
 
 
 def dtensor_like(outer: Any, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor with the mesh, placements and shape of another one, and the dtype of its own local tensor.
-
-    Raises:
-        UnsupportedTorchError: torch creates them differently now.
-    """
+    """A DTensor like another one, with the dtype of its own local tensor; `UnsupportedTorchError` if torch changed."""
     try:
         spec, kind = outer._spec, type(outer)
         meta = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
@@ -299,11 +287,7 @@ def dtensor_like(outer: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def offsets_of_shard(placement: Any, size: int, chunks: int, chunk: int) -> Sequence[int]:
-    """The rows in one of the chunks that a placement makes; a range if they are consecutive.
-
-    Raises:
-        UnsupportedTorchError: torch computes them differently now.
-    """
+    """The rows in one of the chunks that a placement makes; a range if they are consecutive."""
     if placement.is_shard() and type(placement).__name__ == "Shard":
         rows, first = placement.local_shard_size_and_offset(size, chunks, chunk)
         return range(min(first, size), min(first, size) + rows)
@@ -344,11 +328,7 @@ for _module, _find, _name in _FUNCTIONS:
 
 
 def is_swapped_in(frame: FrameType, tensor: object) -> bool:
-    """Whether this is a frame of a function of torch's that swaps, or sets, this tensor.
-
-    Raises:
-        UnsupportedTorchError: the frame is in a module in which one of these functions has changed.
-    """
+    """Whether this is a frame of a function of torch's that swaps, or sets, this tensor; or of one that has changed."""
     name = _SWAPPING.get(frame.f_code)
     if name is not None:
         return frame.f_locals[name] is tensor
@@ -363,9 +343,6 @@ def lists_storages(frame: FrameType) -> bool:
 
 
 def memo_of_stager(frame: FrameType) -> dict[int, Any] | None:
-    """What torch's stager for `async_save` has copied, by `id`, if this is one of its frames.
-
-    It copies storages, identified by their `id` without holding them, and then deep-copies attributes.
-    """
+    """What torch's stager for `async_save` has copied, by `id` of storages, if this is one of its frames."""
     is_stager = frame.f_globals.get("__name__") == "torch.distributed.checkpoint._state_dict_stager"
     return frame.f_locals.get("memo") if is_stager else None

@@ -75,11 +75,7 @@ def _unsupported(name: str, why: object) -> UnsupportedTransformersError:
 
 
 def __getattr__(name: str) -> Any:
-    """A name from inside transformers.
-
-    Raises:
-        UnsupportedTransformersError: it is gone.
-    """
+    """A name from inside transformers; `UnsupportedTransformersError` if it is gone."""
     if name not in MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -90,10 +86,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def check_attributes() -> None:
-    """
-    Raises:
-        UnsupportedTransformersError: a class lacks a private attribute that is used.
-    """
+    """Raises `UnsupportedTransformersError` if a class lacks a private attribute that is used."""
     import transformers
 
     for kind, names in ATTRIBUTES.items():
@@ -105,11 +98,7 @@ def check_attributes() -> None:
 
 
 def cache_name(takes: Callable[..., object]) -> str | None:
-    """What a function calls the keys and values of earlier tokens: "cache" or "past_key_values"; None if it has none.
-
-    Args:
-        takes: a model's `forward`, or a method of `generate`'s.
-    """
+    """What a `forward`, or a method of `generate`'s, calls the keys and values of earlier tokens, if anything."""
     return given_cache(inspect.signature(takes).parameters)
 
 
@@ -126,11 +115,7 @@ def cache_option() -> str:
 
 
 def cache_of(output: Any) -> Any:
-    """The keys and values in a model's output.
-
-    Raises:
-        KeyError: there are none.
-    """
+    """The keys and values in a model's output; `KeyError` if there are none."""
     return output[given_cache(output.keys())]
 
 

@@ -25,11 +25,11 @@ def trees() -> Trees:
 # Private names of others but transformers, whose are listed in `transformers_api`: module, name, and whose it is.
 OF_OTHERS = {
     ("offload.cache.incoming", "_fields"): "a named tuple's",
-    ("offload.generation.limited", "_exit"): "a forked child's",
+    ("offload.generation.chat", "_exit"): "a forked child's",
     ("offload.cli.main", "_SubParsersAction"): "argparse's",
     ("offload.cli.main", "_actions"): "argparse's",
-    ("offload.integrations.tensordict.reading", "_on_cpu"): "an offloaded tensor's: its value past every mode",
-    ("offload.integrations.tensordict.reading", "_tensordict"): "a tensorclass's",
+    ("offload.integrations.tensordict", "_on_cpu"): "an offloaded tensor's: its value past every mode",
+    ("offload.integrations.tensordict", "_tensordict"): "a tensorclass's",
     ("offload.system.locks", "_at_fork_reinit"): "a lock's, for a child",
     ("offload.system.locks", "_is_owned"): "a lock's, for an interrupt",
     ("offload.storage.pickled", "_Unpickler"): "pickle's in Python, which is given another find_class",

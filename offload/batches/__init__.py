@@ -14,5 +14,4 @@ Always true:
 | `gathering` | experts of several batches as one act |
 | `stages` | the parts of a model that batches pass together |
 | `states` | thread and process state, carried between threads |
-| `waiting` | the tensors of a waiting batch, and how much memory they take |
 """

@@ -26,11 +26,7 @@ from offload.torch_api import is_compiled, not_compiled, usable_accelerator
 
 
 class DelegatedCall:
-    """A call that one thread may make for another.
-
-    Attributes:
-        is_done: whether it was made.
-    """
+    """A call that one thread may make for another; `is_done` if it was made."""
 
     def __init__(self, fn: Callable[[], object]) -> None:
         self._fn, self._kernels, self._state = fn, kernels(), ThreadState()
@@ -69,10 +65,7 @@ class Forward:
     """A module's forward. In a copy of the module, or an unpickled one, it is the plain one."""
 
     def __init__(self, module: nn.Module, delegate: Callable[..., DelegatedCall | None]) -> None:
-        """`delegate` takes the call, or None if it is to be compiled, and its arguments.
-
-        It returns the delegated call if it has made the call.
-        """
+        """`delegate` is given the call, None if it is to be compiled, and its arguments; returns it if it was made."""
         self._module, self._plain, self._delegate = module, module.forward, delegate
         if imported("torch._dynamo", "disable"):
             self._delegate = not_compiled(delegate)
@@ -85,10 +78,6 @@ class Forward:
         forward = partial(self._plain, *args, **kwargs)
         delegated = self._delegate(None if is_compiled() else forward, (args, kwargs))
         return forward() if delegated is None else delegated.result()
-
-    def put_on(self) -> None:
-        """Give it to the module, instead of its class's."""
-        vars(self._module)["forward"] = self
 
     def take_off(self) -> None:
         """Leave the module its class's, unless somebody has given it another."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -27,17 +28,11 @@ class Gathering:
     """The acts that wait for others at a stage."""
 
     def __init__(self, compute_next: Callable[[], bool], are_others_due: Callable[[], bool]) -> None:
-        """Acts at a stage.
-
-        Args:
-            compute_next: computes the stage for the next batch; False if there is none.
-            are_others_due: whether the stage is still to be computed for other batches.
-        """
+        """`compute_next` computes the stage for the next batch, False if there is none."""
         self._compute_next, self._are_others_due = compute_next, are_others_due
         self._waiting: list[_Waiting] = []
 
     def __call__(self, act: Act) -> torch.Tensor | None:
-        """The result of an act, computed with those of other batches."""
         mine = _Waiting((act.key, computing()), act)
         self._waiting.append(mine)
         try:
@@ -50,7 +45,6 @@ class Gathering:
         return mine.found if mine.is_done else act.result()
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether an act as large as this one can wait, too."""
         sizes = [one.act.nbytes for one in self._waiting]
         return len(sizes) < _MOST and sum(sizes) + nbytes <= _BYTES
 
@@ -68,10 +62,11 @@ class Gathering:
             one.found, one.is_done = result, True
 
 
+@dataclass(eq=False)
 class _Waiting:
     """An act that waits for its result."""
 
-    def __init__(self, key: object, act: Act) -> None:
-        self.key, self.act = key, act
-        self.found: torch.Tensor | None = None
-        self.is_done = False
+    key: object
+    act: Act
+    found: torch.Tensor | None = None
+    is_done: bool = False

@@ -107,8 +107,6 @@ def map_batches(
 
 
 class _Mapping:
-    """One call of `map_batches`."""
-
     def __init__(
         self, fn: Callable[[Any], object], batches: Iterator[object], scheduler: Scheduler, most: int | None
     ) -> None:
@@ -118,7 +116,8 @@ class _Mapping:
         self._limit = most or 1  # batches in flight
         self._capacity = None if most else int(available_bytes() * _SHARE)  # for what waits
         self._largest = 0  # largest waiting batch so far, in bytes
-        self._graphs = _Growth() if torch.is_grad_enabled() else None
+        self._before = anonymous_bytes() if torch.is_grad_enabled() else None  # graphs: until one batch is measured
+        self._grown = 0  # the most by which memory has grown since
         self._state, self._settings, self._seeds = ThreadState(), Settings.now(), Seeds()
         self._has_drawn = False
         self._begun = 0
@@ -126,12 +125,12 @@ class _Mapping:
         self._failure: tuple[int, BaseException] | None = None  # the first failure, with its batch number
 
     def results(self, bar: Bar, *, ordered: bool) -> Iterator[Any]:
-        """Start and run batches, and yield results, until nothing is left."""
         try:
             with bar, self._scheduler.hooked():
                 given = 0
                 while self._batches is not None or self._scheduler.count:
-                    if self._may_begin():
+                    is_behind = len(self._ended) >= _BACKLOG * self._limit  # results wait for one in progress
+                    if self._batches is not None and self._scheduler.count < (1 if is_behind else self._limit):
                         self._begin()
                     else:
                         self._look_at(self._scheduler.go_on())
@@ -150,14 +149,7 @@ class _Mapping:
             if self._has_drawn:
                 self._seeds.move_on()
 
-    def _may_begin(self) -> bool:
-        """Whether another batch should be started."""
-        is_behind = len(self._ended) >= _BACKLOG * self._limit  # results wait for one that is in progress
-        most = 1 if is_behind else self._limit
-        return self._batches is not None and self._scheduler.count < most
-
     def _begin(self) -> None:
-        """Take a batch, and run it up to its first stage."""
         assert self._batches is not None
         try:
             batch = next(self._batches)
@@ -174,7 +166,6 @@ class _Mapping:
         self._look_at(call)
 
     def _look_at(self, call: Call) -> None:
-        """Handle a call that has run and now waits, or has ended."""
         if self._capacity is not None:
             self._measure(call, self._capacity)
         if not call.has_ended:
@@ -197,16 +188,13 @@ class _Mapping:
         self._ended = {one: call for one, call in self._ended.items() if one < number}
 
     def _measure(self, call: Call, capacity: int) -> None:
-        """Compute how many batches fit, if each takes as much as this one.
-
-        With gradients a batch's graph grows at each stage: the first one runs to its end alone.
-        """
+        """Compute how many batches fit, if each takes as much as this one; with gradients, once its graph is whole."""
         size = _HELD * call.waiting_bytes
-        if self._graphs is not None:
-            size = self._graphs.seen()
+        if self._before is not None:
+            size = self._grown = max(self._grown, anonymous_bytes() - self._before)
             if not call.has_ended:
                 return
-            self._graphs = None
+            self._before = None
         if size < self._largest:
             return
         self._limit = max(1, min(_MOST, capacity // (size + _A_THREAD)))
@@ -214,15 +202,3 @@ class _Mapping:
             _log.info("%d batches in flight: one takes %d bytes while it waits", self._limit, size)
             self._scheduler.restart()
         self._largest = max(size, 1)
-
-
-class _Growth:
-    """How much the process's memory has grown since this object was created."""
-
-    def __init__(self) -> None:
-        self._before, self._most = anonymous_bytes(), 0
-
-    def seen(self) -> int:
-        """The largest growth seen so far."""
-        self._most = max(self._most, anonymous_bytes() - self._before)
-        return self._most

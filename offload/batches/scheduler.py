@@ -11,6 +11,7 @@ Always true:
 - at each stage calls run in the order of their numbers: sums over batches are the same as with one batch at a time
 - a block whose experts are computed for several calls ends for the last one first, unless it has hooks inside, which
   would see that
+- memory that several tensors of a waiting call share counts once
 - a call that is stopped leaves its function at the next stage, with an exception that `except Exception` lets pass;
   a function that catches it nevertheless and goes on is not waited for, beyond a while
 - threads are listed before they begin, calls before their threads run them, and hooks before they are put on: an
@@ -22,31 +23,42 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from queue import SimpleQueue
 
+import torch
 from torch import nn
 
 from offload.annotations import Args, Kwargs
 from offload.batches.delegated_call import DelegatedCall, Forward
 from offload.batches.gathering import Gathering
 from offload.batches.states import Settings, Thread, ThreadState
-from offload.batches.waiting import tensors_in, waiting_bytes
 from offload.importing import imported
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.lease import Lease
 from offload.prefetch.scratch import release_scratch
 from offload.storage.handle import Handle
+from offload.system.modes import no_functions, no_modes
 from offload.tensor.experts import gathered_by
-from offload.torch_api import hooks_of, is_dual_level, not_compiled, pre_hooks_of, remove_hook, transform_on_top
+from offload.torch_api import (
+    hooks_of,
+    is_dual_level,
+    not_compiled,
+    pre_hooks_of,
+    remove_hook,
+    storage_id,
+    transform_on_top,
+)
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
 _PATIENCE = 10.0  # seconds that a function has to end after it was told to
 _LOOK = 0.1  # seconds between looks, as an interrupt just before a wait would not end it
+_DEPTH = 4  # nesting depth of objects that are searched for tensors
+_DEPTH_OF_CACHES = 6  # including the layers of KV caches
 _log = logging.getLogger("offload.batches")
 
 
@@ -55,24 +67,9 @@ class Stopped(BaseException):
 
 
 class Call:
-    """The function call for one batch, in a thread of its own, which runs when told to.
+    """A batch's function call in a thread of its own; `place` is where it waits, None before it starts and after."""
 
-    Attributes:
-        number: of the batch.
-        place: where it waits; None before it has started, and after it has ended.
-        has_ended: whether there is a result or an error.
-        is_computing: whether the iterating thread is inside of its stage.
-        thread: its thread.
-        waiting_bytes: memory of its tensors while it waits.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        number: int,
-        settings: Settings,
-        thread: Thread,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, number: int, settings: Settings, thread: Thread) -> None:
         self.scheduler = scheduler
         self.thread = thread
         self.number = number
@@ -123,7 +120,6 @@ class Call:
 
     @contextmanager
     def _own_settings(self) -> Iterator[None]:
-        """In this context the process has the settings of this call."""
         callers = Settings.now()
         try:
             self._settings.apply()
@@ -170,13 +166,7 @@ class Call:
     # In the call's thread
 
     def wait_at(self, place: int, given: Args = (), delegated: DelegatedCall | None = None) -> None:
-        """Wait for its turn at a place.
-
-        Args:
-            place: where.
-            given: what the module there is called with.
-            delegated: to be run first, when it is the turn.
-        """
+        """Wait for its turn at a place, whose module is called with `given`; then `delegated` is run first."""
         self._refuse_stopped()
         self.waiting_bytes = waiting_bytes(tensors_in(given, caches=True))
         self.place = place
@@ -187,7 +177,6 @@ class Call:
         self._refuse_stopped()
 
     def delegate(self, delegated: DelegatedCall) -> None:
-        """Have the iterating thread make a call."""
         self._refuse_stopped()
         self._wait(delegated, is_turn=True)
         self._refuse_stopped()
@@ -221,13 +210,7 @@ class Call:
 
 
 class Scheduler:
-    """Calls on their way through the stages of models.
-
-    Attributes:
-        lease: holds the values on disk that calls at the current stage use.
-        gathering: where calls wait for others that compute the same experts.
-        sweeps: how often it has come back to the first stage.
-    """
+    """Calls on their way through the stages of models; `sweeps` counts how often it came back to the first stage."""
 
     def __init__(self, stages: Sequence[nn.Module], blocks: Sequence[Sequence[Handle]]) -> None:
         """`blocks` are the values that each stage is expected to use."""
@@ -244,7 +227,6 @@ class Scheduler:
 
     @property
     def count(self) -> int:
-        """The number of calls in progress."""
         return len(self._calls)
 
     def begin(
@@ -259,7 +241,6 @@ class Scheduler:
         return call
 
     def go_on(self) -> Call:
-        """Run the next call; returns it."""
         first = min(self._calls, key=self._distance)
         assert first.place is not None
         if first.place != self._at:
@@ -270,12 +251,10 @@ class Scheduler:
         return first
 
     def _compute_next(self) -> bool:
-        """Compute the current stage for the next call, while others in it wait; False if none can be computed.
-
-        Where something would see the order of the calls, none is.
-        """
+        """Compute the stage for the next call, while others in it wait; False if none can be, or hooks would see it."""
         waiting = [call for call in self._calls if call.place == self._at and call.is_ready]
-        if not waiting or _has_hooks(self._stages[self._at]):
+        stage = self._stages[self._at]
+        if not waiting or any(hooks_of(part) or pre_hooks_of(part) for part in stage.modules() if part is not stage):
             return False
         min(waiting, key=attrgetter("number")).compute()
         return True
@@ -309,7 +288,12 @@ class Scheduler:
         if call.has_ended:
             self._calls.remove(call)
             self._idle.append(call.thread)
-        self._give_back()
+        grown = anonymous_bytes() - self._least
+        if grown > _MUCH:  # glibc keeps freed memory per thread, while other threads allocate more
+            return_freed()
+            self._least = anonymous_bytes()
+        else:
+            self._least += min(grown, 0)
 
     def _thread(self) -> Thread:
         while self._idle:
@@ -323,21 +307,11 @@ class Scheduler:
         return thread
 
     def _end_threads(self) -> None:
-        """End all threads, and wait for them."""
         for thread in self._threads:
             thread.end()
         for thread in self._threads:
             if not thread.is_left:
                 thread.join()
-
-    def _give_back(self) -> None:
-        """Return freed memory: glibc keeps it per thread, while other threads allocate more."""
-        grown = anonymous_bytes() - self._least
-        if grown > _MUCH:
-            return_freed()
-            self._least = anonymous_bytes()
-        else:
-            self._least += min(grown, 0)
 
     # In the threads of calls
 
@@ -345,7 +319,9 @@ class Scheduler:
     def hooked(self) -> Iterator[None]:
         """In this context, calls wait before each stage."""
         self.lease = lease()
-        kind = _uncompiled_hook() if imported("torch._dynamo", "disable") else _Hook
+        kind: type[_Hook] = _Hook
+        if imported("torch._dynamo", "disable"):
+            kind = type("_UncompiledHook", (_Hook,), {"__call__": not_compiled(_Hook.__call__)})
         undo: list[Callable[[], object]] = [release_scratch, self.lease.end]
         try:
             self.lease.expect(self._blocks)
@@ -353,7 +329,7 @@ class Scheduler:
                 if self._is_plain(module):
                     forward = Forward(module, partial(self._delegate, stage))
                     undo.append(forward.take_off)
-                    forward.put_on()
+                    vars(module)["forward"] = forward
                 else:
                     before = kind(partial(self._arrive, stage))
                     undo.append(partial(remove_hook, module, before))
@@ -371,11 +347,7 @@ class Scheduler:
                 raise
 
     def _is_plain(self, module: nn.Module) -> bool:
-        """Whether a stage has its class's forward, no hook before it, and no other stage inside.
-
-        Calls wait for it in its forward, since then the iterating thread can make that as soon as it is their turn.
-        For another stage they wait before its hooks.
-        """
+        """Whether calls wait for a stage in its forward, which the iterating thread can make, or before its hooks."""
         inside = {*module.modules()} - {module}
         return "forward" not in vars(module) and not pre_hooks_of(module) and inside.isdisjoint(self._stages)
 
@@ -389,7 +361,6 @@ class Scheduler:
         return delegated if delegated is not None and delegated.is_done else None
 
     def _enter(self, stage: int, given: Args, delegated: DelegatedCall | None = None) -> None:
-        """Wait for the turn at a stage that is called with `given`."""
         call = self._mine()
         if call is None:
             return
@@ -412,11 +383,7 @@ class Scheduler:
             call.wait_at(place)
 
     def _mine(self) -> Call | None:
-        """The call of this scheduler that runs in this thread; None where it can't wait.
-
-        The levels of forward-mode differentiation are those of the process, and tensors inside a transform have no
-        memory of their own.
-        """
+        """The call that runs in this thread; None where it can't wait: in a transform, or with dual levels."""
         if transform_on_top() is not None or is_dual_level():
             return None
         call: Call | None = getattr(_CURRENT, "call", None)
@@ -437,20 +404,38 @@ class _Hook:
         return _Hook, ()
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody sees in which order batches go through a module, or a part of it."""
-    return any(hooks_of(part) or pre_hooks_of(part) for part in module.modules() if part is not module)
-
-
-def _uncompiled_hook() -> type[_Hook]:
-    return type("_UncompiledHook", (_Hook,), {"__call__": not_compiled(_Hook.__call__)})
-
-
 def _carry_out(undo: list[Callable[[], object]]) -> None:
     """Carry out these acts from the last to the first, and forget each that is done."""
     while undo:
         undo[-1]()
         undo.pop()
+
+
+def tensors_in(given: object, *, caches: bool = False) -> list[torch.Tensor]:
+    """The plain tensors in arguments or results: in lists, dictionaries, objects, and layers of `caches`."""
+    return list(_tensors(given, _DEPTH_OF_CACHES if caches else _DEPTH))
+
+
+def _tensors(given: object, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        if type(given) is torch.Tensor and given.device.type != "meta" and given.layout == torch.strided:
+            yield given
+    elif depth and not isinstance(given, str | bytes | int | float | torch.nn.Module | None):
+        if isinstance(given, dict):
+            parts: Iterable[object] = given.values()
+        elif isinstance(given, list | tuple | set):
+            parts = given
+        else:
+            parts = getattr(given, "__dict__", {}).values()
+        for part in list(parts):
+            yield from _tensors(part, depth - 1)
+
+
+def waiting_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """How much main memory tensors take, counting shared memory once."""
+    with no_functions(), no_modes():
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _forget() -> None:

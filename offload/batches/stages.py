@@ -22,26 +22,19 @@ from offload.torch_api import blocks_of, buffers_of, parameters_of
 
 
 def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The models, as a list."""
     return [model] if isinstance(model, nn.Module) else list(model)
 
 
 def stages_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | None) -> list[nn.Module]:
-    """The modules before which batches wait for one another, in the order of the models.
-
-    Args:
-        models: the models that are called.
-        blocks: these modules or their names; None for each repeated block, and each module before and after them.
-
-    Raises:
-        ValueError: a block is not part of the models.
-    """
+    """The modules before which batches wait: `blocks`, or each block and the modules beside; or `ArgumentError`."""
     models = list(models)
     if blocks is not None:
         return list(dict.fromkeys(_named(models, block) for block in blocks))
     found = (members for model in models for members in blocks_of(model))
-    stages = dict.fromkeys(members[0] for members in found if any(map(_has_values, members)))
-    return [stage for stage in stages if not isinstance(stage, torch.jit.ScriptModule)]  # they take no hooks
+    hookable = (members for members in found if not isinstance(members[0], torch.jit.ScriptModule))
+    held = ((members[0], [{**parameters_of(one), **buffers_of(one)} for one in members]) for members in hookable)
+    filled = (stage for stage, values in held if any(one is not None for own in values for one in own.values()))
+    return list(dict.fromkeys(filled))
 
 
 def handles_of(models: Iterable[nn.Module], stages: Sequence[nn.Module]) -> list[list[Handle]]:
@@ -55,10 +48,6 @@ def handles_of(models: Iterable[nn.Module], stages: Sequence[nn.Module]) -> list
             stored = (member for member in map(local_of, members) if is_offloaded(member))
             current.update(dict.fromkeys(stored_in(map(handle_of, stored))))
     return [list(current) for current in found.values()]
-
-
-def _has_values(module: nn.Module) -> bool:
-    return any(one is not None for one in (*parameters_of(module).values(), *buffers_of(module).values()))
 
 
 def _named(models: Sequence[nn.Module], block: object) -> nn.Module:

@@ -41,23 +41,19 @@ class ThreadState:
     """The per-thread state of torch and Python at the time of creation."""
 
     def __init__(self) -> None:
-        """Capture it.
-
-        Raises:
-            UnsupportedOpError: inside a torch.func transform, which is bound to one thread.
-        """
+        """Raises `UnsupportedOpError` inside a torch.func transform, which is bound to one thread."""
         if transform_on_top() is not None:
-            raise UnsupportedOpError(
-                "map_batches runs batches in threads, and a torch.func transform works in one thread only"
-            )
+            raise UnsupportedOpError("map_batches runs in threads, and a torch.func transform in one thread only")
         self._context = contextvars.copy_context()
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
-        self._autocast = {kind: _autocast(kind) for kind in _device_types()}
+        current = usable_accelerator()
+        kinds = ["cpu"] if current is None else ["cpu", current.type]
+        self._autocast = {kind: _autocast(kind) for kind in kinds}
         self._functions = function_modes()
         self._dispatches = dispatch_modes()
         self._saved = top_saved_tensors_hooks(True)
-        self._stream = torch.accelerator.current_stream() if usable_accelerator() is not None else None
+        self._stream = torch.accelerator.current_stream() if current is not None else None
 
     def run(self, fn: Callable[[], T]) -> T:
         """Call `fn` with this state in another thread; the modes stay on there."""
@@ -91,13 +87,7 @@ class ThreadState:
 
 
 class Thread(Worker):
-    """A thread that runs one task after another, so that the per-thread memory of kernels and glibc is reused.
-
-    List it before it is started: then an interrupt can't lose it.
-
-    Attributes:
-        is_left: its task does not end, and nobody waits for it any more.
-    """
+    """A thread that runs tasks; `is_left` if one does not end. Listed before it starts: no interrupt can lose it."""
 
     def __init__(self) -> None:
         self.is_left = False
@@ -112,7 +102,6 @@ class Thread(Worker):
         return self._is_bare and kernels() == self._kernels
 
     def give(self, act: Callable[[], None], name: str) -> None:
-        """Have it run a task under a name."""
         self.name = name
         self._acts.put(act)
 
@@ -137,10 +126,7 @@ def is_bare() -> bool:
 
 
 def kernels() -> tuple[int, bool]:
-    """How kernels compute in this thread: on how many threads, and whether with denormal numbers.
-
-    Without them they are taken for 0 (`torch.set_flush_denormal`).
-    """
+    """How kernels compute in this thread: on how many threads, and with denormal numbers, or with 0 for them."""
     return torch.get_num_threads(), _LEAST_NORMAL / 2 > 0
 
 
@@ -153,14 +139,6 @@ def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
     return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
 
 
-def _device_types() -> list[str]:
-    current = usable_accelerator()
-    return ["cpu"] if current is None else ["cpu", current.type]
-
-
-# Process-wide state
-
-
 class Settings:
     """torch's process-wide state, as one batch has it: settings and random numbers."""
 
@@ -170,24 +148,20 @@ class Settings:
 
     @classmethod
     def now(cls) -> Settings:
-        """The current state."""
         with no_functions(), no_modes():
             states = tuple(one.get_state() for one in _generators())
         return cls(tuple(get() for get, _ in _SETTINGS), states)
 
     def seeded(self, seed: int) -> Settings:
-        """The same settings, with random numbers from a seed."""
         with no_functions(), no_modes():
             generators = [torch.Generator(one.device).manual_seed(seed) for one in _generators()]
             return Settings(self._values, tuple(one.get_state() for one in generators))
 
     def has_drawn(self, later: Settings) -> bool:
-        """Whether random numbers were used between this state and a later one."""
         with no_functions(), no_modes():
             return not all(map(torch.equal, self._states, later._states))
 
     def apply(self) -> None:
-        """Make this the current state."""
         for (get, put), value in zip(_SETTINGS, self._values, strict=True):
             if get() != value:
                 put(value)
@@ -205,7 +179,6 @@ class Seeds:
             self._source.set_state(torch.default_generator.get_state())
 
     def next(self) -> int:
-        """The seed of the next batch."""
         with no_functions(), no_modes():
             return int(torch.randint(_MOST_SEED, (), dtype=torch.int64, generator=self._source))
 
@@ -224,14 +197,6 @@ def _generators() -> list[torch.Generator]:
     return [torch.default_generator, module.default_generators[torch.accelerator.current_device_index()]]
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
 class _Warnings:
     """The state of warnings; `warnings.catch_warnings` restores what it found, whoever set it."""
 
@@ -247,7 +212,6 @@ class _Warnings:
     __hash__ = None  # type: ignore[assignment]
 
     def put(self) -> None:
-        """Make this the current state."""
         for name, one in self._found.items():
             setattr(warnings, name, one)
         with warnings.catch_warnings():  # leaving it invalidates the caches of filters
@@ -263,7 +227,7 @@ _MOST_SEED = 2**63 - 1
 _LEAST_NORMAL = sys.float_info.min
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_deterministic, _set_deterministic),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),

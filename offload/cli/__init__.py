@@ -6,8 +6,7 @@
 | `models` | `generate` `chat` |
 | `batch` `requests` | `batch`, and the lines it reads and writes |
 | `serve` | `serve` |
-| `weights` | `quantize` `merge-lora` |
-| `files` | `inspect` `convert` `verify` |
+| `files` | `inspect` `convert` `quantize` `merge-lora` `verify` |
 | `rows` | `cache info` `cache verify` `cache export` |
 | `machine` | `doctor` |
 | `commands` | the table of commands, with their arguments and options |

@@ -30,19 +30,13 @@ def path(text: str) -> Path:
 
 
 def existing(place: Path) -> Path:
-    """A path that must exist.
-
-    Raises:
-        MissingFileError: there is nothing.
-        ReadError: the system does not tell.
-    """
+    """A path that must exist; raises `MissingFileError`, or `ReadError` if the system does not tell."""
     if not is_there(place):
         raise MissingFileError(errno.ENOENT, "there is no such file or folder", str(place))
     return place
 
 
 def prompt(text: str) -> str:
-    """Text for a model."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -73,7 +67,6 @@ def number(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """A probability."""
     if (value := number(text)) > 1:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 to 1")
     return value

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from offload.cli import arguments
 from offload.cli.models import opened
 from offload.cli.output import counted, print_json, print_pairs, say
-from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_of, parsed, refusal
+from offload.cli.requests import Answer, Answers, Request, custom_id_of, lines_of, parsed
 from offload.errors import ArgumentError, OffloadError
 from offload.generation.bodies import Refused
 from offload.generation.chat import Prompts
@@ -119,11 +119,7 @@ def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[t
 
 
 def _answer(answering: Answering, prompts: Prompts, most: int, numbered: tuple[int, Request]) -> Answer | Refusal:
-    """Answer one request, greedily unless it has a temperature; called in lockstep with others.
-
-    Args:
-        most: tokens of an answer whose request does not say.
-    """
+    """Answer one request, greedily unless it has a temperature; called in lockstep with others."""
     import torch
 
     from offload.generation.answering import Job
@@ -161,9 +157,9 @@ class _Refusals:
             self._file.clear()
 
     def add(self, custom_id: str | None, line: int, why: str) -> None:
-        """Add one."""
         self._file = self._file or Answers(self._path, refused=True)
-        self._file.append(refusal(custom_id, line, why))
+        error = {"code": "invalid_request", "message": why, "line": line}
+        self._file.append({"custom_id": custom_id, "response": None, "error": error})
         self.first = self.first or f"line {line}: {why}"
         self.count += 1
 
@@ -173,8 +169,6 @@ class _Refusals:
 
 
 class _Progress:
-    """How many lines were answered, how fast, and how much was read for it."""
-
     def __init__(self) -> None:
         from offload.prefetch.engine import counts
         from offload.progress import Bar
@@ -185,7 +179,6 @@ class _Progress:
         self._bar = Bar(desc="batch", unit=" lines", delay=1, disable=None, leave=False)
 
     def count(self, tokens: int) -> None:
-        """Count one more answer, of this many tokens."""
         self.lines += 1
         self._tokens += tokens
         figures = self.figures()
@@ -194,10 +187,6 @@ class _Progress:
         self._bar.update()
 
     def figures(self) -> dict[str, float]:
-        """The figures so far."""
         seconds, read = time.perf_counter() - self._start, self._counts().bytes_read - self._read
-        return {
-            "tokens": self._tokens,
-            "tokens_per_second": self._tokens / seconds,
-            "read_bytes_per_line": read / max(self.lines, 1),
-        }
+        rates = {"tokens_per_second": self._tokens / seconds, "read_bytes_per_line": read / max(self.lines, 1)}
+        return {"tokens": self._tokens, **rates}

@@ -14,26 +14,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from offload.cli import batch, files, machine, models, plan, rows, serve, weights
+from offload.cli import batch, files, machine, models, plan, rows, serve
 from offload.cli.arguments import count, device, draft, dtype, number, path, port, prompt, seed, share, size
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the function of this name in a module, whose docstring describes it.
-
-    Attributes:
-        module: with the function.
-        help: about it, in the list of commands.
-        takes: its arguments and options, in order, as in `OPTIONS`.
-    """
+    """A command: the function of this name in a module, whose docstring describes it."""
 
     module: ModuleType
     help: str
-    takes: str
+    takes: str  # arguments and options, in order, as in `OPTIONS`
 
     def add_to(self, commands: Any, name: str) -> None:
-        """Add it to a parser's commands."""
         run = getattr(self.module, name.replace("-", "_"))
         usage = "%(prog)s [options] --prompt PROMPT model" if name == "generate" else None
         command = commands.add_parser(name, help=self.help, description=run.__doc__, usage=usage)
@@ -50,22 +43,14 @@ class Command:
 
 @dataclass(frozen=True)
 class Option:
-    """An argument or option.
-
-    Attributes:
-        help: about it.
-        settings: others of `add_argument`.
-        completes: what a shell offers for it: "FILE", "DIRECTORY", or nothing.
-        is_one_of: whether it is one of several, of which exactly one is given.
-    """
+    """An argument or option."""
 
     help: str
-    settings: Mapping[str, Any]
-    completes: str = ""
-    is_one_of: bool = False
+    settings: Mapping[str, Any]  # others of `add_argument`
+    completes: str = ""  # what a shell offers for it: "FILE", "DIRECTORY", or nothing
+    is_one_of: bool = False  # of several, of which exactly one is given
 
     def add_to(self, command: Any, name: str) -> None:
-        """Add it to a parser, or to a group of one."""
         import shtab
 
         settings = {**self.settings}
@@ -77,11 +62,8 @@ class Option:
 
 
 _METAVARS: Mapping[object, str] = {
-    count: "N",
-    draft: "N",
-    number: "X",
-    share: "X",
-    seed: "N",
+    **dict.fromkeys((count, draft, seed), "N"),
+    **dict.fromkeys((number, share), "X"),
     size: "SIZE",
     path: "PATH",
     prompt: "TEXT",
@@ -89,7 +71,6 @@ _METAVARS: Mapping[object, str] = {
 
 
 def _takes(kind: Callable[[str], object] | None, about: str, completes: str = "", **settings: object) -> Option:
-    """Takes a value of a kind."""
     is_told = settings.get("default") is None or "default:" in about
     return Option(about if is_told else f"{about} (default: %(default)s)", {"type": kind, **settings}, completes)
 
@@ -221,17 +202,15 @@ COMMANDS = {
         "--queue --grace",
     ),
     "quantize": Command(
-        weights,
+        files,
         "write a model in 8 or 4 bits",
         f"model target --int8 --int4 --fp8 --group-size {_WRITES} --revision --resume",
     ),
     "merge-lora": Command(
-        weights, "merge an adapter into its base", f"model adapter target {_WRITES} --revision --resume"
+        files, "merge an adapter into its base", f"model adapter target {_WRITES} --revision --resume"
     ),
     "convert": Command(
-        files,
-        "write a checkpoint in another form",
-        f"source target {_WRITES} --to --dequantize --resume@convert",
+        files, "write a checkpoint in another form", f"source target {_WRITES} --to --dequantize --resume@convert"
     ),
     "inspect": Command(files, "list the tensors of a checkpoint", "path --json"),
     "verify": Command(files, "check that a checkpoint is complete", "path --json"),

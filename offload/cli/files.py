@@ -1,31 +1,35 @@
-"""`offload inspect`, `convert` and `verify`: files of tensors.
+"""`offload inspect`, `convert`, `quantize`, `merge-lora` and `verify`: checkpoints, from file to file.
 
 Always true:
-- only `convert` writes, and only to its target
+- what is read is never written to; a new folder appears complete
+- a killed run is continued with `--resume`, and never restarted unless requested
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offload.annotations import Kwargs
 from offload.cli import arguments
+from offload.cli.models import folder_of_model
 from offload.cli.output import cell, console, counted, doing, print_json, say, table
 
 if TYPE_CHECKING:
-    import torch
-
     from offload.checkpoints.checkpoint import Value
 
 
-def dtype_of_copy(source: Path) -> torch.dtype | None:
-    """The dtype to write a GGUF file's model in, if none is asked for; None for another checkpoint."""
+def _how(options: argparse.Namespace, source: Path) -> Kwargs:
+    """How a checkpoint is written anew; of a GGUF file in the dtype to compute in, if none is asked for."""
     from offload.checkpoints.checkpoint import open_checkpoint
     from offload.checkpoints.forms.gguf import computing_dtype
 
-    opened = open_checkpoint(source)
-    return computing_dtype(opened) if opened.is_gguf else None
+    dtype = options.dtype
+    if dtype is None and (opened := open_checkpoint(source)).is_gguf:
+        dtype = computing_dtype(opened)
+    return {"dtype": dtype, "max_shard_size": options.max_shard_size, "resume": options.resume}
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -33,20 +37,12 @@ def convert(options: argparse.Namespace) -> None:
     with doing("importing torch"):
         from offload.checkpoints.conversion import convert_checkpoint
 
-    convert_checkpoint(
-        options.source,
-        options.target,
-        dtype=options.dtype or dtype_of_copy(options.source),
-        max_shard_size=options.max_shard_size,
-        to_offload_folder=options.to == "offload",
-        dequantize=options.dequantize,
-        resume=options.resume,
-    )
+    form = {"to_offload_folder": options.to == "offload", "dequantize": options.dequantize}
+    convert_checkpoint(options.source, options.target, **form, **_how(options, options.source))
     print_written(options.target)
 
 
 def print_written(target: Path) -> None:
-    """Print a line about a new checkpoint."""
     from rich.filesize import decimal
 
     from offload.checkpoints.checkpoint import open_checkpoint
@@ -120,3 +116,40 @@ def _kind_and_shape(value: Value) -> tuple[str, list[int] | None]:
         return value.file.header.unreadable[value.key], None
     recipe = value.file.notes["subclass"]
     return str(recipe.get("class")), list(layout_from(recipe).shape)
+
+
+def quantize(options: argparse.Namespace) -> None:
+    """Write a model with its linear layers in 8 or 4 bits, in the format of compressed-tensors, without calibration.
+
+    offload, transformers, vLLM and others load it. One weight at a time is in memory.
+    """
+    source = folder_of_model(options)
+    with doing("importing transformers and compressed-tensors"):
+        import compressed_tensors.quantization.quant_scheme  # noqa: F401 - here, as it takes seconds
+        import transformers.models.auto  # noqa: F401
+
+        from offload.integrations.compressed_tensors import quantize_checkpoint
+
+    how = {"group_size": options.group_size, **_how(options, source)}
+    left = quantize_checkpoint(source, options.target, options.form, **how)
+    if left:
+        say(
+            f"left as they are: {counted(len(left), 'layer')} whose columns do not divide into groups of 32 or more, "
+            "or whose experts are stored as one tensor "
+            f"({', '.join(left[:3])}{'...' if len(left) > 3 else ''})",
+            file=sys.stderr,
+        )
+    print_written(options.target)
+
+
+def merge_lora(options: argparse.Namespace) -> None:
+    """Write a model with an adapter of peft merged into it: the values of peft's merge_and_unload, bit for bit."""
+    source = folder_of_model(options)
+    with doing("importing transformers and peft"):
+        import peft  # noqa: F401 - here, as it takes seconds
+        import transformers.models.auto  # noqa: F401
+
+        from offload.integrations.peft import merge_checkpoint
+
+    merge_checkpoint(source, options.adapter, options.target, **_how(options, source))
+    print_written(options.target)

@@ -68,18 +68,13 @@ def parser() -> argparse.ArgumentParser:
     """The parser for the whole command line."""
     import shtab
 
-    made = _Parser(
-        prog="offload",
-        description="PyTorch tensors that live on disk.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    as_it_is, about = argparse.RawDescriptionHelpFormatter, "PyTorch tensors that live on disk."
+    made = _Parser(prog="offload", description=about, epilog=_EPILOG, formatter_class=as_it_is)
     made.set_defaults(run=None)
     made.add_argument("--version", action="version", version=f"offload {version()}")
     made.add_argument("--traceback", action="store_true", help="show where an error comes from")
-    made.add_argument(
-        "-v", "--verbose", action="count", default=0, help="log what is done to standard error; -vv logs more"
-    )
+    about = "log what is done to standard error; -vv logs more"
+    made.add_argument("-v", "--verbose", action="count", default=0, help=about)
     about = 'print a completion script for a shell, as: eval "$(offload --print-completion bash)"'
     shtab.add_argument_to(made, ["--print-completion"], help=about)
     _allow_everywhere(add_commands(made))
@@ -96,7 +91,6 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + "".join(f"; did you mean {name}?" for name in close))
 
     def _names(self) -> Iterator[str]:
-        """Those of commands and options, and of what options take."""
         for action in self._actions:
             yield from action.option_strings
             yield from action.choices or ()

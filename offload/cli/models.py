@@ -32,15 +32,6 @@ _OF_SETTINGS = (TypeError, AttributeError, LookupError, ArithmeticError, ImportE
 _LOOKED_UP = 63  # most tokens of a draft from the text
 
 
-def prompt_cache_of(options: argparse.Namespace) -> Kwargs:
-    """Options for `generate`."""
-    from offload.generation import PromptCache
-
-    if options.prompt_cache is None:
-        return {}
-    return {"prompt_cache": PromptCache(options.prompt_cache, max_disk=options.prompt_cache_size)}
-
-
 def generate(options: argparse.Namespace) -> None:
     """Print what a language model on disk answers, token by token; then, on standard error, its speed.
 
@@ -70,7 +61,6 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def _asked(prompts: Prompts, options: argparse.Namespace) -> Asked:
-    """The prompt, as a message if there is a chat template for it."""
     if not options.raw and prompts.tokenizer.chat_template:
         roles = {"system": options.system, "user": options.prompt}
         return _in_chat([{"role": role, "content": text} for role, text in roles.items() if text is not None])
@@ -120,7 +110,6 @@ def _in_chat(messages: list[Json]) -> Asked:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed or piped, line by line, but for empty ones."""
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  (with it, lines can be edited)
@@ -134,14 +123,10 @@ def _lines() -> Iterator[str]:
 def _answered(
     answering: Answering, prompt: Prompt, usual: Json, options: argparse.Namespace, pieces: list[str]
 ) -> tuple[Job, Recording]:
-    """Print an answer as it comes, unless it is wanted as JSON.
+    """Print an answer as it comes, unless it is wanted as JSON, and append its text to `pieces`.
 
-    Args:
-        usual: how tokens are chosen, where the command does not say; nothing for as the model's settings say.
-        pieces: to which the text is appended as it comes.
-
-    Raises:
-        CheckpointError: the model's generation settings can't be followed.
+    `usual` says how tokens are chosen where the command does not: nothing for as the model's settings say. Raises
+    `CheckpointError` if these can't be followed.
     """
     import torch
 
@@ -183,14 +168,13 @@ def _figures(recording: Recording, job: Job) -> dict[str, float | None]:
         "token_seconds": (last.second - first.second) / others if others else None,
         "first_token_read_bytes": first.read,
         "token_read_bytes": (last.read - first.read) / others if others else None,
-        "waited_seconds": recording.samples[-1].waited,
+        "waited_seconds": recording.end.waited,
         "tokens_per_pass": len(job.tokens) / job.passes if job.is_drafted else None,
         "anonymous_bytes": recording.peak,
     }
 
 
 def _in_words(tokens: int, figures: dict[str, Any]) -> str:
-    """A line about the speed."""
     from rich.filesize import decimal
 
     memory = f"{decimal(figures['anonymous_bytes'])} of memory at the peak, with Python and its libraries"
@@ -212,11 +196,7 @@ def folder_of_model(options: argparse.Namespace) -> Path:
 
 
 def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
-    """The model, on disk.
-
-    Raises:
-        CheckpointError: it does not continue text, and as `offload.from_pretrained`.
-    """
+    """The model, on disk; raises `CheckpointError` if it does not continue text, and as `offload.from_pretrained`."""
     with doing("opening the model"):
         from offload.integrations.transformers import from_pretrained, writes_text
         from offload.models.device_map import ON_DISK
@@ -236,33 +216,24 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
 
 def opened(options: argparse.Namespace, most: int, *, is_alone: bool = False) -> tuple[Any, Answering, Prompts]:
-    """The model on disk, what answers with it, and what makes prompts of requests.
-
-    Args:
-        most: tokens of an answer whose request does not say.
-        is_alone: whether there is one answer at a time: then the text itself may draft.
-
-    Raises:
-        CheckpointError: as `loaded_model`; or there is no tokenizer.
-    """
+    """The model on disk, what answers with it, and what makes prompts, with `most` tokens if a request does not say."""
     from offload.checkpoints.companions import tokenizer_in
+    from offload.generation import PromptCache
     from offload.generation.answering import Answering
 
-    folder = folder_of_model(options)
-    prompt_cache, model = prompt_cache_of(options), loaded_model(folder, options)
+    folder, more = folder_of_model(options), Kwargs()
+    if options.prompt_cache is not None:
+        more["prompt_cache"] = PromptCache(options.prompt_cache, max_disk=options.prompt_cache_size)
+    model = loaded_model(folder, options)
     tokenizer = tokenizer_in(folder, trust_remote_code=options.trust_remote_code)
     drafts = drafts_of(model, tokenizer, options) if is_alone or getattr(options, "assistant", None) else {}
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     prompts = Prompts(tokenizer, longest, most)
-    return model, Answering(model, tokenizer, ends_of(model, folder), prompt_cache, drafts), prompts
+    return model, Answering(model, tokenizer, ends_of(model, folder), more, drafts), prompts
 
 
 def _budgets(options: argparse.Namespace) -> Any:
-    """How much may stay where, as `from_pretrained` is told.
-
-    Raises:
-        ArgumentError: there is no accelerator to keep something on.
-    """
+    """How much may stay where, as `from_pretrained` is told; `ArgumentError` if there is no accelerator."""
     from offload.models.device_map import existing
     from offload.torch_api import usable_accelerator
 
@@ -276,11 +247,7 @@ def _budgets(options: argparse.Namespace) -> Any:
 
 
 def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """What `generate` is told about drafts: from an assistant, or from the text if a pass reads from the disk.
-
-    Raises:
-        CheckpointError: as `loaded_model`, of the assistant; or the model takes no drafts.
-    """
+    """What `generate` is told about drafts: from an assistant, or from the text if a pass reads from the disk."""
     from offload.budget import read_by_a_pass
 
     if options.draft == 0:

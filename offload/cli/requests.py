@@ -35,13 +35,7 @@ _LONGEST = 64 << 20  # longest line in bytes
 
 @dataclass(frozen=True)
 class Request:
-    """The request on one line.
-
-    Attributes:
-        custom_id: identifies it.
-        asked: what it asks for: messages, or a prompt that is text.
-        ignored: names of the other options that it has.
-    """
+    """The request on one line; `ignored` are the options that it has beside what it asks for."""
 
     custom_id: str
     asked: Asked
@@ -50,8 +44,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to a request."""
-
     request: Request
     text: str
     prompt_tokens: int
@@ -69,18 +61,8 @@ class Answer:
         return {"custom_id": self.request.custom_id, "response": response, "error": None}
 
 
-def refusal(custom_id: str | None, line: int, why: str) -> Json:
-    """The line to write for one that can't be answered."""
-    error = {"code": "invalid_request", "message": why, "line": line}
-    return {"custom_id": custom_id, "response": None, "error": error}
-
-
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The non-empty lines of a file, with their numbers from 1; `-` is standard input.
-
-    Raises:
-        ReadError: it can't be read.
-    """
+    """The non-empty lines of a file, with their numbers from 1; `-` is standard input. Raises `ReadError`."""
     try:
         with open(0 if str(path) == "-" else path, "rb", closefd=str(path) != "-") as file:
             number = 0
@@ -96,11 +78,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(line: bytes, number: int) -> Request:
-    """The request on a line.
-
-    Raises:
-        Refused: it is invalid, or asks for something unsupported.
-    """
+    """The request on a line; raises `Refused` if it is invalid, or asks for something unsupported."""
     if len(line) > _LONGEST:
         raise Refused(f"longer than {_LONGEST} bytes")
     request = object_in(line)
@@ -109,7 +87,10 @@ def parsed(line: bytes, number: int) -> Request:
         raise Refused("body is not a JSON object")
     known = _KNOWN | _ENVELOPE if body is request else _KNOWN
     ignored = [name for name, value in body.items() if name not in known and value is not None]
-    return Request(_custom_id(request, number), asked_in(body, _prompts(body)), ignored)
+    custom_id = request.get("custom_id", f"line-{number}")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise Refused(f"custom_id is {custom_id!r}, not a non-empty string")
+    return Request(custom_id, asked_in(body, _prompts(body)), ignored)
 
 
 def custom_id_of(line: bytes) -> str | None:
@@ -120,13 +101,6 @@ def custom_id_of(line: bytes) -> str | None:
         return None
     found = request.get("custom_id") if isinstance(request, dict) else None
     return found if isinstance(found, str) else None
-
-
-def _custom_id(request: Json, number: int) -> str:
-    found = request.get("custom_id", f"line-{number}")
-    if not isinstance(found, str) or not found:
-        raise Refused(f"custom_id is {found!r}, not a non-empty string")
-    return found
 
 
 def _prompts(body: Json) -> list[str]:
@@ -144,17 +118,7 @@ class Answers:
     """A file of answers, or of refusals, that is appended to. Only one process at a time can open it."""
 
     def __init__(self, path: Path, *, refused: bool = False) -> None:
-        """Open or create it; an incomplete last line from a killed process is cut off.
-
-        Args:
-            path: of the file.
-            refused: whether it is for refusals.
-
-        Raises:
-            ForeignFileError: it holds something else.
-            ArgumentError: another process writes to it.
-            WriteError: it can't be written.
-        """
+        """Open or create it, without an incomplete last line; errors if it is something else, or another's."""
         self.path = path
         self.done: set[str] = set()
         self._refused = refused
@@ -173,7 +137,6 @@ class Answers:
             sync_folder(path.parent)
 
     def _read(self) -> None:
-        """Collect what is answered already."""
         end = 0
         with open(self._fd, "rb", closefd=False) as file:
             file.seek(0)
@@ -199,11 +162,7 @@ class Answers:
         return str(answer["custom_id"])
 
     def append(self, answer: Json) -> None:
-        """Append a line; it is on the disk when this returns.
-
-        Raises:
-            WriteError: the disk failed or is full.
-        """
+        """Append a line; it is on the disk when this returns. Raises `WriteError`."""
         left = memoryview(_encoded(answer) + b"\n")
         start: int | None = None
         try:
@@ -218,7 +177,6 @@ class Answers:
             raise WriteError(error.errno, f"an answer can't be written ({error.strerror})", str(self.path)) from error
 
     def clear(self) -> None:
-        """Remove all lines."""
         with writing(self.path):
             os.ftruncate(self._fd, 0)
         self.done = set()

@@ -58,10 +58,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _findings(cache: TensorCache) -> list[dict[str, Any]]:
-    """In each chunk of rows that are read together, the first row that can't be read; more of them may be damaged.
-
-    Opening the cache has checked everything except what the rows say about text, JSON, bytes and lengths.
-    """
+    """In each chunk of rows that are read together, the first that can't be read; opening has checked all else."""
     from offload.progress import progress
 
     names = [name for name, column in cache.schema.items() if column.kind != "tensor"]

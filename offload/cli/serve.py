@@ -49,14 +49,9 @@ def _serve(options: argparse.Namespace, at: socket.socket) -> None:
         )
     engine = Engine(model, answer, in_flight=options.in_flight, most_waiting=options.queue)
     host, port = at.getsockname()[:2]
-    app = App(
-        engine,
-        prompts,
-        names,
-        key=options.api_key or os.environ.get(KEY) or None,
-        origins=options.allow_origin,
-        hosts=[options.host.lower(), "localhost", LOOPBACK, "[::1]"] if is_loopback(options.host) else [],
-    )
+    key, origins = options.api_key or os.environ.get(KEY) or None, options.allow_origin
+    hosts = [options.host.lower(), "localhost", LOOPBACK, "[::1]"] if is_loopback(options.host) else []
+    app = App(engine, prompts, names, key=key, origins=origins, hosts=hosts)
     address = f"[{host}]" if ":" in host else host
 
     def ready() -> None:

@@ -1,7 +1,7 @@
 """Text from a language model on disk: prompts and answers in tokens, drafts, and prompts that are kept for later runs.
 
 Always true:
-- models know nothing of this: `keeping` and `drafting` register what `generate` of their classes can do beyond its own
+- models know nothing of this: `features` registers what `generate` of their classes can do beyond its own
 - a draft changes how fast tokens come, not which: transformers accepts or rejects them by its own rule
 - the length of a draft follows from what passes and drafts took, and from what was accepted; it may be none
 - an assistant stays in memory, and counts in the budget of the model that it drafts for
@@ -13,16 +13,12 @@ Always true:
 | --- | --- |
 | `bodies` | what a request asks for, and refusals in OpenAI's form |
 | `chat` | what requests say, in tokens; messages by the chat template of the model |
-| `limited` | computing what a file of others says, such as a chat template, within limits |
 | `answering` | one answer: `generate`, and the scores of a prompt |
 | `text` | tokens as text, as they come, up to a stop string |
-| `drafting` | `generate` of models from disk, with drafts |
-| `candidates` | drafts for one call of `generate`, in transformers' interface |
-| `costs` | what a pass and a draft take, what of it is accepted, and the length that follows |
-| `lookup` | a draft from the text itself: what followed the same tokens before |
+| `features` | `generate` of models from disk, with drafts, and `generate(..., prompt_cache=)` |
+| `candidates` | drafts for one call of `generate`, in transformers' interface, also from the text; their length |
 | `alike` | passes in which a row does not depend on those beside it |
 | `mtp` | the layers with which a checkpoint drafts for its own model |
-| `keeping` | `generate(..., prompt_cache=)` of models from disk |
 | `prompt_cache` | `PromptCache`: finds the longest known beginning of a prompt, and keeps what a run computed |
 | `past` | a cache of transformers whose first tokens come from blocks, layer by layer |
 | `blocks` | the folder: a file per block of tokens, found by hash, under a budget of disk |

@@ -51,7 +51,10 @@ def alike_rows(model: Any) -> Iterator[None]:
     if not is_usual or not are_multiplied_packed(model):
         yield
         return
-    _register()
+    from offload.transformers_api import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])
     on, rows = _on.set(False), any_rows.set(False)
     with _LOCK:
         _AT_WORK[id(config)] = _AT_WORK.get(id(config), 0) + 1
@@ -68,14 +71,6 @@ def alike_rows(model: Any) -> Iterator[None]:
         any_rows.reset(rows)
 
 
-def _register() -> None:
-    """Make it known to transformers."""
-    from offload.transformers_api import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])
-
-
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -86,15 +81,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers' `sdpa` computes it, one row of the query after the other.
 
-    Args:
-        module: of the attention.
-        query: (1, heads, rows, size).
-        key, value: (1, heads, tokens, size): of all tokens, the rows' own at the end.
-        attention_mask: (1, 1, rows, tokens), of booleans: which tokens a row sees; None for all up to its own.
-        options: as there.
-
-    Returns:
-        (1, rows, heads, size), and None.
+    `query` is (1, heads, rows, size), `key` and `value` (1, heads, tokens, size), the rows' own tokens at the end;
+    the mask (1, 1, rows, tokens) says which ones a row sees, None all up to its own. Returns (1, rows, heads,
+    size), and None.
     """
     from offload.transformers_api import sdpa_attention_forward
 

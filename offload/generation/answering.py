@@ -26,25 +26,16 @@ _SCORED_BYTES = 256 << 20  # of logits, when a prompt is scored
 
 @dataclass(frozen=True)
 class Score:
-    """A token with its log-probability, and the most probable ones there.
-
-    Attributes:
-        token: which.
-        logprob: natural logarithm; None for the first token of a prompt.
-        top: tokens and their log-probabilities, the most probable first.
-        start: where in the text the token begins.
-    """
+    """A token with its log-probability, and the most probable ones there."""
 
     token: int
-    logprob: float | None
-    top: Sequence[tuple[int, float]] = ()
-    start: int = 0
+    logprob: float | None  # natural logarithm; None for the first token of a prompt
+    top: Sequence[tuple[int, float]] = ()  # the most probable first
+    start: int = 0  # where in the text the token begins
 
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """What was added to an answer."""
-
     text: str
     scores: Sequence[Score] = ()
     tokens: int = 0
@@ -60,35 +51,21 @@ class End:
 
 @dataclass(eq=False)
 class Job:
-    """One answer that was asked for.
+    """One answer that was asked for."""
 
-    Attributes:
-        prompt: what it begins with, and how many tokens to generate; 0 to score the prompt alone.
-        tell: called with each `AnswerPart`, and then with an `End`, in some thread.
-        options: those of `bodies.OPTIONS` that are given.
-        top: alternatives per token; None for no log-probabilities.
-        echo: whether the prompt is scored, too.
-        is_cancelled: nobody waits for it any more.
-        is_cut: it ends with the tokens that it has.
-        is_drafted: its tokens are drafted.
-        tokens: those of the answer so far.
-        passes: in which they were generated.
-    """
-
-    prompt: Prompt
-    tell: Callable[[AnswerPart | End], None]
-    options: Json = field(default_factory=dict)
-    top: int | None = None
-    echo: bool = False
-    is_cancelled: bool = False
-    is_cut: bool = False
+    prompt: Prompt  # what it begins with, and how many tokens to generate; 0 to score the prompt alone
+    tell: Callable[[AnswerPart | End], None]  # called with each part, and then with an `End`, in some thread
+    options: Json = field(default_factory=dict)  # those of `bodies.OPTIONS` that are given
+    top: int | None = None  # alternatives per token; None for no log-probabilities
+    echo: bool = False  # whether the prompt is scored, too
+    is_cancelled: bool = False  # nobody waits for it any more
+    is_cut: bool = False  # it ends with the tokens that it has
     is_drafted: bool = False
     tokens: list[int] = field(default_factory=list)
-    passes: int = 0
+    passes: int = 0  # in which its tokens were generated
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to be generated."""
         return self.is_cancelled or self.is_cut
 
 
@@ -96,11 +73,7 @@ class Answering:
     """Answers jobs with a model; called in lockstep with others."""
 
     def __init__(self, model: Any, tokenizer: Any, ends: Collection[int], more: Kwargs, drafts: Kwargs) -> None:
-        """`more` are options for each call of `generate`, `drafts` those with which it drafts.
-
-        How long a draft is depends on what passes cost, and so does what is drawn with a seed. With drafts, a token's
-        log-probabilities are not told where it is: both are for answers without.
-        """
+        """`more` are options of each call, `drafts` of those without seed or log-probabilities, which they change."""
         self._model, self._tokenizer, self._ends = model, tokenizer, ends
         self.more, self._drafts = more, drafts
 
@@ -223,13 +196,10 @@ class Streamer:
         """Nothing: the text may have a rest."""
 
     def finish(self) -> None:
-        """Tell the rest of the text."""
-        rest = self._text.rest()
-        if rest:
+        if rest := self._text.rest():
             self._job.tell(AnswerPart(rest))
 
     def stops(self, tokens: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
-        """Whether the answer ends here."""
         is_over = self._text.has_stopped or self._job.is_over
         return torch.full((tokens.shape[0],), is_over, device=tokens.device)
 
@@ -240,20 +210,5 @@ class Streamer:
 
 
 def _score(scores: torch.Tensor, token: int, top: int, start: int) -> Score:
-    """From the log-probabilities of all tokens."""
     values, tokens = scores.topk(min(top, len(scores)))
     return Score(token, float(scores[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)), start)
-
-
-def bytes_per_token(model: Any) -> int:
-    """What keys and values take per token, at most; 0 if the configuration does not say."""
-    config = model.config.get_text_config()
-    layers, heads, width = (
-        getattr(config, name, 0) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    )
-    if not all(type(value) is int and value > 0 for value in (layers, heads, width)):
-        return 0
-    size = getattr(config, "head_dim", None) or width // heads
-    heads_of_keys = getattr(config, "num_key_value_heads", None) or heads
-    dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.float32
-    return int(2 * layers * heads_of_keys * size * dtype.itemsize)

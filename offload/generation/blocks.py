@@ -22,7 +22,7 @@ from contextlib import suppress
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
 import torch
@@ -43,14 +43,14 @@ from offload.system.regular import absolute, is_there, open_regular
 
 log = logging.getLogger("offload.generation")
 
+States: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # keys and values
+
 TOKENS = 64  # in a block
 MANIFEST = "prompts.json"
 LOCK = "prompts.lock"
+_STAMP = {"format": "offload.PromptCache", "version": 1}
 _KIND = Kind(
-    what="the manifest of a folder of kept prompts",
-    stamp={"format": "offload.PromptCache", "version": 1},
-    foreign=ForeignFileError,
-    later=ForeignFileError,
+    what="the manifest of a folder of kept prompts", stamp=_STAMP, foreign=ForeignFileError, later=ForeignFileError
 )
 _NAME = re.compile(r"\d{5}-[0-9a-f]{40}\.safetensors")
 _KEY = "states"
@@ -67,7 +67,6 @@ class Form(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of a block."""
         return self.heads * TOKENS * (self.key + self.value) * self.dtype.itemsize
 
     @classmethod
@@ -77,8 +76,6 @@ class Form(NamedTuple):
 
 
 class Block:
-    """A block of tokens, mapped."""
-
     def __init__(self, file: TensorFile, forms: list[Form], sums: list[int]) -> None:
         self.forms = forms
         self.path = file.path
@@ -89,12 +86,7 @@ class Block:
 
     @classmethod
     def open(cls, path: Path, identity: str, tokens: list[int]) -> Block:
-        """The block at `path`, which must be that of these tokens of the model with this identity.
-
-        Raises:
-            CorruptFileError: it is damaged, or another one.
-            MissingFileError, ReadError, ChangedFileError
-        """
+        """The block of these tokens of a model; raises `CorruptFileError` for another one, and as `TensorFile.open`."""
         file = TensorFile.open(path)
         try:
             noted = file.notes[_NOTE]
@@ -111,15 +103,10 @@ class Block:
             raise CorruptFileError(f"{path} has no header of a block ({first_line(error)})") from error
 
     def announce(self, first: int, end: int) -> None:
-        """Start reading the states of some layers."""
         announce(*self._range(first, end))
 
     def bring_in(self, first: int, end: int) -> None:
-        """Read the states of some layers, and wait.
-
-        Raises:
-            CorruptFileError: the disk does not return them.
-        """
+        """Read the states of some layers, and wait; `CorruptFileError` if the disk does not return them."""
         try:
             bring_in(*self._range(first, end))
         except OSError as error:
@@ -130,12 +117,8 @@ class Block:
         begin, end = begins[min(first, len(self.forms))], begins[min(end, len(self.forms))]
         return self._bytes.data_ptr() + begin, end - begin
 
-    def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them.
-
-        Raises:
-            CorruptFileError: their checksum is another one.
-        """
+    def states(self, layer: int) -> States:
+        """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them."""
         form, begin = self.forms[layer], self._begins[layer]
         part = self._bytes[begin : begin + form.nbytes]
         if crc32(bytes_of(part)) != self._sums[layer]:
@@ -149,13 +132,7 @@ class Blocks:
     """The blocks in a folder, which is created if it is missing."""
 
     def __init__(self, folder: str | os.PathLike[str], max_disk: int | float | str) -> None:
-        """`max_disk` is in bytes; a fraction is one of what is free on the disk.
-
-        Raises:
-            ForeignFileError: the folder holds something else.
-            ArgumentError: `max_disk` is not an amount.
-            WriteError, ReadError
-        """
+        """`max_disk` is in bytes, or a share of what is free; `ForeignFileError` if the folder holds something else."""
         as_bytes(max_disk, 0)
         self.folder = absolute(folder)
         with writing(self.folder):
@@ -167,13 +144,10 @@ class Blocks:
         self._lock = FolderLock(self.folder / LOCK, lambda path, flags: open_regular(path, flags | os.O_CREAT))
 
     def _begin(self) -> None:
-        """Make an empty folder one of kept prompts; several processes may."""
         own = (MANIFEST, LOCK)
         others = [name for name in os.listdir(self.folder) if name not in own and not name.startswith(TEMPORARY)]
         if others:
-            raise ForeignFileError(
-                f"{self.folder} is not empty, and not a folder of kept prompts: take a new or an empty one"
-            )
+            raise ForeignFileError(f"{self.folder} is not empty, and has no kept prompts: take a new or an empty one")
         write_state(self.folder / MANIFEST, _KIND, {})
 
     def find(self, identity: str, tokens: list[int]) -> list[Block]:
@@ -194,21 +168,11 @@ class Blocks:
         return found
 
     def drop(self, path: Path) -> None:
-        """Remove a damaged block."""
         with suppress(FileError), self._lock.held():
             remove(path)
 
-    def put(
-        self, identity: str, tokens: list[int], states: Callable[[int], list[tuple[torch.Tensor, torch.Tensor]]]
-    ) -> None:
-        """Keep the blocks of a prompt that are not there yet, as far as the budget allows.
-
-        Args:
-            states: returns keys and values of a block by its number, for each layer, (1, heads, TOKENS, size).
-
-        Raises:
-            WriteError, ReadError
-        """
+    def put(self, identity: str, tokens: list[int], states: Callable[[int], list[States]]) -> None:
+        """Keep missing blocks, as far as the budget allows; `states(number)` has a block's keys and values by layer."""
         with self._lock.held():
             with writing(self.folder):
                 sweep(self.folder)
@@ -222,14 +186,7 @@ class Blocks:
                     log.info("%s: %d blocks of %d fit in max_disk", self.folder, depth, len(names))
                     break
 
-    def _write(
-        self,
-        path: Path,
-        identity: str,
-        tokens: list[int],
-        states: list[tuple[torch.Tensor, torch.Tensor]],
-        quota: _Quota,
-    ) -> bool:
+    def _write(self, path: Path, identity: str, tokens: list[int], states: list[States], quota: _Quota) -> bool:
         """Write one block; False if there is no room for it."""
         forms = [Form.of(keys, values) for keys, values in states]
         nbytes = sum(form.nbytes for form in forms)
@@ -246,7 +203,7 @@ class Blocks:
         if not quota.make(build(layouts, {_NOTE: noted}).size):
             return False
         put_values(path, layouts, from_values({_KEY: whole}, layouts), {_NOTE: noted}, durable=True)
-        quota.take(path)
+        quota.used += os.stat(path).st_size
         return True
 
 
@@ -254,7 +211,6 @@ class _Quota:
     """How much of the budget is used, and by what; under the lock."""
 
     def __init__(self, folder: Path, most: int, staying: list[str]) -> None:
-        """Blocks with the names in `staying` are not removed."""
         self._most = most
         self.used = 0
         self._unused: list[tuple[int, int, int, Path]] = []
@@ -279,10 +235,6 @@ class _Quota:
                 log.debug("%s goes: it was not used for longest", path)
                 self.used -= size
         return self.used + nbytes <= self._most
-
-    def take(self, path: Path) -> None:
-        """Count a new file."""
-        self.used += os.stat(path).st_size
 
 
 def _names(identity: str, tokens: Sequence[int]) -> list[str]:

@@ -36,10 +36,7 @@ OF_TEMPLATE = {"chat_template_kwargs", "continue_final_message", "add_generation
 """Fields that say how messages become a prompt."""
 _STREAMS = {"stream", "stream_options", "stream_options.include_usage"}
 _BOTH = {*OPTIONS, *_STREAMS, "model", "max_tokens", "max_completion_tokens", "n", "logprobs"}
-FOLLOWED = {
-    "chat": {*_BOTH, *OF_TEMPLATE, "messages", "top_logprobs"},
-    "text": {*_BOTH, "prompt", "echo", "best_of"},
-}
+FOLLOWED = {"chat": {*_BOTH, *OF_TEMPLATE, "messages", "top_logprobs"}, "text": {*_BOTH, "prompt", "echo", "best_of"}}
 """The fields that are followed, of /v1/chat/completions and of /v1/completions."""
 WITHOUT_MEANING = {
     *("user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls"),
@@ -65,29 +62,19 @@ REFUSED: dict[str, tuple[object, ...]] = {
 """Fields that are refused, and the values with which they ask for nothing. What is in no table is refused, too."""
 
 
-class Refused(OffloadError, ValueError):
-    """A request that can't be answered, and why.
+INVALID = "invalid_request_error"
 
-    Attributes:
-        status: of HTTP.
-        kind: OpenAI's `type`.
-        code: OpenAI's, or None.
-        param: the field, or None.
-    """
+
+class Refused(OffloadError, ValueError):
+    """A request that can't be answered, and why; `kind` is OpenAI's `type`, `param` the field."""
 
     def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        code: str | None = None,
-        param: str | None = None,
+        self, message: str, status: int = 400, kind: str = INVALID, code: str | None = None, param: str | None = None
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.code, self.param = status, kind, code, param
 
     def body(self) -> Json:
-        """The error in OpenAI's form."""
         return error_body(str(self), self.kind, self.code, self.param)
 
 
@@ -98,31 +85,18 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks for.
+    """What a request asks for."""
 
-    Attributes:
-        messages: of a chat; None if there are prompts.
-        prompts: each a text, or its tokens.
-        max_tokens: most tokens of an answer; None for the server's default.
-        choices: answers per prompt.
-        options: those of `OPTIONS` that are given.
-        template: options of the chat template.
-        top: alternatives per token whose log-probabilities are wanted; None for no log-probabilities.
-        echo: whether the prompt is part of the answer.
-        streams: whether the answer comes in pieces.
-        with_usage: whether a last piece counts the tokens.
-    """
-
-    messages: list[Json] | None
-    prompts: Sequence[str | list[int]] = ()
-    max_tokens: int | None = None
-    choices: int = 1
-    options: Json = field(default_factory=dict)
-    template: Json = field(default_factory=dict)
-    top: int | None = None
-    echo: bool = False
-    streams: bool = False
-    with_usage: bool = False
+    messages: list[Json] | None  # of a chat; None if there are prompts
+    prompts: Sequence[str | list[int]] = ()  # each a text, or its tokens
+    max_tokens: int | None = None  # of an answer; None for the server's default
+    choices: int = 1  # answers per prompt
+    options: Json = field(default_factory=dict)  # those of `OPTIONS` that are given
+    template: Json = field(default_factory=dict)  # options of the chat template
+    top: int | None = None  # alternatives per token; None for no log-probabilities
+    echo: bool = False  # whether the prompt is part of the answer
+    streams: bool = False  # whether the answer comes in pieces
+    with_usage: bool = False  # whether a last piece counts the tokens
 
     def options_of(self, choice: int) -> Json:
         """The options of one of a prompt's answers, which have seeds of their own."""
@@ -131,11 +105,7 @@ class Asked:
 
 
 def chat_body(data: bytes, models: Sequence[str]) -> Asked:
-    """What the body of /v1/chat/completions asks for.
-
-    Raises:
-        Refused: it is invalid, or asks for something unsupported.
-    """
+    """What the body of /v1/chat/completions asks for; raises `Refused`."""
     body = _object(data, models, "chat")
     asked = asked_in(body, ())
     if asked.messages is None:
@@ -145,11 +115,7 @@ def chat_body(data: bytes, models: Sequence[str]) -> Asked:
 
 
 def text_body(data: bytes, models: Sequence[str]) -> Asked:
-    """What the body of /v1/completions asks for.
-
-    Raises:
-        Refused: it is invalid, or asks for something unsupported.
-    """
+    """What the body of /v1/completions asks for; raises `Refused`."""
     body = _object(data, models, "text")
     best, choices = body.get("best_of"), body.get("n")
     if best is not None and best != (choices or 1):
@@ -159,11 +125,7 @@ def text_body(data: bytes, models: Sequence[str]) -> Asked:
 
 
 def asked_in(body: Json, prompts: Sequence[str | list[int]], least: int = 1) -> Asked:
-    """What a body asks for, but for log-probabilities: answers of `least` tokens or more.
-
-    Raises:
-        Refused: it is invalid.
-    """
+    """What a body asks for, but for log-probabilities: answers of `least` tokens or more. Raises `Refused`."""
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return Asked(
         messages=_messages(body),
@@ -178,11 +140,7 @@ def asked_in(body: Json, prompts: Sequence[str | list[int]], least: int = 1) -> 
 
 
 def object_in(data: bytes) -> Json:
-    """What a request says.
-
-    Raises:
-        Refused: it is no JSON object.
-    """
+    """What a request says; raises `Refused` if it is no JSON object."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -207,7 +165,6 @@ def _object(data: bytes, models: Sequence[str], path: str) -> Json:
 
 
 def _prompts(given: Json) -> list[str | list[int]]:
-    """The prompts of a request: a text, its tokens, or a list of either."""
     many = given if isinstance(given, list) and given and not _are_tokens(given) else [given]
     for prompt in many:
         if not (isinstance(prompt, str) and prompt) and not _are_tokens(prompt):
@@ -275,18 +232,13 @@ def _part(part: Json) -> Json:
 
 
 def _template(body: Json) -> Json:
-    """Options of the chat template: how messages become a prompt."""
     continues, asks = _flag(body, "continue_final_message"), body.get("add_generation_prompt") is not None
     begins = _flag(body, "add_generation_prompt") if asks else not continues
-    return {
-        "continue_final_message": continues,
-        "add_generation_prompt": begins,
-        **_mapping(body, "chat_template_kwargs"),
-    }
+    usual = {"continue_final_message": continues, "add_generation_prompt": begins}
+    return usual | _mapping(body, "chat_template_kwargs")
 
 
 def _options(body: Json) -> Json:
-    """Those of `OPTIONS` that a request has."""
     options = {name: body[name] for name in OPTIONS if body.get(name) is not None}
     for name, (least, most) in _RANGES.items():
         value = options.get(name, least)
@@ -308,7 +260,5 @@ def _stops(given: Json) -> list[str]:
     if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
         raise Refused(f"stop is {str(given)[:40]}, not a string or a list of strings", param="stop")
     if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
-        raise Refused(
-            f"stop has more than {_MOST_STOPS} strings, or one of over {_LONGEST_STOP} characters", param="stop"
-        )
+        raise Refused(f"stop has over {_MOST_STOPS} strings, or one over {_LONGEST_STOP} characters", param="stop")
     return [one for one in stops if one]

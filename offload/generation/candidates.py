@@ -1,20 +1,25 @@
-"""Drafts for one call of `generate`, in the interface of transformers' candidate generators.
+"""Drafts for one call of `generate`, in the interface of transformers' candidate generators, and how long they are.
 
 Always true:
 - transformers' own generators draft with an assistant; decided here is how many tokens, and whether from the text
+- no draft is one of the lengths: the one with the most expected tokens per second is taken
+- a length that was not measured lately is estimated from others, and tried once a fiftieth of the time pays for it
+- from the text: of the places where the last tokens stand before, the one that agrees on the most is taken, the latest
 - what was measured serves later calls with the same model and assistant
 - an assistant whose `generation_config` says how many tokens it drafts is left to transformers, as is every other way
 
-Source of the interface: `CandidateGenerator` in transformers' generation/candidate_generator.py.
+Sources: `CandidateGenerator` in transformers' generation/candidate_generator.py, and prompt lookup decoding,
+https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from bisect import bisect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import cycle, islice, takewhile
 from typing import Any
 
 import torch
@@ -22,11 +27,106 @@ from torch import nn
 
 from offload.budget import count_assistant
 from offload.generation.alike import is_switchable, switch_alike
-from offload.generation.costs import MOST, PassCosts, Source
-from offload.generation.lookup import looked_up
 from offload.system import clock
 from offload.system.locks import fork_safe_lock
 from offload.transformers_api import given_cache
+
+MOST = 63  # tokens of a draft: with the one before it, as many rows as the kernels multiply at once
+_COMPARED = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, MOST)  # lengths
+FIRST = 5  # tokens of a draft about which nothing is known
+_WEIGHT = 0.3  # of a new measurement
+_STALE = 64  # passes after which a measurement says little
+_FADE = 0.98  # what an accepted or rejected token counts when the next one is seen
+_TRIED = 0.02  # share of the time that may be lost by trying a length
+
+
+class Source:
+    """Where drafts come from: `rate` is a token's likelihood at first, `seconds` what it takes, None until measured."""
+
+    def __init__(self, rate: float, seconds: float | None = 0.0) -> None:
+        self.seconds = seconds
+        self._accepted, self._seen = 2 * rate, 2.0
+
+    def learn(self, accepted: int, drafted: int) -> None:
+        """Of a draft, so many tokens were accepted."""
+        for position in range(min(accepted + 1, drafted)):
+            self._accepted = self._accepted * _FADE + (position < accepted)
+            self._seen = self._seen * _FADE + 1
+
+    def learn_seconds(self, per_token: float) -> None:
+        """A draft took so long per token."""
+        self.seconds = per_token if self.seconds is None else self.seconds + _WEIGHT * (per_token - self.seconds)
+
+    def expected(self, drafted: int) -> float:
+        """The expected tokens of a pass with such a draft: one, and those that are accepted."""
+        return sum((self._accepted / self._seen) ** position for position in range(drafted + 1))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft that could be made."""
+
+    tokens: int  # 0 for none
+    source: Source | None = None
+    seconds: float = 0.0  # of the draft and the pass
+    rate: float = 0.0  # expected tokens per second
+
+
+class PassCosts:
+    """What passes take, by their tokens: one point for each binary magnitude, and lines between the points."""
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._points: dict[int, tuple[float, float, int]] = {}  # by magnitude: tokens, seconds, at which pass
+        self._saved = 0.0  # seconds that may be lost by trying a length
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        place, was_measured = tokens.bit_length(), self._is_measured(tokens)
+        self._passes += 1
+        self._saved += _TRIED * seconds
+        at, before, _ = self._points.get(place, (0.0, 0.0, 0))
+        weight = _WEIGHT if was_measured else 1.0
+        self._points[place] = at + weight * (tokens - at), before + weight * (seconds - before), self._passes
+
+    def _is_measured(self, tokens: int) -> bool:
+        point = self._points.get(tokens.bit_length())
+        return point is not None and self._passes - point[2] <= _STALE
+
+    def seconds(self, tokens: int) -> float:
+        """What a pass over so many tokens takes; there is a measurement, of any number."""
+        points = sorted(self._points.values())
+        after = min(max(bisect(points, (tokens,)), 1), len(points) - 1)
+        (low, first, _), (high, second, _) = points[after - 1], points[after]
+        if tokens > high:  # it does not take less beyond
+            first = min(first, second)
+        return second + (second - first) * (tokens - high) / ((high - low) or 1)
+
+    def best(self, sources: Sequence[tuple[Source, int]]) -> Draft:
+        """The draft with the most expected tokens per second, or one to try; sources come with the most of each."""
+        if not self._points:
+            return next((Draft(min(FIRST, most), source) for source, most in reversed(sources)), Draft(0))
+        drafts = list(self._drafts(sources))
+        if 1 not in self._points:
+            return drafts[0]
+        best = max(drafts, key=lambda one: one.rate)
+        others = [one for one in drafts if not self._is_measured(one.tokens + 1)]
+        tried = max(others, key=lambda one: one.rate, default=best)
+        loss = tried.seconds * (1 - tried.rate / best.rate)
+        if loss > self._saved:
+            return best
+        self._saved -= loss
+        return tried
+
+    def _drafts(self, sources: Sequence[tuple[Source, int]]) -> Iterator[Draft]:
+        """No draft first."""
+        plain = max(self.seconds(1), 1e-9)
+        yield Draft(0, None, plain, 1 / plain)
+        for source, most in sources:
+            most = min(most, MOST if source.seconds is not None else FIRST)
+            for tokens in dict.fromkeys(min(most, one) for one in _COMPARED if most):
+                seconds = max(self.seconds(tokens + 1), 1e-9) + tokens * (source.seconds or 0.0)
+                yield Draft(tokens, source, seconds, source.expected(tokens) / seconds)
+
 
 _CAUGHT_UP = 16  # tokens without a draft that an assistant goes through quickly: more tell nothing about drafting
 _LOOKED_UP = {1: 0.2, 2: 0.4, 4: 0.6, 8: 0.8}  # from how long a match on, and what is assumed to be accepted
@@ -50,7 +150,6 @@ class DraftSummary:
     accepted: int = 0
 
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
-        """Count a pass."""
         self.passes += 1
         self.tokens += tokens
         self.drafted += drafted
@@ -70,17 +169,10 @@ class DraftSummary:
 
 @dataclass(eq=False)
 class Measured:
-    """What is known of a model: what its passes take, and what drafts for it are worth. Used under its lock.
-
-    Attributes:
-        costs: What its passes take.
-        lookups: Sources of drafts from the text, by the least length of the match.
-        assistants: Sources of drafts, by the assistant.
-        summary: What drafts have brought.
-        lock: Of all of these.
-    """
+    """What is known of a model: what its passes take, and what drafts for it are worth. Used under its lock."""
 
     costs: PassCosts = field(default_factory=PassCosts)
+    # Sources of drafts from the text, by the least length of the match.
     lookups: dict[int, Source] = field(
         default_factory=lambda: {least: Source(rate) for least, rate in _LOOKED_UP.items()}
     )
@@ -88,17 +180,12 @@ class Measured:
     summary: DraftSummary = field(default_factory=DraftSummary)
     lock: Any = field(default_factory=fork_safe_lock)
 
-    def lookup_of(self, matched: int) -> Source:
-        """The source of drafts from the text, where so many tokens stood before."""
-        return self.lookups[max(least for least in self.lookups if least <= matched)]
-
 
 _MEASURED: weakref.WeakKeyDictionary[nn.Module, Measured] = weakref.WeakKeyDictionary()
 _LOCK = fork_safe_lock()
 
 
 def measured(model: nn.Module) -> Measured:
-    """What is known of a model."""
     with _LOCK:
         if model not in _MEASURED:
             _MEASURED[model] = Measured()
@@ -123,37 +210,18 @@ def draft_summary(model: nn.Module) -> DraftSummary:
 
 
 class Drafts:
-    """Drafts whose length follows the cost of a pass: transformers' interface of a candidate generator.
-
-    `model.generate(..., assistant_model=small)` and `prompt_lookup_num_tokens=` make one, for a model on disk.
-    """
+    """Drafts for one call, whose length follows the cost of a pass, in transformers' interface."""
 
     requires_model_outputs = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        inner: Any = None,
-        *,
-        max_length: int,
-        most: int = MOST,
-        looks_up: bool = True,
-        ends: Any = None,
+        self, model: nn.Module, inner: Any = None, *, max_length: int, most: int = MOST, ends: Any = None
     ) -> None:
-        """Drafts for one call.
-
-        Args:
-            model: that is drafted for.
-            inner: transformers' generator of candidates with an assistant; None for the text alone.
-            max_length: of prompt and answer, in tokens.
-            most: tokens of a draft from the text.
-            looks_up: whether to draft from the text.
-            ends: tokens after which nothing follows, as a tensor.
-        """
+        """`inner` drafts with an assistant, if any; up to `most` tokens come from the text, none after `ends`."""
         self._known = measured(model)
         self._inner = inner
         self._max_length = max_length
-        self._most = min(most, MOST) if looks_up else 0
+        self._most = min(most, MOST)
         self._ends = set() if ends is None else set(ends.reshape(-1).tolist())
         self._source: Source | None = None
         self._drafted: list[int] = []
@@ -168,14 +236,7 @@ class Drafts:
                 config.assistant_confidence_threshold = 0.0  # the length is decided here
 
     def get_candidates(self, input_ids: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The text so far with a draft after it: (1, tokens).
-
-        Args:
-            input_ids: (1, tokens).
-
-        Returns:
-            The longer text; and the assistant's scores for the draft, (1, drafted, vocabulary), or None.
-        """
+        """The text so far (1, tokens) with a draft after it, and the assistant's scores (1, drafted, vocabulary)."""
         self._length = input_ids.shape[1]
         candidates, scores = self._drafted_after(input_ids)
         self._drafted = candidates[0, self._length :].tolist()
@@ -189,7 +250,8 @@ class Drafts:
         if left <= 0 or (self._is_first and is_switchable()):  # all tokens of a prompt are computed as without
             return input_ids, None
         found, matched = looked_up(input_ids[0].tolist(), min(self._most, left), self._ends)
-        sources = [(self._known.lookup_of(matched), len(found))] if found else []
+        lookups = self._known.lookups
+        sources = [(lookups[max(least for least in lookups if least <= matched)], len(found))] if found else []
         if self._assistant is not None:
             sources.append((self._assistant, min(MOST, left)))
         with self._known.lock:
@@ -218,11 +280,7 @@ class Drafts:
         return candidates, scores
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, *_: object) -> None:
-        """Learn from a pass.
-
-        Args:
-            input_ids: the text with what was accepted, and the model's own token: (1, tokens).
-        """
+        """Learn from a pass: the text is what was accepted, and the model's own token."""
         seconds, drafted = clock.now() - self._begun, len(self._drafted)
         new = input_ids[0, self._length :].tolist()
         agreed = takewhile(lambda pair: pair[0] == pair[1], zip(new, self._drafted, strict=False))
@@ -246,13 +304,7 @@ def _continue(inputs: dict[str, Any], length: int) -> None:
 
 
 def drafts_for(model: Any, make: Callable[..., object], given: dict[str, Any]) -> Any:
-    """Transformers' generator of candidates, or ours in its place.
-
-    Args:
-        model: of transformers, on disk.
-        make: the class's own `_get_candidate_generator`.
-        given: its arguments, by name; perhaps with the model itself as "self".
-    """
+    """Transformers' generator of candidates, as `make` gives it for these arguments, or ours in its place."""
     options = {name: value for name, value in given.items() if name not in ("self", "generation_config")}
     generation_config = given["generation_config"]
     assistant, most = options.get("assistant_model"), generation_config.prompt_lookup_num_tokens
@@ -271,17 +323,30 @@ def drafts_for(model: Any, make: Callable[..., object], given: dict[str, Any]) -
         model,
         None if assistant is None else inner,
         max_length=generation_config.max_length,
-        most=most or MOST,
-        looks_up=generation_config.assistant_ensemble_weight is None,
+        most=(most or MOST) if generation_config.assistant_ensemble_weight is None else 0,
         ends=generation_config._eos_token_tensor,
     )
 
 
-_WITH_LENGTH = frozenset(
-    {
-        "AssistedCandidateGenerator",
-        "AssistedCandidateGeneratorDifferentTokenizers",
-        "UniversalSpeculativeDecodingGenerator",
-        "PromptLookupCandidateGenerator",
-    }
+_WITH_LENGTH = (
+    *("AssistedCandidateGenerator", "AssistedCandidateGeneratorDifferentTokenizers"),
+    *("UniversalSpeculativeDecodingGenerator", "PromptLookupCandidateGenerator"),
 )
+
+
+MOST_MATCHED = 16  # tokens beyond which a longer match says no more
+
+
+def looked_up(tokens: Sequence[int], most: int, ends: Collection[int] = ()) -> tuple[list[int], int]:
+    """Up to `most` tokens, but no `ends`, that followed the last ones before; and how many of these stood there."""
+    end, matched = len(tokens), 1
+    places = [place for place in range(end - 1) if tokens[place] == tokens[-1]] if most else []
+    if not places:
+        return [], 0
+    while matched < min(MOST_MATCHED, end):
+        longer = [place for place in places if place >= matched and tokens[place - matched] == tokens[-1 - matched]]
+        if not longer:
+            break
+        places, matched = longer, matched + 1
+    repeated = cycle(tokens[places[-1] + 1 :])  # it goes on as it repeats itself
+    return list(takewhile(lambda token: token not in ends, islice(repeated, most))), matched

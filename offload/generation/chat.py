@@ -1,7 +1,8 @@
 """What requests say, in tokens: messages in the form that a model was trained on.
 
 Always true:
-- a chat template, which is a program from the checkpoint, runs within limits
+- a chat template is a program from the checkpoint: it runs in a forked child, which the system ends at a limit, as
+  nothing in Python stops `9**9**9`; text, or an error's, is all that comes back
 - a template gets the content of messages in the form that it reads: as text, or as a list of parts
 - a text that can't fit into the model's context is refused before it is made tokens, which takes long
 """
@@ -9,19 +10,23 @@ Always true:
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import resource
+import signal
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offload.annotations import Json
-from offload.errors import CheckpointError
+from offload.errors import ArgumentError, CheckpointError
 from offload.generation.bodies import OF_TEMPLATE, Asked, Refused
-from offload.generation.limited import within_limits
 from offload.generation.text import Text
-from offload.system.reasons import first_line
+from offload.system.reasons import first_line, reading
 
 ONLY_TOKENS = {"return_token_type_ids": False}
 """For a tokenizer: language models take no segment ids, which some tokenizers return by default."""
@@ -40,25 +45,16 @@ _HALF = re.compile("[\ud800-\udfff]")  # of a character
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an answer begins with: its tokens, and how many more may follow.
-
-    Attributes:
-        text: if that is part of the answer.
-        starts: where in the text each token begins.
-    """
+    """What an answer begins with: its tokens, and how many more may follow."""
 
     tokens: list[int]
     most: int
-    text: str = ""
-    starts: Sequence[int] = ()
+    text: str = ""  # if that is part of the answer
+    starts: Sequence[int] = ()  # where in the text each token begins
 
 
 def in_chat(tokenizer: Any, messages: list[Json], options: Json) -> str:
-    """Messages as a text in the form of the model's chat template; `options` are the template's.
-
-    Raises:
-        ArgumentError: the template refuses them, or takes too long.
-    """
+    """Messages in the form of the model's chat template; `ArgumentError` if it refuses them, or is too slow."""
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
 
     def rendered() -> str:
@@ -89,11 +85,7 @@ def _as_read(message: Json, *, as_text: bool, as_parts: bool) -> Json:
 
 
 def ends_of(model: Any, folder: Path) -> list[int]:
-    """The tokens after which nothing follows.
-
-    Raises:
-        CheckpointError: the model's generation settings say something else.
-    """
+    """The tokens after which nothing follows; `CheckpointError` if the generation settings say something else."""
     eos = model.generation_config.eos_token_id
     ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(end) is int for end in ends):
@@ -111,8 +103,6 @@ def stops_of(model: Any) -> list[str]:
 
 
 class Prompts:
-    """What requests say, in tokens."""
-
     def __init__(self, tokenizer: Any, longest: int | None, most_new: int) -> None:
         """`longest` is the model's context, in tokens; `most_new` of an answer whose request does not say."""
         self.tokenizer = tokenizer
@@ -122,11 +112,7 @@ class Prompts:
         tokenizer("", **ONLY_TOKENS)  # the first call sets truncation and padding: later ones, in threads, only read
 
     def of(self, asked: Asked) -> list[Prompt]:
-        """The prompts of a request.
-
-        Raises:
-            Refused: the template or the tokenizer refuses one, or it is too long.
-        """
+        """The prompts of a request; raises `Refused` if one is too long, or the template or tokenizer refuses it."""
         if asked.messages is not None:
             return [self._in_chat(asked.messages, asked)]
         return [self._of(prompt, asked) for prompt in asked.prompts]
@@ -165,7 +151,6 @@ class Prompts:
         return Prompt(tokens, most, str(prompt), starts)
 
     def _decoded(self, tokens: list[int], asked: Asked) -> tuple[str, list[int]]:
-        """Tokens as text, and where in it each begins."""
         text = Text(self.tokenizer, skips=asked.options.get("skip_special_tokens", True))
         starts, pieces = [], []
         for token in tokens:
@@ -174,7 +159,6 @@ class Prompts:
         return "".join(pieces) + text.rest(), starts
 
     def _encoded(self, text: str, param: str, **options: bool) -> Any:
-        """A text in tokens."""
         if len(text) > self._most_characters:
             raise self._too_long(f"the prompt's {len(text):,} characters")
         if _HALF.search(text):
@@ -187,13 +171,12 @@ class Prompts:
             raise Refused(f"the model's tokenizer refuses it: {first_line(error)}", param=param) from error
 
     def _most(self, tokens: list[int], asked: Asked) -> int:
-        """How many tokens may follow."""
         count = len(tokens)
         if not count:
             raise Refused("the prompt has no tokens for this model")
-        most = self._most_new if asked.max_tokens is None else asked.max_tokens
-        if asked.max_tokens is None:
-            most = min(most, max(self._longest - count, 1))
+        most = asked.max_tokens
+        if most is None:
+            most = min(self._most_new, max(self._longest - count, 1))
         if count + most > self._longest:
             raise self._too_long(f"{count} of the prompt and {most} more")
         return most
@@ -201,3 +184,51 @@ class Prompts:
     def _too_long(self, what: str) -> Refused:
         message = f"the model's context has {self._longest} tokens: {what} are too many"
         return Refused(message, code="context_length_exceeded")
+
+
+_MOST_SECONDS = 10  # of a processor
+_MOST_WAIT = 60  # seconds, whatever the processor does
+_MOST_BYTES = 1 << 30  # beyond what the process has
+
+
+def within_limits(act: Callable[[], str], what: str) -> str:
+    """The text that `act` returns in a forked child; `ArgumentError` if it fails, or needs too much time or memory."""
+    reply, sizes = b"", Path("/proc/self/statm")
+    with reading(sizes):
+        most = int(sizes.read_text(encoding="ascii").split()[0]) * resource.getpagesize() + _MOST_BYTES
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        pid = os.fork()
+        if not pid:
+            _tell(act, theirs, most)
+        try:
+            theirs.close()
+            mine.settimeout(_MOST_WAIT)
+            with mine.makefile("rb") as file, suppress(TimeoutError):
+                reply = file.read()
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    if not reply:
+        raise ArgumentError(f"{what} takes more than {_MOST_SECONDS} s, or too much memory")
+    text = reply[1:].decode("utf-8", "surrogatepass")
+    if reply[:1] == b"-":
+        raise ArgumentError(text)
+    return text
+
+
+def _tell(act: Callable[[], str], to: socket.socket, most: int) -> None:
+    """Never returns."""
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        try:
+            reply = "+" + act()
+        except Exception as error:  # a chat template can raise anything
+            reply = "-" + first_line(error)
+        to.sendall(reply.encode("utf-8", "surrogatepass"))
+    finally:
+        with suppress(BaseException):
+            to.close()
+        os._exit(0)

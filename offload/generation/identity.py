@@ -53,19 +53,12 @@ _PRIVATE = ("_active_adapter", "_disable_adapters")  # settings of modules that 
 
 
 class Identities:
-    """Identities of models, with what does not have to be read again."""
-
     def __init__(self) -> None:
         self._samples: weakref.WeakKeyDictionary[TensorFile, bytes] = weakref.WeakKeyDictionary()
         self._stored = WeakIdKeyDictionary()
 
     def of(self, model: Any) -> str | None:
-        """The identity of a transformers model, as text of 64 digits; None if some of it can't be compared.
-
-        Raises:
-            ArgumentError: its values are distributed, or on the meta device.
-            MissingFileError, ChangedFileError, ReadError
-        """
+        """A model's identity, 64 digits; None if it can't be compared; `ArgumentError` for distributed or no values."""
         import transformers
 
         unknown = _unknown_in(model)
@@ -76,10 +69,14 @@ class Identities:
         device = model.device.type
         mixed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         versions = torch.__version__, transformers.__version__, device, mixed
-        _note(digest, versions, _name_of(type(model)), _configuration(model.config))
+        settings = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
+        attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+        config = json.dumps([settings, attention], sort_keys=True, default=_text_of)
+        _note(digest, versions, _name_of(type(model)), config)
         with no_functions(), no_modes():
             for name, module in model.named_modules(remove_duplicate=False):
-                _note(digest, name, _name_of(type(module)), _settings(vars(module)))
+                plain = sorted((key, _text_of(value)) for key, value in vars(module).items() if _counts(key, value))
+                _note(digest, name, _name_of(type(module)), plain)
             for named in (model.named_parameters, model.named_buffers):
                 for name, tensor in named(remove_duplicate=False):
                     _note(digest, name, tuple(tensor.shape), tensor.dtype)
@@ -141,7 +138,8 @@ def _unknown_in(model: Any) -> str | None:
         hooks = (*hooks_of(module).values(), *pre_hooks_of(module).values())
         if not all(map(_is_of_batches, hooks)):
             return f"{place} has a hook"
-        if not _is_importable(kind) or not _has_own_forward(kind):
+        has_own = any("forward" in vars(base) and base.__module__ == kind.forward.__module__ for base in kind.mro())
+        if not _is_importable(kind) or not has_own:  # it was put there later
             return f"{place} is a {kind.__qualname__}, whose code is not in a module of its own"
         for key, value in vars(module).items():
             if inspect.isroutine(getattr(kind, key, None)) and not (key == "forward" and _is_usual(value, module)):
@@ -157,11 +155,6 @@ def _unknown_in(model: Any) -> str | None:
 def _is_importable(code: Any) -> bool:
     """Whether its name tells which class or function it is, in another process too."""
     return "<" not in code.__qualname__ and code.__module__ != "__main__"
-
-
-def _has_own_forward(kind: Any) -> bool:
-    """Whether `forward` was defined with the class or one of its bases, and not put there later."""
-    return any("forward" in vars(base) and base.__module__ == kind.forward.__module__ for base in kind.mro())
 
 
 def _is_of_batches(hook: object) -> bool:
@@ -186,19 +179,8 @@ def _note(digest: Any, *things: object) -> None:
     digest.update(repr(things).encode())
 
 
-def _configuration(config: Any) -> str:
-    settings = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
-    text = getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
-    return json.dumps([settings, text], sort_keys=True, default=_text_of)
-
-
-def _settings(members: Mapping[str, object]) -> list[tuple[str, str]]:
-    """The attributes of a module that are plain data."""
-    return sorted(
-        (name, _text_of(value))
-        for name, value in members.items()
-        if (not name.startswith("_") or name in _PRIVATE) and _is_plain(value)
-    )
+def _counts(key: str, value: object) -> bool:
+    return (not key.startswith("_") or key in _PRIVATE) and _is_plain(value)
 
 
 def _is_plain(value: object) -> bool:

@@ -33,16 +33,7 @@ _LAYERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def mtp_candidates(model: Pretrained, given: dict[str, Any]) -> Any:
-    """Transformers' candidate generator with the drafting layers of the model's checkpoint.
-
-    Args:
-        model: on disk.
-        given: the arguments of `_get_candidate_generator`, by name.
-
-    Raises:
-        ArgumentError: the configuration has no such layers (`num_mtp_layers`), or transformers is older than 5.20.
-        CheckpointError: the checkpoint lacks them, or it is in a form that fills no module of this kind.
-    """
+    """Transformers' generator with the checkpoint's drafting layers; `ArgumentError`, `CheckpointError` for none."""
     from offload.transformers_api import MtpCache, MTPCandidateGenerator
 
     class Candidates(MTPCandidateGenerator):  # type: ignore[misc]
@@ -79,8 +70,7 @@ def _loaded(model: Pretrained, count: int) -> Any:
 
     if not hasattr(MtpModel, "get_mtp_weights_regex"):
         raise ArgumentError(
-            f"layers to draft with are taken from the disk with transformers 5.20 or later, not with {__version__}: "
-            "install a later one, or leave use_mtp out"
+            f"layers to draft with need transformers 5.20 or later, not {__version__}: install it, or leave use_mtp out"
         )
     if not count:
         raise ArgumentError(f"the configuration of {type(model).__name__} has no layers to draft with (num_mtp_layers)")
@@ -91,9 +81,7 @@ def _loaded(model: Pretrained, count: int) -> Any:
     quantization = quantization_of(model.config) if packed is None else packed.quantization
     values = values_in(source, quantization, model=model)
     if values.form not in (Form.PLAIN, Form.DECODED):
-        raise CheckpointError(
-            f"the layers to draft with in {source.path} are not in a form that can be loaded from disk"
-        )
+        raise CheckpointError(f"the layers to draft with in {source.path} have a form that can't be loaded from disk")
     is_one = MtpModel.get_mtp_weights_regex(model).search
     own = {name: tensor for name, tensor in waiting(values).items() if is_one(name)}
     with torch.device("meta"):

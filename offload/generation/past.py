@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
-from offload.generation.blocks import TOKENS, Block, Form
+from offload.generation.blocks import TOKENS, Block, Form, States
 from offload.tensor.rules import is_followed
 from offload.transformers_api import given_cache
 
@@ -28,17 +28,11 @@ log = logging.getLogger("offload.generation")
 
 _AHEAD = 4  # layers that are read together
 
-States = tuple[torch.Tensor, torch.Tensor]
 Result = TypeVar("Result")
 
 
 class Prefix:
-    """The beginning of a prompt that is in blocks.
-
-    Attributes:
-        length: its tokens; 0 for none.
-        device: where the model computes.
-    """
+    """The beginning of a prompt that is in blocks: `length` tokens, 0 for none."""
 
     def __init__(self, model: Any, input_ids: torch.Tensor, chains: list[list[Block]], drop: Callable[[Path], None]):
         """`input_ids`, (batch, length), has a chain of blocks for each row; all are equally long."""
@@ -70,15 +64,10 @@ class Prefix:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether some of it had to be computed again."""
         return self._computed is not None
 
     def block(self, row: int, depth: int) -> list[States]:
-        """All states of a block, (1, heads, TOKENS, size).
-
-        Raises:
-            CorruptFileError
-        """
+        """All states of a block, (1, heads, TOKENS, size); raises `CorruptFileError`."""
         block = self._chains[0 if self._are_alike else row][depth]
         return [block.states(layer) for layer in range(len(block.forms))]
 
@@ -89,7 +78,7 @@ class Prefix:
             rows = slice(None) if self._are_alike else slice(row, row + 1)
             states = [self._dropping(block, block.states, layer) for block in blocks]
             keys, values = (
-                _joined(self._repeated(parts), new and new[place][rows], device)
+                _joined([part.expand(self._rows, -1, -1, -1) for part in parts], new and new[place][rows], device)
                 for place, parts in enumerate(zip(*states, strict=True))
             )
             found.append((keys, values))
@@ -97,10 +86,6 @@ class Prefix:
             return found[0]
         keys, values = (torch.cat(rows) for rows in zip(*found, strict=True))
         return keys, values
-
-    def _repeated(self, parts: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """For all rows of a batch that are alike."""
-        return list(parts) if self._rows == 1 else [part.expand(self._rows, -1, -1, -1) for part in parts]
 
     def _bring_in(self, layer: int, form: Form | None) -> None:
         for block in chain.from_iterable(self._chains):
@@ -119,7 +104,6 @@ class Prefix:
             raise
 
     def _compute(self) -> Any:
-        """The cache after a pass over the tokens that are in the blocks."""
         from transformers import DynamicCache
 
         model = self._model
@@ -132,18 +116,13 @@ class Prefix:
 
 
 def _joined(parts: list[torch.Tensor], new: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Parts of a prefix, on the CPU, followed by new states on a device."""
     if device.type != "cpu":
         parts = [torch.cat(parts, dim=-2).to(device)]
     return torch.cat(parts if new is None else [*parts, new], dim=-2)
 
 
 def past_of(config: Any, prefix: Prefix, until: int) -> Any:
-    """A `DynamicCache` that begins with a prefix, and can tell the states of the first `until` tokens that it sees.
-
-    Raises:
-        ArgumentError: the model keeps other states than keys and values of tokens.
-    """
+    """A `DynamicCache` that begins with a prefix, and tells the states of its first `until` tokens; `ArgumentError`."""
     from transformers import DynamicCache
 
     past = DynamicCache(config=config)
@@ -173,40 +152,36 @@ def _stored_kind(kind: Any) -> Any:
     return part and type(f"{kind.__name__}WithPrefix", (part, kind), {"_layer_type": None})
 
 
-class _StoredLayer:
-    """The part of a layer whose first tokens come from a prefix."""
+def _of_prefix(name: str) -> property:
+    """Keys or values, which are taken from the prefix when they are asked for, and leave it when they are set."""
 
+    def get(layer: Any) -> Any:
+        if layer._prefix is not None:
+            layer._take()
+        return getattr(layer, name)
+
+    def put(layer: Any, states: torch.Tensor | None) -> None:
+        layer._prefix = None
+        setattr(layer, name, states)
+
+    return property(get, put)
+
+
+class _StoredLayer:
     dtype: torch.dtype
     device: torch.device
     is_initialized: bool
+    keys, values = _of_prefix("_keys"), _of_prefix("_values")
 
     def _begin(self, prefix: Prefix, place: int, until: int) -> None:
         self._prefix: Prefix | None = prefix if prefix.length else None  # until its states are here
         self._place = place
-        self._keys: torch.Tensor | None = None
-        self._values: torch.Tensor | None = None
+        self._keys: Any = None
+        self._values: Any = None
         self._until = until
         self._seen = prefix.length  # tokens, all in their order
         self.is_initialized = self._prefix is not None
         self.device = prefix.device
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        self._settle()
-        return self._keys
-
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
-        self._prefix, self._keys = None, states
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        self._settle()
-        return self._values
-
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
-        self._prefix, self._values = None, states
 
     @property
     def has_all(self) -> bool:
@@ -215,27 +190,19 @@ class _StoredLayer:
 
     def passed(self, start: int, end: int) -> States:
         """Keys and values of some of the first tokens, (batch, heads, tokens, size)."""
-        assert self.keys is not None
-        assert self.values is not None
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self._prefix is None else self._prefix.length  # type: ignore[misc]
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values, including the new ones."""
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object) -> States:
         self._count(key_states.shape[-2])
         if self._prefix is None:
             return super().update(key_states, value_states, *args, **options)  # type: ignore[misc,no-any-return]
         self._take(key_states, value_states)
-        assert self._keys is not None
-        assert self._values is not None
         return self._keys, self._values
 
     def reset(self) -> None:
-        """Have seen nothing that can be kept."""
         super().reset()  # type: ignore[misc]
         self._seen = -1
 
@@ -246,18 +213,11 @@ class _StoredLayer:
         elif self._seen > 0 and self.get_seq_length() < self._until:
             self._seen = -1
 
-    def _settle(self) -> None:
-        """Have the states of the prefix."""
-        if self._prefix is not None:
-            self._take()
-
     def _take(self, *new: torch.Tensor) -> None:
-        """The states of the prefix, followed by new ones."""
         assert self._prefix is not None
         if any(map(is_followed, new)):
             raise UnsupportedOpError(
-                "kept keys and values carry no gradients: run the model under torch.no_grad(), or leave prompt_cache "
-                "out"
+                "kept keys and values carry no gradients: use torch.no_grad(), or leave prompt_cache out"
             )
         if new and new[0].shape[-2] >= self._until:  # as transformers' assisted generation does (5.23)
             raise ArgumentError(
@@ -287,17 +247,13 @@ class _StoredSlidingLayer(_StoredLayer):
         """Keys and values of some of the first tokens, but for those of the prefix."""
         keys, values = (torch.cat(parts, dim=-2) for parts in zip(*self._since, strict=True))
         self._since = [(keys, values)]
-        return keys[:, :, start - self._first : end - self._first], values[
-            :, :, start - self._first : end - self._first
-        ]
+        some = slice(start - self._first, end - self._first)
+        return keys[:, :, some], values[:, :, some]
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values visible to the new tokens, including these."""
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **options: object) -> States:
         if self._prefix is not None:
             self._take(key_states, value_states)
         if 0 <= self._seen < self._until:
@@ -308,7 +264,5 @@ class _StoredSlidingLayer(_StoredLayer):
         """The states of the prefix that the window covers; `update` appends the new ones."""
         super()._take(*new)
         end = self.get_seq_length() if not new else -new[0].shape[-2]
-        assert self._keys is not None
-        assert self._values is not None
         window = self.sliding_window - 1
         self._keys, self._values = (states[:, :, :end][:, :, -window:] for states in (self._keys, self._values))

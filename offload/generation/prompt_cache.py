@@ -14,13 +14,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload.errors import ArgumentError, ArgumentTypeError, FileError
-from offload.generation.blocks import TOKENS, Block, Blocks
+from offload.generation.blocks import TOKENS, Block, Blocks, States
 from offload.generation.identity import Identities
 from offload.generation.past import Prefix, past_of
 from offload.transformers_api import CACHES, cache_name, cache_option, fills_after_cache
@@ -36,14 +35,9 @@ _MAY_BE_GIVEN = {"input_ids", "attention_mask", "use_cache", "logits_to_keep", "
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What a past was made for: the prompts, one list of tokens per row, and how often each row is in the batch.
-
-    `identity` is None for a model whose prompts are not kept.
-    """
-
-    identity: str | None
+    identity: str | None  # None for a model whose prompts are not kept
     rows: list[list[int]]
-    copies: int
+    copies: int  # of each row in the batch
     prefix: Prefix
 
 
@@ -91,14 +85,7 @@ class PromptCache:
         """
         self._blocks = Blocks(folder, max_disk)
         self._identities = Identities()
-
-    @property
-    def folder(self) -> Path:
-        return self._blocks.folder
-
-    @property
-    def max_disk(self) -> int:
-        return self._blocks.max_disk
+        self.folder, self.max_disk = self._blocks.folder, self._blocks.max_disk
 
     def past_for(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, copies: int = 1
@@ -135,7 +122,8 @@ class PromptCache:
         chains: list[list[Block]] = [[] for _ in rows]
         if identity is not None and not is_new:
             chains = self._known(identity, rows)
-        prefix = Prefix(model, input_ids.repeat_interleave(copies, 0), _repeated(chains, copies), self._blocks.drop)
+        many = [chain for chain in chains for _ in range(copies)]
+        prefix = Prefix(model, input_ids.repeat_interleave(copies, 0), many, self._blocks.drop)
         past = past_of(model.config, prefix, input_ids.shape[1])
         past.prompt = _Prompt(identity, rows, copies, prefix)
         log.info("%d of %d tokens of the prompt are known", prefix.length, input_ids.shape[1])
@@ -171,7 +159,7 @@ class PromptCache:
             return
         for row, tokens in enumerate(prompt.rows):
 
-            def states(depth: int, row: int = row * prompt.copies) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            def states(depth: int, row: int = row * prompt.copies) -> list[States]:
                 start, end = depth * TOKENS, (depth + 1) * TOKENS
                 if end <= prompt.prefix.length:
                     return prompt.prefix.block(row, depth)
@@ -200,9 +188,8 @@ class PromptCache:
         if others or options.get("use_cache") is False or options.get("cache_implementation"):
             raise ArgumentError(f"prompts are kept of tokens alone, not with {', '.join(others) or 'that'}{_LEAVE_OUT}")
         settings = options.get("generation_config") or model.generation_config
-        copies = max(
-            options.get(name) or getattr(settings, name, None) or 1 for name in ("num_beams", "num_return_sequences")
-        )
+        many = ("num_beams", "num_return_sequences")
+        copies = max(options.get(name) or getattr(settings, name, None) or 1 for name in many)
         drafts = options.get("assistant_model") or options.get("prompt_lookup_num_tokens")
         drafts = bool(drafts or getattr(settings, "prompt_lookup_num_tokens", None))
         in_chunks = options.get("prefill_chunk_size") or getattr(settings, "prefill_chunk_size", None)
@@ -219,10 +206,6 @@ class PromptCache:
                 log.warning("the prompt is not kept: %s", error)
 
 
-def _repeated(chains: list[list[Block]], copies: int) -> list[list[Block]]:
-    return [chain for chain in chains for _ in range(copies)]
-
-
 def _refuse_model(model: Any) -> None:
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or not callable(getattr(model, "generate", None)):
@@ -237,8 +220,7 @@ def _refuse_model(model: Any) -> None:
     kinds = set(_kinds_of_rope(config.to_dict())) & set(_DEPENDS_ON_LENGTH)  # type: ignore[union-attr]
     if kinds:
         raise ArgumentError(
-            f"prompts can't be kept for this model: its rope is {min(kinds)}, so that keys depend on how long the "
-            f"whole text is{_LEAVE_OUT}"
+            f"prompts can't be kept: the rope is {min(kinds)}, whose keys depend on the length of the text{_LEAVE_OUT}"
         )
 
 

@@ -16,13 +16,7 @@ _CHANGING = 8  # characters at the end of a text whose spaces depend on what fol
 
 
 class Text:
-    """The text of an answer, token by token.
-
-    Attributes:
-        tokens: so far.
-        length: characters of their text.
-        has_stopped: whether there was a stop string; nothing follows.
-    """
+    """The text of an answer, token by token; `length` is in characters."""
 
     def __init__(
         self, tokenizer: Any, stops: Sequence[str] = (), ends: Collection[int] = (), *, skips: bool = True
@@ -96,7 +90,6 @@ class Text:
 
 
 def _shown(letters: Sequence[tuple[str, bool]]) -> str:
-    """Those that are text."""
     return "".join(letter for letter, is_text in letters if is_text)
 
 

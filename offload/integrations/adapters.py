@@ -18,11 +18,7 @@ from offload.system.reasons import first_line
 
 
 def layers_over(model: nn.Module, adapter: str, **options: object) -> Any:
-    """peft's model over a base, which gets its layers. For the arguments see `PeftModel.from_pretrained`.
-
-    Raises:
-        CheckpointError: it is not an adapter for this model, it is damaged, or it holds code.
-    """
+    """peft's model over a base, which gets its layers; `CheckpointError` if it is another's, damaged, or holds code."""
     from peft import PeftModel
 
     try:
@@ -43,11 +39,7 @@ def layers_over(model: nn.Module, adapter: str, **options: object) -> Any:
 
 
 def load_adapter(model: Any, adapter: str) -> None:
-    """Give a model of transformers the adapter in a folder, as its own loading does.
-
-    Raises:
-        CheckpointError: as `layers_over`; or peft is missing, or the adapter adds tokens instead of changing layers.
-    """
+    """Give a model of transformers the adapter in a folder, as its own loading does; may raise `CheckpointError`."""
     way_on = "from_pretrained(..., adapter=False) loads the model without it"
     try:
         from peft import PeftConfig

@@ -99,12 +99,20 @@ def quantize_checkpoint(
     scheme_of = {name: schemes[size] for name, size in chosen.items()}
     run = {"form": form, "group_size": group_size, "dtype": str(dtype), "source": identities_of(opened)}
     with resumable_folder(target, run, resume=resume) as work:
-        quantized = _quantized(model.tensors, scheme_of, work, _done_in(work), progress=progress)
+        done, quantized = _done_in(work), dict[str, torch.Tensor]()
+        total = sum(model.tensors[name].nbytes for name in scheme_of)
+        with progress_in_bytes(total, "quantizing", shown=progress) as advance:
+            for name, scheme in scheme_of.items():
+                if name not in done:
+                    done[name] = _stored(name.removesuffix("weight"), model.tensors[name].materialize(), scheme, work)
+                    count_freed(model.tensors[name].nbytes)
+                quantized |= done[name]
+                advance(model.tensors[name].nbytes)
         others = {name: tensor for name, tensor in model.tensors.items() if name not in chosen}
         with replacing_folder(target) as folder:
             put_files(folder, model.companions)
             _note(folder, scheme_of, FORMS[form][1], left)
-            save_checkpoint(quantized | others, folder, max_shard_size)
+            save_checkpoint(dict(sorted(quantized.items())) | others, folder, max_shard_size)
     log.info("quantized %d layers of %s, and left %d as they are", len(chosen), source, len(left))
     return [name for name, is_output in left.items() if not is_output]
 
@@ -123,10 +131,7 @@ def _scheme(form: str, group_size: int) -> Any:
 def _layers(
     source: Checkpoint, tensors: Mapping[str, OffloadedTensor], group_size: int | None
 ) -> tuple[dict[str, int], dict[str, bool]]:
-    """The weights to quantize, with the size of their groups, 0 for none; and the layers to leave.
-
-    Of these, each with whether it is the output layer.
-    """
+    """The weights to quantize, with their groups' size or 0; and layers to leave, with whether it is the output's."""
     model, config, _ = model_on_meta(source.path, stored=len(source.keys()))
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{source.path} is quantized already: quantize the model that it was made from")
@@ -154,7 +159,6 @@ def _layers(
 
 
 def _done_in(work: Path) -> dict[str, dict[str, OffloadedTensor]]:
-    """The weights that an earlier run has finished, each as its pieces."""
     done: dict[str, dict[str, OffloadedTensor]] = defaultdict(dict)
     with reading(work):
         has_files = any(work.glob("*.safetensors"))
@@ -163,50 +167,23 @@ def _done_in(work: Path) -> dict[str, dict[str, OffloadedTensor]]:
     return {name: pieces for name, pieces in done.items() if any(piece.endswith(_PACKED) for piece in pieces)}
 
 
-def _quantized(
-    tensors: Mapping[str, OffloadedTensor],
-    schemes: Mapping[str, Any],
-    work: Path,
-    done: Mapping[str, Mapping[str, OffloadedTensor]],
-    *,
-    progress: bool,
-) -> dict[str, torch.Tensor]:
-    """The quantized weights, each piece in a file of the work folder."""
-    found: dict[str, torch.Tensor] = {}
-    with progress_in_bytes(sum(tensors[name].nbytes for name in schemes), "quantizing", shown=progress) as advance:
-        for name, scheme in schemes.items():
-            if name in done:
-                found |= done[name]
-            else:
-                found |= _stored(name.removesuffix("weight"), tensors[name].materialize(), scheme, work)
-                count_freed(tensors[name].nbytes)
-            advance(tensors[name].nbytes)
-    return dict(sorted(found.items()))
-
-
 def _stored(prefix: str, weight: torch.Tensor, scheme: Any, work: Path) -> dict[str, OffloadedTensor]:
     """The pieces of a weight; the packed one is written last, so that its presence means all are there."""
     from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
 
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    pieces = compressor.compress({"weight": weight, **_steps(weight, scheme.weights)}, scheme)
+    width = scheme.weights.group_size or weight.shape[1]
+    groups = weight.unflatten(1, (-1, width))  # (rows, groups, columns per group)
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+    pieces = compressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero}, scheme)
     return {
         f"{prefix}{key}": OffloadedTensor.from_original_tensor(piece, f"{prefix}{key}", work, exist_ok=True)
         for key, piece in sorted(pieces.items(), key=lambda item: f".{item[0]}" in _PACKED)
     }
 
 
-def _steps(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
-    """The scale of each row, or of each group in it, from its minimum and maximum."""
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))  # (rows, groups, columns per group)
-    scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
-    return {"weight_scale": scale, "weight_zero_point": zero_point}
-
-
 def _note(folder: Path, schemes: Mapping[str, Any], stored_as: str, left: Mapping[str, bool]) -> None:
-    """Write into the configuration how the weights are stored."""
     from compressed_tensors.quantization import QuantizationConfig
 
     by_size = {scheme.weights.group_size: scheme for scheme in schemes.values()}

@@ -27,18 +27,11 @@ _NOT_PICKLED = ["*/*", "training_args.bin", "optimizer.bin", "scheduler.bin"]  #
 
 
 def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None, **hub_options: object) -> Path:
-    """The folder of a model: a local one, or the hub's in the local cache, downloaded with a progress bar.
+    """The folder of a model, local or downloaded; a GGUF file's path, or its first part's.
 
-    For a GGUF file it is the path of the file; of its first part, if it has several.
-
-    Args:
-        name_or_path: a folder, or "organization/name", or a GGUF file.
-        gguf_file: the name of a GGUF file in there.
-        hub_options: for `huggingface_hub.snapshot_download`: revision, token, cache_dir, local_files_only...
-
-    Raises:
-        CheckpointError: it is another kind of file, or neither a folder nor a model on the hub or in its cache.
-        MissingFileError: there is no such GGUF file.
+    The options are those of `huggingface_hub.snapshot_download`. Raises `CheckpointError` if it is another kind of
+    file, or neither a folder nor a model on the hub or in its cache; `MissingFileError` for a GGUF file that is not
+    there.
     """
     folder = Path(text_of(name_or_path))
     gguf_file = None if gguf_file is None else text_of(gguf_file)
@@ -52,10 +45,8 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
 
     with _asking(name_or_path):
         if gguf_file is not None:
-            return _gguf(
-                Path(snapshot_download(str(name_or_path), allow_patterns=[pattern_of(gguf_file)], **hub_options))
-                / gguf_file
-            )
+            parts = snapshot_download(str(name_or_path), allow_patterns=[pattern_of(gguf_file)], **hub_options)
+            return _gguf(Path(parts) / gguf_file)
         folder = Path(snapshot_download(str(name_or_path), allow_patterns=_WANTED, **hub_options))
         if not any(folder.glob("*.safetensors")):
             wanted = {"allow_patterns": _PICKLED, "ignore_patterns": _NOT_PICKLED}
@@ -83,18 +74,7 @@ def finding_base(folder: Path, name: str) -> Iterator[None]:
 
 
 def headers_of(name: str, **hub_options: object) -> tuple[Path, dict[str, tuple[str, int]]]:
-    """For a model on the hub, the folder with its configuration, and the content of its safetensors headers.
-
-    Args:
-        name: "organization/name".
-        hub_options: revision, token.
-
-    Returns:
-        A folder of the local cache, and for each tensor its dtype and size in bytes.
-
-    Raises:
-        CheckpointError: the hub has no such model, or it has no safetensors.
-    """
+    """The folder with the configuration of a model on the hub, and dtype and bytes of each tensor by its headers."""
     from huggingface_hub import get_safetensors_metadata, snapshot_download
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -114,7 +94,6 @@ def headers_of(name: str, **hub_options: object) -> tuple[Path, dict[str, tuple[
 
 @contextmanager
 def _asking(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors of the hub into ours."""
     if os.fspath(name).endswith(".gguf"):
         raise MissingFileError(f"{name} does not exist")
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -131,7 +110,6 @@ def _asking(name: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins like a GGUF file."""
     with reading(path), as_file(open_regular(path)) as file:
         return file.read(len(MAGIC)) == MAGIC
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -34,6 +35,8 @@ from offload.tensor.views import handle_of, is_stale
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
 log = logging.getLogger("offload.integrations")
+
+States: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 _LEAST_CAPACITY = 256  # tokens
 _STEP = 64  # granularity of the capacity in tokens: heads then begin at whole cache lines, as in plain tensors
@@ -81,9 +84,7 @@ def kv_cache(
     max_length = None if max_length is None else checked_count(max_length, "max_length, a number of tokens,")
     config = getattr(config_or_model, "config", config_or_model)
     if not hasattr(config, "get_text_config") or isinstance(config, type):
-        raise ArgumentTypeError(
-            f"a transformers model, or its configuration, is needed, not {repr(config_or_model)[:80]}"
-        )
+        raise ArgumentTypeError(f"a transformers model, or its configuration, is needed: {repr(config_or_model)[:80]}")
     folder = None if offload_dir is None else _folder_of_its_own(offload_dir)
     if not getattr(config, "is_encoder_decoder", False):
         return _on_disk(config, "", folder, max_length)
@@ -108,23 +109,15 @@ def _on_disk(config: Any, prefix: str, folder: Path | None, max_length: int | No
 
     made = DynamicCache(config=config)
     lengths = [None if sliding else max_length for sliding in made.is_sliding]
-    made.layers = [
-        _layer_on_disk(layer, f"{prefix}layers.{place}", folder, length)
-        for place, (layer, length) in enumerate(zip(made.layers, lengths, strict=True))
-    ]
+    for place, (layer, length) in enumerate(zip(made.layers, lengths, strict=True)):
+        name, kind = f"{prefix}layers.{place}", _kind_on_disk(layer.__class__)
+        if kind is None:  # it does not keep them in the usual way
+            log.debug("%s of the cache, a %s, stays in memory", name, type(layer).__name__)
+            continue
+        made.layers[place] = kind.__new__(kind)
+        made.layers[place].__dict__.update(layer.__dict__)
+        made.layers[place]._open(name, folder, length)
     return made
-
-
-def _layer_on_disk(layer: Any, name: str, folder: Path | None, max_length: int | None) -> Any:
-    """A new layer with keys and values on disk; the layer itself if it does not keep them in the usual way."""
-    kind = _kind_on_disk(layer.__class__)
-    if kind is None:
-        log.debug("%s of the cache, a %s, stays in memory", name, type(layer).__name__)
-        return layer
-    on_disk = kind.__new__(kind)
-    on_disk.__dict__.update(layer.__dict__)
-    on_disk._open(name, folder, max_length)
-    return on_disk
 
 
 @cache
@@ -132,14 +125,9 @@ def _kind_on_disk(kind: Any) -> Any:
     """A subclass of layer class `kind` with keys and values on disk; None if it does not keep them in the usual way."""
     from offload.transformers_api import DynamicLayer, DynamicSlidingWindowLayer
 
-    update = getattr(kind, "update", None)
-    if update is DynamicSlidingWindowLayer.update:
-        part: type[_LayerOnDisk] = _SlidingLayerOnDisk
-    elif update is DynamicLayer.update:
-        part = _LayerOnDisk
-    else:
-        return None
-    return type(f"{kind.__name__}OnDisk", (part, kind), {"_layer_type": None})  # not registered for a layer type
+    parts = {DynamicLayer.update: _LayerOnDisk, DynamicSlidingWindowLayer.update: _SlidingLayerOnDisk}
+    part = parts.get(getattr(kind, "update", None))
+    return part and type(f"{kind.__name__}OnDisk", (part, kind), {"_layer_type": None})  # registered for no layer type
 
 
 class _Rows:
@@ -152,12 +140,7 @@ class _Rows:
         self._file: OffloadedTensor | None = None
 
     def append(self, past: torch.Tensor | None, states: torch.Tensor) -> OffloadedTensor:
-        """The tokens of `past`, a view of the file, followed by `states`.
-
-        Raises:
-            ShapeMismatchError, DtypeMismatchError: `states` do not match the stored ones.
-            WriteError: the disk is full.
-        """
+        """The tokens of `past`, a view of the file, followed by `states`; raises for others than the stored ones."""
         first, end = 0, 0
         if past is not None and is_offloaded(past):
             self._refuse_others(past, states)
@@ -191,7 +174,6 @@ class _Rows:
         return is_offloaded(states) and self._file is not None and handle_of(states) is handle_of(self._file)
 
     def _takes(self, states: torch.Tensor, end: int) -> bool:
-        """Whether `states` fit in the file after its first `end` tokens."""
         file = self._file
         if file is None or file.dtype != states.dtype or _shape_of_a_token(file) != _shape_of_a_token(states):
             return False
@@ -205,9 +187,8 @@ class _Rows:
         capacity = max(needed * 3 // 2, _LEAST_CAPACITY) if needed > (self._max_length or 0) else self._max_length
         shape = (batch, heads, -(-capacity // _STEP) * _STEP, size)  # type: ignore[operator]
         if self._file is None:
-            self._file = OffloadedTensor.empty(
-                shape, dtype=states.dtype, name=self._name, offload_dir=self._folder, exist_ok=True
-            )
+            place = {"name": self._name, "offload_dir": self._folder, "exist_ok": True}
+            self._file = OffloadedTensor.empty(shape, dtype=states.dtype, **place)  # type: ignore[arg-type]
             return 0
         handle, layout = handle_of(self._file), Layout(states.dtype, shape, contiguous_stride(shape))
         before = () if past is None else mapped_value(past.to(CPU)).flatten(0, 1)  # type: ignore[arg-type]
@@ -226,8 +207,7 @@ class _Rows:
             )
         if past.dtype != states.dtype:
             raise DtypeMismatchError(
-                f"{self._name!r} holds {past.dtype}, the new tokens are {states.dtype}: reset() the cache, or run "
-                "the model in one dtype"
+                f"{self._name!r} holds {past.dtype}, the new tokens are {states.dtype}: reset() it, or use one dtype"
             )
 
 
@@ -247,36 +227,25 @@ class _LayerOnDisk:
         self._rows_of_keys = _Rows(f"{name}.keys", folder, max_length)
         self._rows_of_values = _Rows(f"{name}.values", folder, max_length)
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        return self._keys
-
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
+    def _put_keys(self, states: torch.Tensor | None) -> None:
         self._keys = self._rows_of_keys.put(states)
 
-    @property
-    def values(self) -> torch.Tensor | None:
-        return self._values
-
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
+    def _put_values(self, states: torch.Tensor | None) -> None:
         self._values = self._rows_of_values.put(states)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values, including the new ones."""
+    keys = property(attrgetter("_keys"), _put_keys)
+    values = property(attrgetter("_values"), _put_values)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object) -> States:
         self._keys, self._values = self._appended(key_states, value_states)
         return self._keys, self._values
 
     def reset(self) -> None:
-        """Forget all tokens; the capacity stays."""
         self._keys = self._values = None
         self.is_initialized = False
         super().reset()  # type: ignore[misc]
 
-    def _appended(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _appended(self, key_states: torch.Tensor, value_states: torch.Tensor) -> States:
         if is_followed(key_states) or is_followed(value_states):
             raise UnsupportedOpError(
                 f"{self._rows_of_keys._name!r}: keys and values on disk carry no gradients. Run the model under "
@@ -294,16 +263,11 @@ class _LayerOnDisk:
 
 
 class _SlidingLayerOnDisk(_LayerOnDisk):
-    """Like `_LayerOnDisk`, for layers that keep only the tokens in a window."""
-
     sliding_window: int
     cumulative_length: int
     record_past: bool
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values visible to the new tokens, including these."""
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object) -> States:
         keys, values = self._appended(key_states, value_states)
         new = key_states.shape[-2]
         self.cumulative_length += new

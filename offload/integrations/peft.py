@@ -45,7 +45,6 @@ from offload.torch_api import parameters_of, version_of
 
 log = logging.getLogger("offload.integrations")
 
-_BLOCK = 1 << 20  # bytes per read
 _MARK = ("merged",)  # in a file of a run, which has one adapter
 _HALF = "_offload_half_merged"  # attribute of a model: the adapter whose merge failed half-way
 
@@ -87,16 +86,10 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, progress: bool = True) ->
 
 
 def _merged(model: nn.Module, adapter: str, mark: tuple[str, ...], *, progress: bool) -> MapReport:
-    """Merge an adapter into a model.
-
-    Args:
-        mark: notes for the files of merged values. Those that have it already, in the folder of the model's values, are
-            taken from there.
-    """
+    """Merge an adapter; the values whose files have the `mark`, in the folder of the model's, are taken from there."""
     if _layers_of(model):
         raise UnsupportedOpError(
-            f"this {type(model).__name__} has an adapter already: load its base alone, as "
-            "offload.from_pretrained(..., adapter=False)"
+            f"this {type(model).__name__} has an adapter already: load its base by from_pretrained(..., adapter=False)"
         )
     if _HALF in vars(model):
         raise UnsupportedOpError(
@@ -130,23 +123,11 @@ def merge_checkpoint(
 ) -> MapReport:
     """Write a checkpoint of transformers anew, with an adapter of peft merged into it.
 
-    Args:
-        source: the folder of the base, or a GGUF file, which is decoded first.
-        adapter: see `merge_lora`.
-        target: the new folder; it may be there if it is empty.
-        dtype: that the model computes in, and is merged in; None for the one it has, which is float32 for a GGUF file
-            that is packed.
-        max_shard_size: see `save_checkpoint`.
-        resume: go on with a run that was killed, from the folder `target` + ".partial".
-        progress: show a bar, on a terminal.
-
-    Returns:
-        What was merged.
-
-    Raises:
-        ForeignFileError: `target` is there and not empty, or in a folder that is read.
-        JournalError: a run was begun, and `resume` does not say to go on; or it was one of another adapter or base.
-        CheckpointError, UnsupportedOpError, MapError, WriteError: as `merge_lora`.
+    `source` is a folder, or a GGUF file, which is decoded first; `target` may be there if it is empty. `dtype` is
+    that the model computes and is merged in; None for the one it has, which is float32 for a packed GGUF file.
+    `resume` goes on with a run that was killed, in `target` + ".partial". Raises `ForeignFileError` if `target` is
+    not empty, or in a folder that is read; `JournalError` if a run was begun, and `resume` does not say to go on,
+    or it had another adapter or base; and as `merge_lora`.
     """
     folder, target = absolute(source), target_outside(target, source, adapter)
     refuse_lone_adapter(folder)
@@ -171,29 +152,14 @@ def merge_checkpoint(
 
 
 class _Merging:
-    """Merges peft's layers into the values of the base.
+    """Merges peft's layers into the values of the base, with a `mark` in the files of merged values.
 
-    Attributes:
-        nbytes: of all values that layers hold.
-        advance: is called with the bytes that are done.
-        at: the layer that is being merged.
-        done: number of layers.
-
-    Args:
-        layers: by name.
-        values: of the base.
-        mark: notes for the files of merged values.
-        before: names of values that are merged already.
-        begun: gets the names of values, each before it is replaced.
+    Values named in `before` are merged already; `begun` gets their names, each before it is replaced. `advance` is
+    called with the bytes that are done, `at` is the layer that is being merged, and `done` counts layers.
     """
 
     def __init__(
-        self,
-        layers: Mapping[str, Any],
-        values: list[Slot],
-        mark: tuple[str, ...],
-        before: list[str],
-        begun: list[str],
+        self, layers: Mapping[str, Any], values: list[Slot], mark: tuple[str, ...], before: list[str], begun: list[str]
     ) -> None:
         self.advance: Callable[[int], object] = int
         self.at, self.done = "", 0
@@ -226,8 +192,9 @@ class _Merging:
         parameters = {(module, key): parameters_of(module)[key] for module, key in held}
         try:
             for (module, key), value in held.items():
-                copied = self._new.pop(value.name, None)
-                copied = _copy_of(value.tensor) if copied is None else copied
+                copied, tensor = self._new.pop(value.name, None), value.tensor
+                if copied is None:
+                    copied = tensor.materialize() if is_offloaded(tensor) else tensor.detach().clone()
                 parameters_of(module)[key] = nn.Parameter(copied, requires_grad=False)
             merge(*args, **options)
             merged = {value.name: (value, getattr(module, key).detach()) for (module, key), value in held.items()}
@@ -251,20 +218,12 @@ class _Merging:
 
 
 def _held_by(layer: Any, slots: Mapping[int, Slot]) -> dict[tuple[nn.Module, str], Slot]:
-    """The base's values under a layer, by the modules and keys that hold them."""
     return {
         (module, key): slots[id(parameter)]
         for module in layer.get_base_layer().modules()
         for key, parameter in parameters_of(module).items()
         if id(parameter) in slots
     }
-
-
-def _copy_of(value: torch.Tensor) -> torch.Tensor:
-    return value.materialize() if is_offloaded(value) else value.detach().clone()
-
-
-# The adapter
 
 
 def _content_of(adapter: str) -> str:
@@ -278,17 +237,14 @@ def _content_of(adapter: str) -> str:
     for path in paths:
         found.update(os.fsencode(path.name))
         with reading(path), as_file(open_regular(path)) as file:
-            while block := file.read(_BLOCK):
-                found.update(block)
+            found.update(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
     return found.hexdigest()
 
 
 def _kind_of(adapter: str) -> str:
     """The adapter's peft method, if it can be merged; does not touch the model."""
     if "/" not in adapter and not is_folder(Path(adapter)):  # every adapter on the hub has an organization
-        raise CheckpointError(
-            f"there is no folder {adapter}: give one that peft saved, or organization/name on the hub"
-        )
+        raise CheckpointError(f"there is no folder {adapter}: give one of peft, or organization/name on the hub")
     from peft import PeftConfig
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -318,8 +274,7 @@ def _with_adapter(model: nn.Module, adapter: str, values: list[Slot]) -> tuple[A
     quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)
     if quantized is not None:
         raise UnsupportedOpError(
-            f"{quantized!r} is quantized, and adapters can't be merged into quantized weights: merge into the dense "
-            "base, then quantize it (offload.quantize_)"
+            f"{quantized!r} is quantized, and takes no adapter: merge into the dense base, then offload.quantize_ it"
         )
     before = [_state_of(value.tensor) for value in values]
     tuner = layers_over(model, adapter).base_model
@@ -333,7 +288,6 @@ def _state_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _layers_of(model: nn.Module) -> dict[str, Any]:
-    """The layers that peft has wrapped around those of the base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
@@ -348,13 +302,10 @@ def _merge_by(tuner: Any, adapter: str, kind: str, merging: _Merging) -> None:
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"interrupted at {merging.at!r}: {_so_far(merging)}") from error
     except Exception as error:
+        said = f"{type(error).__name__}: {error}"
         if not merging.done:
-            raise _unmergeable(
-                adapter, kind, f"peft says at {merging.at!r}: {type(error).__name__}: {error}"
-            ) from error
-        raise MapError(
-            f"peft failed at {merging.at!r} ({type(error).__name__}: {error}): {_so_far(merging)}"
-        ) from error
+            raise _unmergeable(adapter, kind, f"peft says at {merging.at!r}: {said}") from error
+        raise MapError(f"peft failed at {merging.at!r} ({said}): {_so_far(merging)}") from error
 
 
 def _so_far(merging: _Merging) -> str:

@@ -28,7 +28,7 @@ from offload.cache.incoming import PRESENT, Batch, Field, Incoming, cache_of, re
 from offload.cache.table import TensorCache
 from offload.errors import CacheError, CorruptFileError, MissingFileError, OffloadError
 from offload.importing import imported
-from offload.integrations.tensordict.reading import INNER, META, load_memmap
+from offload.integrations.tensordict import INNER, META, load_memmap
 from offload.models.loader import load_file
 from offload.system.reasons import explained, reading
 from offload.system.regular import absolute, as_file, is_file, is_folder, is_there, open_regular
@@ -88,17 +88,14 @@ def cache_from(
 
 
 def rows_of(source: object, columns: Columns = None) -> Incoming:
-    """The rows of a file, a folder, an array, a table, a dataset, or a dict of tensors.
-
-    Raises:
-        MissingFileError, CacheError, CorruptFileError, ReadError, CheckpointError
-    """
+    """The rows of a file, a folder, an array, a table, a dataset, or a dict of tensors."""
     columns = as_names(columns)
     if isinstance(source, str | os.PathLike):
         return _rows_of_path(absolute(source), columns)
     if isinstance(source, np.ndarray):
         return _rows_of_array(source, columns)
-    if _is_tensordict(source):
+    is_tensordict = imported("tensordict", "is_tensor_collection")
+    if is_tensordict is not None and is_tensordict(source):
         return _rows_of_tensordict(source, columns)
     if isinstance(source, Mapping) and not _is_one(source, "h5py", "Group"):
         return _rows_of_tensors(source, columns, "the dict")
@@ -109,12 +106,6 @@ def rows_of(source: object, columns: Columns = None) -> Incoming:
         f"no rows can be read from {type(source).__name__}: give a path, an array, a dict of tensors, a TensorDict, a "
         "pyarrow.Table, a datasets.Dataset or an h5py.Group; TensorCache.from_records takes records one by one"
     )
-
-
-def _is_tensordict(source: object) -> bool:
-    """Whether it is a TensorDict or tensorclass; does not import tensordict."""
-    is_collection = imported("tensordict", "is_tensor_collection")
-    return is_collection is not None and bool(is_collection(source))
 
 
 def _is_one(source: object, package: str, kind: str) -> bool:
@@ -146,22 +137,14 @@ def _rows_of_file(path: Path, columns: Columns) -> Incoming:
 
 @contextmanager
 def _as_read(path: Path) -> Iterator[None]:
-    """Third-party readers can raise anything for a damaged file: blame the file.
-
-    Raises:
-        CorruptFileError, ReadError
-    """
+    """Third-party readers can raise anything for a damaged file: blame the file (`CorruptFileError`, `ReadError`)."""
     try:
         yield
     except (OffloadError, ImportError, MemoryError):
         raise
-    except OSError as error:
-        if error.errno is None:  # libraries raise such errors about a file's content
-            raise CorruptFileError(
-                f"{path} can't be read ({error}): is it complete? Download or copy it again."
-            ) from error
-        raise explained(path, error) from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # without, it is a library's, about the content
+            raise explained(path, error) from error
         raise CorruptFileError(f"{path} can't be read ({error}): is it complete? Download or copy it again.") from error
 
 
@@ -182,7 +165,6 @@ def _rows_of_folder(path: Path, columns: Columns) -> Incoming:
 
 
 def _chosen(found: Mapping[str, object], columns: Columns, place: str) -> dict[str, Any]:
-    """The requested columns, in that order; all if None."""
     for name in columns or ():
         if name not in found:
             raise CacheError(f"{place} has no column {name!r}; it has {', '.join(map(repr, found))}")
@@ -190,7 +172,6 @@ def _chosen(found: Mapping[str, object], columns: Columns, place: str) -> dict[s
 
 
 def _length_of(parts: Mapping[str, Any], place: str, what: str) -> int:
-    """The length that all parts have."""
     lengths = {name: part.shape[0] if part.shape else None for name, part in parts.items()}
     if None in lengths.values() or len(set(lengths.values())) != 1:
         each = ", ".join(f"{name!r}: {'a single value' if n is None else n}" for name, n in lengths.items())
@@ -216,7 +197,6 @@ def _rows_of_tensors(tensors: Mapping[str, object], columns: Columns, place: str
 
 
 def _rows_of_tensordict(td: Any, columns: Columns, place: str = "the TensorDict") -> Incoming:
-    """The rows of a TensorDict or tensorclass, along its first batch dimension."""
     from tensordict import is_tensorclass
 
     td = td.to_tensordict() if is_tensorclass(td) else td
@@ -242,7 +222,6 @@ def _rows_of_tensordict(td: Any, columns: Columns, place: str = "the TensorDict"
 
 
 def _leaves(td: Any, way: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """For each column name, the keys that lead to it."""
     from tensordict import NonTensorData, NonTensorStack, is_tensor_collection, is_tensorclass
 
     for key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
@@ -272,7 +251,6 @@ def _rows_of_npy(path: Path, columns: Columns) -> Incoming:
 
 
 def _rows_of_array(array: np.ndarray[Any, Any], columns: Columns, place: str = "the array") -> Incoming:
-    """The rows of an array, structured or not, in memory or mapped."""
     if not array.ndim:
         raise CacheError(f"{place} is a single value, without rows")
     parts = _chosen(dict(_fields(array, "")), columns, place)
@@ -290,20 +268,17 @@ def _fields(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.
 
 
 def _field_of(name: str, dtype: np.dtype[Any], row_shape: tuple[int, ...], place: str) -> Field:
-    """The column for values of a dtype."""
     if dtype.kind in "US":
         return Field(None)
     try:
         return Field(torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, row_shape)
     except TypeError as error:
         raise CacheError(
-            f"{name!r} in {place} is of dtype {dtype}, which is neither a number of torch's nor text: convert it, or "
-            "leave it out with columns="
+            f"{name!r} in {place} is of dtype {dtype}, neither torch's nor text: convert or leave it out with columns="
         ) from error
 
 
 def _values_of(rows: np.ndarray[Any, Any], field: Field) -> Any:
-    """A batch of a column, in new memory."""
     if not field.is_tensor:
         return (np.char.decode(rows, "utf-8") if rows.dtype.kind == "S" else rows).tolist()
     native = rows.dtype.newbyteorder("=")
@@ -314,7 +289,6 @@ def _values_of(rows: np.ndarray[Any, Any], field: Field) -> Any:
 
 
 def _rows_of_hdf5(path: Path, columns: Columns) -> Incoming:
-    """The rows of an HDF5 file, which stays open until the last one has been read."""
     import h5py
 
     try:
@@ -327,7 +301,6 @@ def _rows_of_hdf5(path: Path, columns: Columns) -> Incoming:
 
 
 def _rows_of_group(group: Any, columns: Columns) -> Incoming:
-    """The rows of an open file or group."""
     place = f"{group.file.filename}{group.name}"
     found = dict(_members(group))
     if columns is None:
@@ -348,7 +321,6 @@ def _rows_of_group(group: Any, columns: Columns) -> Incoming:
 
 
 def _members(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
-    """For each column name, its dataset, and the field of it for a compound one."""
     for name, dataset in _datasets(group):
         for key in getattr(dataset, "dtype", np.dtype("f")).names or (None,):
             yield f"{name}.{key}" if key else name, (dataset, key)
@@ -398,7 +370,6 @@ def _is_lost(file: Any, filename: str, path: str) -> bool:
 
 
 def _is_array(name: str, dataset: Any, key: str | None, place: str) -> bool:
-    """Whether its rows can be stored; if not, that is logged."""
     import h5py
 
     if not isinstance(dataset, h5py.Dataset):  # a lost link
@@ -438,21 +409,17 @@ def _values_in(dataset: Any, key: str | None, rows: slice, field: Field) -> Any:
     base = (dataset.dtype[key] if key else dataset.dtype).base
     if not field.is_tensor and h5py.check_string_dtype(base) is not None:
         read = source[rows] if key else dataset.asstr()[rows]
-        return np.vectorize(_text, otypes=[object])(read).tolist() if len(read) else []
+        as_text = np.vectorize(lambda one: one.decode() if isinstance(one, bytes) else str(one), otypes=[object])
+        return as_text(read).tolist() if len(read) else []
     if field.is_ragged:
         return [_values_of(row, field) for row in source[rows]]
     return _values_of(source[rows], field)
-
-
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 # Arrow
 
 
 def _rows_of_parquet(paths: Collection[Path], columns: Columns) -> Incoming:
-    """The rows of Parquet files, one after another."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -478,7 +445,6 @@ def _rows_of_parquet(paths: Collection[Path], columns: Columns) -> Incoming:
 
 
 def _rows_of_ipc(path: Path, columns: Columns) -> Incoming:
-    """The rows of an Arrow or Feather file, or of a file with an Arrow stream."""
     import pyarrow as pa
 
     source = pa.memory_map(str(path))
@@ -494,13 +460,11 @@ def _rows_of_ipc(path: Path, columns: Columns) -> Incoming:
 
 
 def _rows_of_table(table: Any, columns: Columns, place: str = "the table") -> Incoming:
-    """The rows of a `pyarrow.Table`."""
     names, nulls, step = _taken(table, table.column_names, columns, place)
     return _rows(table.schema, names, nulls, table.select(names).to_batches(step), place)
 
 
 def _rows_of_dataset(dataset: Any, columns: Columns) -> Incoming:
-    """The rows of a `datasets.Dataset`, in its own order."""
     table = dataset.data.table
     names, nulls, step = _taken(table, dataset.column_names, columns, "the dataset")
     tables = dataset.select_columns(names).with_format("arrow").iter(step)
@@ -508,7 +472,6 @@ def _rows_of_dataset(dataset: Any, columns: Columns) -> Incoming:
 
 
 def _taken(table: Any, available: Collection[str], columns: Columns, place: str) -> tuple[list[str], set[str], int]:
-    """The columns to read, those of them with nulls, and the number of rows per batch."""
     _refuse_malformed(table, place)
     names = list(_chosen(dict.fromkeys(available), columns, place))
     nbytes = table.select(names).get_total_buffer_size() // max(len(table), 1)
@@ -555,8 +518,7 @@ def _field_at(name: str, kind: Any, has_nulls: bool, place: str) -> Field:
             return Field(torch.uint8, (None,), is_optional=has_nulls)
         if not _is_json(kind):
             raise CacheError(
-                f"{name!r} in {place} is of type {kind}, which is neither numbers nor text nor bytes: cast it, or "
-                "leave it out with columns="
+                f"{name!r} in {place} is of type {kind}, no numbers, text or bytes: cast or leave it out with columns="
             )
         return Field(None)
     return Field(dtype, sizes, is_optional=has_nulls)
@@ -568,12 +530,10 @@ def _layout(kind: Any) -> tuple[torch.dtype | None, tuple[int | None, ...]]:
 
     if hasattr(kind, "shape") and hasattr(kind, "value_type") and isinstance(kind, pa.ExtensionType):  # from datasets
         return getattr(torch, str(kind.value_type), None), tuple(kind.shape)
-    if pa.types.is_fixed_size_list(kind):
+    is_fixed = pa.types.is_fixed_size_list(kind)
+    if is_fixed or pa.types.is_list(kind) or pa.types.is_large_list(kind):
         dtype, sizes = _layout(kind.value_type)
-        return dtype, (kind.list_size, *sizes)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        dtype, sizes = _layout(kind.value_type)
-        return dtype, (None, *sizes)
+        return dtype, (kind.list_size if is_fixed else None, *sizes)
     if pa.types.is_boolean(kind):
         return torch.bool, ()
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
@@ -584,14 +544,13 @@ def _layout(kind: Any) -> tuple[torch.dtype | None, tuple[int | None, ...]]:
 def _is_json(kind: Any) -> bool:
     import pyarrow as pa
 
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if is_list or pa.types.is_dictionary(kind):
+    of = pa.types
+    if any(is_kind(kind) for is_kind in (of.is_list, of.is_large_list, of.is_fixed_size_list, of.is_dictionary)):
         return _is_json(kind.value_type)
-    if pa.types.is_struct(kind):
+    if of.is_struct(kind):
         return all(_is_json(kind.field(at).type) for at in range(kind.num_fields))
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return bool(is_text or is_number or pa.types.is_null(kind))
+    kinds = (of.is_string, of.is_large_string, of.is_integer, of.is_floating, of.is_boolean, of.is_null)
+    return any(is_kind(kind) for is_kind in kinds)
 
 
 def _batch(batch: Any, fields: dict[str, Field], place: str) -> Batch:
@@ -635,7 +594,6 @@ def _ragged(name: str, array: Any, field: Field, place: str) -> list[Any]:
 
 
 def _flat(name: str, array: Any, field: Field, place: str) -> torch.Tensor:
-    """All numbers of an array of nested lists, flat."""
     import pyarrow as pa
 
     while isinstance(array, pa.ExtensionArray):

@@ -94,14 +94,12 @@ def quantize_(
     if sharded is not None:
         raise UnsupportedOpError(
             f"{sharded!r} is sharded over ranks (a DTensor), and torchao needs the whole weight: quantize the model "
-            "in one process, or load the ranks from a checkpoint in FP8, compressed-tensors, GPTQ..., whose weights "
-            "are decoded as they are read"
+            "in one process, or load the ranks from a packed checkpoint (FP8, GPTQ...), decoded as it is read"
         )
     is_theirs = type(config).__name__ == _THEIRS
     if not isinstance(config, AOBaseConfig) and not is_theirs:
         raise ArgumentTypeError(
-            f"config should be a configuration of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not "
-            f"{config!r}"
+            f"give a configuration of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not {config!r}"
         )
     quantizer = _quantizer_for(model, config, filter_fn)
     if is_theirs:
@@ -136,9 +134,8 @@ def _journal_of(model: nn.Module, resume: bool | str) -> tuple[Journal, bool]:
         return Journal(), False
     name = resume if isinstance(resume, str) else "quantize_"
     journal = journal_for(values, name, resume=bool(resume), goes_on=True)
-    quantized = [
-        value.tensor for value in values if is_done(value, journal) and subclass_value(value.tensor) is not None
-    ]
+    done = (value.tensor for value in values if is_done(value, journal))
+    quantized = [tensor for tensor in done if subclass_value(tensor) is not None]
     for tensor in quantized:
         tensor.requires_grad_(False)  # as in torchao
     return journal, bool(quantized)
@@ -156,8 +153,6 @@ def _torchaos_choice() -> Filter:
 
 
 def _not_yet(wanted: Filter) -> Filter:
-    """The same filter, without modules that have a quantized weight already."""
-
     def chosen(module: nn.Module, name: str) -> bool:
         weights = (weight for weight in parameters_of(module).values() if weight is not None)
         return wanted(module, name) and all(subclass_value(weight) is None for weight in weights)
@@ -165,16 +160,8 @@ def _not_yet(wanted: Filter) -> Filter:
     return chosen
 
 
-# Weights
-
-
 class _Quantizing:
-    """Stores what replaces a weight on disk in its place.
-
-    Attributes:
-        has_quantized: whether a weight has become quantized.
-        at: the layer that torchao is working on.
-    """
+    """Stores what replaces a weight on disk in its place; `at` is the layer that torchao is working on."""
 
     def __init__(self, model: nn.Module, journal: Journal, advance: Callable[[int], object]) -> None:
         self.has_quantized = False
@@ -202,7 +189,6 @@ class _Quantizing:
         return stored
 
     def run(self, model: nn.Module, config: Any, chosen: Filter | None, device: Any) -> None:
-        """torchao's own `quantize_`."""
         from torchao.quantization import quantize_ as torchaos
 
         def noted(module: nn.Module, name: str) -> bool:
@@ -217,8 +203,7 @@ class _Quantizing:
         except Exception as error:
             at = self.at if chosen else _module_in(error)
             raise MapError(
-                f"torchao failed at {at!r} ({type(error).__name__}: {error}): the weights before it are quantized "
-                "and stay so"
+                f"torchao failed at {at!r} ({type(error).__name__}: {error}): the weights before it are quantized"
             ) from error
 
     def finish(self) -> None:
@@ -229,12 +214,8 @@ class _Quantizing:
 
 def _module_in(error: Exception) -> str:
     """The name of the module that torchao was working on, if it used no filter."""
-    names = [
-        frame.f_locals["module_fqn"]
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if "module_fqn" in frame.f_locals
-    ]
-    return str(names[-1]) if names else ""
+    places = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(next((place["module_fqn"] for place in reversed(places) if "module_fqn" in place), ""))
 
 
 @contextmanager
@@ -249,9 +230,6 @@ def _quantizing(model: nn.Module, journal: Journal, advance: Callable[[int], obj
         _AT_WORK.set(before)
         if hook is not None:
             hook.remove()
-
-
-# transformers
 
 
 def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> Any:

@@ -188,22 +188,14 @@ def from_pretrained(
     names = {name for slot in tensor_slots(model) for name in slot.keys}
     if names and names <= set(report.missing_keys):
         raise CheckpointError(
-            f"{source.path} belongs to another model than {type(model).__name__}, so give its class as model_class=: "
-            f"{report}"
+            f"{source.path} belongs to another model than {type(model).__name__}: give its model_class= ({report})"
         )
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     model.loaded_from = folder
-    report = finish_loading(
-        model,
-        infer_device_map(model, device_map, max_memory=max_memory, offload_buffers=offload_buffers),
-        report,
-        offload_dir=offload_dir,
-        offload_buffers=offload_buffers,
-        pool=pool,
-        skip_keys=getattr(model, "_skip_keys_device_placement", None),
-        store=store,
-        exact=exact,
-    )
+    complete = infer_device_map(model, device_map, max_memory=max_memory, offload_buffers=offload_buffers)
+    how: Kwargs = {"offload_dir": offload_dir, "offload_buffers": offload_buffers, "store": store, "exact": exact}
+    skipped = getattr(model, "_skip_keys_device_placement", None)
+    report = finish_loading(model, complete, report, pool=pool, skip_keys=skipped, **how)
     note_form(model, values)
     if not exact and experts is None:
         prefer_experts(model)
@@ -216,9 +208,7 @@ def _fill_unsaved(model: Pretrained, dtype: torch.dtype) -> None:
     """The buffers that are in no checkpoint, of a class that is not from transformers, as the class makes them.
 
     transformers has `_init_weights` fill them, which other code does not: they would be what was in memory before.
-
-    Raises:
-        CheckpointError: the class can't make them without the other values.
+    Raises `CheckpointError` if the class can't make them without the other values.
     """
     unsaved = [(name, key) for name, module in model.named_modules() for key in sorted(unsaved_buffers_of(module))]
     if not unsaved or type(model).__module__.startswith("transformers."):
@@ -249,8 +239,7 @@ def _refuse_cut_heads(model: Pretrained) -> None:
                 continue
             if weight.shape[0] % (width * ranks):
                 raise ArgumentError(
-                    f"{name}.{part} has {weight.shape[0] // width} heads, which can't be divided among {ranks} ranks: "
-                    "take a number of ranks that divides them"
+                    f"{name}.{part} has {weight.shape[0] // width} heads, which can't be divided among {ranks} ranks"
                 )
 
 
@@ -263,16 +252,7 @@ def model_on_meta(
     trust_remote_code: bool = False,
     **options: object,
 ) -> tuple[Pretrained, Config, Kwargs]:
-    """The model in a folder or GGUF file without values, its configuration, and the options not used for it.
-
-    Args:
-        folder: or a file.
-        model_class, config, trust_remote_code, options: as for `from_pretrained`.
-        stored: how many values its checkpoint holds.
-
-    Raises:
-        CheckpointError: transformers can't create it, or it would have many more layers than the checkpoint has values.
-    """
+    """The model in a folder or GGUF file without values, its configuration, and the options not used for it."""
     import transformers
 
     check_attributes()
@@ -353,11 +333,8 @@ def _refuse_to_quantize(option: str) -> NoReturn:
 
 
 def _empty_model(model_class: Any, config: Config, *, trust_remote_code: bool) -> Pretrained:
-    """The model on the meta device: transformers picks its class and configuration."""
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
-        raise ArgumentTypeError(
-            f"model_class should be a model class of transformers, or one of its Auto classes: {model_class!r}"
-        )
+        raise ArgumentTypeError(f"model_class should be a model class of transformers, or an Auto one: {model_class!r}")
     with torch.device("meta"):
         config = copy.deepcopy(config)
         from_config = getattr(model_class, "from_config", None)  # of an Auto class

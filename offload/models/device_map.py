@@ -1,17 +1,17 @@
-"""Which tensor goes where.
+"""Which tensor goes where, and accelerate's hooks: those that move activations there, and those that hold values.
 
 Always true:
-- the longest prefix in the map wins
-- every tensor has a place, or an error names it
+- the longest prefix in the map wins; every tensor has a place, or an error names it
 - a name in the map that matches nothing in the model has no effect but a warning
 - no map, None, means the CPU's memory, as in accelerate and transformers
 - a value on disk executes on the map's first accelerator, else the current one, else the CPU, unless the map says where
+- a model whose values are held by somebody else is refused, and not changed; a hook that holds none stays as it is
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeAlias
@@ -19,9 +19,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from offload.errors import ArgumentTypeError, DeviceMapError
+from offload.errors import ArgumentTypeError, DeviceMapError, UnsupportedOpError
 from offload.memory import as_bytes
-from offload.torch_api import usable_accelerator
+from offload.system.reasons import some
+from offload.tensor.arguments import checked_device
+from offload.torch_api import buffers_of, parameters_of, usable_accelerator
 
 ON_DISK = "disk"
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -50,19 +52,7 @@ def infer_device_map(
     dtype: torch.dtype | None = None,
     offload_buffers: bool = False,
 ) -> DeviceMap:
-    """The device map that accelerate computes for one of the words `AUTOMATIC`; any other map unchanged.
-
-    Args:
-        model: its tensors may be empty.
-        device_map: "auto", "balanced", "balanced_low_0" or "sequential"; or a complete map.
-        max_memory: how much the weights may take per device, in bytes or as "8GiB"; None for what is free.
-        no_split_module_classes: classes kept on one device; None for those that the model names.
-        dtype: of the weights once loaded.
-        offload_buffers: whether buffers of modules on disk are on disk, too, and take no room on the executing device.
-
-    Raises:
-        DeviceMapError: `max_memory` is not a mapping of devices to amounts of memory.
-    """
+    """The map that accelerate computes for a word of `AUTOMATIC`, others unchanged; may raise `DeviceMapError`."""
     if not isinstance(device_map, str) or device_map not in AUTOMATIC:
         return device_map
     from accelerate import infer_auto_device_map
@@ -73,13 +63,11 @@ def infer_device_map(
         no_split_module_classes = list(getattr(model, "_no_split_modules", None) or [])
     if not hasattr(no_split_module_classes, "__iter__"):
         raise ArgumentTypeError(f"no_split_module_classes is a list of names, not {repr(no_split_module_classes)[:80]}")
-    options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
+    options: dict[str, Any] = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
     if device_map != "sequential":
         shares = get_balanced_memory(model, shares, low_zero=device_map == "balanced_low_0", **options)
-    inferred: dict[str, Any] = infer_auto_device_map(
-        model, max_memory=shares, offload_buffers=offload_buffers, **options
-    )
-    return inferred
+    options |= {"max_memory": shares, "offload_buffers": offload_buffers}
+    return infer_auto_device_map(model, **options)  # type: ignore[no-any-return]
 
 
 def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
@@ -95,17 +83,14 @@ def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
     """
     words = device_map if isinstance(device_map, Mapping) else {"": "cpu" if device_map is None else device_map}
     named = {prefix: place_of(word, _CPU, module=prefix) for prefix, word in words.items() if word != ON_DISK}
-    on_disk = Place(True, _first_accelerator(named.values()))
+    there = next((one.device for one in named.values() if one.device.type not in ("cpu", "meta")), None)
+    on_disk = Place(True, there or existing(usable_accelerator() or _CPU))
     known = {prefix: named.get(prefix, on_disk) for prefix in words}
     return {name: _longest(name, known) for name in names}
 
 
 def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
-    """What a word of a device map means; `default` is where values on disk execute.
-
-    Raises:
-        DeviceMapError: the word is unknown, or there is no such device.
-    """
+    """What a word means; what is on disk runs on `default`. `DeviceMapError` for an unknown word or device."""
     if word == ON_DISK:
         return Place(True, default)
     on_disk = isinstance(word, str) and word.startswith(f"{ON_DISK}:")
@@ -130,11 +115,8 @@ def existing(device: Word) -> torch.device:
 def execution_devices(placed: Mapping[str, Place]) -> dict[str, torch.device]:
     """The device that each module runs on, by name, given the places of its tensors.
 
-    It is that of the module's own tensors, else the one that all tensors below it share; a module with neither is left
-    out, as its submodules decide. The model itself, `""`, starts on its first tensor's device.
-
-    Args:
-        placed: the places of parameters and buffers; those on the meta device don't run.
+    It is that of the module's own tensors, else the one that all below it share; a module with neither is left out.
+    The model itself, `""`, starts on its first tensor's device.
     """
     own: dict[str, torch.device] = {}
     below: dict[str, set[torch.device]] = {}
@@ -145,11 +127,9 @@ def execution_devices(placed: Mapping[str, Place]) -> dict[str, torch.device]:
         own.setdefault(module, place.device)
         for prefix in _prefixes(module):
             below.setdefault(prefix, set()).add(place.device)
-    found = {
-        name: own.get(name, next(iter(devices))) for name, devices in below.items() if name in own or len(devices) == 1
-    }
+    alone = {name: next(iter(devices)) for name, devices in below.items() if len(devices) == 1}
     first = next(iter(own.values()), None)
-    return found if first is None else {"": first} | found
+    return alone if first is None else {"": first, **alone, **own}
 
 
 def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: Iterable[str]) -> None:
@@ -159,14 +139,11 @@ def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: It
     known = {*modules, *tensors}
     strangers = [f"{name!r}{_meant(name, known)}" for name in device_map if name and name not in known]
     if strangers:
-        warnings.warn(
-            f"the device map names modules that this model does not have; they are ignored: {', '.join(strangers)}",
-            stacklevel=4,
-        )
+        text = f"the device map names modules that this model does not have; they are ignored: {', '.join(strangers)}"
+        warnings.warn(text, stacklevel=4)
 
 
 def _checked_shares(max_memory: object, word: str) -> dict[int | str, int]:
-    """Bytes per device, from a `max_memory` for placing."""
     if not isinstance(max_memory, Mapping) or not max_memory:
         raise DeviceMapError(
             f"device_map={word!r} needs max_memory by device, as {{'cpu': '8GiB'}}, not {max_memory!r}"
@@ -174,9 +151,7 @@ def _checked_shares(max_memory: object, word: str) -> dict[int | str, int]:
     shares: dict[int | str, int] = {}
     for device, amount in max_memory.items():
         if device not in ("cpu", "mps", ON_DISK) and (not isinstance(device, int) or isinstance(device, bool)):
-            raise DeviceMapError(
-                f"max_memory: {device!r} is not a device of this machine: use 'cpu', or 0, 1... for accelerators"
-            )
+            raise DeviceMapError(f"max_memory: {device!r} is not a device of this machine: use 'cpu', or 0, 1...")
         try:
             if isinstance(amount, float):
                 raise ValueError(f"{amount!r} is a fraction, and here bytes are needed: use 4096 or '8GiB'")
@@ -195,7 +170,6 @@ def _meant(word: object, known: Iterable[str] = _WORDS) -> str:
 
 
 def _is_device(word: str) -> bool:
-    """Whether torch knows this device type, here or elsewhere."""
     try:
         torch.device(word)
     except RuntimeError:
@@ -204,7 +178,6 @@ def _is_device(word: str) -> bool:
 
 
 def _prefixes(name: str) -> Iterable[str]:
-    """The name of a module or tensor, and of everything that contains it."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -218,9 +191,59 @@ def _longest(name: str, known: Mapping[str, Place]) -> Place:
     raise DeviceMapError(f"the device map has no place for {name!r}: add its module, or '' for all the rest")
 
 
-def _first_accelerator(named: Iterable[Place]) -> torch.device:
-    for place in named:
-        if place.device.type not in ("cpu", "meta"):
-            return place.device
-    current = usable_accelerator()
-    return _CPU if current is None else existing(current)
+def refuse_held(model: nn.Module) -> None:
+    """Raises `UnsupportedOpError` if accelerate's hooks, or another library's mappings, hold the model's values."""
+    hooked = [
+        name or "the model itself"
+        for name, module in model.named_modules()
+        if any(getattr(hook, "offload", False) for hook in _hooks_of(module))
+    ]
+    if hooked:
+        raise UnsupportedOpError(
+            f"accelerate has dispatched this {type(model).__name__}: its hooks hold the weights of {len(hooked)} "
+            f"modules ({some(hooked)}). Load it with offload instead: offload.load_checkpoint_and_dispatch fills an "
+            "empty model from a checkpoint, and offload.from_pretrained loads one of transformers"
+        )
+    for name, module in model.named_modules():
+        for members in (parameters_of(module), buffers_of(module)):
+            if not isinstance(members, dict):
+                package = type(members).__module__.partition(".")[0]
+                way_out = {"compressed_tensors": "call compressed_tensors.offload.remove_dispatch(model, True) first"}
+                raise UnsupportedOpError(
+                    f"the values of {name or 'the model'!r} are held by {package} (a {type(members).__name__}), which "
+                    f"returns copies of them: {way_out.get(package, 'have it release the model first')}"
+                )
+
+
+def refuse_other_device(model: nn.Module, device: torch.device) -> None:
+    """Raises `UnsupportedOpError` if accelerate's hooks would move activations away from the device."""
+    for name, module in model.named_modules():
+        for hook in _hooks_of(module):
+            theirs = getattr(hook, "execution_device", None)
+            if theirs is not None and checked_device(theirs) != device:
+                raise UnsupportedOpError(
+                    f"accelerate's hook on {name or 'the model'!r} moves its inputs to {theirs}, and the model is to "
+                    f"run on {device}: call accelerate.hooks.remove_hook_from_submodules(model) first"
+                )
+
+
+def move_activations(
+    model: nn.Module, devices: Mapping[str, torch.device], *, skip_keys: str | list[str] | None
+) -> None:
+    """Add hooks that bring the inputs of modules (by name) to their devices, and the outputs of the model back."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    for name, device in devices.items():
+        hook = AlignDevicesHook(execution_device=device, io_same_device=not name, skip_keys=skip_keys)
+        add_hook_to_module(model.get_submodule(name), hook, append=True)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    """accelerate's hooks on a module; one that consists of several is taken apart."""
+    left: list[Any] = [getattr(module, "_hf_hook", None)]
+    while left:
+        hook = left.pop()
+        if hasattr(hook, "hooks"):
+            left.extend(hook.hooks)
+        elif hook is not None:
+            yield hook

@@ -39,7 +39,6 @@ class _Default(str):
 
 
 def register_experts() -> None:
-    """Make it known to transformers."""
     from offload.transformers_api import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, multiply_experts)
@@ -51,15 +50,11 @@ def prefer_experts(model: nn.Module) -> None:
         if not (hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")):
             continue
         config: Any = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) == _USUAL and _are_on_disk(module):
+        stacks = [one for one in parameters_of(module).values() if one is not None and one.dim() == _OF_MATRICES]
+        are_on_disk = bool(stacks) and all(map(is_offloaded, stacks))
+        if are_on_disk and getattr(config, "_experts_implementation", None) == _USUAL:
             register_experts()
             config._experts_implementation = _Default(NAME)
-
-
-def _are_on_disk(experts: nn.Module) -> bool:
-    """Whether all stacks of matrices of a module are."""
-    stacks = [one for one in parameters_of(experts).values() if one is not None and one.dim() == _OF_MATRICES]
-    return bool(stacks) and all(map(is_offloaded, stacks))
 
 
 def multiply_experts(
@@ -67,22 +62,16 @@ def multiply_experts(
 ) -> Any:
     """The sum of the outputs of the experts that each token is routed to: (tokens, width).
 
-    Args:
-        experts: the module with a layer's experts.
-        hidden_states: (tokens, width).
-        top_k_index, top_k_weights: (tokens, experts per token). The number after the last expert stands for none.
-
-    Raises:
-        RowIndexError: there is no such expert.
+    `hidden_states` is (tokens, width), the others (tokens, experts per token). The number after the last expert
+    stands for none; raises `RowIndexError` for others that are no expert's.
     """
-    if not (_have_norm(experts) or _act_elsewhere(experts, hidden_states) or torch.compiler.is_compiling()):
+    have_norm = getattr(experts, "has_post_expert_norm", False)  # after them; transformers before 5.20 has no such
+    if not (have_norm or _act_elsewhere(experts, hidden_states) or torch.compiler.is_compiling()):
         up = experts.gate_up_proj if experts.has_gate else experts.up_proj
-        if _are_shared_out(experts):
-            top_k_index = top_k_index.clamp(max=len(up))  # others' experts
-        found = multiplied_by_experts(
-            *(hidden_states, top_k_index, top_k_weights, up, experts.down_proj, _between(experts)),
-            is_turned=experts.is_transposed,
-        )
+        if getattr(experts, "_is_expert_parallel", False):
+            top_k_index = top_k_index.clamp(max=len(up))  # other ranks', which have this number before 5.18
+        routed, down, is_turned = (hidden_states, top_k_index, top_k_weights), experts.down_proj, experts.is_transposed
+        found = multiplied_by_experts(*routed, up, down, _between(experts), is_turned=is_turned)
         if found is not None:
             return found
     from offload.transformers_api import grouped_mm_experts_forward
@@ -90,40 +79,24 @@ def multiply_experts(
     return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
 
 
-def _have_norm(experts: Any) -> bool:
-    """Whether a norm follows the experts: transformers before 5.20 has no such models, and does not say."""
-    return bool(getattr(experts, "has_post_expert_norm", False))
-
-
 def _act_elsewhere(experts: Any, x: torch.Tensor) -> bool:
     """Whether what is between the products is computed on an accelerator alone: it has parameters there."""
     return x.device != CPU and any(name not in _OF_PRODUCTS for name, _ in experts.named_parameters())
 
 
-def _are_shared_out(experts: Any) -> bool:
-    """Whether ranks have some of the experts each; before 5.18 one number, that after the last, stands for others'."""
-    return hasattr(experts, "_is_expert_parallel") and bool(experts._is_expert_parallel)
-
-
 def _between(experts: Any) -> Between:
-    """What a module computes between and after the products."""
     gate = experts._apply_gate if experts.has_gate else experts.act_fn
     if not experts.has_bias:
-        return Between(experts, lambda products, _: gate(products), is_silu=_is_silu(experts))
+        from offload.transformers_api import SiLUActivation, _default_apply_gate
+
+        act: Any = getattr(experts, "act_fn", None)
+        is_silu = type(act) in (SiLUActivation, nn.SiLU) and not (pre_hooks_of(act) or hooks_of(act))
+        is_silu = is_silu and experts.has_gate and type(experts)._apply_gate is _default_apply_gate
+        return Between(experts, lambda products, _: gate(products), is_silu=is_silu)
     up = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
     down = experts.down_proj_bias
     return Between(
         experts,
         lambda products, numbers: gate(products + up.to(products.device)[numbers]),
         finish=lambda products, numbers: products + down.to(products.device)[numbers],
-    )
-
-
-def _is_silu(experts: Any) -> bool:
-    from offload.transformers_api import SiLUActivation, _default_apply_gate
-
-    if not experts.has_gate or type(experts)._apply_gate is not _default_apply_gate:
-        return False
-    return type(experts.act_fn) in (SiLUActivation, torch.nn.SiLU) and not (
-        pre_hooks_of(experts.act_fn) or hooks_of(experts.act_fn)
     )

@@ -30,10 +30,7 @@ _SHARDING = ("tp_plan", "distributed_config", "device_mesh")  # options with whi
 
 
 class Waiting:
-    """A tensor of a checkpoint as a loader expects those of a file: `[...]` returns it, deferred, when it is needed.
-
-    A large mixture of experts has tens of thousands, of which one layer's are needed at a time.
-    """
+    """A tensor of a checkpoint, deferred when a loader asks for its `[...]`: of tens of thousands, one by one."""
 
     __slots__ = ("_keeps_dtype", "_tensor")
 
@@ -54,22 +51,9 @@ def filled(
     dtype: torch.dtype,
     **options: object,
 ) -> tuple[Pretrained, Kwargs]:
-    """A model whose tensors are deferred, and transformers' loading info.
-
-    Args:
-        model_class: a class from transformers, not an `Auto` class.
-        config: its configuration, changed in the ways that transformers does.
-        path: of the checkpoint.
-        tensors: its values: on disk, deferred or waiting.
-        dtype: of floating-point tensors.
-        options: passed to the class's own `from_pretrained`.
-
-    Raises:
-        CheckpointError: the tensors can't be converted to the model's format.
-    """
-    state: dict[str, Any] = {
-        name: Waiting(tensor) if is_offloaded(tensor) else tensor for name, tensor in tensors.items()
-    }
+    """A class's model with deferred tensors, and transformers' loading info; or a `CheckpointError`."""
+    named = tensors.items()
+    state: dict[str, Any] = {name: Waiting(one) if is_offloaded(one) else one for name, one in named}
     is_shared = any(options.get(name) is not None for name in _SHARDING)
     looked_at = is_shared or quantization_of(config) is not None  # by others, before they are taken
     if looked_at:
@@ -87,7 +71,7 @@ def filled(
             raise
         except Exception as error:  # it can raise anything for settings that it does not expect
             raise CheckpointError(
-                f"transformers can't make a {model_class.__name__} from {path}: {error} (its log has the details)"
+                f"transformers can't make a {model_class.__name__} from {path}: {error} (see its log)"
             ) from error
     return model, report
 
@@ -99,10 +83,7 @@ _LOADINGS: list[str | None] = []  # in progress: the environment variable before
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Make transformers convert each tensor when it gets to it, instead of all ahead in threads of its own.
-
-    The threads are meant for reading; nothing is read here, and tens of thousands of experts would be in the queue.
-    """
+    """Make transformers convert each tensor when it gets to it, not all ahead in threads, which are for reading."""
     with _LOCK:
         _LOADINGS.append(os.environ.get(_SERIAL))
         os.environ[_SERIAL] = "1"
@@ -142,17 +123,7 @@ def _casts_beside_fp8() -> bool:
 def filled_with(
     model: Pretrained, tensors: Mapping[str, torch.Tensor | Waiting], conversions: list[Any], dtype: torch.dtype
 ) -> list[str]:
-    """Fill a module on the meta device from tensors with the names of a checkpoint.
-
-    Args:
-        model: of transformers.
-        tensors: on disk, deferred or waiting.
-        conversions: from those names and formats to the module's.
-        dtype: of floating-point tensors.
-
-    Returns:
-        The names that are missing, sorted.
-    """
+    """Fill a module on meta by `conversions` from a checkpoint's tensors; returns the sorted names that are missing."""
     from offload.transformers_api import LoadStateDictConfig, convert_and_load_state_dict_in_model
 
     how = LoadStateDictConfig(weight_mapping=conversions, device_map={"": torch.device("cpu")}, dtype=dtype)

@@ -30,23 +30,14 @@ _PATIENCE = 1.0  # seconds between writes; what a killed process did not write i
 
 @dataclass
 class Run:
-    """A function applied to values.
-
-    Attributes:
-        name: given by the user, or the function's.
-        key: unique for this run; noted in the files of values that it has replaced.
-        sources: the values by name, each with the file that it came from; None if in memory or in the folder.
-        replaced: values that it has replaced.
-        kept: values that it has left unchanged.
-        finished: whether it has processed all of them.
-    """
+    """A function applied to values."""
 
     name: str
-    key: str
-    sources: dict[str, str | None]
+    key: str  # noted in the files of values that it has replaced
+    sources: dict[str, str | None]  # by value the file that it came from; None if in memory or in the folder
     replaced: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    finished: bool = False
+    kept: list[str] = field(default_factory=list)  # left unchanged
+    finished: bool = False  # whether it has processed all of them
 
     def __str__(self) -> str:
         done = len(self.replaced) + len(self.kept)
@@ -54,10 +45,7 @@ class Run:
 
 
 class Journal:
-    """The runs over a folder's values, in order, and the current one. Use `Journal.open`.
-
-    Without a path it records nothing: the values are not in a folder that stays.
-    """
+    """The runs over a folder's values, and the current one; without a path, nothing is kept."""
 
     def __init__(self, path: Path | None = None, runs: Iterable[Run] = ()) -> None:
         self.path = path
@@ -67,7 +55,6 @@ class Journal:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The key of the current run, as noted in a value's file."""
         return () if self.run is None else (self.run.key,)
 
     @property
@@ -77,12 +64,7 @@ class Journal:
 
     @classmethod
     def open(cls, folder: Path) -> Journal:
-        """The journal of a folder; an empty one if it has none.
-
-        Raises:
-            JournalError: the file is not a journal.
-            ReadError: it can't be read at the moment.
-        """
+        """The journal of a folder, perhaps an empty one. Raises `JournalError` for another file, and `ReadError`."""
         path = folder / NAME
         try:
             return cls(path, [_checked(run) for run in read_state(path, _KIND)["runs"]])
@@ -95,17 +77,11 @@ class Journal:
             ) from error
 
     def write(self) -> None:
-        """Write it to disk, as a whole.
-
-        Raises:
-            WriteError
-        """
         assert self.path is not None
         write_state(self.path, _KIND, {"runs": [asdict(run) for run in self.runs]})
         self._written = time.monotonic()
 
     def write_at_times(self) -> None:
-        """Like `write`, but not for each of many small values."""
         if time.monotonic() - self._written > _PATIENCE:
             self.write()
 
@@ -114,7 +90,6 @@ class Journal:
         return self.run is not None and (self.run.key in marks or name in self.run.kept)
 
     def note(self, name: str, *, replaced: bool) -> None:
-        """Record that one more value is done."""
         if self.run is not None:
             (self.run.replaced if replaced else self.run.kept).append(name)
             self.write_at_times()
@@ -135,11 +110,7 @@ class Journal:
         self.write()
 
     def resume(self, name: str, sources: Mapping[str, str | None]) -> None:
-        """Continue the run of that name, or start a new one.
-
-        Raises:
-            JournalError: it was over other values, or another run is not finished.
-        """
+        """Continue the run of that name, or start one; `JournalError` if it had other values, or another is open."""
         self.run = next((run for run in self.runs if run.name == name), None)
         if self.run is not None:
             self._refuse_others(self.run, sources)
@@ -147,24 +118,15 @@ class Journal:
         unfinished = next((run for run in self.runs if not run.finished), None)
         if unfinished is not None:
             raise JournalError(
-                f"{self.path} is the journal of another run, {unfinished}, and {name!r} can't start before that one "
-                "is finished: call it again with resume=True, take another offload_dir, or remove the journal to "
-                "give it up"
+                f"{self.path} is the journal of another run, {unfinished}, and {name!r} can't start before that ends: "
+                "call it again with resume=True, take another offload_dir, or remove the journal to give it up"
             )
         self._add(name, sources)
 
     def begin(
         self, name: str, sources: Mapping[str, str | None], marks: Iterable[str], *, goes_on: bool = False
     ) -> None:
-        """Start a run, replacing one of the same name and those that were abandoned.
-
-        Args:
-            marks: the keys of the runs that the values have gone through so far.
-            goes_on: whether an unfinished run of this name may be continued with the values that it left.
-
-        Raises:
-            JournalError: some values are as another, unfinished run left them.
-        """
+        """Start a run in place of abandoned ones; one of this name `goes_on`, others are a `JournalError`."""
         seen = set(marks)
         half = next((run for run in self.runs if not run.finished and run.key in seen), None)
         if half is not None and goes_on and half.name == name:
@@ -186,9 +148,8 @@ class Journal:
     def _refuse_others(self, run: Run, sources: Mapping[str, str | None]) -> None:
         """A value that is still in a checkpoint must be in the same one as when the run began."""
         strangers = sorted(run.sources.keys() ^ sources.keys())
-        moved = sorted(
-            name for name in run.sources.keys() & sources.keys() if sources[name] not in (None, run.sources[name])
-        )
+        both = run.sources.keys() & sources.keys()
+        moved = sorted(name for name in both if sources[name] not in (None, run.sources[name]))
         if strangers:
             differ = some(map(repr, strangers), 3)
             what = f"over {len(run.sources)} values, this one is over {len(sources)}: {differ} differ"

@@ -10,15 +10,17 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from offload.annotations import Kwargs
 from offload.budget import Amount, MaxMemory, expect_context, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
@@ -33,11 +35,13 @@ from offload.models.device_map import (
     Place,
     execution_devices,
     infer_device_map,
+    move_activations,
     places,
+    refuse_held,
+    refuse_other_device,
     warn_of_strangers,
 )
 from offload.models.experts import prefer_experts
-from offload.models.hooks import move_activations, refuse_held, refuse_other_device
 from offload.models.placing import share_of
 from offload.models.pretrained import Fitted, as_in, let_save, quantized_by_torchao
 from offload.models.slots import (
@@ -82,17 +86,11 @@ _IN_MEMORY = "in memory"
 
 @dataclass(frozen=True)
 class HeldForm:
-    """Values of a model that are held in the same way.
-
-    Attributes:
-        values: their number.
-        nbytes: what a pass over them reads from disk, in bytes as stored.
-        times: for shards that are cut at each read, how many times their own size that is; otherwise 1.
-    """
+    """Values of a model that are held in the same way."""
 
     values: int
-    nbytes: int
-    times: float = 1.0
+    nbytes: int  # what a pass over them reads from disk, as stored
+    times: float = 1.0  # how often that is a shard's own size, if it is cut at each read
 
     def __str__(self) -> str:
         more = f", {self.times:.1f} times this rank's share" if self.times > 1 else ""
@@ -129,7 +127,6 @@ class LoadReport:
 
     @property
     def differs(self) -> bool:
-        """Whether anything did not match."""
         return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys or self.overruled_keys)
 
     def __str__(self) -> str:
@@ -209,26 +206,9 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
     )
     slots = tied_slots(model)
-    report = _fill(
-        model,
-        slots,
-        checkpoint,
-        _placed(slots, device_map),
-        offload_dir,
-        dtype=dtype,
-        strict=strict,
-        offload_buffers=offload_buffers,
-    )
-    finish_loading(
-        model,
-        device_map,
-        report,
-        offload_dir=offload_dir,
-        offload_buffers=offload_buffers,
-        pool=pool,
-        skip_keys=skip_keys,
-        store=store,
-    )
+    where: Kwargs = {"offload_dir": offload_dir, "offload_buffers": offload_buffers}
+    report = _fill(model, slots, checkpoint, _placed(slots, device_map), dtype=dtype, strict=strict, **where)
+    finish_loading(model, device_map, report, pool=pool, skip_keys=skip_keys, store=store, **where)
     prefer_experts(model)
     return model
 
@@ -379,7 +359,6 @@ def _fill(
     strict: bool,
     offload_buffers: bool,
 ) -> LoadReport:
-    """Fill the slots for which the checkpoint has values, provided that it fits the model."""
     refuse_held(model)
     source = open_checkpoint(checkpoint)
     source.refuse_own_folder(offload_dir)
@@ -400,7 +379,9 @@ def _fill(
         missing = [slot.keys[0] for slot, key in keyed if key is None]
         report = replace(report_of(fitted.report), missing_keys=missing, overruled_keys=overruled)
     if fitted is None:
-        refuse_scaled(source, _cast_in(keyed, source), set(report.unexpected_keys))
+        filled = {key: source[key].layout for slot, key in keyed if key is not None and slot.held.is_floating_point()}
+        stored_as = {key: layout.dtype for key, layout in filled.items() if layout is not None}
+        refuse_scaled(source, stored_as, set(report.unexpected_keys))
     if strict and report.differs:
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
     if keyed and all(key is None for _, key in keyed):
@@ -432,12 +413,6 @@ def _fill(
     return report
 
 
-def _cast_in(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> dict[str, torch.dtype]:
-    """The stored dtypes of values that floating-point tensors are filled with, by their names in the checkpoint."""
-    layouts = {key: source[key].layout for slot, key in keyed if key is not None and slot.held.is_floating_point()}
-    return {key: layout.dtype for key, layout in layouts.items() if layout is not None}
-
-
 def _is_packed(model: Any, source: Checkpoint) -> bool:
     """Whether a transformers model's config says that the checkpoint is quantized; offload folders have own forms."""
     return quantization_of(model.config) is not None and not source.is_offload_folder
@@ -467,43 +442,29 @@ def _have_same_bits(source: Checkpoint, name: str, other: str) -> bool:
 
 
 def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:
-    """The slots, with empty ones merged into those that have their values, according to the checkpoint's notes.
-
-    `init_empty_weights` unties the weights of a model without `tie_weights`.
-    """
+    """The slots, with empty ones joined to those that the checkpoint ties them to: `init_empty_weights` unties."""
     stored = {name: slot for slot in slots if any(key in source for key in slot.keys) for name in slot.keys}
     left = []
     for slot in slots:
         first = next((stored.get(source.ties[key]) for key in slot.keys if key in source.ties), None)
-        if first and slot.name not in stored and is_meta(slot.tensor) and _are_alike(slot, first):
+        is_empty = slot.name not in stored and is_meta(slot.tensor)
+        kinds = [(one.is_parameter, one.held.shape, one.held.dtype) for one in (slot, first or slot)]
+        if first and is_empty and kinds[0] == kinds[1]:
             first.join(slot)
         else:
             left.append(slot)
     return left
 
 
-def _are_alike(slot: Slot, other: Slot) -> bool:
-    one, two = slot.held, other.held
-    return (slot.is_parameter, one.shape, one.dtype) == (other.is_parameter, two.shape, two.dtype)
-
-
-def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
-    report = LoadReport()
-    expected: set[str] = set()
-    for slot, key in keyed:
-        expected.update(slot.keys)
-        if key is None:
-            report.missing_keys.append(slot.keys[0])
-            continue
-        layout = source[key].layout
-        if layout is not None and layout.shape != slot.held.shape:
-            report.mismatched_keys.append((key, layout.shape, tuple(slot.held.shape)))
-    report.unexpected_keys.extend(name for name in source if name not in expected)
-    return report
+def _compare(keyed: Sequence[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
+    expected = {key for slot, _ in keyed for key in slot.keys}
+    found = [(key, source[key].layout, tuple(slot.held.shape)) for slot, key in keyed if key is not None]
+    mismatched = [(key, held.shape, shape) for key, held, shape in found if held is not None and held.shape != shape]
+    missing = [slot.keys[0] for slot, key in keyed if key is None]
+    return LoadReport(missing, [name for name in source if name not in expected], mismatched)
 
 
 def report_of(info: Mapping[str, Any]) -> LoadReport:
-    """transformers' loading info as a report."""
     mismatched = [(name, tuple(theirs), tuple(ours)) for name, theirs, ours in sorted(info["mismatched_keys"])]
     return LoadReport(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), mismatched)
 
@@ -541,23 +502,7 @@ def finish_loading(
     store: bool = False,
     exact: bool = False,
 ) -> LoadReport:
-    """Move what is not in its place, check that nothing is empty, and make the model ready to run.
-
-    Args:
-        model: filled from a checkpoint.
-        device_map: a complete one.
-        report: what did not match.
-        pool: the budget for its values; None for the process's.
-        skip_keys, offload_dir, offload_buffers, store: see `load_checkpoint_and_dispatch`.
-        exact: whether products with packed weights are computed with the dense ones: see `offload.exact`.
-
-    Returns:
-        The report, with the forms in which the values are held.
-
-    Raises:
-        MetaTensorError: some tensors have no data.
-        WriteError, NameInUseError, ForeignFileError
-    """
+    """Move what is not in its place, see that nothing is empty, and make the model ready; the report with its forms."""
     slots = tensor_slots(model)
     placed = _placed(slots, device_map)
     warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
@@ -585,10 +530,7 @@ def refuse_to_store_nowhere(offload_dir: PathLike | None, *, store: bool) -> Non
 
 
 def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
-    """Use the stored files of recipes in their folders, or create them if `store`.
-
-    Each file appears whole, and says what it was made of: after a kill only the missing ones are made.
-    """
+    """Use the stored files of recipes in their folders, or create them, one by one and whole, if `store`."""
     tensors = (slot.tensor for slot in slots if is_offloaded(slot.tensor))
     stored = dict.fromkeys(map(handle_of, tensors))  # in the model's order
     named = {handle.folder for handle in stored if handle.folder is not None}
@@ -606,7 +548,6 @@ def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
 
 
 def _forms(slots: Iterable[Slot]) -> dict[str, HeldForm]:
-    """How a model's values are held."""
     held: dict[str, list[Slot]] = {}
     for slot in slots:
         held.setdefault(_form(slot.tensor), []).append(slot)
@@ -640,7 +581,6 @@ def _placed(slots: Iterable[Slot], device_map: DeviceMap) -> dict[str, Place]:
 def connect_devices(
     model: nn.Module, slots: Iterable[Slot], placed: Mapping[str, Place], skip_keys: str | list[str] | None
 ) -> None:
-    """If modules execute on several devices, let accelerate's hooks move the activations."""
     at = {name: placed[slot.name] for slot in slots for name in slot.names}  # tied names have one place
     devices = execution_devices(at)
     if len(set(devices.values())) > 1:
@@ -649,11 +589,7 @@ def connect_devices(
 
 @uncollected()
 def _settle(model: nn.Module, pool: Pool | None) -> None:
-    """Let a model on disk save itself, and announce its values for read-ahead, block by block, small ones first.
-
-    Not those that ops pick from, embeddings (rows) and stacks of matrices (experts): they are not read as wholes. The
-    order is a guess for the first pass; afterwards it is learned from the actual reads. All are under its budget.
-    """
+    """Let a model save itself, and announce its values for read-ahead, by block, but those that ops pick from."""
     let_save(model)
     if pool is not None:
         all_of_them = [handle_of(slot.tensor) for slot in tensor_slots(model) if is_offloaded(slot.tensor)]
@@ -661,11 +597,8 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
     handles: dict[int, Handle] = {}
     for block in blocks_of(model):
         modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-        members = [
-            local_of(member)
-            for module in modules
-            for member in (*parameters_of(module).values(), *buffers_of(module).values())
-        ]
+        held = [{**parameters_of(module), **buffers_of(module)}.values() for module in modules]
+        members = map(local_of, chain.from_iterable(held))
         stored = [member for member in members if is_offloaded(member) and member.dim() != 3]
         for tensor in sorted(stored, key=lambda tensor: tensor.nbytes > SMALL):
             handles.setdefault(id(handle_of(tensor)), handle_of(tensor))
@@ -673,7 +606,8 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
     _read_apart(order)
     expect(order, pool)
     if log.isEnabledFor(logging.INFO):
-        _log_forms(model)
+        forms = ", ".join(f"{what} {form}" for what, form in _forms(tensor_slots(model)).items())
+        log.info("%s is ready; its values: %s", type(model).__name__, forms)
 
 
 def _read_apart(handles: Iterable[Handle]) -> None:
@@ -682,16 +616,7 @@ def _read_apart(handles: Iterable[Handle]) -> None:
     for handle in handles:
         of_files.setdefault(handle.file, []).append(handle)
     for file, held in of_files.items():
-        own, whole = (
-            sum(handle.extent[1] for handle in held),
-            sum(entry.layout.nbytes for entry in file.entries.values()),
-        )
-        if own < _MOST_OF_A_FILE * whole:
+        whole = sum(entry.layout.nbytes for entry in file.entries.values())
+        if sum(handle.extent[1] for handle in held) < _MOST_OF_A_FILE * whole:
             for handle in held:
                 handle.read_apart()
-
-
-def _log_forms(model: nn.Module) -> None:
-    """Log how many of a model's values are held in which form."""
-    forms = _forms(tensor_slots(model))
-    log.info("%s is ready; its values: %s", type(model).__name__, ", ".join(f"{what} {forms[what]}" for what in forms))

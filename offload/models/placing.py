@@ -29,15 +29,7 @@ Run: TypeAlias = tuple[int, int]  # first and end of consecutive rows or columns
 
 
 def share_of(value: torch.Tensor, outer: Any, name: str) -> torch.Tensor:
-    """This rank's shard of a value.
-
-    Args:
-        value: the whole; slicing and joining it must not read it.
-        outer: a DTensor of the same shape.
-
-    Raises:
-        UnsupportedOpError: with a partial placement, a rank has a summand of the value, not a part of it.
-    """
+    """This rank's shard of a value as the DTensor `outer` says; slicing and joining the value must not read it."""
     for dim, runs in sorted(runs_of(outer, name).items(), key=lambda one: len(one[1])):
         parts = [value.narrow(dim, begin, end - begin) for begin, end in runs]
         value = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -52,9 +44,8 @@ def runs_of(outer: Any, name: str) -> dict[int, list[Run]]:
         if placement.is_replicate():
             continue
         if placement.is_partial() or coordinate is None:
-            what = (
-                f"rank is not in the mesh {tuple(mesh.shape)}" if coordinate is None else f"placement is {placement!r}"
-            )
+            outside = f"rank is not in the mesh {tuple(mesh.shape)}"
+            what = outside if coordinate is None else f"placement is {placement!r}"
             raise UnsupportedOpError(
                 f"{name!r} can't be filled from a checkpoint where its {what}: give it Shard or Replicate placements "
                 "on a mesh that this rank is in"
@@ -67,7 +58,6 @@ def runs_of(outer: Any, name: str) -> dict[int, list[Run]]:
 
 
 def _runs(numbers: Sequence[int]) -> list[Run]:
-    """Consecutive numbers as runs."""
     if isinstance(numbers, range):
         return [(numbers.start, max(numbers.start, numbers.stop))]
     found = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda one: one[1] - one[0])]
@@ -75,11 +65,7 @@ def _runs(numbers: Sequence[int]) -> list[Run]:
 
 
 def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:
-    """A shard on disk as a value of its own, whose first write goes to its rank's folder.
-
-    Args:
-        offload_dir: that folder; None for a private one.
-    """
+    """A shard on disk as a value of its own, whose first write goes to its rank's folder, or to a private one."""
     with no_functions(), no_modes():
         view_spec = view_spec_of(share)
         piece = Piece(handle_of(share), view_spec).alone()
@@ -100,10 +86,7 @@ def is_whole(outer: Any) -> bool:
 
 
 def folder_of_rank(outer: Any, offload_dir: PathLike | None) -> Path | None:
-    """The folder for a rank's shards of a DTensor, named for its coordinate in the mesh.
-
-    If the mesh does not have all ranks, another mesh may have the same coordinate: then it has the rank's number.
-    """
+    """The folder for a rank's shards, named for its place in the mesh; for its number, if the mesh lacks some ranks."""
     if offload_dir is None:
         return None
     mesh = outer.device_mesh

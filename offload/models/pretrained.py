@@ -52,11 +52,7 @@ _FEATURES: list[Callable[[Any], dict[str, Any]]] = []
 
 
 def feature(members: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Register what classes of models from disk can do beyond their own, as its module is imported.
-
-    Args:
-        members: gives the members, by name, that a class of transformers' models gets; none if they don't concern it.
-    """
+    """Register a function that gives the members, by name, that a class of transformers' models gets."""
     _FEATURES.append(members)
     return members
 
@@ -70,7 +66,6 @@ def note_form(model: Pretrained, values: Values) -> None:
 
 
 def without_quantization(config: Config) -> Config:
-    """Turn the configuration into that of the dense model."""
     for one in (config, config.get_text_config(decoder=True)):
         if getattr(one, "quantization_config", None) is not None:
             delattr(one, "quantization_config")
@@ -79,46 +74,32 @@ def without_quantization(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A checkpoint in the format of a model.
-
-    Attributes:
-        tensors: by the model's names; those that transformers has converted are deferred, in the widest dtype: a cast
-            of one is a cast of its stored value.
-        report: transformers', or an empty one.
-        note: has a model that is filled from these save itself in the checkpoint's form.
-    """
+    """A checkpoint in the format of a model: tensors by its names, deferred in the widest dtype if converted."""
 
     tensors: Mapping[str, torch.Tensor]
     report: Kwargs
-    note: Callable[[Any], None]
+    note: Callable[[Any], None]  # has a model that is filled from these save itself in the checkpoint's form
 
 
 def as_in(
     model: Pretrained, source: Checkpoint, offload_dir: str | os.PathLike[str] | None, dtype: torch.dtype | None = None
 ) -> Fitted:
-    """The tensors of a checkpoint with the names and format of a transformers model.
-
-    Args:
-        model: not changed.
-        source: the checkpoint.
-        offload_dir: where they go at the first write.
-        dtype: the requested one; None for the model's.
-
-    Raises:
-        CheckpointError: as `filled`, `unpacked` and `rebuilt`; or weights packed like this need other modules than
-            the model has.
-    """
+    """The tensors of a checkpoint with the names and format of a transformers model; may raise `CheckpointError`."""
     values = values_in(source, quantization_of(model.config), offload_dir, model=model, dtype=dtype)
     note = partial(note_form, values=values)
     if values.form is Form.REBUILT:
-        note = partial(_note_quantized, quantization=values.quantization or {})
+        from offload.transformers_api import AutoHfQuantizer
+
+        quantizer = AutoHfQuantizer.from_config(dict(values.quantization or {}), pre_quantized=True)
+        note = partial(note_quantizer, quantizer=quantizer)
     elif values.form in (Form.FOR_MODULES, Form.LEFT):
         raise CheckpointError(
             f"a checkpoint quantized by {method_of(values.quantization or {})} does not fill an empty "
             f"{type(model).__name__}: use offload.from_pretrained"
         )
     config = without_quantization(copy.deepcopy(model.config))
-    dtype = _widest(values.tensors)
+    dtypes = {one.dtype for one in values.tensors.values() if one.is_floating_point() and one.itemsize > 1}
+    dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32  # which can represent all values
     full, report = filled(model.__class__, config, source.path, values.tensors, dtype, ignore_mismatched_sizes=True)
     named = full.state_dict(keep_vars=True)  # of tied ones, the same tensor under each name
     alone = {id(tensor): tensor.detach() for tensor in named.values() if isinstance(tensor, DeferredTensor)}
@@ -129,15 +110,7 @@ def as_in(
 def quantized_by_torchao(
     source: Checkpoint, offload_dir: str | os.PathLike[str] | None, shapes: Mapping[str, torch.Size]
 ) -> Fitted | None:
-    """The tensors of a checkpoint of any other model, if its files say that torchao has quantized some of them.
-
-    Args:
-        source, offload_dir: as for `as_in`.
-        shapes: of the model's tensors, by each of their names.
-
-    Raises:
-        CheckpointError: as `rebuilt`.
-    """
+    """The tensors of a checkpoint of any other model, if its files say that torchao has quantized some."""
     metadata = source.metadata
     if PARTS_NOTE not in metadata:
         return None
@@ -146,12 +119,6 @@ def quantized_by_torchao(
     mismatched = [(name, *both) for name, both in known.items() if both[0] != both[1]]
     report = {"missing_keys": (), "unexpected_keys": tensors.keys() - known.keys(), "mismatched_keys": mismatched}
     return Fitted(tensors, report, lambda _: None)
-
-
-def _note_quantized(model: Pretrained, *, quantization: Settings) -> None:
-    from offload.transformers_api import AutoHfQuantizer
-
-    note_quantizer(model, AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True))
 
 
 def note_quantizer(model: Pretrained, quantizer: Any) -> None:
@@ -168,19 +135,15 @@ def note_quantizer(model: Pretrained, quantizer: Any) -> None:
     let_save(model)
 
 
-def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """A dtype that can represent the values of all of them."""
-    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.itemsize > 1}
-    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-
-
-# Saving
-
-
 def let_save(model: nn.Module) -> None:
     """Have a model, and models inside it, check a folder before they save to it, and keep nothing in memory."""
     if is_of_transformers(model):
-        conversions = _conversions(model)
+        from offload.transformers_api import PrefixChange, get_model_conversion_mapping
+
+        if getattr(model, "_weight_conversions", None) is None:  # it was not loaded: the usual ones are undone
+            usual = get_model_conversion_mapping(model, add_legacy=False)
+            model._weight_conversions = [one for one in usual if not isinstance(one, PrefixChange)] or None
+        conversions = model._weight_conversions
         if conversions and not isinstance(conversions, _Streaming):
             model._weight_conversions = _Streaming(conversions)
         is_torchao = getattr(model, "quantization_method", None) == "torchao"
@@ -193,10 +156,10 @@ def let_save(model: nn.Module) -> None:
 
 
 class _SavesFromDisk:
-    """What is different in a model whose weights may be on disk: how it saves itself.
+    """How a model saves itself whose weights may be on disk.
 
-    `__class__` is the library's own class, which others look up in tables, and which is pickled for readers without
-    `offload`; `type` is a subclass of this one and of that.
+    `__class__` is the library's own class, for tables and for readers of pickles without `offload`; `type` is a
+    subclass of both.
     """
 
     _own_class: Any
@@ -214,26 +177,23 @@ class _SavesFromDisk:
         return object.__new__, (self._own_class,), *reduced[2:]
 
     def __copy__(self) -> Any:
-        return self._filled(object.__new__(type(self)), self.__reduce_ex__(4)[2])
+        copied: Any = object.__new__(type(self))
+        copied.__setstate__(self.__reduce_ex__(4)[2])
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         own = getattr(self._own_class, "__deepcopy__", None)  # as of FSDP's classes, which refuse
         if own is not None:
             return own(self, memo)
-        memo[id(self)] = copied = object.__new__(type(self))
-        return self._filled(copied, copy.deepcopy(self.__reduce_ex__(4)[2], memo))
-
-    def _filled(self, copied: Any, state: object) -> Any:
-        copied.__setstate__(state)
+        copied: Any = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__reduce_ex__(4)[2], memo))
         return copied
 
 
 @cache
 def _kind_from_disk(kind: Any) -> Any:
-    """A subclass of a model's class that saves itself, and generates, as a model whose weights may be on disk does.
-
-    Its `save_pretrained` first looks which files live tensors refer to. Features add what else it can do.
-    """
+    """A subclass of a model's class that saves itself as `_save` does, with what the features add."""
 
     @wraps(kind.save_pretrained)
     def save_pretrained(self: Any, *args: object, **options: object) -> Any:
@@ -246,11 +206,7 @@ def _kind_from_disk(kind: Any) -> Any:
 
 
 def _save(model: nn.Module, save: Callable[..., object], args: Args, options: Settings) -> object:
-    """Save a model with its class's own method, `save`.
-
-    Raises:
-        ForeignFileError: files that tensors refer to would be replaced or removed: nothing is written.
-    """
+    """Save by the class's `save`; raises `ForeignFileError` if files that tensors refer to would be replaced."""
     given = inspect.signature(save).bind(*args, **options)
     folder = absolute(next(iter((*given.args, *given.kwargs.values()))))  # csm has unnamed arguments
     saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
@@ -290,16 +246,6 @@ def _save_packed(
     return saved
 
 
-def _conversions(model: Pretrained) -> Any:
-    """The conversions that saving will undo: the checkpoint's, or for a model that was not loaded, the usual ones."""
-    from offload.transformers_api import PrefixChange, get_model_conversion_mapping
-
-    if getattr(model, "_weight_conversions", None) is None:
-        usual = get_model_conversion_mapping(model, add_legacy=False)
-        model._weight_conversions = [one for one in usual if not isinstance(one, PrefixChange)] or None
-    return model._weight_conversions or ()
-
-
 class _Streaming(list[Any]):
     """Conversions that are undone on deferred tensors; pickled as the usual ones, for readers without `offload`."""
 
@@ -336,21 +282,15 @@ class _Undone:
     def __init__(self, change: Callable[[Any], object]) -> None:
         self._change = change
 
-    @property
-    def reverse_op(self) -> _Undone:
-        return self
+    reverse_op = property(lambda self: self)
 
     def convert(self, input_dict: dict[str, Any], **_: object) -> dict[str, Any]:
-        """The converted tensors, or lists of them, by name."""
         change = self._change
-        return {
-            name: [change(one) for one in value] if isinstance(value, list) else change(value)
-            for name, value in input_dict.items()
-        }
+        pairs = input_dict.items()
+        return {name: [*map(change, one)] if isinstance(one, list) else change(one) for name, one in pairs}
 
 
 def _in_torchaos_form(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """A model's weights over their files, as torchao saves them."""
     named = model.state_dict().items()
     with no_functions(), no_modes():
         mapped = {name: mapped_value(value) if is_offloaded(value) else value for name, value in named}

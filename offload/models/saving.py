@@ -91,7 +91,6 @@ def refuse_shares(tensors: Mapping[str, object]) -> None:
 
 
 def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, dict[str, bytes]]:
-    """A model's values, and the files that it needs beside them."""
     tensors = dict(model.state_dict())
     packed = getattr(model, "packed_as", None)
     quantization: Settings | None = None
@@ -99,7 +98,8 @@ def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, di
         pieces, others = packed_state(tensors)
         if pieces.keys().isdisjoint(others):
             tensors, quantization = {**others, **pieces, **packed.still_beside(others)}, packed.now(others)
-    contents = _of_tensors(tensors, dtype, discarded=_discarded_names(model))
+    tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+    contents = _of_tensors(tensors, dtype, discarded=tied)  # names that transformers ties to others, and expects there
     contents = replace(contents, parameters={name: one.numel() for name, one in model.named_parameters()})
     is_plain_again = not contents.metadata and getattr(model, "quantization_method", None) == "torchao"
     if is_of_transformers(model) and not is_plain_again:
@@ -110,17 +110,8 @@ def _of_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[Contents, di
 def _of_tensors(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, discarded: Iterable[str] = ()
 ) -> Contents:
-    """Named tensors; DTensors are those that this rank has whole."""
     if not isinstance(tensors, Mapping):
-        raise ArgumentTypeError(
-            f"a module, tensors by name, or a checkpoint can be saved, not a {type(tensors).__name__}"
-        )
+        raise ArgumentTypeError(f"a module, tensors by name, or a checkpoint is saved, not a {type(tensors).__name__}")
     refuse_shares(tensors)
     local = {name: local_of(tensor) if is_dtensor(tensor) else tensor for name, tensor in tensors.items()}
     return contents_of(local, dtype, discarded=set(discarded))
-
-
-def _discarded_names(model: nn.Module) -> Iterable[str]:
-    """The names that a transformers model ties to others, and expects under those."""
-    tied: Iterable[str] | None = getattr(model, "all_tied_weights_keys", None)
-    return tied or getattr(model, "_tied_weights_keys", None) or ()

@@ -7,7 +7,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,28 +37,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(slots=True)
 class Slot:
-    """A distinct tensor of a model, with all its names.
+    """A distinct tensor of a model, with all its names."""
 
-    Attributes:
-        tensor: the tensor itself; for a DTensor, this rank's local tensor.
-        outer: the DTensor, if it is one.
-        names: all its names.
-        keys: its possible names in a checkpoint: all but those of non-persistent buffers.
-        owners: where it is kept: the module's dictionary, and the name in it.
-        others: other tensors with the same value.
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # of a DTensor, this rank's local tensor
     is_parameter: bool
     names: list[str] = field(default_factory=list)
+    # its possible names in a checkpoint: all but those of non-persistent buffers
     keys: list[str] = field(default_factory=list)
+    # the modules' dictionaries, and the name in each
     owners: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
-    others: list[torch.Tensor] = field(default_factory=list)
-    outer: torch.Tensor | None = None
+    others: list[torch.Tensor] = field(default_factory=list)  # tensors with the same value
+    outer: torch.Tensor | None = None  # the DTensor, if it is one
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, is_parameter: bool) -> Slot:
-        """A slot for a tensor, without names yet."""
         return cls(local_of(tensor), is_parameter, outer=tensor if is_dtensor(tensor) else None)
 
     @property
@@ -80,7 +72,6 @@ class Slot:
         return handle_of(self.tensor).folder if is_offloaded(self.tensor) else None
 
     def join(self, other: Slot) -> None:
-        """Take over the names and owners of a slot with the same value."""
         self.names += other.names
         self.keys += other.keys
         self.owners += other.owners
@@ -99,11 +90,7 @@ class Slot:
         self.tensor, self.outer = local_of(held), None if self.outer is None else held
 
     def become(self, tensor: torch.Tensor) -> bool:
-        """Turn its tensor into the new one, so that others who hold it follow: ties, optimizers, lists.
-
-        Returns:
-            False if torch refuses to change it: then only its owners have the new one.
-        """
+        """Turn its tensor into the new one, as all holders see; False if torch refuses, and only its owners do."""
         if tensor is self.tensor:
             return True
         old, new = self.held, self._dressed(tensor)
@@ -125,22 +112,22 @@ class Slot:
             torch.utils.swap_tensors(self.outer, self._dressed(self.tensor))
 
     def _dressed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What its owners would hold with this tensor as the value."""
         with DisableTorchFunctionSubclass():  # answered by the wrapper's metadata: no rule is needed
             tensor = tensor if self.outer is None else with_local(self.outer, tensor)
             if self.is_parameter and not isinstance(tensor, nn.Parameter):
-                tensor = _parameter(tensor, requires_grad=self.held.requires_grad)
+                is_inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+                needs_grad = self.held.requires_grad and is_inexact
+                if is_offloaded(tensor):
+                    tensor = dressed(tensor, requires_grad=needs_grad, is_parameter=True)
+                else:
+                    tensor = nn.Parameter(tensor, needs_grad)
         carry_attributes(self.held, tensor)
         return tensor
 
 
 @uncollected()
 def tensor_slots(model: nn.Module) -> list[Slot]:
-    """The parameters and buffers of a model, each once.
-
-    Raises:
-        ArgumentTypeError: it is not a module.
-    """
+    """The parameters and buffers of a model, each once; `ArgumentTypeError` for no module."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"a torch.nn.Module is needed, not {type(model).__name__}: {str(model)[:80]!r}")
     slots: dict[int, Slot] = {}
@@ -160,16 +147,6 @@ def tensor_slots(model: nn.Module) -> list[Slot]:
     return list(slots.values())
 
 
-def joined_slots(slots: Iterable[Slot], key: Callable[[Slot], Hashable]) -> list[Slot]:
-    """Merge slots with the same key into one."""
-    joined: dict[Hashable, Slot] = {}
-    for slot in slots:
-        first = joined.setdefault(key(slot), slot)
-        if first is not slot:
-            first.join(slot)
-    return list(joined.values())
-
-
 def tied_slots(model: nn.Module) -> list[Slot]:
     """Like `tensor_slots`, after letting the model tie its weights."""
     tie_weights = getattr(model, "tie_weights", None)  # transformers
@@ -186,12 +163,7 @@ def place_tensors(
     *,
     offload_buffers: bool = False,
 ) -> None:
-    """Move every tensor that has data to its place, one by one; what is there already is not touched.
-
-    A tensor on disk is in its place if its file is in `offload_dir`, or if its writes go there; with None, anywhere.
-    Whoever else holds a tensor follows: a tied weight of another model, an optimizer. Where torch does not allow that,
-    a warning names the tensors.
-    """
+    """Move every tensor that has data to its place, one by one, for all who hold it; warns where torch refuses."""
     left: list[str] = []
     brought_over: dict[Hashable, OffloadedTensor] = {}
     for slot in progress(slots, "placing"):
@@ -232,7 +204,6 @@ def is_meta(tensor: torch.Tensor) -> bool:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, in memory or on disk, are equal bit for bit."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     bits = _BITS.get(one.itemsize, one.dtype)  # 0.0 and -0.0 compare equal
@@ -248,7 +219,6 @@ def _is_at(tensor: torch.Tensor, place: Place, offload_dir: PathLike | None) -> 
 
 
 def _is_in(tensor: torch.Tensor, offload_dir: PathLike | None) -> bool:
-    """Whether writes to an offloaded tensor go to this folder; True without a folder, and for other tensors."""
     if offload_dir is None or not is_offloaded(tensor):
         return True
     return is_same_folder(handle_of(tensor).folder, offload_dir)
@@ -263,15 +233,7 @@ def at_place(
     *,
     name: str | None = None,
 ) -> torch.Tensor:
-    """A value moved to its place: on disk, in memory, or nowhere; unchanged if it is there.
-
-    Args:
-        tensor: deferred, on disk, or in memory.
-        slot: the slot it is for.
-        name: of the file, if one is written; None for the slot's.
-        offload_dir: the folder for that; None for a private one, or, if it is on disk already, for where it is.
-        brought_over: values already moved to that folder from others, shared by tensors over the same file.
-    """
+    """A value moved to its place; `brought_over` has those already moved to the folder, for tensors over one file."""
     name = slot.name if name is None else name
     if slot.outer is not None and tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
@@ -319,10 +281,3 @@ def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | No
         stored = wrap(handle.elsewhere(offload_dir), view_spec_of(tensor), target_of(tensor))
     page_state_of(handle_of(stored)).pool = page_state_of(handle).pool
     return stored
-
-
-def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    requires_grad = requires_grad and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    if is_offloaded(tensor):
-        return dressed(tensor, requires_grad=requires_grad, is_parameter=True)
-    return nn.Parameter(tensor, requires_grad)

@@ -12,29 +12,23 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 
-from offload.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    JournalError,
-    MapError,
-    MetaTensorError,
-)
+from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError
 from offload.memory import count_freed, return_freed
 from offload.models import log
 from offload.models.journal import RUNS, Journal, marks_of, words_of
-from offload.models.slots import Slot, is_meta, joined_slots, tensor_slots
+from offload.models.slots import Slot, is_meta, tensor_slots
 from offload.prefetch.value import page_state_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
@@ -142,14 +136,8 @@ def map_values(
     before = [value.name for value in values if is_done(value, journal)]
     todo = [value for value in values if not is_done(value, journal)]
     with journal.kept_up(), progress_in_bytes(sum(value.nbytes for value in todo), "values", shown=progress) as advance:
-        walk = _Walk(
-            fn,
-            journal,
-            len(before),
-            len(values),
-            advance,
-            {"strict_shape": strict_shape, "strict_dtype": strict_dtype},
-        )
+        strict = {"strict_shape": strict_shape, "strict_dtype": strict_dtype}
+        walk = _Walk(fn, journal, len(before), len(values), advance, strict)
         _for_each(todo, walk.see, workers)
     log.info("%d values replaced, %d unchanged, %d done before", len(walk.replaced), len(walk.kept), len(before))
     return MapReport(tuple(walk.replaced), tuple(walk.kept), tuple(before))
@@ -199,7 +187,6 @@ def offloaded_like(
 
 
 def _each_tensor(result: object, name: str, put: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
-    """A result with `put` applied to each tensor in it and to a name that says where it is."""
     if isinstance(result, torch.Tensor):
         return put(result, name)
     if isinstance(result, dict):
@@ -208,9 +195,6 @@ def _each_tensor(result: object, name: str, put: Callable[[torch.Tensor, str], t
         parts = [_each_tensor(one, f"{name}.{at}", put) for at, one in enumerate(result)]
         return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
     return result
-
-
-# The values
 
 
 def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping[str, bool]) -> None:
@@ -271,7 +255,6 @@ def _follow(slot: Slot, stored: OffloadedTensor) -> None:
 
 
 def source_of(slot: Slot) -> str | None:
-    """The files that a value is read from, if they are not its own."""
     if not is_offloaded(slot.tensor) or handle_of(slot.tensor).owned:
         return None
     return ", ".join(map(words_of, files_in(handle_of(slot.tensor))))
@@ -280,12 +263,20 @@ def source_of(slot: Slot) -> str | None:
 def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Slot]:
     """The distinct values of a module or dictionary: tensors over the same bytes count as one."""
     if isinstance(model_or_tensors, nn.Module):
-        slots: Iterable[Slot] = (slot for slot in tensor_slots(model_or_tensors) if slot.keys)
+        slots = [slot for slot in tensor_slots(model_or_tensors) if slot.keys]
     elif isinstance(model_or_tensors, MutableMapping):
-        slots = _slots_of(model_or_tensors)
+        slots, tensors = [], cast(dict[str, Any], model_or_tensors)
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor):
+                slots.append(Slot.of(tensor, is_parameter=isinstance(tensor, nn.Parameter)))
+                slots[-1].names, slots[-1].keys, slots[-1].owners = [name], [name], [(tensors, name)]
     else:
         raise ArgumentTypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
-    values = joined_slots(slots, lambda slot: identity_of(slot.tensor))
+    joined: dict[Hashable, Slot] = {}
+    for slot in slots:
+        if (first := joined.setdefault(identity_of(slot.tensor), slot)) is not slot:
+            first.join(slot)
+    values = list(joined.values())
     empty = [slot.name for slot in values if is_meta(slot.tensor)]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data, such as {empty[0]!r}: load them first")
@@ -293,7 +284,6 @@ def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Sl
 
 
 def marks_on(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The runs that a value has gone through."""
     if not is_offloaded(tensor):
         return getattr(tensor, _MARKS, ())
     handle = handle_of(tensor)
@@ -304,7 +294,6 @@ def marks_on(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def _notes(marks: Sequence[str]) -> Notes:
-    """The note on these runs for a value's file."""
     return {RUNS: list(marks)} if marks else None
 
 
@@ -322,24 +311,11 @@ def _can_hold(parameter: torch.Tensor, new: torch.Tensor) -> bool:
     return is_plain and not (parameter.requires_grad and not (new.is_floating_point() or new.is_complex()))
 
 
-def _slots_of(tensors: MutableMapping[str, Any]) -> Iterator[Slot]:
-    for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor):
-            slot = Slot.of(tensor, is_parameter=isinstance(tensor, nn.Parameter))
-            slot.names, slot.keys, slot.owners = [name], [name], [(tensors, name)]  # type: ignore[list-item]
-            yield slot
-
-
 # New values that take the place of old ones on disk
 
 
 class Replacing:
-    """A model's values as they were, for storing others in their place.
-
-    Args:
-        model: the model.
-        suffix: added to the name of a new file if another value has the name.
-    """
+    """A model's values as they were, for storing others in their place; a new file of a used name gets `suffix`."""
 
     def __init__(self, model: nn.Module, suffix: str) -> None:
         self._model = model
@@ -352,14 +328,7 @@ class Replacing:
     def stored(
         self, old: torch.Tensor, new: torch.Tensor, name: str, marks: Sequence[str] = ()
     ) -> OffloadedTensor | None:
-        """The parameter over `new`, stored in place of `old`; None if `new` stays as it is.
-
-        Args:
-            old: one of the model's values.
-            new: what a module now has instead.
-            name: for the new one, if it gets a file of its own.
-            marks: the runs to note in its file. If the file notes them all already, it is left as it is.
-        """
+        """The parameter over `new`, in place of `old` or in a file called `name`; None if it stays as it is."""
         if not is_offloaded(old) or (is_offloaded(new) and handle_of(new) in self._handles):
             return None
         return_freed()  # the memory used to compute the new one
@@ -426,17 +395,8 @@ def _is_meant(value: Slot, wanted: str | type[nn.Module], source: object) -> boo
     return any(isinstance(source.get_submodule(name.rpartition(".")[0]), wanted) for name in value.names)
 
 
-# Journals
-
-
 def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool = False) -> Journal:
-    """A journal with a new run over values, or the existing run of that name with what it has stored.
-
-    `goes_on` is as for `Journal.begin`.
-
-    Raises:
-        JournalError: see `Journal.begin` and `Journal.resume`; or the values are in no folder, or in several.
-    """
+    """A journal with a new run over values, or the run of that name with what it has stored; or a `JournalError`."""
     folders = {slot.folder for slot in slots} - {None}
     if len(folders) != 1:
         if not resume:
@@ -456,7 +416,6 @@ def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool
 
 
 def is_done(slot: Slot, journal: Journal) -> bool:
-    """Whether the current run has done a value."""
     return journal.has(slot.name, marks_on(slot.tensor))
 
 
@@ -475,13 +434,8 @@ def _name_of_run(fn: Function, resume: bool | str) -> str:
     return name
 
 
-# One at a time
-
-
 @dataclass
 class _Walk:
-    """A function on its way through the values."""
-
     fn: Function
     journal: Journal
     done: int
@@ -495,7 +449,6 @@ class _Walk:
     @inside(no_inference)  # inference tensors could not be trained later
     @inside(no_grad)
     def see(self, value: Slot) -> None:
-        """Process one value, and record it."""
         nbytes = value.nbytes
         is_new = self._is_replaced(value)
         log.debug("%s: %s", value.name, "replaced" if is_new else "kept")
@@ -506,7 +459,6 @@ class _Walk:
         count_freed(nbytes * _TEMPORARIES)
 
     def _is_replaced(self, value: Slot) -> bool:
-        """Process a value, or this rank's shard of it; returns whether it was replaced."""
         given = value.tensor.detach()
         if (outer := value.outer) is not None:
             vars(given).update(device_mesh=outer.device_mesh, placements=outer.placements)  # type: ignore[attr-defined]

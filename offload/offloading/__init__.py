@@ -7,6 +7,5 @@ left in memory. The debug log says which way each took.
 | module | what |
 | --- | --- |
 | `context` | the context itself, and the two torch modes behind it |
-| `place` | where results go, how large they have to be, and their names |
-| `made` | results computed straight into their file |
+| `made` | where results go, how large they have to be, and results computed straight into their file |
 """

@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnknownSubclassError
 from offload.memory import as_bytes, available_bytes
-from offload.offloading.made import made_on_disk
-from offload.offloading.place import Place, bytes_inside, log, over_mappings
+from offload.offloading.made import Place, bytes_inside, log, made_on_disk, over_mappings
 from offload.storage.folders import named_folder
 from offload.storage.subclasses import is_subclass_value
 from offload.system.locks import fork_safe_lock
@@ -162,7 +161,6 @@ class _Results(TorchDispatchMode):
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
-    """The id of the storage of a plain tensor."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return storage_id(tensor.untyped_storage()) if is_plain else None
 
@@ -194,7 +192,6 @@ class _Functions(TorchFunctionMode):
 
 
 def _active() -> _Results | None:
-    """The mode of this thread's context."""
     stack = dispatch_modes()
     return next((mode for mode in stack if isinstance(mode, _Results)), None)
 
@@ -208,9 +205,6 @@ def _is_left_alone(types: Sequence[type]) -> bool:
         or is_dual_level()
         or torch.compiler.is_compiling()
     )
-
-
-# Parameters of a tensor subclass
 
 
 def _watch_modules() -> None:

@@ -1,32 +1,91 @@
-"""Results computed straight into their file: they are never in memory as a whole.
+"""Results of ops on disk: where they go, under which names, and those computed straight into their file.
 
 Always true:
-- the kernel is the same as in memory, and random numbers come in the same order
-- shape, strides and dtype are those of the op on meta tensors; if it has no meta kernel, the result is made in memory
+- a name is used once, even by other processes that use the same folder
+- tensors without dense values of their own, or on the meta device, are not taken
+- what is computed into its file is never in memory as a whole: the kernel is the same, and random numbers come in the
+  same order; shape, strides and dtype are those of the op on meta tensors, and without a meta kernel it is not done
 - tensors that the op reads are not written to
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from offload.annotations import Args, Kwargs, Op
-from offload.offloading.place import Place, log
 from offload.storage.folders import discard
 from offload.storage.layout import Layout
-from offload.storage.owning import allocate_value, writable_base
+from offload.storage.owning import allocate_value, create_value, writable_base
+from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.system.modes import no_functions, no_modes
-from offload.tensor.guests import CPU
+from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in
 from offload.tensor.views import handle_of, target_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 from offload.torch_api import OpOverload, op_schema
+
+log = logging.getLogger("offload.offloading")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder for large results."""
+
+    folder: Path | None  # the user's; None for a private one
+    min_bytes: int  # from which a result is large
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def name(self, what: str) -> str:
+        """A name that is new in the folder, even if processes were forked inside the context."""
+        return f"{what}.{next(self._numbers)}.{secrets.token_hex(8)}"
+
+    def takes(self, tensor: object, what: str) -> bool:
+        """Whether this result of `what` is a large plain tensor that can be stored as it is."""
+        if type(tensor) is not torch.Tensor or tensor.is_meta:
+            return False
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            log.debug("%s: a result stays in memory, since it is sparse, quantized or nested", what)
+            return False
+        if tensor.numel() * tensor.itemsize < max(self.min_bytes, 1):
+            return False
+        layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.is_conj() or tensor.is_neg() or not layout.is_dense:
+            log.debug("%s: %s stays in memory, since its elements overlap or are lazily changed", what, layout)
+            return False
+        return True
+
+    def put(self, tensor: torch.Tensor, what: str) -> OffloadedTensor:
+        with no_functions(), no_modes():
+            handle = create_value(tensor, self.name(what), self.folder)
+            log.debug("%s: written to %s", what, handle.path)
+            return wrap_handle(handle, tensor.device)
+
+
+def over_mappings(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor subclass with plain tensors over their files instead of the offloaded ones inside it."""
+    if is_offloaded(tensor):
+        return mapped_value(tensor)
+    return with_inner(tensor, over_mappings) if is_subclass_value(tensor) else tensor
+
+
+def bytes_inside(tensor: torch.Tensor) -> int:
+    """The size of the tensors inside a tensor subclass."""
+    if not is_subclass_value(tensor):
+        return tensor.numel() * tensor.itemsize
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return sum(bytes_inside(getattr(tensor, name)) for name in names)
+
 
 Fill: TypeAlias = Callable[[torch.Tensor, Args, Kwargs], object]
 
@@ -35,11 +94,7 @@ _OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blo
 
 
 def made_on_disk(place: Place, func: OpOverload, args: Args, kwargs: Kwargs) -> OffloadedTensor | None:
-    """The large result of an op, computed into its file; None for results that are to be computed as usual.
-
-    Raises:
-        WriteError: there is no room for it.
-    """
+    """The large result of an op, computed into its file; None for one to compute as usual. Raises `WriteError`."""
     fill = _way_of(func)
     if fill is None or not _are_here(args, kwargs) or not _may_be_large(place, func, args):
         return None
@@ -136,29 +191,20 @@ def _layout_of_result(func: Op, args: Args, kwargs: Kwargs) -> Layout | None:
     if any(argument.name == "device" for argument in op_schema(func).arguments):
         options["device"] = "meta"
     with no_functions(), no_modes(), suppress(Exception):
-        result = func(*_metas_of(args), **dict(zip(options, _metas_of(options.values()), strict=True)))
+        result = func(*map(_meta_of, args), **{name: _meta_of(value) for name, value in options.items()})
         return Layout(result.dtype, tuple(result.shape), result.stride())
     return None
 
 
-def _metas_of(values: Iterable[object]) -> list[Any]:
-    return [
-        _meta_of(value)
-        if isinstance(value, torch.Tensor)
-        else _metas_of(value)
-        if isinstance(value, (list, tuple))
-        else value
-        for value in values
-    ]
-
-
-def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The meta tensor of a tensor; scalars stay, since a Python number counts differently for the result's dtype."""
-    if is_offloaded(tensor):
-        return view_spec_of(tensor)
-    if tensor.dim() == 0:
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _meta_of(value: Any) -> Any:
+    """The meta tensor of a tensor, also in lists; scalars stay, since a number counts differently for the dtype."""
+    if isinstance(value, (list, tuple)):
+        return [*map(_meta_of, value)]
+    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and not is_offloaded(value)):
+        return value
+    if is_offloaded(value):
+        return view_spec_of(value)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 _FILLS: dict[object, Fill] = {

@@ -2,9 +2,8 @@
 
 | module | what |
 | --- | --- |
-| `engine` | answers on their way through the model, one reading for all of them |
+| `engine` | answers on their way through the model, one reading for all of them, and its figures for Prometheus |
 | `responses` | answers in OpenAI's form, whole and as events |
-| `figures` | what a server does, in Prometheus' text form |
 | `app` | HTTP: routes, limits, keys |
 | `server` | the listening socket, and the end |
 

@@ -33,10 +33,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from offload.annotations import Json
 from offload.errors import OffloadError, visible
 from offload.generation.answering import AnswerPart, End, Job
-from offload.generation.bodies import Asked, Refused, chat_body, error_body, text_body
+from offload.generation.bodies import INVALID, Asked, Refused, chat_body, error_body, text_body
 from offload.generation.chat import Prompts
-from offload.serving.engine import Engine
-from offload.serving.figures import exposition
+from offload.serving.engine import Engine, exposition
 from offload.serving.responses import Response
 from offload.system.reasons import first_line
 
@@ -67,16 +66,7 @@ class App:
         origins: Sequence[str] = (),
         hosts: Sequence[str] = (),
     ) -> None:
-        """Make it.
-
-        Args:
-            engine: answers.
-            prompts: requests in tokens.
-            names: of the model; the first one is shown.
-            key: that clients must have; None for no key.
-            origins: of pages in browsers that may ask.
-            hosts: names of this server, without a port, by which it may be asked; empty for any.
-        """
+        """Clients have the `key`, if any, and call the server by one of `hosts`; pages of `origins` may ask."""
         self._engine, self._prompts, self._names = engine, prompts, names
         self._key, self._hosts = key, hosts
         self._since = int(time.time())
@@ -92,11 +82,9 @@ class App:
         allowed = Middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
         )
-        self._routes = Starlette(
-            routes=routes,
-            middleware=[*([allowed] if origins else []), Middleware(self._guarded)],
-            exception_handlers={Refused: _refusal, HTTPException: _unknown},
-        )
+        middleware = [*([allowed] if origins else []), Middleware(self._guarded)]
+        handlers = {Refused: _refusal, HTTPException: _unknown}
+        self._routes = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and log it. There are no others than those of HTTP: see `server.serve`."""
@@ -119,25 +107,22 @@ class App:
             _access.info('%s "%s %s" %d %.3f s', client, visible(scope["method"]), path, status, seconds)
 
     def _guarded(self, inner: ASGIApp) -> ASGIApp:
-        """Middleware: who may ask."""
-
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             await (self._refuse(scope) or inner)(scope, receive, send)
 
         return answer
 
     def _refuse(self, scope: Scope) -> Reply | None:
-        """A refusal, if the client may not ask."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         if self._hosts:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             if name not in self._hosts:
-                return _json(error_body("this server has another name", "invalid_request_error"), 421)
+                return _json(error_body("this server has another name", INVALID), 421)
         if self._key is not None and scope["path"] != "/health":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" "), self._key.encode()):
-                body = error_body("the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
+                body = error_body("the API key is missing or wrong", INVALID, "invalid_api_key")
                 return _json(body, 401)
         return None
 
@@ -158,7 +143,6 @@ class App:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _complete(self, parsed: Callable[[bytes, Sequence[str]], Asked], request: Request) -> Reply:
-        """Answer a request for text."""
         if not request.headers.get("content-type", "").split(";")[0].strip().lower().endswith("json"):
             raise Refused("the content-type is not application/json", 415)
         asked = parsed(await _body(request), self._names)
@@ -194,8 +178,6 @@ class App:
 
 
 class _Answer(Reply):
-    """A response that is sent as its answers come, or when they have."""
-
     def __init__(self, response: Response, asked: Asked, jobs: Sequence[Job], items: Items) -> None:
         super().__init__()
         self._response, self._asked, self._jobs, self._items = response, asked, jobs, items
@@ -213,18 +195,12 @@ class _Answer(Reply):
                 job.is_cancelled = True
 
     async def _watch(self, receive: Receive) -> None:
-        """Tell when the client has gone."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._items.put_nowait(None)
 
     async def _next(self) -> tuple[int, AnswerPart] | None:
-        """The next piece; None once all answers have ended.
-
-        Raises:
-            _Gone: the client has gone away.
-            Refused: an answer has failed.
-        """
+        """The next piece, None once all answers have ended; raises `_Gone`, and `Refused` if one has failed."""
         while any(choice.reason is None for choice in self._response.choices):
             item = await self._items.get()
             if item is None:
@@ -275,11 +251,7 @@ class _Answer(Reply):
 
 
 async def _body(request: Request) -> bytes:
-    """The body of a request.
-
-    Raises:
-        Refused: it is too large, or does not come.
-    """
+    """The body of a request; raises `Refused` if it is too large, or does not come."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(_PATIENCE):
@@ -301,7 +273,6 @@ async def _body(request: Request) -> bytes:
 
 
 def _failure(error: Exception) -> Refused:
-    """What a client is told about an answer that failed."""
     if isinstance(error, Refused):
         return error
     _log.error("an answer failed: %s: %s", type(error).__name__, visible(first_line(error)))
@@ -324,7 +295,6 @@ async def _refusal(_request: Request, error: Exception) -> Reply:
 
 
 async def _unknown(request: Request, error: Exception) -> Reply:
-    """There is no such path, or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     what = f"{request.method} {request.url.path}"[:200]
-    return _json(error_body(f"there is no {what} here", "invalid_request_error"), status)
+    return _json(error_body(f"there is no {what} here", INVALID), status)

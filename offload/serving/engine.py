@@ -11,6 +11,9 @@ Always true:
 - an error ends the answer that met it, and no other
 - answers in progress have room in memory for the keys and values of all their tokens
 - a job that was accepted is told an `End`, whatever happens
+- names and units of figures stay; counters only grow
+
+The figures' format is that of https://prometheus.io/docs/instrumenting/exposition_formats.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,11 +32,14 @@ import torch
 from offload.batches.scheduler import Call, Scheduler
 from offload.batches.stages import handles_of, models_of, stages_of
 from offload.batches.states import Settings, ThreadState
-from offload.generation.answering import AnswerPart, End, Job, bytes_per_token
+from offload.budget import memory_summary
+from offload.generation.answering import AnswerPart, End, Job
 from offload.generation.bodies import Refused
-from offload.memory import available_bytes
+from offload.memory import anonymous_bytes, available_bytes
 from offload.prefetch.engine import counts
+from offload.prefetch.plan import Pool
 from offload.system.background import Worker
+from offload.transformers_api import kv_bytes_per_token
 
 MOST = 64  # answers in flight by default
 _SHARE = 0.25  # of available memory, for keys and values
@@ -44,52 +50,29 @@ _log = logging.getLogger("offload.serving")
 
 @dataclass
 class Figures:
-    """What was done since the engine was started.
+    """What was done since the engine was started."""
 
-    Attributes:
-        answers: that ended, by why: "stop", "length", "cancelled", "error".
-        prompt_tokens: of the answers that were begun.
-        tokens: that were generated.
-        passes: through the model.
-        seconds: in which there was something to do.
-        read: bytes from the disk in that time.
-        running: answers in progress.
-        waiting: jobs that have not begun.
-    """
-
-    answers: dict[str, int]
-    prompt_tokens: int = 0
+    answers: dict[str, int]  # that ended, by why: "stop", "length", "cancelled", "error"
+    prompt_tokens: int = 0  # of the answers that were begun
     tokens: int = 0
     passes: int = 0
-    seconds: float = 0.0
-    read: int = 0
-    running: int = 0
-    waiting: int = 0
+    seconds: float = 0.0  # in which there was something to do
+    read: int = 0  # bytes from the disk in that time
+    running: int = 0  # answers in progress
+    waiting: int = 0  # jobs that have not begun
 
 
 class Engine:
     """Answers jobs, many at a time, in a thread of its own."""
 
     def __init__(
-        self,
-        model: Any,
-        answer: Callable[[Job], str],
-        *,
-        in_flight: int | None = None,
-        most_waiting: int = 256,
+        self, model: Any, answer: Callable[[Job], str], *, in_flight: int | None = None, most_waiting: int = 256
     ) -> None:
-        """Start it.
-
-        Args:
-            model: what `answer` calls.
-            answer: gives an answer's pieces to its job, and returns why it ended; called in lockstep.
-            in_flight: answers in progress at a time; None: up to 64, as many as there is room for.
-            most_waiting: jobs that may wait; more are refused.
-        """
+        """`answer` gives an answer's pieces to its job, and returns why it ended; called in lockstep."""
         self.capacity = int(available_bytes() * _SHARE)  # for keys and values
         self.most_waiting = most_waiting
         self._answer = answer
-        self._per_token = bytes_per_token(model)
+        self._per_token = kv_bytes_per_token(model)
         self._most = in_flight or MOST
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}  # by the number of the call
@@ -105,15 +88,10 @@ class Engine:
         self._thread.begin()
 
     def size_of(self, job: Job) -> int:
-        """The bytes that a job needs at most."""
         return _A_THREAD + self._per_token * (len(job.prompt.tokens) + job.prompt.most)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Have jobs answered, all of them or none.
-
-        Raises:
-            Refused: there is no room for them, or the server is ending.
-        """
+        """Have jobs answered, all or none; raises `Refused` if there is no room for them, or the server is ending."""
         largest = max(map(self.size_of, jobs))
         if largest > self.capacity:
             message = f"prompt and answer need up to {largest:,} bytes of memory, and the server has {self.capacity:,}"
@@ -129,7 +107,6 @@ class Engine:
             self._changed.notify_all()
 
     def figures(self) -> Figures:
-        """What was done so far."""
         with self._changed:
             self._drop_cancelled()
             answers = dict(self._figures.answers)
@@ -162,21 +139,21 @@ class Engine:
 
     def _run(self) -> None:
         with torch.inference_mode():
-            while self._has_work():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                    if not self._waiting:
+                        return
                 try:
                     self._work(Scheduler(self._stages, self._handles))
                 except Exception as error:
                     _log.exception("a pass failed")
-                    self._fail_all(error)
-
-    def _has_work(self) -> bool:
-        """Wait for a job; False if there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
-            return bool(self._waiting)
+                    with self._changed:
+                        failed, self._running = [*self._running.values()], {}
+                        for job in failed:
+                            self._finish(job, "error", error)
 
     def _work(self, scheduler: Scheduler) -> None:
-        """Answer jobs until none is left."""
         state, settings = ThreadState(), Settings.now()
         begun, read, sweeps = time.monotonic(), counts().bytes_read, -1  # the first pass begins without a sweep's end
         with scheduler.hooked():
@@ -195,7 +172,6 @@ class Engine:
                 begun, read, sweeps = now, read_now, scheduler.sweeps
 
     def _admitted(self) -> Job | None:
-        """The next job, if there is room for it beside those in progress."""
         with self._changed:
             self._drop_cancelled()
             if not self._waiting or len(self._running) >= self._most:
@@ -220,7 +196,6 @@ class Engine:
         return scheduler.begin(self._begun, partial(self._answer, job), state, settings, alone=is_alone)
 
     def _look_at(self, call: Call) -> None:
-        """Handle a call that has run and now waits, or has ended."""
         if not call.has_ended:
             return
         error, call.error = call.error, None  # its frames refer to the call
@@ -232,7 +207,6 @@ class Engine:
                 self._finish(job, "error", error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def _finish(self, job: Job, reason: str, error: Exception | None = None) -> None:
-        """Count a job that has ended, and tell it."""
         kind = "cancelled" if job.is_cancelled else reason
         self._figures.answers[kind] = self._figures.answers.get(kind, 0) + 1
         self._tell_end(job, End(reason, error))
@@ -244,20 +218,47 @@ class Engine:
             _log.exception("an answer could not be handed over")
 
     def _cut_late(self) -> None:
-        """Cut what runs after the deadline."""
         with self._changed:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 for job in self._running.values():
                     job.is_cut = True
 
     def count_tokens(self, piece: AnswerPart) -> None:
-        """Count generated tokens."""
         if piece.tokens:
             with self._changed:
                 self._figures.tokens += piece.tokens
 
-    def _fail_all(self, error: Exception) -> None:
-        with self._changed:
-            failed, self._running = [*self._running.values()], {}
-            for job in failed:
-                self._finish(job, "error", error)
+
+def exposition(engine: Engine) -> str:
+    return "\n".join(_lines(engine)) + "\n"
+
+
+def _lines(engine: Engine) -> Iterator[str]:
+    done, memory = engine.figures(), memory_summary()
+    rate = done.read / done.seconds if done.seconds else 0
+    budget = sum(pool.capacity for pool in Pool.all() if pool.values())
+    yield "# HELP offload_requests_total answers that ended, by why"
+    yield "# TYPE offload_requests_total counter"
+    for reason, count in sorted(done.answers.items()):
+        yield f'offload_requests_total{{reason="{reason}"}} {count}'
+    figures: list[tuple[str, str, float]] = [
+        ("prompt_tokens_total", "tokens of prompts", done.prompt_tokens),
+        ("tokens_total", "tokens that were generated", done.tokens),
+        ("passes_total", "passes through the model", done.passes),
+        ("read_bytes_total", "bytes of the model that were read from the disk", done.read),
+        ("busy_seconds_total", "seconds in which there was something to do", done.seconds),
+        ("tokens_per_pass", "tokens that were generated per pass", done.tokens / max(done.passes, 1)),
+        ("read_bytes_per_token", "bytes that were read per generated token", done.read / max(done.tokens, 1)),
+        ("read_bytes_per_second", "bytes that were read per busy second", rate),
+        ("running", "answers in progress", done.running),
+        ("waiting", "answers that wait for room", done.waiting),
+        ("waiting_most", "answers that may wait", engine.most_waiting),
+        ("budget_bytes", "of the model that may stay in memory", budget),
+        ("resident_bytes", "of the model that are in memory", memory.resident),
+        ("anonymous_bytes", "of memory that are not of files", anonymous_bytes()),
+        ("cache_capacity_bytes", "for keys and values", engine.capacity),
+    ]
+    for name, about, value in figures:
+        yield f"# HELP offload_{name} {about}"
+        yield f"# TYPE offload_{name} {'counter' if name.endswith('_total') else 'gauge'}"
+        yield f"offload_{name} {value:.17g}"

@@ -20,36 +20,22 @@ from offload.generation.answering import AnswerPart, Score
 
 @dataclass
 class Choice:
-    """One answer, as far as it has come.
+    """One answer, as far as it has come."""
 
-    Attributes:
-        prompt: what comes before the text, if that is part of the answer.
-        text: so far.
-        scores: of its tokens.
-        tokens: how many were generated.
-        reason: why it ended; None before.
-    """
-
-    prompt: str = ""
+    prompt: str = ""  # before the text, if that is part of the answer
     text: str = ""
     scores: list[Score] = field(default_factory=list)
-    tokens: int = 0
-    reason: str | None = None
+    tokens: int = 0  # that were generated
+    reason: str | None = None  # why it ended; None before
 
     def add(self, piece: AnswerPart) -> None:
-        """Add a piece."""
         self.text += piece.text
         self.scores += piece.scores
         self.tokens += piece.tokens
 
 
 class Response:
-    """A response to one request.
-
-    Attributes:
-        choices: the answers, in the order of prompts, and of each prompt's answers.
-        is_chat: whether it is an answer in a chat, or text that continues a prompt.
-    """
+    """A response to one request; `choices` are in the order of prompts, and of each one's answers."""
 
     def __init__(
         self, model: str, tokenizer: Any, prompts: Sequence[str], prompt_tokens: int, *, is_chat: bool, scored: bool
@@ -63,7 +49,6 @@ class Response:
         self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": name, "created": int(time.time()), "model": model}
 
     def whole(self) -> Json:
-        """All of it."""
         choices = []
         for index, choice in enumerate(self.choices):
             content: Json = {"text": choice.prompt + choice.text}
@@ -73,13 +58,8 @@ class Response:
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> Json:
-        """The numbers of tokens."""
-        generated = sum(choice.tokens for choice in self.choices)
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": self._prompt_tokens + generated,
-        }
+        given, generated = self._prompt_tokens, sum(choice.tokens for choice in self.choices)
+        return {"prompt_tokens": given, "completion_tokens": generated, "total_tokens": given + generated}
 
     def first(self) -> Iterator[Json]:
         """What a stream begins with."""
@@ -91,7 +71,8 @@ class Response:
 
     def piece(self, index: int, piece: AnswerPart) -> Json:
         """A piece of an answer."""
-        return self._chunk(index, self._content(piece.text), piece.scores)
+        content = {"delta": {"content": piece.text}} if self.is_chat else {"text": piece.text}
+        return self._chunk(index, content, piece.scores)
 
     def last(self, index: int) -> Json:
         """The end of an answer."""
@@ -100,9 +81,6 @@ class Response:
     def counted(self) -> Json:
         """The last piece of a stream, if it is wanted."""
         return {**self._streamed(), "choices": [], "usage": self.usage()}
-
-    def _content(self, text: str) -> Json:
-        return {"delta": {"content": text}} if self.is_chat else {"text": text}
 
     def _streamed(self) -> Json:
         return {**self._head, "object": "chat.completion.chunk" if self.is_chat else "text_completion"}

@@ -31,15 +31,10 @@ _log = logging.getLogger("offload.serving")
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A listening socket; a port of 0 is a free one.
-
-    Raises:
-        ArgumentError: the address can't be listened at.
-    """
+    """A listening socket, at a free port for 0; `ArgumentError` if the address can't be listened at."""
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:  # gaierror is one
         if error.errno == errno.EADDRINUSE:
             raise ArgumentError(f"port {port} of {host} is in use: choose another one with --port") from error
@@ -54,15 +49,7 @@ def is_loopback(host: str) -> bool:
 
 
 def serve(app: App, engine: Engine, at: socket.socket, *, grace: float, ready: Callable[[], None]) -> None:
-    """Answer requests until a signal comes.
-
-    Args:
-        app: answers them.
-        engine: of the application; closed at the end.
-        at: a listening socket; closed at the end.
-        grace: seconds that answers in progress have when the server ends.
-        ready: called when requests are accepted.
-    """
+    """Answer requests until a signal comes; then those in progress have `grace` seconds, and all is closed."""
     config = uvicorn.Config(
         app,
         http=_Connection,
@@ -83,8 +70,6 @@ def serve(app: App, engine: Engine, at: socket.socket, *, grace: float, ready: C
 
 
 class _Server(uvicorn.Server):
-    """A server that ends its engine."""
-
     def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._engine, self._grace, self._ready = engine, grace, ready

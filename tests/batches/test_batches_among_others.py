@@ -21,7 +21,7 @@ from torch import nn
 
 import offload
 from offload.batches.mapping import map_batches
-from offload.batches.waiting import tensors_in, waiting_bytes
+from offload.batches.scheduler import tensors_in, waiting_bytes
 from offload.prefetch.plan import Pool
 
 

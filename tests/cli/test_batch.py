@@ -12,7 +12,7 @@ import pytest
 
 from offload.cli import main
 from offload.cli.requests import lines_of, parsed
-from offload.generation import limited
+from offload.generation import chat as chats
 from tests.campaigns import amount
 from tests.cli.test_cli import _tokenizer
 from tests.processes import run_module, run_script
@@ -173,7 +173,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("what", ENDLESS)
 def test_a_chat_template_that_does_not_end_costs_one_request(folder, tmp_path, monkeypatch, what):
-    monkeypatch.setattr(limited, "_MOST_SECONDS", 1)
+    monkeypatch.setattr(chats, "_MOST_SECONDS", 1)
     other = shutil.copytree(folder, tmp_path / "model")
     endless = "{% if messages[0].content == 'w3' %}" + ENDLESS[what] + "{% endif %}"
     (other / "chat_template.jinja").write_text(endless + TEMPLATE)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from offload.generation.costs import MOST, PassCosts, Source
-from offload.generation.lookup import looked_up
+from offload.generation.candidates import MOST, PassCosts, Source, looked_up
 
 FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 SEEDS = range(4)

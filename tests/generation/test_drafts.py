@@ -15,8 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import offload
 from offload.generation import candidates, draft_summary
-from offload.generation.candidates import Drafts
-from offload.generation.costs import Draft, PassCosts
+from offload.generation.candidates import Draft, Drafts, PassCosts
 from offload.prefetch.value import page_state_of
 from offload.tensor.products import are_multiplied_packed, runs_of
 from offload.tensor.recipes import Piece

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload.errors import DeviceMapError
 from offload.models import loader
-from offload.models.device_map import Place
-from offload.models.hooks import move_activations
+from offload.models.device_map import Place, move_activations
 from offload.models.slots import tensor_slots
 
 

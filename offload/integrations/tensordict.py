@@ -1,10 +1,13 @@
-"""Folders written by `TensorDict.memmap`, as offloaded tensors.
+"""tensordict: opening folders written by `TensorDict.memmap` in place, and writing folders that it can open.
 
 Always true:
-- tensordict reads the structure, past every value: classes, batch sizes, names, other data. A leaf is over its file
+- tensordict reads the structure, past every value, and lays out what is written, with files of zeros; a leaf is over
+  its file, and values are written here, from file to file: none is in memory as a whole
 - files are referenced in place; a modified one is an error. They are written to only with mode="r+"
-- no class is imported by a name in a file, and nothing is unpickled
+- no class is imported by a name in a file, nothing is unpickled, and nothing that had to be pickled is kept
 - the result is of one folder, even if `save_memmap` puts another one in its place meanwhile
+- what is written appears complete, in one step, and was seen to open; it replaces another folder only if that was
+  written here, and no file was added to it
 - a key names a file or folder directly inside that of its TensorDict, whatever characters it has
 
 Source of the format: what tensordict 0.15 writes and reads. A TensorDict is a folder: `<key>.memmap` has the elements
@@ -16,8 +19,11 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import math
 import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,23 +33,31 @@ import torch
 
 from offload.errors import (
     ArgumentError,
+    ArgumentTypeError,
     CheckpointError,
     CorruptFileError,
+    ForeignFileError,
     MissingFileError,
     OffloadError,
     UnknownTypeError,
+    UnsupportedOpError,
 )
+from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import is_unicode
+from offload.storage.header import MARK, is_unicode
 from offload.storage.layout import Entry, contiguous, contiguous_stride, dtype_named
 from offload.storage.owning import open_value
-from offload.storage.state_file import read_json
-from offload.system.reasons import reading as as_read
+from offload.storage.replacing import is_filled, new_file, replacing_folder, sync_whole, write_all
+from offload.storage.state_file import Kind, read_json, state_if_ours
+from offload.system.reasons import reading
 from offload.system.regular import absolute, is_file, is_there, open_regular
-from offload.tensor.arguments import checked_device
+from offload.tensor.arguments import checked_device, refuse_unstorable
+from offload.tensor.saved import subclass_value, write_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
 from offload.torch_api import FakeTensorMode, active_fake_mode, nested_view_from_buffer
+
+__all__ = ["load_memmap", "load_memmap_", "memmap_like", "save_memmap"]
 
 Way: TypeAlias = tuple[str, ...]  # the keys from the root to an entry
 
@@ -94,7 +108,7 @@ def load_memmap(
         raise ArgumentError(f"unknown mode {mode!r}: 'r' protects the files of the folder, 'r+' writes to them")
     place = absolute(folder)
     leaves = _Leaves(None if device is None else checked_device(device), offload_dir, writes=mode == "r+")
-    with as_read(place):
+    with reading(place):
         while True:
             before = _which(place)
             try:
@@ -116,11 +130,11 @@ def _which(folder: Path) -> tuple[int, int] | None:
 
 
 def _opened(folder: Path, leaves: _Leaves) -> Any:
-    """A folder as a TensorDict with its leaves in place; what is wrong with it is blamed on the folder."""
     if is_file(folder):
         raise CorruptFileError(f"{folder} is a file: unpack an archive first (tensordict.unpack_memmap)")
     if not is_there(folder / META):
-        raise _gone(folder / META, "this is not a folder that TensorDict.memmap wrote, or a part of one is gone")
+        reason = "this is not a folder that TensorDict.memmap wrote, or a part of one is gone"
+        raise MissingFileError(errno.ENOENT, reason, str(folder / META))
     try:
         td = structure_of(folder, leaves.device)
         leaves.put(td, folder, ())
@@ -131,16 +145,8 @@ def _opened(folder: Path, leaves: _Leaves) -> Any:
     return td
 
 
-def _gone(path: Path, reason: str) -> MissingFileError:
-    return MissingFileError(errno.ENOENT, reason, str(path))
-
-
 def structure_of(folder: Path, device: torch.device | None = None) -> Any:
-    """What tensordict makes of a folder, with fake leaves: mapping a file of values could extend it.
-
-    Raises:
-        Exception: whatever tensordict raises.
-    """
+    """What tensordict makes of a folder, or raises, with fake leaves: mapping a file of values could extend it."""
     from tensordict import TensorDict
 
     with nullcontext() if active_fake_mode() else FakeTensorMode():
@@ -189,7 +195,6 @@ def _take_over(td: Any, found: Any) -> None:
 
 
 def _refused(folder: Path, error: Exception) -> OffloadError:
-    """An error of tensordict's, blamed on the folder."""
     if isinstance(error, RuntimeError) and "allow_pickle" in str(error):
         return CheckpointError(
             f"{folder}: {pickled_in(folder)!r} is pickled, and is not opened, as it could run code: save the folder "
@@ -211,14 +216,11 @@ def pickled_in(folder: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Leaves:
-    """Puts tensors over the files of a folder in place of the fake leaves of its structure."""
-
     device: torch.device | None
     offload_dir: PathLike | None
     writes: bool
 
     def put(self, td: Any, folder: Path, way: Way) -> None:
-        """For a collection in a folder, at path `way` from the root."""
         from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, is_tensorclass
 
         if isinstance(td, NonTensorData | NonTensorStack):
@@ -242,9 +244,9 @@ class _Leaves:
                 raise CorruptFileError(f"{folder / META} names an entry {key!r}, and no file can be called that")
             if "type" in spec:
                 if key not in td.keys():  # noqa: SIM118  as it left out what is not there
-                    raise _gone(
-                        _place(folder, key, "") / META, "a part of a TensorDict is missing: copy the folder again"
-                    )
+                    gone = _place(folder, key, "") / META
+                    reason = "a part of a TensorDict is missing: copy the folder again"
+                    raise MissingFileError(errno.ENOENT, reason, str(gone))
                 self.put(td.get(key), _place(folder, key, ""), (*way, key))
             elif "dtype" in spec and "shape" in spec:
                 td.set(key, self._leaf(folder, key, spec, way, td.device or torch.device("cpu")))
@@ -271,7 +273,6 @@ class _Leaves:
     def _nested(
         self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A nested tensor, whose sizes are in a separate file, one row each."""
         cpu = torch.device("cpu")
         sizes = self._over(path.with_suffix(".shape.memmap"), f"{name}.shape", shape, torch.int64, cpu).tolist()
         flat = self._over(path, name, (sum(math.prod(size) for size in sizes),), dtype, cpu)._on_cpu()
@@ -291,3 +292,214 @@ def _place(folder: Path, key: str, suffix: str) -> Path:
     if plain != path and plain.parent == folder and key not in (".", "..") and not is_there(path) and is_there(plain):
         return plain
     return path
+
+
+_MARKER = "offload.json"
+_KIND = Kind(what="the list of files of a folder of offload", stamp={MARK: {"memmap": 1}})
+
+
+def save_memmap(
+    td: Any, folder: PathLike, *, num_threads: int = 0, return_early: bool = False, existsok: bool = True
+) -> Any:
+    """Write a folder that `TensorDict.load_memmap` opens, in bounded memory: what is on disk goes from file to file.
+
+    Args:
+        td: a TensorDict, a lazy stack, a tensorclass, or a dict of tensors and dicts; leaves plain or offloaded.
+            Non-tensor data has to be text, numbers, lists and dicts.
+        folder: is made, with the folders around it, and appears whole. One that this function wrote is replaced.
+        num_threads: how many files are written at a time.
+        return_early: give a `concurrent.futures.Future` of the result, and write in the background. The leaves are not
+            to be changed until it is done.
+        existsok: False refuses to replace a folder.
+
+    Returns:
+        The TensorDict over the new files, as `load_memmap` returns it.
+
+    Raises:
+        ForeignFileError: there is something that `save_memmap` did not write, or files were added to it.
+        UnsupportedOpError: a leaf, or its key, has no form in such a folder.
+        UnknownTypeError: non-tensor data that JSON has no form for.
+        WriteError: the disk is full, the folder is read-only...
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> _ = save_memmap({"x": torch.ones(3), "deep": {"y": torch.zeros(2)}}, "written")
+        >>> TensorDict.load_memmap("written")["deep", "y"]
+        MemoryMappedTensor([0., 0.])
+    """
+    td, folder = _collection(td), absolute(folder)
+    _refuse_replacing(folder, existsok)
+
+    def save() -> Any:
+        _publish(td, folder, existsok, threads=num_threads)
+        return load_memmap(folder)
+
+    if not return_early:
+        return save()
+    background = ThreadPoolExecutor(1, "offload-save")
+    future: Future[Any] = background.submit(save)
+    background.shutdown(wait=False)
+    return future
+
+
+def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
+    """A folder for values like those of `td`, all zeros, to be filled; no value is read, or written.
+
+    It takes disk space as it is filled, whatever the sizes. As tensordict maps the files, a disk that is full then ends
+    the process; `load_memmap(folder, mode="r+")` reserves the space of a leaf first, and says so in an error.
+
+    Args:
+        td, folder, existsok: as for `save_memmap`; leaves may be on the meta device.
+
+    Returns:
+        The same as `TensorDict.load_memmap`: its leaves are mapped, and writing to one writes its file.
+
+    Raises: as `save_memmap`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> memmap_like(TensorDict(x=torch.empty(4, 3, device="meta"), batch_size=[4]), "to_fill")["x"].sum()
+        tensor(0.)
+    """
+    from tensordict import TensorDict
+
+    folder = absolute(folder)
+    _publish(_collection(td), folder, existsok, of_zeros=True)
+    return TensorDict.load_memmap(folder)
+
+
+def _collection(td: Any) -> Any:
+    from tensordict import TensorDict, is_tensor_collection
+
+    if isinstance(td, dict):
+        try:
+            td = TensorDict(td)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentTypeError(f"no TensorDict is made of it ({error}): give tensors by name") from error
+    if not is_tensor_collection(td):
+        raise ArgumentTypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
+    return td
+
+
+def _publish(td: Any, folder: Path, existsok: bool, *, threads: int = 0, of_zeros: bool = False) -> None:
+    if not is_unicode(str(folder)):
+        raise ArgumentError(f"{str(folder)!r} is not a path that tensordict can map files under: it is not UTF-8")
+    leaves: list[tuple[str | Way, torch.Tensor]] = []
+    td.named_apply(lambda *leaf: leaves.append(leaf), nested_keys=True, filter_empty=True)
+    for way, tensor in leaves:
+        _refuse_leaf(way, tensor, of_zeros=of_zeros)
+    size = 0 if of_zeros else sum(tensor.nbytes for _, tensor in leaves)
+    with replacing_folder(folder, size, refuse=lambda target: _refuse_replacing(target, existsok)) as temporary:
+        files = _laid_out(td, temporary)
+        if not of_zeros:
+            _fill(files, threads)
+        marker = {**_KIND.stamp, "files": sorted(_files_in(temporary))}
+        with new_file(temporary / _MARKER, 0) as fd:
+            write_all(fd, memoryview((json.dumps(marker) + "\n").encode()), 0)
+        sync_whole(temporary)
+
+
+def _refuse_leaf(way: str | Way, tensor: torch.Tensor, *, of_zeros: bool) -> None:
+    if tensor.is_nested:
+        if tensor.layout != torch.strided:
+            raise UnsupportedOpError(
+                f"{way!r} is a nested tensor of the jagged layout, which tensordict's format can't hold: store its "
+                "values() and offsets(), or torch.nested.nested_tensor(list(it.unbind()), layout=torch.strided)"
+            )
+    elif not of_zeros:
+        refuse_unstorable(tensor, repr(way))
+        if subclass_value(tensor) is not None:
+            raise UnsupportedOpError(
+                f"{way!r} is a tensor subclass: dequantize() it, or use save_tree, which keeps such"
+            )
+
+
+def _laid_out(td: Any, folder: Path) -> list[tuple[torch.Tensor, str]]:
+    """Let tensordict lay out a folder with zeros, and see that it opens whole; returns each leaf with its file."""
+    files: list[tuple[torch.Tensor, str]] = []
+    try:
+        zeros = td.memmap_like(folder)
+        if pickled := pickled_in(folder):
+            raise UnknownTypeError(
+                f"{pickled!r} holds data that JSON can't represent (tensordict would pickle it): make it text, "
+                "numbers, lists and dicts, or leave it out with td.exclude"
+            )
+        td.named_apply(lambda _, tensor, file: files.append((tensor, file.filename)), zeros, filter_empty=True)
+        lost = set(td.keys(include_nested=True)) - set(structure_of(folder).keys(include_nested=True))
+    except (OffloadError, OSError):
+        raise
+    except Exception as error:  # tensordict can raise anything for what it can't write, or can't read again
+        raise UnsupportedOpError(
+            f"tensordict can't write this so that it opens it again ({type(error).__name__}: {error}): change the type "
+            "of the entry, or use save_tree"
+        ) from error
+    if lost:
+        raise UnsupportedOpError(f"{min(lost, key=repr)!r}: tensordict's format reserves this key: rename it")
+    return files
+
+
+def _fill(files: Sequence[tuple[torch.Tensor, str]], threads: int) -> None:
+    with progress_in_bytes(sum(tensor.nbytes for tensor, _ in files), "saving") as advance:
+        if threads <= 1:
+            for tensor, path in files:
+                advance(_write(tensor, path))
+            return
+        with ThreadPoolExecutor(threads, "offload-save") as pool:
+            try:
+                for nbytes in pool.map(_write, *zip(*files, strict=True)):
+                    advance(nbytes)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _write(tensor: torch.Tensor, path: str) -> int:
+    """Put a value in a file anew, with its disk space reserved: a full disk is an error. Returns its size in bytes."""
+    flat = _elements(tensor.detach())
+    if flat.numel():  # an empty leaf has no file
+        os.unlink(path)
+        with new_file(Path(path), flat.nbytes, durable=False) as fd:
+            write_value(fd, 0, flat, flat.dtype)
+    return flat.nbytes
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor; those of a nested one in one row."""
+    if not tensor.is_nested:
+        return tensor
+    whole, count = tensor.contiguous(), sum(part.numel() for part in tensor.unbind())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(whole.untyped_storage(), 0, (count,), (1,))
+
+
+def _refuse_replacing(folder: Path, existsok: bool) -> None:
+    """Refuse to replace what `save_memmap` did not write; an empty folder may be filled."""
+    if not is_filled(folder):
+        return
+    if not existsok:
+        raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
+    with reading(folder):
+        known = _files_of(folder)
+        found = _files_in(folder)
+    if not known:
+        raise ForeignFileError(f"{folder} was not written by offload: it is left as it is. Take another folder.")
+    if found - known:
+        raise ForeignFileError(f"{folder / min(found - known)} was not written by offload: move it away first")
+
+
+def _files_in(folder: Path) -> set[str]:
+    """The files below a folder, and links; one that can't be looked into is an error, as it may hold others' files."""
+    found: set[str] = set()
+    with os.scandir(folder) as items:
+        for item in items:
+            if item.is_dir(follow_symlinks=False):
+                found |= {f"{item.name}/{name}" for name in _files_in(Path(item.path))}
+            else:
+                found.add(item.name)
+    return found
+
+
+def _files_of(folder: Path) -> set[str]:
+    if folder.is_symlink():
+        return set()
+    files = (state_if_ours(folder / _MARKER, _KIND) or {}).get("files")
+    return {_MARKER, *map(str, files)} if isinstance(files, list) else set()

@@ -1,26 +1,50 @@
-"""`model.generate(..., prompt_cache=)`: methods that a class of models gets.
+"""`generate` of models from disk: methods that a class of models gets, for drafts and kept prompts.
 
 Always true:
-- without a prompt cache, they do what those of the class do
+- without an assistant, a lookup or layers that draft, and without a prompt cache, they do what those of the class do
 - drafts begin after what is known of a prompt, as all else does
 """
 
 from __future__ import annotations
 
-from functools import wraps
+import inspect
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from offload.budget import filled_devices
+from offload.generation.alike import alike_rows
+from offload.generation.candidates import drafts_for
+from offload.generation.mtp import mtp_candidates
 from offload.generation.prompt_cache import BEGINS, PromptCache
 from offload.models.pretrained import feature
 from offload.transformers_api import given_cache
 
 
 @feature
+def drafting(kind: Any) -> dict[str, Any]:
+    """Methods of a class of models that generates text, with which the length of drafts follows what a pass costs."""
+    if not hasattr(kind, "_assisted_decoding"):
+        return {}
+
+    @wraps(kind._assisted_decoding)
+    def _assisted_decoding(self: Any, *args: object, **options: object) -> Any:
+        with alike_rows(self):
+            return kind._assisted_decoding(self, *args, **options)
+
+    @wraps(kind._get_candidate_generator)
+    def _get_candidate_generator(self: Any, *args: object, **options: object) -> Any:
+        given = inspect.signature(kind._get_candidate_generator).bind(self, *args, **options).arguments
+        if getattr(given["generation_config"], "use_mtp", None):
+            return mtp_candidates(self, given)
+        return drafts_for(self, partial(kind._get_candidate_generator, self), given)
+
+    return {one.__name__: one for one in (_assisted_decoding, _get_candidate_generator)}
+
+
+@feature
 def keeping_prompts(kind: Any) -> dict[str, Any]:
-    """Members of a class, by name, with which a class of transformers' models that generate takes a prompt cache."""
     if not hasattr(kind, "generate") or not hasattr(kind, "prepare_inputs_for_generation"):  # it generates by itself
         return {}
 
@@ -50,10 +74,8 @@ def _context(
     """How many tokens `generate` will have keys and values of; None if that is not said."""
     prompt = options.get("input_ids", inputs)
     settings = generation_config or getattr(model, "generation_config", None)
-    new, beams, answers = (
-        options.get(name) or getattr(settings, name, None)
-        for name in ("max_new_tokens", "num_beams", "num_return_sequences")
-    )
+    names = ("max_new_tokens", "num_beams", "num_return_sequences")
+    new, beams, answers = (options.get(name) or getattr(settings, name, None) for name in names)
     if not isinstance(prompt, torch.Tensor) or prompt.dim() != 2 or not isinstance(new, int):
         return None
     return len(prompt) * max(beams or 1, answers or 1) * (prompt.shape[1] + new)
