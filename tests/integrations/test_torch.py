@@ -99,7 +99,7 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize("change", PARAMETRIZATIONS.values(), ids=PARAMETRIZATIONS)
-def test_a_parametrized_weight_trains_and_becomes_one_again(change: Callable[[nn.Module], Any]) -> None:
+def test_a_parametrized_weight_trains_and_becomes_one_again(change):
     """Registered on a layer on disk, trained, removed; the other layers stay on disk throughout."""
 
     def act(model: nn.Sequential) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ def test_a_parametrized_weight_trains_and_becomes_one_again(change: Callable[[nn
     assert on_disk_names(model) >= EVERY - {"0.weight"}
 
 
-def test_the_older_weight_norm_trains_and_is_removed() -> None:
+def test_the_older_weight_norm_trains_and_is_removed():
     """With hooks, not parametrization; speech models still use it."""
 
     def act(model: nn.Sequential) -> torch.Tensor:
@@ -130,25 +130,21 @@ def test_the_older_weight_norm_trains_and_is_removed() -> None:
 # Pruning
 
 
-def prune_one(model: nn.Sequential) -> None:
-    prune.l1_unstructured(model[0], "weight", amount=0.5)
+PRUNING: dict[str, Callable[[Any], Any]] = {
+    "one": lambda model: prune.l1_unstructured(model[0], "weight", amount=0.5),
+    "rows": lambda model: prune.ln_structured(model[0], "weight", amount=0.25, n=2, dim=0),
+    "at random and again": lambda model: (
+        prune.random_unstructured(model[0], "weight", amount=0.3),
+        prune.random_structured(model[0], "weight", amount=0.25, dim=1),
+    ),
+    "all together": lambda model: prune.global_unstructured(
+        [(model[0], "weight"), (model[3], "weight")], prune.L1Unstructured, amount=0.4
+    ),
+}
 
 
-def prune_rows(model: nn.Sequential) -> None:
-    prune.ln_structured(model[0], "weight", amount=0.25, n=2, dim=0)
-
-
-def prune_at_random_and_again(model: nn.Sequential) -> None:
-    prune.random_unstructured(model[0], "weight", amount=0.3)
-    prune.random_structured(model[0], "weight", amount=0.25, dim=1)
-
-
-def prune_all_together(model: nn.Sequential) -> None:
-    prune.global_unstructured([(model[0], "weight"), (model[3], "weight")], prune.L1Unstructured, amount=0.4)
-
-
-@pytest.mark.parametrize("cut", [prune_one, prune_rows, prune_at_random_and_again, prune_all_together])
-def test_pruned_weights_train_and_their_zeros_reach_the_files(cut: Callable[[nn.Sequential], None]) -> None:
+@pytest.mark.parametrize("cut", PRUNING.values(), ids=PRUNING)
+def test_pruned_weights_train_and_their_zeros_reach_the_files(cut):
     """After `prune.remove` the weight is a parameter on disk again, with the mask applied."""
 
     def act(model: nn.Sequential) -> torch.Tensor:
@@ -169,7 +165,7 @@ def test_pruned_weights_train_and_their_zeros_reach_the_files(cut: Callable[[nn.
 
 
 @pytest.mark.parametrize("with_buffers", [False, True], ids=["parameters", "buffers"])
-def test_an_exponential_average_is_kept_on_disk(with_buffers: bool) -> None:
+def test_an_exponential_average_is_kept_on_disk(with_buffers):
     """`AveragedModel` copies the model from file to file, and updates the copy in place."""
     on_average: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": with_buffers}
 
@@ -185,7 +181,7 @@ def test_an_exponential_average_is_kept_on_disk(with_buffers: bool) -> None:
     assert not paths
 
 
-def test_a_plain_average_updates_its_batch_norm() -> None:
+def test_a_plain_average_updates_its_batch_norm():
     """Stochastic weight averaging; the statistics are recomputed."""
 
     def act(model: nn.Sequential) -> list[Any]:
@@ -197,7 +193,7 @@ def test_a_plain_average_updates_its_batch_norm() -> None:
     assert_as_in_memory(act)
 
 
-def test_a_deep_copy_stays_as_it_was_while_the_model_trains() -> None:
+def test_a_deep_copy_stays_as_it_was_while_the_model_trains():
     """Without gradients, as torch copies parameters."""
 
     def act(model: nn.Sequential) -> list[Any]:
@@ -211,7 +207,7 @@ def test_a_deep_copy_stays_as_it_was_while_the_model_trains() -> None:
     assert on_disk_names(copied) == EVERY
 
 
-def test_weights_are_set_aside_and_restored() -> None:
+def test_weights_are_set_aside_and_restored():
     """Through `.data`, as averaged weights are swapped in for evaluation."""
 
     def act(model: nn.Sequential) -> list[torch.Tensor]:
@@ -233,7 +229,7 @@ def test_weights_are_set_aside_and_restored() -> None:
 # All parameters as one, or replaced for a call
 
 
-def test_parameters_become_a_vector_and_come_back() -> None:
+def test_parameters_become_a_vector_and_come_back():
     """The vector is plain; `vector_to_parameters` stores its parts."""
 
     def act(model: nn.Sequential) -> list[torch.Tensor]:
@@ -247,7 +243,7 @@ def test_parameters_become_a_vector_and_come_back() -> None:
     assert on_disk_names(model) == EVERY
 
 
-def test_a_functional_call_replaces_weights_on_disk() -> None:
+def test_a_functional_call_replaces_weights_on_disk():
     """The given values are used for the call, and the files keep theirs."""
 
     def act(model: nn.Sequential) -> torch.Tensor:
@@ -261,7 +257,7 @@ def test_a_functional_call_replaces_weights_on_disk() -> None:
     torch.testing.assert_close(plain_form(model), plain_form(network()), rtol=0, atol=0)
 
 
-def test_models_on_disk_are_stacked_to_an_ensemble() -> None:
+def test_models_on_disk_are_stacked_to_an_ensemble():
     """`stack_module_state` and `vmap`."""
 
     def act(model: nn.Sequential) -> torch.Tensor:
@@ -277,7 +273,7 @@ def test_models_on_disk_are_stacked_to_an_ensemble() -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
-def test_a_plain_state_is_loaded_into_a_model_on_disk(assign: bool) -> None:
+def test_a_plain_state_is_loaded_into_a_model_on_disk(assign):
     """Copied into the files; with `assign` the given tensors are used, as in torch."""
 
     def act(model: nn.Sequential) -> list[Any]:
@@ -289,7 +285,7 @@ def test_a_plain_state_is_loaded_into_a_model_on_disk(assign: bool) -> None:
     assert on_disk_names(model) == (set() if assign else EVERY)
 
 
-def test_a_saved_state_is_plain_and_loads_into_a_model_in_memory() -> None:
+def test_a_saved_state_is_plain_and_loads_into_a_model_in_memory():
     """`torch.save`, read back with `weights_only`."""
 
     def act(model: nn.Sequential) -> dict[str, torch.Tensor]:
@@ -304,7 +300,7 @@ def test_a_saved_state_is_plain_and_loads_into_a_model_in_memory() -> None:
     assert network().load_state_dict(state)
 
 
-def test_a_distributed_checkpoint_is_saved_and_loaded_in_place(tmp_path: Any) -> None:
+def test_a_distributed_checkpoint_is_saved_and_loaded_in_place(tmp_path):
     """`torch.distributed.checkpoint`, in one process."""
     folders = iter((tmp_path / "plain", tmp_path / "on_disk"))
 
@@ -324,7 +320,7 @@ def test_a_distributed_checkpoint_is_saved_and_loaded_in_place(tmp_path: Any) ->
     torch.testing.assert_close(plain_form(model), plain_form(network()), rtol=0, atol=0)
 
 
-def test_a_distributed_state_dict_is_taken_and_set() -> None:
+def test_a_distributed_state_dict_is_taken_and_set():
     """`get_model_state_dict` and `set_model_state_dict`, as trainers use them."""
 
     def act(model: nn.Sequential) -> torch.Tensor:
@@ -366,7 +362,7 @@ def clipped(model: nn.Sequential) -> list[Any]:
 
 
 @pytest.mark.parametrize("step", [lbfgs, muon, clipped])
-def test_steps_over_all_parameters_write_through(step: Callable[[nn.Sequential], Any]) -> None:
+def test_steps_over_all_parameters_write_through(step):
     """Optimizers that split or combine parameters in their own way."""
     model, _ = assert_as_in_memory(step)
 
@@ -376,20 +372,15 @@ def test_steps_over_all_parameters_write_through(step: Callable[[nn.Sequential],
 # A model as a program
 
 
-def compiled(model: nn.Sequential) -> torch.Tensor:
-    return torch.compile(model.eval(), backend="aot_eager", fullgraph=True)(X)
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "compiled": lambda model: torch.compile(model.eval(), backend="aot_eager", fullgraph=True)(X),
+    "traced": lambda model: torch.fx.symbolic_trace(model.eval())(X),
+    "fused": lambda model: nn.utils.fuse_linear_bn_eval(model.eval()[0], model[1]),
+}
 
 
-def traced(model: nn.Sequential) -> torch.Tensor:
-    return torch.fx.symbolic_trace(model.eval())(X)
-
-
-def fused(model: nn.Sequential) -> nn.Module:
-    return nn.utils.fuse_linear_bn_eval(model.eval()[0], model[1])
-
-
-@pytest.mark.parametrize("act", [compiled, traced, fused])
-def test_a_model_on_disk_is_taken_as_a_program(act: Callable[[nn.Sequential], Any]) -> None:
+@pytest.mark.parametrize("act", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_model_on_disk_is_taken_as_a_program(act):
     """Compiled in one graph, traced, its layers fused."""
     model, _ = assert_as_in_memory(act)
 
