@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from offload.errors import SavedTensorError, WriteError
 from offload.training import activations
 from tests.engines import settled
 from tests.processes import run_script
+from tests.sizes import SIZES
 
 
 def written(folder) -> list[int]:
@@ -29,10 +34,7 @@ def written(folder) -> list[int]:
 def tiny_llama() -> nn.Module:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
-    )
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
 
 
 class Recurrent(nn.Module):
@@ -66,8 +68,10 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_gradients_equal_those_of_plain_tensors(name, tmp_path):
+def test_gradients_equal_those_of_plain_tensors(name, tmp_path, is_inside):
+    """Backward may run inside of the block, too."""
     make, loss_of = NETWORKS[name]
     torch.manual_seed(0)
     plain = make()
@@ -76,20 +80,14 @@ def test_gradients_equal_those_of_plain_tensors(name, tmp_path):
 
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = loss_of(model)
-    count = len(written(tmp_path))
-    loss.backward()
+        count = len(written(tmp_path))
+        if is_inside:
+            loss.backward()
+    if not is_inside:
+        loss.backward()
 
     assert count > 4
     assert all(map(torch.equal, gradients(plain), gradients(model)))
-
-
-def test_backward_may_run_inside_the_block():
-    x = torch.ones(100, requires_grad=True)
-
-    with offload.training.offload_activations(min_bytes=1):
-        x.exp().sin().sum().backward()
-
-    assert torch.equal(x.exp() * x.exp().cos(), x.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
@@ -263,41 +261,43 @@ def test_checkpoints_have_their_inputs_on_disk(use_reentrant, tmp_path):
     assert all(map(torch.equal, gradients(plain), gradients(blocks)))
 
 
-def test_autocast_casts_as_it_does_in_memory(tmp_path):
-    def loss_of(layer):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return layer(layer(torch.ones(4, 16)).relu()).float().sum()
-
-    torch.manual_seed(0)
-    layer = nn.Linear(16, 16)
-    plain = copy.deepcopy(layer)
-    loss_of(plain).backward()
-
-    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
-        loss = loss_of(layer)
-    count = len(written(tmp_path))
-    loss.backward()
-
-    assert count
-    assert all(map(torch.equal, gradients(plain), gradients(layer)))
+def compiled(function):
+    return torch.compile(function, backend="aot_eager")
 
 
-@pytest.mark.parametrize("is_inside", [True, False])
-def test_compiled_functions_may_contain_the_block_or_be_called_in_it(is_inside, tmp_path):
+def in_half(layer):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return layer(torch.ones(4, 16)).float().square().sum()
+
+
+def plainly(layer):
+    return layer(torch.ones(4, 16)).square().sum()
+
+
+def on_disk(loss_of, folder):
+    def loss(layer):
+        with offload.training.offload_activations(offload_dir=folder, min_bytes=1):
+            return loss_of(layer)
+
+    return loss
+
+
+WAYS = {
+    "autocast": (in_half, lambda folder: on_disk(in_half, folder)),
+    "the block in a compiled function": (plainly, lambda folder: compiled(on_disk(plainly, folder))),
+    "a compiled function in the block": (plainly, lambda folder: on_disk(lambda x: plainly(compiled(x)), folder)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast_and_compiled_functions_give_what_they_give_in_memory(way, tmp_path):
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     plain = copy.deepcopy(layer)
-    x = torch.ones(4, 16)
+    in_memory, offloaded = WAYS[way]
+    in_memory(plain).backward()
 
-    def compiled(function):
-        return torch.compile(function, backend="aot_eager")
-
-    def loss_of(x):
-        with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
-            return layer(x).square().sum() if is_inside else compiled(layer)(x).square().sum()
-
-    plain(x).square().sum().backward()
-    loss = compiled(loss_of)(x) if is_inside else loss_of(x)
+    loss = offloaded(tmp_path)(layer)
     count = len(written(tmp_path))
     loss.backward()
 
@@ -325,27 +325,20 @@ def test_the_innermost_block_decides_folder_and_size(tmp_path):
 
 
 def test_threads_have_graphs_of_their_own(tmp_path):
-    found: dict[int, torch.Tensor] = {}
-
-    def train(number: int) -> None:
+    def trained(number: int, block: Callable[[], Any]) -> torch.Tensor:
         x = torch.full((500,), float(number), requires_grad=True)
         for _ in range(10):
-            with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
+            with block():
                 loss = (x * 2).sin().exp().sum()
             loss.backward()
-        found[number] = x.grad
+        return x.grad
 
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_disk = partial(offload.training.offload_activations, offload_dir=tmp_path, min_bytes=1)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(trained, range(4), [on_disk] * 4))
 
     for number in range(4):
-        x = torch.full((500,), float(number), requires_grad=True)
-        for _ in range(10):
-            (x * 2).sin().exp().sum().backward()
-        assert torch.equal(x.grad, found[number])
+        assert torch.equal(trained(number, nullcontext), found[number])
     assert [] == written(tmp_path)
 
 
