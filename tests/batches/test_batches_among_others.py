@@ -13,7 +13,6 @@ import weakref
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +22,7 @@ import offload
 from offload.batches.mapping import map_batches
 from offload.batches.waiting import tensors_in, waiting_bytes
 from offload.prefetch.plan import Pool
-
-
-def equal(expected: Any, found: Any) -> bool:
-    expected, found = list(expected), list(found)
-    return len(expected) == len(found) and all(map(torch.equal, expected, found))
+from tests.batches.lockstep import equal
 
 
 def layers(depth: int = 3, width: int = 4) -> nn.Sequential:

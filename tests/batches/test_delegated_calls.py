@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from offload.batches.mapping import map_batches
+from tests.batches.lockstep import assert_as_one_by_one
 
 WIDTH = 8
 NOTES: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("notes", default=())
@@ -51,6 +52,9 @@ class Model(nn.Module):
             x = block(x, scale=2.0)
         return x
 
+    def noted(self) -> list[list[threading.Thread]]:
+        return [block.threads for block in self.blocks]  # type: ignore[misc]
+
     def threads(self) -> set[threading.Thread]:
         return {thread for block in self.blocks for thread in block.threads}  # type: ignore[union-attr]
 
@@ -77,16 +81,13 @@ def inputs(count: int) -> list[torch.Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_blocks_of_all_batches_compute_in_the_iterating_thread(model, in_flight):
-    expected = [model(x) for x in inputs(5)]
-    rest = []
+    rest: list[threading.Thread] = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         rest.append(threading.current_thread())
         return model(x)
 
-    found = list(map_batches(fn, inputs(5), model, in_flight=in_flight))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(fn, inputs(5), model, rest, *model.noted(), in_flight=in_flight)
     assert {threading.current_thread()} == model.threads()
     assert threading.current_thread() not in rest
 
@@ -120,22 +121,16 @@ def no_denormals() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(
     "context", [torch.enable_grad, Plain, Passing, lambda: torch.device("cpu"), one_thread_more, no_denormals]
 )
 def test_a_state_that_cannot_be_carried_over_stays_in_its_thread(model, context):
-    with torch.no_grad():
-        expected = [model(x) for x in inputs(3)]
-        for block in model.blocks:
-            block.threads.clear()
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with context():
+            return model(x)
 
-        def fn(x: torch.Tensor) -> torch.Tensor:
-            with context():
-                return model(x)
-
-        found = list(map_batches(fn, inputs(3), model, in_flight=2))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(fn, inputs(3), model, *model.noted(), in_flight=2)
     assert threading.current_thread() not in model.threads()
 
 
@@ -164,14 +159,9 @@ def test_a_forward_set_on_the_module_is_not_replaced(model):
 @torch.no_grad()
 def test_inner_blocks_compute_in_the_iterating_thread(model):
     outer = nn.Sequential(nn.Sequential(*model.blocks[:2]), model.blocks[2])
-    expected = [outer(x) for x in inputs(2)]
-    for block in model.blocks:
-        block.threads.clear()
-    order = visits(model)
+    order, blocks = visits(model), [outer[0], *outer[0], outer[1]]
 
-    found = list(map_batches(outer, inputs(2), outer, in_flight=2, blocks=[outer[0], *outer[0], outer[1]]))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(outer, inputs(2), outer, order, *model.noted(), in_flight=2, blocks=blocks)
     assert {threading.current_thread()} == model.threads()
     assert [0, 0, 1, 1, 2, 2] == order
 
