@@ -60,7 +60,7 @@ def hollow_checkpoint(path: Path, shapes: Mapping[str, Sequence[int]], dtype: st
     return path
 
 
-def test_a_large_checkpoint_is_loaded_and_run_in_little_memory_and_without_writing(tmp_path: Path) -> None:
+def test_a_large_checkpoint_is_loaded_and_run_in_little_memory_and_without_writing(tmp_path):
     """2 GiB on disk, with less than 32 MB of anonymous memory, even after using every weight.
 
     The system may count one page of its own as written: the inode's, when it updates the access time.
@@ -132,7 +132,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(shards: Path, tmp_path: Path) -> None:
+def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(shards, tmp_path):
     """One weight is 16 MiB."""
     said = json.loads(run_script(PICKLED, shards, tmp_path / "values", "float32", 16, 2048))
 
@@ -143,9 +143,7 @@ def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(sh
 
 
 @pytest.mark.parametrize("form", ["torch.save", "safetensors"])
-def test_another_dtype_is_converted_when_it_is_read_and_written_in_the_memory_of_a_block(
-    shards: Path, tmp_path: Path, form: str
-) -> None:
+def test_another_dtype_is_converted_when_it_is_read_and_written_in_the_memory_of_a_block(shards, tmp_path, form):
     """8 MiB per weight in bfloat16, 128 MiB in all."""
     source = shards if form == "torch.save" else as_safetensors(shards, tmp_path / "model.safetensors")
 
@@ -185,7 +183,7 @@ EXPERTS = """
 """
 
 
-def test_a_large_mixture_of_packed_experts_is_loaded_in_little_memory_and_without_writing(tmp_path: Path) -> None:
+def test_a_large_mixture_of_packed_experts_is_loaded_in_little_memory_and_without_writing(tmp_path):
     """20 GB: 12,288 matrices in 32 layers, each with its scales. Only the progress bar is written."""
     large = fp8_experts(tmp_path / "large", 20, is_hollow=True)
     small = toy_fp8_experts(tmp_path / "small", 0, is_hollow=True)
