@@ -9,7 +9,7 @@ from offload import OffloadedTensor
 from offload.recording import Recording
 
 
-def test_a_mark_knows_what_was_read_so_far() -> None:
+def test_a_mark_knows_what_was_read_so_far():
     weight = OffloadedTensor.from_original_tensor(torch.ones(1 << 20), "w")
 
     with Recording().running() as recording:
@@ -24,7 +24,7 @@ def test_a_mark_knows_what_was_read_so_far() -> None:
     assert min(before.anonymous, after.anonymous, after.mapped) > 0
 
 
-def test_a_block_that_raises_is_watched_to_its_end() -> None:
+def test_a_block_that_raises_is_watched_to_its_end():
     recording = Recording()
 
     with pytest.raises(ZeroDivisionError), recording.running():
@@ -34,7 +34,7 @@ def test_a_block_that_raises_is_watched_to_its_end() -> None:
     assert not recording._thread.is_running
 
 
-def test_a_long_recording_keeps_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_recording_keeps_few_samples(monkeypatch):
     monkeypatch.setattr("offload.recording._MOST", 10)
     monkeypatch.setattr("offload.recording._EVERY", 0.0001)
     recording = Recording()

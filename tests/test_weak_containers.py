@@ -68,7 +68,7 @@ def iterated_by(node: ast.AST) -> Iterator[ast.expr]:
         yield node.value
 
 
-def test_places_that_iterate_over_a_weak_container_are_listed() -> None:
+def test_places_that_iterate_over_a_weak_container_are_listed():
     trees = {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
     names: dict[str, set[str]] = defaultdict(set)
     for module, tree in trees.items():
@@ -79,7 +79,7 @@ def test_places_that_iterate_over_a_weak_container_are_listed() -> None:
     assert set(PLACES) == found
 
 
-def test_the_finder_finds_iterations() -> None:
+def test_the_finder_finds_iterations():
     lines = ["class C:", "    def f(self): self.a: weakref.WeakSet[C] = weakref.WeakSet()", "def g(c): list(c.a)"]
     lines += ["def h(c): return [*c.a]", "def i(c): return {x for x in sorted(c.a.values())}", "def j(c): len(c.a)"]
     tree = ast.parse("\n".join(lines))
@@ -145,9 +145,7 @@ def _of_activations(folder: Path) -> None:
     y.backward()
 
 
-def test_a_weak_container_that_is_iterated_changes_under_the_same_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weak_container_that_is_iterated_changes_under_the_same_lock(tmp_path, monkeypatch):
     """Some lock is held at each iteration and at each change of it."""
     log = Log(monkeypatch)
 
