@@ -348,7 +348,6 @@ def test_overlapping_views_are_counted_once(cold):
 def test_a_part_in_memory_is_not_counted_as_read_again(cold):
     w = cold(2048, 256)
     w[:1000].sum()
-
     read, values, _ = counted(w.sum)
 
     assert MIB <= read <= 1.1 * MIB

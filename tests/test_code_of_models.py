@@ -100,7 +100,6 @@ def requests_beside(folder: Path) -> Path:
 @pytest.mark.parametrize("change", [with_all, with_config_alone, with_model_alone])
 def test_code_does_not_run_unasked(call, change, folder, capsys):
     change(folder)
-
     with suppress(CheckpointError, SystemExit):
         CALLS[call](folder)
 
@@ -165,7 +164,6 @@ def test_buffers_that_are_in_no_checkpoint_are_those_that_the_code_makes(dtype, 
     random = torch.get_rng_state()
     others = [torch.full((size,), 7e7) for size in (3, 4, 6) for _ in range(1000)]
     del others
-
     model = offload.from_pretrained(tmp_path, model_class=OwnBuffers)
 
     expected, found = dict(made.named_buffers()), dict(model.named_buffers())

@@ -106,7 +106,6 @@ def test_a_value_on_disk_is_compared_by_its_content(monkeypatch):
 
 def test_a_tiny_checkpoint_is_the_same_each_time_and_leaves_the_generator_alone(tmp_path):
     before = torch.get_rng_state()
-
     first = tiny_checkpoint(tmp_path / "first")
     second = tiny_checkpoint(tmp_path / "second", num_hidden_layers=1)
     again = tiny_checkpoint(tmp_path / "again")

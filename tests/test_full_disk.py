@@ -45,7 +45,6 @@ def test_a_conversion_that_does_not_fit_says_so_and_what_is_there_is_whole(tmp_p
     """Two of eight weights fit; with more room it is done again."""
     weights = {f"{number}.weight": torch.full((512, 512), float(number)) for number in range(8)}
     (save_file if form.endswith("safetensors") else torch.save)(weights, tmp_path / form)  # type: ignore[operator]
-
     said = run_on_a_small_disk(SCRIPT, tmp_path / "small", "1200k", tmp_path / form)
 
     assert "ENOSPC" == said["errno"]

@@ -59,7 +59,6 @@ def test_a_library_that_is_being_imported_defines_nothing_yet(act, library, tmp_
 def test_a_rank_is_known_while_torch_distributed_is_being_imported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed", ModuleType("torch.distributed"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-
     OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path)
 
     assert [".offload-ranks"] == [path.name for path in tmp_path.glob(".*")]

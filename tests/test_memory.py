@@ -122,7 +122,6 @@ def test_peak_memory_is_budget_window_and_32_mib(tmp_path):
     weights = {f"{layer}.weight": torch.eye(size).mul_(layer + 1) for layer in range(layers)}
     save_file(weights, path)
     dropped(path)
-
     found = json.loads(run_script(PEAK, path, layers, size, budget, window))
 
     assert [math.factorial(layers) * size] * 4 == found["results"]
@@ -148,7 +147,6 @@ def test_anonymous_memory_is_what_was_allocated_and_not_what_was_mapped(tmp_path
         allocated = np.ones(64 << 20, dtype=np.uint8)
         print(anonymous_bytes() - before)
     """
-
     with_mapping, with_allocation = map(int, run_script(code, tmp_path / "file").split())
 
     assert abs(with_mapping) < 16 << 20
@@ -209,7 +207,6 @@ def test_a_cgroup_of_version_1_limits_too(tmp_path, own):
     files = {"memory__usage_in_bytes": 400, "memory__stat": stat}
     cgroup(tmp_path / "cg" / "memory", memory__limit_in_bytes=2**63 - 4096, **files)
     cgroup(tmp_path / "cg" / "memory" / "a", memory__limit_in_bytes=1000, **files)
-
     found = cgroup_available(own("5:cpu,memory:/a", "4:pids:/x", "0::/"), tmp_path / "cg")
 
     assert 1000 - 400 + 33 == found
@@ -325,7 +322,6 @@ ROWS = """
 def test_rows_set_in_place_write_their_own_pages_and_not_the_value(tmp_path, name):
     """Sixteen rows of 16 KiB in a value of 64 MiB; the slack is what the kernel reads around a page in one piece."""
     rows = 16 * 4096 * 4
-
     written = json.loads(run_script(ROWS, tmp_path))[name]
 
     if not written:

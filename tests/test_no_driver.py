@@ -71,7 +71,6 @@ COMMANDS: dict[str, list[str]] = {
 def test_every_command_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(inputs_in(tmp_path))
     Path("new folder").mkdir()
-
     code = main(["--traceback", *COMMANDS[name]])
 
     assert (0, "") == (code, "".join(line for line in capsys.readouterr().err.split("\n") if "NVIDIA" in line))
@@ -81,7 +80,6 @@ def test_every_command_runs(name, tmp_path, monkeypatch, capsys):
 def test_models_run_on_the_cpu(device_map, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model")
     tokens = torch.arange(5)[None]
-
     model = offload.from_pretrained(folder, device_map=device_map)
 
     assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits, model(tokens).logits)

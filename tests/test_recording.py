@@ -11,7 +11,6 @@ from offload.recording import Recording
 
 def test_a_mark_knows_what_was_read_so_far():
     weight = OffloadedTensor.from_original_tensor(torch.ones(1 << 20), "w")
-
     with Recording().running() as recording:
         recording.mark()
         weight.sum()
@@ -38,7 +37,6 @@ def test_a_long_recording_keeps_few_samples(monkeypatch):
     monkeypatch.setattr("offload.recording._MOST", 10)
     monkeypatch.setattr("offload.recording._EVERY", 0.0001)
     recording = Recording()
-
     with recording.running():
         while recording._every < 0.0004:
             pass

@@ -52,7 +52,6 @@ def asked_for(python: str, machine: str, torch: str) -> Iterator[tuple[str, Requ
 def test_constraints_meet_every_requirement(python, machine, torch):
     pinned = {**PINNED, "torch": torch}
     asked = list(asked_for(python, machine, torch))
-
     unmet = [
         f"{asker} wants {one}, constraints.txt has {version}"
         for asker, one in asked
@@ -91,7 +90,6 @@ def test_dependencies_have_no_upper_bounds():
 @pytest.mark.parametrize("transformers", ["5.24.0", "5.25.1", "6.0.0"])
 def test_releases_that_are_there_stay(torch, transformers):
     there = {"torch": torch, "transformers": transformers}
-
     asked = [one for asker, one in asked_for("3.11", "x86_64", "2.13.0") if asker == "offload" and one.name in there]
 
     assert {"torch", "transformers"} == {one.name for one in asked}

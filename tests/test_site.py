@@ -212,7 +212,6 @@ TOO_WIDE = """JSON.stringify([...document.querySelectorAll("pre > code, .md-type
 def test_nothing_of_a_page_is_cut(served, pages, width):
     """No code block, heading, chart or page is wider than its container: on a phone, and on a small screen."""
     places = sorted(f"{path.parent.relative_to(served.site)}/".removeprefix("./") for path in pages)
-
     found = in_a_browser(served, places, width, TOO_WIDE)
 
     cut = {place: json.loads(parts) for place, parts in zip(places, found, strict=True)}
@@ -240,7 +239,6 @@ SEARCHED = {
 @needs_browser
 def test_a_search_leads_to_the_right_page_first(served):
     first = """document.querySelector(".md-search-result__item > a.md-search-result__link")?.pathname"""
-
     found = in_a_browser(served, [f"?q={quote(words)}" for words in SEARCHED], 1280, first)
 
     assert {words: f"/{place}" for words, place in SEARCHED.items()} == dict(zip(SEARCHED, found, strict=True))

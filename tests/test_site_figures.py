@@ -269,7 +269,6 @@ ON_A_GPU = [
 def test_a_figure_of_a_gpu_equals_that_of_the_result(page, sentence, keys):
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     found = json.loads((RESULTS / GPU).read_text(encoding="utf-8"))
-
     [said] = re.findall(sentence, text)
 
     figures = (said,) if isinstance(said, str) else said
@@ -280,7 +279,6 @@ def test_a_figure_of_a_gpu_equals_that_of_the_result(page, sentence, keys):
 @pytest.mark.parametrize(("page", "sentence", "sources"), SENTENCES)
 def test_a_figure_in_a_sentence_equals_that_of_the_result(page, sentence, sources):
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-
     [said] = re.findall(sentence, text)
 
     figures = (said,) if isinstance(said, str) else said

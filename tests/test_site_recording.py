@@ -41,7 +41,6 @@ def test_pages_with_the_recording_name_its_sizes(page):
 
 def test_a_line_is_shown_as_long_as_it_was():
     screens = [(0.0, ["$ offload"]), (1.0, ["$ offload", "opening"]), (3.5, ["$ offload", "<done>"])]
-
     parts = list(ElementTree.fromstring(drawn(Record("m", 2, 1, 20, screens))).iter("{http://www.w3.org/2000/svg}text"))
 
     assert ["$ offload", "opening", "<done>"] == [part.text for part in parts]
@@ -63,7 +62,6 @@ def test_a_line_is_shown_as_long_as_it_was():
 )
 def test_the_terminal_writes_at_the_cursor(sent, lines):
     terminal = Terminal(4)
-
     terminal.feed(sent)
 
     assert lines == terminal.lines

@@ -51,7 +51,6 @@ def test_nothing_inside_of_transformers_is_used_past_the_door():
     trees = {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in ELSEWHERE}
     listed = {*" ".join([*ATTRIBUTES.values(), OPTIONAL_ATTRIBUTES]).split()}
     own = own_names(list(trees.values())) - listed
-
     used = {name: set(inside(tree, own, of_their_objects() | listed)) - listed for name, tree in trees.items()}
 
     assert {} == {name: some for name, some in used.items() if some}

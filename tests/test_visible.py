@@ -75,7 +75,6 @@ def test_errors_about_a_file_show_them(case, file):
 def test_reports_and_their_log_show_them(file, caplog):
     stored = {NAME: torch.ones(2), "weight": torch.ones(1, 2), "bias": torch.ones(1)}
     save_file(stored, file)
-
     report = offload.load_checkpoint_in_model(nn.Linear(2, 1, device="meta"), file)
 
     assert SHOWN in str(report)
@@ -105,7 +104,6 @@ def test_commands_show_them(case, file, capfd, monkeypatch):
     index = {"metadata": {}, "weight_map": {NAME: f"{NAME}.safetensors"}}
     Path("broken").mkdir()
     Path("broken/model.safetensors.index.json").write_text(json.dumps(index))
-
     main(COMMANDS[case])
 
     out, err = capfd.readouterr()

@@ -73,7 +73,6 @@ def test_places_that_iterate_over_a_weak_container_are_listed():
     names: dict[str, set[str]] = defaultdict(set)
     for module, tree in trees.items():
         names[room(module)].update(containers_in(tree))
-
     found = {f"{module}.{place}" for module, tree in trees.items() for place in places_in(tree, names[room(module)])}
 
     assert set(PLACES) == found
@@ -148,7 +147,6 @@ def _of_activations(folder: Path) -> None:
 def test_a_weak_container_that_is_iterated_changes_under_the_same_lock(tmp_path, monkeypatch):
     """Some lock is held at each iteration and at each change of it."""
     log = Log(monkeypatch)
-
     for number, act in enumerate((_under_budgets, _on_a_device, _of_activations)):
         (tmp_path / str(number)).mkdir()
         act(tmp_path / str(number))

@@ -71,7 +71,6 @@ def test_a_compiled_model_does_not_compile_the_waiting():
     model = layers()
     compiled = torch.compile(model, backend="eager")
     batches = [torch.full((1, 4), float(at)) for at in range(4)]
-
     found = list(map_batches(compiled, batches, compiled, in_flight=3))
 
     assert equal(map(model, batches), found)

@@ -185,7 +185,6 @@ def test_a_sweep_reads_the_bytes_over_the_budget_once(folder):
     model, batches = loaded(folder, max_memory=budget, read_ahead="4MiB"), batches_of(24)
     list(map_batches(model, batches[:16], model, in_flight=8))
     before = counts().bytes_read
-
     list(map_batches(model, batches, model, in_flight=8))
 
     a_block = EXPERTS * 1.5 * MIB
@@ -197,7 +196,6 @@ def test_batches_that_have_ended_have_no_part_of_the_window(folder):
     """Nor do they keep the files of a model that is gone."""
     model, batches = loaded(folder), batches_of(4)
     values = [weakref.ref(handle) for handle in stored_in(map(handle_of, model.parameters()))]
-
     for _ in range(3):
         list(map_batches(model, batches, model, in_flight=2))
 
@@ -210,7 +208,6 @@ def test_batches_that_have_ended_have_no_part_of_the_window(folder):
 def test_a_call_outside_batches_keeps_no_matrices(folder, monkeypatch):
     monkeypatch.setattr(groups, "_is_staying", lambda *_: pytest.fail("looked at"))
     model = loaded(folder)
-
     with torch.no_grad():
         model(batches_of(1)[0])
 

@@ -113,7 +113,6 @@ def test_a_value_is_computed_once_per_sweep_with_gradients(tmp_path, computed):
 def test_a_result_is_freed_when_all_batches_have_passed(tmp_path, computed):
     model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
     alive = after_each(model, lambda: sum(one() is not None for one in computed))
-
     list(map_batches(model, batches, model, in_flight=4))
 
     assert {1} == {*alive}
@@ -125,7 +124,6 @@ def test_a_result_is_freed_when_all_batches_have_passed(tmp_path, computed):
 def test_memory_of_a_block_is_reused_for_the_next_one(tmp_path):
     """Results of 32 MiB."""
     model, batches = cast_on_disk(tmp_path, 2048), batches_of(2048, 3)
-
     with Peak() as peak:
         list(map_batches(model, batches, model, in_flight=3))
 
@@ -140,7 +138,6 @@ def test_memory_of_a_block_is_freed_at_the_end(tmp_path, monkeypatch):
     taken: list[int] = []
     plain = scratch.scratch
     monkeypatch.setattr(scratch, "scratch", lambda layout: (taken.append(layout.nbytes), plain(layout))[1])
-
     list(map_batches(model, batches, model, in_flight=3, blocks=[model[at] for at in range(0, LAYERS, 3)]))
 
     assert 2 <= len(taken) <= 3
@@ -241,7 +238,6 @@ def test_small_values_are_computed_once_for_all_batches_and_those_below_half_a_m
 ):
     """Memory is taken in blocks of half a MiB."""
     model, batches = cast_on_disk(tmp_path, size), batches_of(size)
-
     list(map_batches(model, batches, model, in_flight=8))
 
     assert LAYERS * times == len(computed)
@@ -275,7 +271,6 @@ def test_pieces_of_kept_results_are_not_read_ahead(tmp_path):
 
     for layer in model:
         layer.__class__ = Asking
-
     list(map_batches(model, batches, model, in_flight=4))
 
     assert [1, 0, 0, 0] * LAYERS == views
@@ -303,7 +298,6 @@ def test_a_sweep_with_results_reads_the_bytes_over_the_budget_once(tmp_path):
     batches = batches_of(512, 12)
     list(map_batches(model, batches[:6], model, in_flight=6))
     before = counts().bytes_read
-
     list(map_batches(model, batches, model, in_flight=6))
 
     assert (counts().bytes_read - before) / 2 <= 1.1 * (LAYERS - 7 + 1 + 2) * MIB  # a result takes room for two
@@ -324,7 +318,6 @@ def test_the_next_batch_sees_a_value_that_a_batch_replaced(tmp_path):
             return found
 
     model[5].__class__ = Replacing
-
     first, *others = map_batches(lambda batch: model[:6](batch), batches, model, in_flight=3)
 
     assert torch.equal(model[:5](batches[1]) @ new.T, others[0])

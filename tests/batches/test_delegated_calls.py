@@ -137,7 +137,6 @@ def test_a_state_that_cannot_be_carried_over_stays_in_its_thread(model, context)
 @torch.no_grad()
 def test_an_iterating_thread_inside_a_mode_leaves_blocks_to_the_batches(model):
     results = map_batches(model, inputs(3), model, in_flight=2)
-
     with Passing():
         list(results)
 
@@ -147,7 +146,6 @@ def test_an_iterating_thread_inside_a_mode_leaves_blocks_to_the_batches(model):
 @torch.no_grad()
 def test_a_forward_set_on_the_module_is_not_replaced(model):
     own = model.blocks[1].forward = model.blocks[1].forward
-
     list(map_batches(model, inputs(3), model, in_flight=2))
 
     assert threading.current_thread() not in model.blocks[1].threads
@@ -183,7 +181,6 @@ def test_compiled_batches_wait_for_one_another(model, hooks):
             block.register_forward_pre_hook(lambda *_: None)
     order = visits(model)
     compiled = torch.compile(model, backend="eager")
-
     found = list(map_batches(compiled, inputs(2), compiled, in_flight=2))
 
     assert all(map(torch.equal, expected, found))
@@ -283,7 +280,6 @@ def test_an_interrupt_in_a_block_stops_every_batch(model):
 @torch.no_grad()
 def test_the_signature_of_a_forward_can_be_inspected(model):
     expected = inspect.signature(model.blocks[0].forward)
-
     found = list(map_batches(lambda _: inspect.signature(model.blocks[0].forward), range(2), model))
 
     assert [expected] * 2 == found
@@ -293,7 +289,6 @@ def test_the_signature_of_a_forward_can_be_inspected(model):
 def test_the_iterating_thread_reads_by_itself_between_results(model):
     other = offload.disk_offload(Model())
     expected = [other(x) for x in inputs(4)]
-
     found = [other(x) for x, _ in zip(inputs(4), map_batches(model, inputs(4), model, in_flight=2), strict=True)]
 
     assert all(map(torch.equal, expected, found))

@@ -132,7 +132,6 @@ def test_hooks_inside_of_a_block_see_one_batch_after_the_other(tmp_path, compute
     number = iter(range(100))
     before = model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: order.append(("in", next(number))))
     after = model.model.layers[0].mlp.register_forward_hook(lambda *_: order.append(("out", next(number))))
-
     list(map_batches(model, batches_of(1, 1, 1), model, in_flight=3))
     before.remove()
     after.remove()
@@ -165,7 +164,6 @@ def test_batches_that_compute_in_another_way_are_apart(own, tmp_path, computed):
 
     expected = [fn(one) for one in enumerate(batches)]
     computed.clear()
-
     found = list(map_batches(fn, enumerate(batches), model, in_flight=4))
 
     assert all(map(torch.equal, expected, found))

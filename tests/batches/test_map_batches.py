@@ -78,7 +78,6 @@ def test_results_are_those_of_one_by_one_in_order(model, in_flight):
 @torch.no_grad()
 def test_each_layer_runs_for_all_batches_before_the_next_one(model):
     seen = visits(model)
-
     list(map_batches(model, tokens(3), model, in_flight=3))
 
     assert [(str(batch), layer) for layer in range(DEPTH) for batch in range(3)] == seen
@@ -129,7 +128,6 @@ def test_batches_are_taken_from_the_iterable_as_they_begin(model):
 @torch.no_grad()
 def test_an_iterator_that_is_never_advanced_leaves_nothing_and_an_empty_iterable_gives_none(model):
     hooks = [len(layer._forward_pre_hooks) for layer in model.layers]
-
     map_batches(model, tokens(2), model)
 
     assert [] == list(map_batches(model, [], model))
@@ -210,7 +208,6 @@ def test_modes_of_the_caller_see_what_batches_do(model):
     with torch.no_grad(), FlopCounterMode(display=False) as expected:
         for batch in batches:
             model(batch)
-
     with torch.no_grad(), FlopCounterMode(display=False) as found:
         list(map_batches(model, batches, model, in_flight=3))
 
@@ -270,7 +267,6 @@ def test_random_numbers_do_not_depend_on_what_is_in_flight(model):
 @torch.no_grad()
 def test_the_callers_generator_advances_only_if_a_batch_used_random_numbers(model):
     state = torch.get_rng_state()
-
     list(map_batches(model, tokens(2), model))
     after_none = torch.get_rng_state()
     list(map_batches(lambda _: torch.rand(1), tokens(2), model))
@@ -623,7 +619,6 @@ def test_gradients_are_summed_up_in_the_order_of_the_batches(model, in_flight):
     expected = [fn(batch) for batch in tokens(4)]
     gradients = [one.grad.clone() for one in model.parameters()]
     model.zero_grad()
-
     found = list(map_batches(fn, tokens(4), model, in_flight=in_flight))
 
     assert equal(expected, found)
@@ -638,7 +633,6 @@ def test_backward_goes_down_in_lockstep(model):
     seen: list[tuple[str, int]] = []
     for at, layer in enumerate(model.layers):
         layer.weight.register_hook(lambda _, at=at: seen.append((threading.current_thread().name[-1], at)))
-
     list(map_batches(lambda batch: model(batch).sum().backward(), tokens(3), model, in_flight=3))
 
     assert [(str(batch), layer) for layer in reversed(range(DEPTH)) for batch in range(3)] == seen
@@ -657,7 +651,6 @@ def test_checkpointing_works_inside_a_batch(model):
         fn(batch)
     expected = [one.grad.clone() for one in model.layers.parameters()]
     model.zero_grad()
-
     list(map_batches(fn, tokens(3), model, in_flight=3))
 
     assert equal(expected, [one.grad for one in model.layers.parameters()])
@@ -696,7 +689,6 @@ def test_map_batches_is_refused_inside_a_transform_of_torch_func(model):
 @torch.no_grad()
 def test_blocks_can_be_named(model):
     seen = visits(model)
-
     list(map_batches(model, tokens(2), model, in_flight=2, blocks=["layers.1", model.layers[3]]))
 
     assert [(str(batch), layer) for batch in range(2) for layer in range(3)] + [("0", 3), ("1", 3)] == seen

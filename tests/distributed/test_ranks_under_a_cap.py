@@ -75,7 +75,6 @@ SCRIPT = """
 def test_ranks_with_four_times_their_memory_take_that_of_two_values_and_a_little(tmp_path):
     whole = {f"{at}.weight": torch.full((SIDE, SIDE), 1 / SIDE) for at in range(COUNT)}
     save_file(whole, tmp_path / "model.safetensors")
-
     ranks = json.loads(run_script(SCRIPT, tmp_path, LIMIT, SIDE, COUNT))
 
     most = 2 * (2 * MIB) + 16 * MIB

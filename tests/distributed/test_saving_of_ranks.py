@@ -240,7 +240,6 @@ def plain(value: torch.Tensor) -> torch.Tensor:
 def test_async_save_saves_each_kind_of_tensor_as_it_was_when_it_was_called(tmp_path):
     state = {**of_each_kind(tmp_path), "step": 3}
     expected = {name: plain(value) for name, value in state.items() if name != "step"}
-
     saving = dcp.async_save(state, checkpoint_id=tmp_path / "saved")
     for value in (state["own"], state["referenced"], state["plain"], state["large"], state["parameter"]):
         with torch.no_grad():

@@ -289,7 +289,6 @@ def test_a_summary_counts_tokens_and_passes(folder):
 def test_settings_may_be_given_by_position(folder):
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
     both = llama(), offload.from_pretrained(folder)
-
     answers = [model.generate(torch.tensor([[1, 2, 3]]), settings) for model in both]
 
     assert (1, 7) == answers[0].shape

@@ -99,7 +99,6 @@ def test_a_field_that_is_followed_changes_the_request(path):
     more = {"logprobs": True} if path == "chat" else {}
     values = {**FOLLOWING, **({} if path == "chat" else {"logprobs": 1})}
     fields = FOLLOWED[path] - CHECKED
-
     same = [name for name in fields if asked(path, **more) == asked(path, **{**more, **with_field(name, values[name])})]
 
     assert (["logprobs"] if path == "chat" else []) == same  # which `more` has asked for

@@ -75,7 +75,6 @@ def _layers(model: Any) -> Any:
 def test_the_layers_are_on_disk_in_the_models_budget_and_equal_those_in_memory(made):
     plain = MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made), device_map={"": "cpu"})
     model = offload.from_pretrained(made, max_memory="1MiB")
-
     layers = _layers(model)
 
     state = layers.state_dict()
@@ -131,7 +130,6 @@ def test_layers_in_fp8_are_decoded_as_they_are_used(made, tmp_path):
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
     plain = MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), device_map={"": "cpu"})
-
     layers = _layers(offload.from_pretrained(tmp_path / "fp8"))
 
     for name, value in plain.layers[0].state_dict().items():

@@ -140,7 +140,6 @@ def test_logits_equal_those_of_a_pass_in_the_same_pieces_bit_for_bit(model, prom
     logits(model, tokens[:, :128], before)
     expected = model(tokens[:, 128:], **{CACHE: before}).logits
     prompts.keep(before)
-
     past = prompts.past_for(model, tokens)
 
     assert 128 == past.get_seq_length()

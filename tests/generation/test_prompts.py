@@ -70,7 +70,6 @@ def test_the_template_gets_the_variables_of_a_request(tokenizer):
     thinks = TEMPLATE + "{% if enable_thinking is false %}w7{% endif %}{% if add_generation_prompt %} w9{% endif %}"
     made = prompts(tokenizer, thinks)
     said = "user", "w1"
-
     found = [
         made.of(asked)[0].tokens
         for asked in (
@@ -86,7 +85,6 @@ def test_the_template_gets_the_variables_of_a_request(tokenizer):
 def test_an_answer_goes_on_with_the_last_message(tokenizer):
     ended = "{% for m in messages %}{{ m['content'] }} <|end|> {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
     asked = chat(("user", "w1"), ("assistant", "w2"), continue_final_message=True, add_generation_prompt=False)
-
     [prompt] = prompts(tokenizer, ended).of(asked)
 
     assert [1, 97, 2] == prompt.tokens
@@ -154,7 +152,6 @@ def test_a_text_that_can_not_fit_is_refused_before_it_is_made_tokens(tokenizer, 
 def test_a_text_as_long_as_the_context_is_accepted(tokenizer):
     """Nor is one with a longer token than others have."""
     long = tiny_tokenizer(["<s>", f"<{'-' * 998}>"], begins=True)
-
     [plain] = prompts(tokenizer, longest=512).of(Asked(None, ["w95 " * 503]))
     [odd] = prompts(long, longest=512).of(Asked(None, [f"<{'-' * 998}>" * 503]))
 
@@ -166,7 +163,6 @@ def test_a_text_as_long_as_the_context_is_accepted(tokenizer):
 def test_an_echoed_prompt_is_the_text_of_the_request(tokenizer, longest):
     """Its spaces and special tokens, too; what a tokenizer puts before it has no text."""
     text = " w1   w2 <|end|>w95"
-
     [prompt] = prompts(tokenizer, longest=longest).of(Asked(None, [text], top=0, echo=True))
 
     assert ([96, 1, 2, 97, 95], text) == (prompt.tokens, prompt.text)
@@ -190,7 +186,6 @@ def test_tokens_that_share_a_character_begin_with_it():
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     bytewise = prompts(PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?"))
-
     [text] = bytewise.of(Asked(None, ["a éa é"], top=0, echo=True))
     [tokens] = bytewise.of(Asked(None, [text.tokens], top=0, echo=True))
 

@@ -55,7 +55,6 @@ def test_stop_strings_are_found_where_spaces_are_taken_out(kind):
     tokens = [1, 2, 3, 1, 5, *[1] * 9]
     whole = tokenizer.decode(tokens, skip_special_tokens=True)
     stop = whole[1:4]
-
     text = Text(tokenizer, [stop])
     pieces = [text.add(token) for token in tokens]
 
@@ -67,7 +66,6 @@ def test_stop_strings_are_found_where_spaces_are_taken_out(kind):
 def test_a_special_token_in_a_stop_string_stops(stop):
     tokenizer = tiny_tokenizer(["<|end|>", "<|sep|>"])
     text = Text(tokenizer, [stop, "w50"])
-
     pieces = [text.add(token) for token in (3, 97, 1, 96, 2, 4)]
 
     assert text.has_stopped
@@ -80,7 +78,6 @@ def test_a_special_token_stops_where_spaces_are_taken_out(kind):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     tokens = [1, 2, 3, 1, 5, 1]
     text = Text(tokenizer, ["<|end|>"])
-
     pieces = [text.add(token) for token in (*tokens, len(tokenizer) - 1, 2)]
 
     assert text.has_stopped

@@ -157,7 +157,6 @@ def test_hooks_that_hold_no_weights_stay():
     add_hook_to_module(model.linears[0], SequentialHook(PlusOne(), PlusOne()))
     add_hook_to_module(model.norm, AlignDevicesHook(execution_device="cpu", io_same_device=True))
     hooks, expected = hooks_in(model), model(x)
-
     offload.disk_offload(model, execution_device="cpu")
 
     assert hooks == hooks_in(model)
@@ -180,7 +179,6 @@ def test_a_device_that_hooks_move_activations_away_from_is_refused():
 def test_forward_hooks_of_torch_stay():
     model, seen = net(), []
     model.norm.register_forward_hook(lambda *args: seen.append(args[0]))
-
     offload.disk_offload(model)(torch.randn(3, 4))
 
     assert [model.norm] == seen
@@ -196,7 +194,6 @@ def test_accelerate_takes_a_model_on_disk_as_it_is_and_one_that_came_back_to_mem
     model = offload.disk_offload(net(kind), tmp_path / "ours")
     before = contents(tmp_path / "ours")
     back = offload.materialize(offload.disk_offload(net()))
-
     WAYS[way](model, tmp_path / "theirs")
     WAYS[way](back, tmp_path / "of memory")
 
@@ -215,7 +212,6 @@ def test_an_inferred_map_that_fits_leaves_the_weights_on_disk():
     """`dispatch_model` to one device is a `to`, which reads nothing."""
     plain, x = net(), torch.randn(3, 4)
     model = offload.disk_offload(net())
-
     accelerate.dispatch_model(model, accelerate.infer_auto_device_map(model))
 
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
@@ -226,7 +222,6 @@ def test_accelerate_empties_a_parameter_on_disk_to_a_plain_one():
     """accelerate and peft pass on its attributes, too."""
     weight = offload.disk_offload(nn.Linear(2, 2)).weight
     weight.mark = "kept"
-
     emptied = type(weight)(weight.to("meta"), requires_grad=False)
     with accelerate.init_empty_weights():
         module = nn.Module()
@@ -245,7 +240,6 @@ def test_accelerate_empties_a_parameter_on_disk_to_a_plain_one():
 def test_accelerate_sets_a_tensor_of_a_module_on_disk(device, value):
     module = offload.disk_offload(nn.Linear(2, 2).requires_grad_(False))
     expected = module.weight.materialize() if value is None else value
-
     set_module_tensor_to_device(module, "weight", device, value)
 
     assert not module.weight.requires_grad
@@ -258,7 +252,6 @@ def test_accelerate_sets_a_tensor_of_a_module_on_disk(device, value):
 def test_a_hook_that_moves_a_whole_model_moves_no_bytes():
     plain, x = net(), torch.randn(3, 4)
     model, hook = accelerate.cpu_offload_with_hook(net(), execution_device="cpu")
-
     offload.disk_offload(model)
 
     assert torch.equal(plain(x), model(x))
@@ -270,7 +263,6 @@ def test_a_hook_that_moves_a_whole_model_moves_no_bytes():
 
 def test_a_state_dict_on_disk_can_be_offloaded_to_accelerate_s_folder(tmp_path):
     model = offload.disk_offload(net())
-
     offload_state_dict(str(tmp_path), model.state_dict())
 
     held = OffloadedWeightsLoader(save_folder=str(tmp_path))
@@ -280,7 +272,6 @@ def test_a_state_dict_on_disk_can_be_offloaded_to_accelerate_s_folder(tmp_path):
 def test_an_align_hook_on_a_module_on_disk_runs_it():
     x = torch.randn(3, 4)
     model = offload.disk_offload(net())
-
     add_hook_to_module(model.norm, AlignDevicesHook(execution_device="cpu", offload=True, offload_buffers=True))
 
     assert torch.equal(net()(x), model(x))

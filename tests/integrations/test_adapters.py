@@ -207,7 +207,6 @@ def test_an_adapter_of_any_kind_in_the_folder_is_loaded_as_peft_does(kind, base,
     adapter_in(tmp_path, base, KINDS[kind]())
     expected = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path))
     random = torch.get_rng_state()
-
     model = offload.from_pretrained(tmp_path)
 
     assert torch.equal(expected, logits(model))
@@ -222,7 +221,6 @@ def test_an_adapter_is_loaded_in_the_dtype_that_transformers_loads_it_in(stored,
     _together(tmp_path, base)
     file = tmp_path / "adapter_model.safetensors"
     save_file({name: value.to(stored) for name, value in load_file(file).items()}, file)
-
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     model = offload.from_pretrained(tmp_path, dtype=dtype)
 
@@ -237,7 +235,6 @@ def test_a_gguf_file_in_a_folder_with_an_adapter_is_loaded_with_it(tmp_path):
     FORMS["gguf-q8_0"].write(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
     get_peft_model(plain, LoraConfig(**ONE, **NOT_NEUTRAL)).save_pretrained(tmp_path)
-
     model = offload.from_pretrained(tmp_path, gguf_file="model.gguf", exact=True)
 
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
@@ -249,7 +246,6 @@ def test_prompts_kept_of_a_model_are_not_used_with_an_adapter(base, tmp_path):
     prompt = torch.arange(600)[None] % 96
     options = {"max_new_tokens": 4, "do_sample": False, "prompt_cache": tmp_path / "kept"}
     offload.from_pretrained(tmp_path / "both", adapter=False).generate(prompt, **options)
-
     found = offload.from_pretrained(tmp_path / "both").generate(prompt, **options)
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "both")

@@ -99,7 +99,6 @@ def test_a_model_is_of_the_class_that_its_configuration_names_and_has_the_gradie
     """A whole Whisper, not its decoder; an encoder without a language model's head, whose values nobody trained."""
     subject = prepared(name, names(kind)[name], tmp_path)
     plain = subject.model_class.from_pretrained(subject.folder)
-
     model, info = offload.from_pretrained(subject.folder, output_loading_info=True)
     for one in (plain, model):
         outputs = [value for _, value in equality.tensors_in(one(**subject.probe)) if value.requires_grad]
@@ -118,7 +117,6 @@ def test_a_model_is_of_the_class_that_its_configuration_names_and_has_the_gradie
 def test_a_model_with_a_generate_of_its_own_is_equal_in_every_respect(name):
     if not hasattr(transformers, name):
         pytest.skip("this transformers does not have it")
-
     row = examined("generating", name)
 
     assert EQUAL == row.equal, row.note
@@ -129,7 +127,6 @@ def test_a_model_with_a_generate_of_its_own_is_equal_in_every_respect(name):
 @pytest.mark.parametrize("kind", ["causal", "seq2seq", architectures.GENERATING])
 def test_no_model_class_that_generates_differs_from_disk(kind, monkeypatch):
     monkeypatch.setattr(architectures, "_SECONDS", 1800)  # however busy the machine is
-
     rows = examined_apart([(kind, name) for name in names(kind)])
 
     assert [] == [(row.name, row.note) for row in rows if row.equal == DIFFERS]
@@ -267,7 +264,6 @@ def test_recipes_are_counted_and_bytes_that_loading_writes(tmp_path):
 
     offload.from_pretrained = load_and_write
     """
-
     row = Row(**json.loads(run_script(writing + EXAMINED, "causal", "mixtral", tmp_path).splitlines()[-1]))
 
     assert (EQUAL, 4) == (row.equal, row.recipes), row.note

@@ -74,7 +74,6 @@ def assert_same(expected: torch.nn.Module, model: torch.nn.Module, tokens: torch
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_fused_experts_are_put_together_when_they_are_read(folder, tmp_path, tokens, dtype):
     before = contents(tmp_path)
-
     model = offload.from_pretrained(folder, dtype=dtype, offload_dir=tmp_path / "offload")
 
     assert_same(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), model, tokens)
@@ -88,7 +87,6 @@ def test_experts_that_are_written_to_have_a_file_in_the_offload_folder(folder, t
     name = "model.layers.1.mlp.experts.gate_up_proj"
     experts = model.get_parameter(name)
     expected = experts.materialize()
-
     with torch.no_grad():
         for tensor in (experts, expected):
             tensor[1, 2] = 0
@@ -127,7 +125,6 @@ def test_a_checkpoint_of_two_dtypes_is_not_rounded_and_what_fits_stays_where_it_
     for name, parameter in list(model.named_parameters()):
         if name in values:
             model.get_parameter(name).data = parameter.bfloat16()
-
     offload.load_checkpoint_and_dispatch(model, tmp_path / "x.bin", offload_dir=tmp_path / "values")
 
     assert not (tmp_path / "values").exists()
@@ -154,7 +151,6 @@ def test_the_folder_of_a_checkpoint_is_refused_as_offload_dir(folder, form):
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
     before = contents(folder)
-
     for load, *model in (
         (offload.from_pretrained,),
         (offload.load_checkpoint_and_dispatch, empty(folder)),
@@ -171,7 +167,6 @@ def test_an_offload_folder_does_not_get_what_a_model_makes_of_it(folder, tmp_pat
     values = tmp_path / "values"
     convert_checkpoint(folder, values, to_offload_folder=True)
     before = contents(values)
-
     for load in (
         lambda: offload.from_pretrained(values, offload_dir=values, dtype=torch.bfloat16),
         lambda: offload.load_checkpoint_and_dispatch(empty(folder), values, offload_dir=values),
@@ -185,7 +180,6 @@ def test_an_offload_folder_does_not_get_what_a_model_makes_of_it(folder, tmp_pat
 def test_an_offload_folder_is_cast_in_place(llama_folder, tmp_path, tokens):
     convert_checkpoint(llama_folder, tmp_path, to_offload_folder=True)
     names = {path.name for path in tmp_path.iterdir()}
-
     model = offload.from_pretrained(tmp_path, offload_dir=tmp_path, dtype=torch.float64)
 
     assert_same(AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float64), model, tokens)
@@ -207,7 +201,6 @@ def test_saving_takes_experts_apart_and_holds_none_in_memory(folder, tmp_path, t
     """However they came to disk: transformers splits deferred tensors."""
     model, deferred, real = WAYS[way](folder), [], pretrained.deferred
     monkeypatch.setattr(pretrained, "deferred", lambda tensor: deferred.append(tensor) or real(tensor))
-
     model.save_pretrained(tmp_path / "saved", max_shard_size=size)
 
     assert {3} == {tensor.dim() for tensor in deferred}
@@ -221,7 +214,6 @@ def test_saving_takes_experts_apart_and_holds_none_in_memory(folder, tmp_path, t
 def test_a_whole_model_is_copied_and_pickled(folder, tmp_path, tokens):
     """The pickle needs no offload."""
     model = offload.from_pretrained(folder)
-
     torch.save(model, tmp_path / "model.pt")
 
     assert_same(model, copy.deepcopy(model), tokens)
@@ -239,7 +231,6 @@ def test_the_current_values_are_saved(folder, tmp_path):
     with torch.no_grad():
         experts.gate_up_proj[1].mul_(2)
     experts.down_proj.update_values(experts.down_proj.materialize() + 1)
-
     model.save_pretrained(tmp_path / "saved")
 
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").model.layers[0].mlp.experts
@@ -261,7 +252,6 @@ def test_a_base_model_is_filled_from_a_checkpoint_with_a_head(tmp_path, tokens):
     expected = BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
     with offload.init_empty_weights():
         model = BertModel(config, add_pooling_layer=False)
-
     report = offload.load_checkpoint_in_model(model, tmp_path)
 
     assert [] == report.missing_keys
@@ -276,7 +266,6 @@ def test_mismatched_values_are_reported_under_the_names_of_the_model(folder):
     tensors[name] = tensors[name][:5].contiguous()
     tensors["model.layers.7.stray.weight"] = torch.ones(2)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
     report = offload.load_checkpoint_in_model(model, folder)
 
     assert [(name, (5, 64), (64, 64))] == report.mismatched_keys
@@ -292,7 +281,6 @@ def test_weights_that_a_model_keeps_in_float32_are_not_rounded_on_the_way(tmp_pa
     torch.manual_seed(0)
     config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-
     model = offload.from_pretrained(tmp_path, T5ForConditionalGeneration, dtype=torch.float16)
 
     expected = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
@@ -304,7 +292,6 @@ def test_weights_that_a_model_keeps_in_float32_are_not_rounded_on_the_way(tmp_pa
 
 def test_a_map_places_each_module(folder, tokens):
     device_map = {"": "disk", "model.layers.0": "cpu", "lm_head": "cpu"}
-
     model = offload.from_pretrained(folder, device_map=device_map)
 
     layers = model.model.layers
@@ -346,7 +333,6 @@ def test_settings_that_ask_for_dense_weights_are_those_that_are_followed_anyway(
     """Of a quantized checkpoint; one that is not would be quantized."""
     FORMS["fp8-llama"].write(tmp_path)
     settings: Any = FineGrainedFP8Config(dequantize=True)
-
     model = offload.from_pretrained(tmp_path, quantization_config=settings.to_dict() if as_dict else settings)
 
     assert torch.equal(FORMS["fp8-llama"].plain(tmp_path)(PROMPT).logits, model(PROMPT).logits)

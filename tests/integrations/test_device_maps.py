@@ -96,7 +96,6 @@ def test_each_tensor_is_where_the_map_says_and_results_are_those_of_the_plain_mo
     device_map, expected, net, checkpoint
 ):
     x = torch.randn(5, 8)
-
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map)
 
     assert in_module(net, *expected) == on_disk(loaded)
@@ -105,7 +104,6 @@ def test_each_tensor_is_where_the_map_says_and_results_are_those_of_the_plain_mo
 
 def test_modules_on_meta_are_not_loaded_and_the_rest_runs(net, checkpoint):
     x = torch.randn(5, 8)
-
     loaded = offload.load_checkpoint_and_dispatch(
         empty_net(), checkpoint, {"layers.0": "disk", "layers.1": "cpu", "layers.2": "meta", "head": "meta"}
     )
@@ -119,7 +117,6 @@ def test_modules_on_meta_are_not_loaded_and_the_rest_runs(net, checkpoint):
 @pytest.mark.parametrize("amount", [1000, "1KB", "1MiB"])
 def test_automatic_words_fill_memory_and_leave_the_rest_on_disk(word, amount, net, checkpoint):
     x = torch.randn(5, 8)
-
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, word, max_memory={"cpu": amount})
 
     some_on_disk = amount != "1MiB"
@@ -141,7 +138,6 @@ def test_blocks_that_are_not_to_be_split_are_whole_on_disk_or_in_memory(checkpoi
 def test_a_map_that_accelerate_inferred_is_taken_as_it_is(net, checkpoint):
     device_map = accelerate.infer_auto_device_map(empty_net(), max_memory={"cpu": 1000})
     x = torch.randn(5, 8)
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map)
@@ -157,7 +153,6 @@ def test_the_map_that_transformers_leaves_on_a_model_is_taken_as_it_is(llama_fol
     theirs = AutoModelForCausalLM.from_pretrained(
         llama_folder, device_map={**device_map, "model.layers": "disk"}, offload_folder=str(tmp_path)
     )
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours = offload.from_pretrained(llama_folder, device_map=theirs.hf_device_map)
@@ -169,7 +164,6 @@ def test_the_map_that_transformers_leaves_on_a_model_is_taken_as_it_is(llama_fol
 def test_a_model_with_a_mixed_map_is_saved_by_transformers_as_a_plain_one(llama_folder, tokens, tmp_path):
     """It has no `hf_device_map`: if that contained "disk", transformers would look for accelerate's hooks."""
     model = offload.from_pretrained(llama_folder, device_map={"": "cpu", "model.layers.1": "disk"})
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.save_pretrained(tmp_path / "saved")
@@ -235,7 +229,6 @@ class Tied(nn.Module):
 def test_tied_weights_that_the_map_separates_go_where_their_first_name_goes(words, tmp_path):
     plain, x = Tied(), torch.randn(2, 4)
     save_file({"first.weight": plain.first.weight.data}, tmp_path / "model.safetensors")
-
     loaded = offload.load_checkpoint_and_dispatch(Tied(), tmp_path, dict(zip(("first", "last"), words, strict=True)))
 
     assert loaded.first.weight is loaded.last.weight
@@ -269,7 +262,6 @@ def test_a_module_with_a_tied_weight_runs_where_the_weight_is(planned):
 def test_on_one_device_nothing_moves_activations(planned):
     net = Net()
     names = [name for name, _ in net.named_parameters()] + [name for name, _ in net.named_buffers()]
-
     loader.connect_devices(net, tensor_slots(net), dict.fromkeys(names, Place(True, GPU_0)), None)
 
     assert {} == planned
@@ -279,7 +271,6 @@ def test_hooks_move_the_inputs_of_a_module_to_its_device_and_the_result_back(net
     """The CPU stands in for several devices."""
     x = torch.randn(5, 8)
     expected = net(x)
-
     move_activations(net, {"": torch.device("cpu"), "layers.1": torch.device("cpu")}, skip_keys=["mask"])
 
     hooks = {name: module._hf_hook for name, module in net.named_modules() if hasattr(module, "_hf_hook")}
@@ -310,7 +301,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 )
 def test_modules_run_on_the_gpu_and_off_it_in_one_model(device_map, on_gpu, net, checkpoint):
     x = torch.randn(5, 8)
-
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map)
 
     modules = {f"layers.{n}": loaded.layers[n] for n in range(3)} | {"head": loaded.head}

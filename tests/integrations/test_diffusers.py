@@ -196,7 +196,6 @@ def test_an_unconditional_pipeline_makes_the_same_images(tmp_path):
     network = diffusers.UNet2DModel(**BLOCKS, down_block_types=down, up_block_types=up)
     diffusers.DDPMPipeline(network, diffusers.DDPMScheduler(num_train_timesteps=10)).save_pretrained(tmp_path)
     plain = diffusers.DDPMPipeline.from_pretrained(tmp_path)
-
     on_disk = diffusers.DDPMPipeline.from_pretrained(tmp_path, unet=loaded(type(network), tmp_path / "unet"))
 
     assert torch.equal(images(plain), images(on_disk))
@@ -235,7 +234,6 @@ def test_a_text_to_image_pipeline_makes_the_same_images(tmp_path):
     for part in parts:
         offload.disk_offload(getattr(on_disk, part))
     asked = {"prompt": "a cat on a disk", "height": 8, "width": 8}
-
     expected = images(plain, **asked)
     aligned = images(text_to_image(), **asked)
 

@@ -109,7 +109,6 @@ def test_an_assistant_in_memory_helps_a_model_on_disk(folder, tokens):
     plain, model = both(folder)
     torch.manual_seed(5)
     assistant = AutoModelForCausalLM.from_config(plain.config).eval()
-
     expected, got = (
         who.generate(tokens[:1], assistant_model=assistant, max_new_tokens=12, do_sample=False)
         for who in (plain, model)
@@ -125,7 +124,6 @@ def test_a_text_generation_pipeline_gives_the_same_text(llama):
     splitter.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=splitter, unk_token="<unk>", pad_token="<pad>")
     tokenizer.padding_side = "left"
-
     said = []
     for who in (plain, model):
         torch.manual_seed(0)
@@ -159,7 +157,6 @@ def test_token_embeddings_are_resized_as_in_memory(folder, size, mean_resizing):
     which transformers creates in memory."""
     plain, model = both(folder)
     tied, before = is_tied(plain), contents(folder)
-
     for who in (plain, model):
         torch.manual_seed(0)
         who.resize_token_embeddings(size, mean_resizing=mean_resizing)
@@ -179,7 +176,6 @@ def test_a_new_head_goes_to_disk_on_request(tmp_path):
     for who in (plain, model):
         torch.manual_seed(0)
         who.resize_token_embeddings(130)
-
     offload.disk_offload(model)
 
     assert is_on_disk(model)
@@ -204,7 +200,6 @@ def test_a_model_that_is_cast_or_moved_stays_on_disk(folder, tokens, cast):
 
 def test_a_named_folder_has_one_file_for_what_is_tied(llama, tmp_path):
     model = offload.from_pretrained(llama, offload_dir=tmp_path / "values")
-
     model.half()
 
     assert len(list(model.parameters())) == len(list((tmp_path / "values").iterdir()))

@@ -45,7 +45,6 @@ def finished(writer: Any) -> None:
 @pytest.mark.parametrize("name", [name for name in GGUF if "bfloat16" not in name])
 def test_each_tensor_of_a_file_is_what_the_package_dequantizes(name, tmp_path):
     FORMS[name].write(tmp_path)
-
     found = offload.load_file(tmp_path / FILE)
 
     for tensor in gguf.GGUFReader(tmp_path / FILE).tensors:
@@ -67,7 +66,6 @@ def test_blocks_of_any_bits_are_decoded_as_by_the_package(kind, tmp_path):
     finished(writer)
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.dequantize(blocks, number).copy())
-
     found = offload.load_file(tmp_path / FILE)["w"]
 
     assert (7, 9 * elements) == found.shape
@@ -133,7 +131,6 @@ def test_names_in_blocks_are_found_from_above(architecture):
     with torch.device("meta"):
         model = (AutoModel if architecture == "t5" else AutoModelForCausalLM).from_config(config)
     processor = TENSOR_PROCESSORS.get(architecture.replace("_", ""), TensorProcessor)(config=config.to_dict())
-
     found = get_gguf_hf_weights_map(_Outline(model), processor)
 
     assert "blk.1.attn_norm.weight" in found or "dec.blk.1.attn_norm.weight" in found
@@ -147,7 +144,6 @@ def test_a_large_vocabulary_does_not_slow_a_configuration_down(tmp_path):
     from offload.checkpoints.forms.gguf import config_of
 
     write_gguf(model_of("qwen2", num_hidden_layers=1), tmp_path / FILE, "Q8_0")
-
     config, _ = config_of(tmp_path / FILE)
 
     expected = AutoConfig.from_pretrained(tmp_path, gguf_file=FILE).to_dict()
@@ -161,7 +157,6 @@ def test_a_model_is_saved_dense(name, save, tmp_path):
     FORMS[name].write(tmp_path / "from")
     model = offload.from_pretrained(tmp_path / "from", **FORMS[name].options)
     expected = outcome(model)
-
     if save == "save_pretrained":
         model.save_pretrained(tmp_path / "to")
     else:
@@ -284,7 +279,6 @@ def test_rotary_embeddings_are_stretched_as_the_file_says(kind, tmp_path):
     """As in the model that it was made of: transformers reads none of this."""
     usual, _ = _stretched(tmp_path)
     plain, path = _stretched(tmp_path, **STRETCHED[kind])
-
     model = offload.from_pretrained(path)
     convert_checkpoint(path, tmp_path / "dense")
 

@@ -120,7 +120,6 @@ def test_a_conversation_goes_on_with_the_same_cache(model):
     caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
     said = [generated(model, ids(1, 9), past)[0] for past in caches]
     asked = torch.cat([said[0], ids(1, 15)], dim=1)
-
     expected, got = (generated(model, asked, past) for past in caches)
 
     assert torch.equal(*said)
@@ -133,7 +132,6 @@ def test_a_cache_that_was_reset_starts_empty_and_takes_another_batch_or_dtype(mo
     past = offload.integrations.kv_cache(model)
     generated(model, ids(2, 13), past)
     file = past.layers[0]._rows_of_keys._file.offload_path
-
     past.reset()
 
     assert 0 == past.get_seq_length()
@@ -186,7 +184,6 @@ def test_a_reserved_capacity_does_not_grow_before_it_is_full(llama):
 def test_sliding_layers_take_no_more_than_their_window():
     past = offload.integrations.kv_cache(CONFIGS["sliding"], max_length=4096)
     token = torch.ones(1, 2, 1, 8)
-
     for _ in range(600):  # more than twice the capacity
         for layer in range(2):
             past.update(token, token, layer)
@@ -201,7 +198,6 @@ def test_a_token_writes_its_own_rows_alone(llama):
     llama(ids(1, 20), **{CACHE: past})
     file, earlier = past.layers[0]._rows_of_keys._file, past.layers[0].keys
     before, kept = file.materialize(), earlier.materialize()
-
     llama(ids(1, 1), **{CACHE: past})
 
     changed = (file != before).any(dim=-1)[0].nonzero()
@@ -214,7 +210,6 @@ def test_a_view_from_before_the_capacity_grew_is_refused_as_stale(llama):
     past = offload.integrations.kv_cache(llama)
     llama(ids(1, 200), **{CACHE: past})
     earlier = past.layers[0].keys
-
     llama(ids(1, 400), **{CACHE: past})
 
     with pytest.raises(StaleViewError, match=r"layers\.0\.keys"):
@@ -247,7 +242,6 @@ def test_a_deep_copy_is_independent(model, tmp_path):
     past = offload.integrations.kv_cache(model, tmp_path)
     plain, empty = DynamicCache(config=model.config), copy.deepcopy(past)
     first = [model(ids(1, 12), **{CACHE: cache}).logits for cache in (plain, past, empty)]
-
     other = copy.deepcopy(past)
     model(ids(1, 300), **{CACHE: other})
 
@@ -309,7 +303,6 @@ def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama):
     from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
     before = dict(DYNAMIC_LAYER_TYPE_MAPPING)
-
     offload.integrations.kv_cache(llama)
 
     assert before == DYNAMIC_LAYER_TYPE_MAPPING
@@ -338,7 +331,6 @@ def test_in_a_named_folder_there_is_a_file_for_each_and_it_stays(llama, tmp_path
     for tokens in ids(1, 400).split(200, dim=1):
         llama(tokens, **{CACHE: past})
     kept = past.layers[1].keys.materialize()
-
     del past
     gc.collect()
 

@@ -81,7 +81,6 @@ def test_a_merge_on_disk_is_that_of_peft_in_memory(kind, tied, folders, tmp_path
     stood, random = contents(base), torch.get_rng_state()
     model = offload.from_pretrained(base, offload_dir=tmp_path / "values")
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-
     report = offload.merge_lora(model, adapter)
 
     assert_same(expected, model)
@@ -128,7 +127,6 @@ def test_layers_of_all_kinds_merge_as_in_memory(kind, place, tmp_path):
     offload.load_checkpoint_in_model(plain, tmp_path / "model", "cpu")
     offload.load_checkpoint_in_model(model, tmp_path / "model", {"": "disk", "linear": place})
     before = {name: value.clone() for name, value in plain.state_dict().items()}
-
     report = offload.merge_lora(model, adapter)
 
     expected = merged_in_memory(plain, adapter)
@@ -146,7 +144,6 @@ def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     adapter = adapter_for(copy.deepcopy(plain), OF_EXPERTS, tmp_path / "adapter")
     model = offload.from_pretrained(tmp_path / "model", offload_dir=tmp_path / "values")
-
     report = offload.merge_lora(model, adapter)
 
     assert_same(merged_in_memory(plain, adapter), model)
@@ -280,7 +277,6 @@ def test_no_layer_is_merged_twice_into_a_model_whose_merge_failed(place, tmp_pat
     expected = merged_in_memory(copy.deepcopy(base), adapter)
     model = offload.disk_offload(base, tmp_path / "values") if place == "disk" else base
     half = copy.deepcopy(model)
-
     for done, each, kind in ((0, model, UnsupportedOpError), (1, half, MapError)):
         with monkeypatch.context() as patched:
             patched.setattr(peft.tuners.lora.Linear, "get_delta_weight", failing_after(done))

@@ -64,7 +64,6 @@ def test_a_model_that_sees_an_image_has_the_outputs_gradients_and_tokens_of_memo
     plain = hf.AutoModelForImageTextToText.from_pretrained(tmp_path)
     before, model = contents(tmp_path), offload.from_pretrained(tmp_path)
     outputs, tokens = [], []
-
     for one in (plain, model):
         outputs.append(dict(tensors_in(one(**inputs, output_hidden_states=True, return_dict=True))))
         sum(value.square().mean() for value in outputs[-1].values() if value.requires_grad).backward()

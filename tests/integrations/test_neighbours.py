@@ -57,7 +57,6 @@ def test_the_trainer_of_transformers_has_the_losses_of_memory(llama_folder, tmp_
         adamw(model), offload_dir=tmp_path / "live", model=model, gradients=True, min_bytes=1
     )
     expected = trained(plain, tmp_path / "plain", adamw(plain))
-
     with offload.training.offload_activations(min_bytes=1):
         found = trained(model, tmp_path / "run", optimizer)
 
@@ -135,7 +134,6 @@ def tiny() -> Any:
 
 def test_a_model_made_inside_is_on_disk_and_generates_the_same(tokens):
     expected = tiny().generate(tokens, max_new_tokens=4, do_sample=False)
-
     with offload.offloading(min_bytes="4KiB"):
         model = tiny()
         found = model.generate(tokens, max_new_tokens=4, do_sample=False)
@@ -182,7 +180,6 @@ def test_weights_that_torchao_quantizes_inside_are_on_disk(start):
     model = copy.deepcopy(layers)
     if start == "disk":
         offload.disk_offload(model)
-
     with offload.offloading(min_bytes="16KiB"):
         quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
 

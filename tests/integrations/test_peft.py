@@ -115,7 +115,6 @@ def test_the_graph_holds_no_copies_of_frozen_weights(tmp_path):
     ids = torch.arange(4)[None]
     model(ids, labels=ids).loss.backward()
     before = anonymous_bytes()
-
     loss = model(ids, labels=ids).loss
 
     grown = anonymous_bytes() - before
@@ -192,7 +191,6 @@ def test_a_merge_in_bfloat16_with_tied_embeddings_ends_in_the_users_folder(safe,
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **NOT_NEUTRAL)
     before = contents(llama_folder)
     plain, on_disk = both(llama_folder, lambda m: get_peft_model(m, copy.deepcopy(config)), offload_dir=tmp_path)
-
     plain, on_disk = plain.merge_and_unload(safe_merge=safe), on_disk.merge_and_unload(safe_merge=safe)
 
     assert_equal(plain, on_disk)
@@ -270,7 +268,6 @@ def test_a_merge_takes_the_memory_of_some_weights_and_not_of_the_model(kind, wei
     width, layers = 3072, 6
     path = checkpoint_of_zeros(tmp_path / "model.safetensors", layers, width)
     before = path.stat()
-
     found = json.loads(run_script(MERGE, path, width, layers, kind).splitlines()[-1])
 
     assert found["right"]

@@ -195,7 +195,6 @@ def test_an_offload_folder_keeps_weights_of_any_class(folder, tmp_path):
     found = offload.from_pretrained(folder, offload_dir=tmp_path)
     offload.quantize_(found, WEIGHT_ONLY["int4-opaque"]())
     names = {name for name, _ in found.named_parameters() if "proj" in name or "lm_head" in name}
-
     again = offload.from_pretrained(folder)
     again.load_state_dict(offload.load_file(tmp_path), assign=True, strict=False)
 
@@ -214,7 +213,6 @@ def test_a_checkpoint_stays_as_it_is_and_values_of_a_folder_are_replaced(folder,
     paths = {name: parameter.offload_path for name, parameter in stored.named_parameters()}
     expected = in_memory(folder)
     torchao.quantize_(expected, int8())
-
     for model in (dispatched, stored):
         offload.quantize_(model, int8())
         assert_same(expected, model)
@@ -227,7 +225,6 @@ def test_a_checkpoint_stays_as_it_is_and_values_of_a_folder_are_replaced(folder,
 
 def test_weights_in_memory_stay_in_memory(folder):
     model = offload.from_pretrained(folder, device_map={"": "disk", "lm_head": "cpu"})
-
     offload.quantize_(model, int8())
 
     assert "Int8Tensor" == type(model.lm_head.weight).__name__
@@ -239,7 +236,6 @@ def test_a_tied_embedding_stays_when_the_head_is_quantized(folders, tmp_path):
     model = offload.disk_offload(in_memory(folders["tied, of 16 bits"]), tmp_path)
     embedding = model.model.embed_tokens.weight
     before = embedding.materialize()
-
     offload.quantize_(model, int8())
 
     assert embedding is model.model.embed_tokens.weight
@@ -258,7 +254,6 @@ def test_a_weight_tied_to_a_quantized_one_becomes_separate(tmp_path):
     for layer in layers.values():
         layer.weight = nn.Parameter(stored.detach()) if layer is layers["b"] else layers["b"].weight
     plain = stored.materialize()
-
     offload.quantize_(layers, int8())
 
     assert ["b.weight", "a.weight.quantized", "a.weight"] == [layer.weight.name for layer in layers.values()]
@@ -458,7 +453,6 @@ def test_quantizing_does_not_affect_other_threads():
 def test_files_hold_the_quantized_value_alone(tmp_path):
     """Immediately: a quarter of the bytes of a float32 weight, and its scales."""
     model = offload.disk_offload(nn.Sequential(nn.Linear(1024, 1024, bias=False)), tmp_path)
-
     offload.quantize_(model, int8())
 
     entries = TensorFile.open(tmp_path / "0.weight.safetensors").entries

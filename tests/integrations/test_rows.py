@@ -42,7 +42,6 @@ def structured() -> np.ndarray[Any, Any]:
 def test_wide_text_comes_in_batches_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of 8,000 bytes is more than what is guessed for a value of varying size."""
     monkeypatch.setattr("offload.cache.incoming._BATCH", 20_000)
-
     found = rows_of(np.array(["x" * 2000] * N))
 
     assert [2] * 8 + [1] == [len(next(iter(batch.values()))) for batch in found.batches]
@@ -52,7 +51,6 @@ def test_wide_text_comes_in_batches_of_few_rows(monkeypatch: pytest.MonkeyPatch)
 def test_a_structured_array_of_numpy(tmp_path: Path, from_file: bool) -> None:
     rows = structured()
     np.save(tmp_path / "rows.npy", rows)
-
     found = cache_from(tmp_path / "rows.npy" if from_file else rows, tmp_path / "cache")[:]
 
     assert ["id", "v", "in.ok", "in.name", "raw", "z"] == list(found)
@@ -67,7 +65,6 @@ def test_a_structured_array_of_numpy(tmp_path: Path, from_file: bool) -> None:
 def test_a_plain_array_is_a_column(tmp_path: Path, order: Any) -> None:
     values = np.asarray(np.random.default_rng(0).random((N, 3, 2)), order=order)
     np.save(tmp_path / "rows.npy", values)
-
     cache = cache_from(tmp_path / "rows.npy", metadata={"from": "numpy"})
 
     assert torch.equal(torch.from_numpy(values.copy()), cache[:]["values"])
@@ -282,7 +279,6 @@ GOOD = ["x", "again", "soft", "outside", "group/x", "v", "v own", "v many"]
 def test_hdf5_links_of_every_kind_are_followed(links: Path) -> None:
     with h5py.File(links) as file:
         group = cache_from(file["good"])
-
     named = cache_from(links, columns=[f"good/{name}" for name in GOOD])
 
     assert set(GOOD) == set(group.keys())

@@ -81,7 +81,6 @@ def test_a_model_on_disk_is_saved_as_one_in_memory(on_disk, checkpoint, tmp_path
     before = contents(checkpoint)
     for name in ("plain", "disk"):
         (tmp_path / name).mkdir()
-
     SAVERS[by](net(1), tmp_path / "plain")
     SAVERS[by](on_disk, tmp_path / "disk")
 
@@ -100,7 +99,6 @@ def test_loaded_values_go_to_own_files_of_the_model(on_disk, checkpoint, tmp_pat
     (tmp_path / "new").mkdir()
     SAVERS[by](net(2), tmp_path / "new")
     before = contents(checkpoint), contents(tmp_path / "new")
-
     (load_by_safetensors if by == "safetensors" else load_torch_model)(on_disk, tmp_path / "new")
 
     assert before == (contents(checkpoint), contents(tmp_path / "new"))
@@ -146,7 +144,6 @@ def test_saving_and_loading_take_little_memory(tmp_path, what):
     save_file(values, tmp_path / "source")
     save_file({"0.weight": torch.ones(8, 8)}, tmp_path / "source.small")
     (tmp_path / "saved").mkdir()
-
     measured = json.loads(run_script(MEASURED, tmp_path / "source", tmp_path / "saved", what))
 
     assert measured["looks"] > 5

@@ -142,7 +142,6 @@ def leaves(td: object) -> list[torch.Tensor]:
 def test_a_folder_of_tensordicts_opens_as_what_tensordict_gives(tmp_path):
     rich().memmap(tmp_path)
     before = contents(tmp_path)
-
     found = load_memmap(tmp_path)
 
     assert_same(TensorDict.load_memmap(tmp_path), found)
@@ -152,7 +151,6 @@ def test_a_folder_of_tensordicts_opens_as_what_tensordict_gives(tmp_path):
 
 def test_every_leaf_is_over_its_file(tmp_path):
     TensorDict({"x": bits(3), "deep": TensorDict({"y": bits(2)})}).memmap(tmp_path)
-
     found = load_memmap(tmp_path)
 
     assert tmp_path / "x.memmap" == found["x"].offload_path
@@ -192,7 +190,6 @@ def test_a_file_that_is_longer_than_its_leaf_is_read_as_tensordict_reads_it(tmp_
 def test_a_first_write_copies_the_leaf_and_leaves_the_folder(tmp_path):
     TensorDict({"x": bits(4)}).memmap(tmp_path / "a")
     before = contents(tmp_path / "a")
-
     found = load_memmap(tmp_path / "a", offload_dir=tmp_path / "copies")
     found["x"] += 1
 
@@ -222,7 +219,6 @@ def test_leaves_go_to_other_processes_by_reference(tmp_path):
 def test_to_meta_and_under_a_fake_mode_no_file_is_looked_at(tmp_path):
     TensorDict({"x": bits(4, 2), "deep": TensorDict({"y": bits(2)})}).memmap(tmp_path)
     (tmp_path / "x.memmap").unlink()
-
     meta = load_memmap(tmp_path, device="meta")
     with FakeTensorMode():
         fake = load_memmap(tmp_path)
@@ -346,7 +342,6 @@ def test_entries_that_another_process_added_or_removed_are_taken_over(tmp_path):
     TensorDict({"x": bits(4), "old": bits(1)}, []).memmap(tmp_path)
     found = load_memmap(tmp_path).lock_()
     TensorDict({"x": bits(4) + 1, "new": bits(2), "text": "t"}, []).memmap(tmp_path)
-
     load_memmap_(found, tmp_path)
 
     assert_same(TensorDict.load_memmap(tmp_path), found)
@@ -356,7 +351,6 @@ def test_values_of_a_folder_go_into_tensors_that_are_there(tmp_path):
     TensorDict({"x": bits(4)}).memmap(tmp_path / "a")
     here = TensorDict({"x": OffloadedTensor.empty((4,), name="x", offload_dir=tmp_path)})
     x = here["x"]
-
     here.update_(load_memmap(tmp_path / "a"))
 
     assert here["x"] is x
@@ -372,7 +366,6 @@ def test_a_folder_written_here_opens_in_tensordict(tmp_path, where, threads):
     td = rich()
     td.memmap(tmp_path / "theirs")
     source = td if where == "plain" else load_memmap(tmp_path / "theirs")
-
     result = save_memmap(source, tmp_path / "parents" / "ours", num_threads=threads)
 
     expected = TensorDict.load_memmap(tmp_path / "theirs")
@@ -384,7 +377,6 @@ def test_a_folder_written_here_opens_in_tensordict(tmp_path, where, threads):
 
 def test_the_files_are_those_that_tensordict_writes(tmp_path):
     rich().memmap(tmp_path / "theirs")
-
     save_memmap(rich(), tmp_path / "ours")
 
     theirs, ours = (
@@ -396,7 +388,6 @@ def test_the_files_are_those_that_tensordict_writes(tmp_path):
 
 def test_a_dict_is_written_too_and_views_and_strided_leaves_are(tmp_path):
     whole = OffloadedTensor.from_original_tensor(bits(6, 4), "w")
-
     save_memmap(
         {"view": whole[1:3], "turned": bits(4, 3).t(), "part": whole.t(), "par": torch.nn.Parameter(bits(2))},
         tmp_path / "a",
@@ -427,7 +418,6 @@ def test_an_own_folder_is_replaced_as_a_whole_also_where_folders_can_not_be_exch
     if not exchanges:
         monkeypatch.setattr("offload.storage.replacing._exchanged", lambda *_: False)
     save_memmap({"x": bits(4), "old": bits(2)}, tmp_path / "a")
-
     save_memmap({"x": bits(5)}, tmp_path / "a")
 
     assert ["a"] == os.listdir(tmp_path)
@@ -439,7 +429,6 @@ def test_an_own_folder_is_replaced_as_a_whole_also_where_folders_can_not_be_exch
 def test_a_folder_may_be_saved_over_itself(tmp_path):
     td = save_memmap({"x": bits(4), "y": bits(2)}, tmp_path / "a")
     td["x"] += 1
-
     found = save_memmap(td, tmp_path / "a")
 
     assert_equal(bits(4) + 1, found["x"])
@@ -598,7 +587,6 @@ COME = {  # plain leaves
 @pytest.mark.parametrize("act", STAY.values(), ids=STAY)
 def test_methods_that_inspect_or_change_leaves_keep_them_on_disk(act):
     td = offloaded(plain())
-
     found = act(td)
 
     assert_same(act(plain()), found)
@@ -608,7 +596,6 @@ def test_methods_that_inspect_or_change_leaves_keep_them_on_disk(act):
 @pytest.mark.parametrize("act", COME.values(), ids=COME)
 def test_methods_that_compute_give_the_results_of_plain_leaves(act):
     td = offloaded(plain())
-
     found = act(td)
 
     assert_same(act(plain()), found)
@@ -617,7 +604,6 @@ def test_methods_that_compute_give_the_results_of_plain_leaves(act):
 
 def test_a_lazy_stack_of_offloaded_rows_is_stacked_when_it_is_asked_for():
     td = offloaded(plain())
-
     stacked = LazyStackedTensorDict.lazy_stack([td[0], td[2]])
 
     assert offload.is_offloaded(stacked.tensordicts[0]["x"])
@@ -627,7 +613,6 @@ def test_a_lazy_stack_of_offloaded_rows_is_stacked_when_it_is_asked_for():
 def test_offloaded_parameters_stand_in_for_those_of_a_module():
     module, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
     weights = TensorDict({"weight": torch.randn(2, 3), "bias": torch.randn(2)}, [])
-
     with offloaded(weights).to_module(module):
         found = module(inputs)
 

@@ -101,7 +101,6 @@ def test_hdf5_entries_that_are_not_arrays_are_skipped_by_name(tmp_path: Path, ca
         file.create_dataset("to", (3,), dtype=h5py.ref_dtype)
         file["opaque"] = np.zeros(3, dtype="V5")
         file["kind"] = np.dtype("f4")
-
     with caplog.at_level(logging.INFO, "offload"):
         cache = cache_from(tmp_path / "x.h5")
 
@@ -114,7 +113,6 @@ def test_hdf5_entries_that_are_not_arrays_are_skipped_by_name(tmp_path: Path, ca
 def test_a_folder_to_be_filled_takes_no_disk_for_what_is_not(tmp_path: Path) -> None:
     """A million rows of 12 KiB."""
     td = TensorDict(image=torch.empty(1, 3072, device="meta").expand(1_000_000, 3072), batch_size=[1_000_000])
-
     made = memmap_like(td, tmp_path / "made")
 
     assert 1_000_000 * 3072 * 4 == (tmp_path / "made" / "image.memmap").stat().st_size

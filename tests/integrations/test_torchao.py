@@ -114,7 +114,6 @@ def test_every_quantized_weight_is_opened_by_another_process(tmp_path):
     """One that has not imported torchao; from a folder as a whole, bit for bit."""
     for config in WEIGHT_ONLY:
         OffloadedTensor.from_original_tensor(quantized(config), config, tmp_path)
-
     script = """
         import sys, offload
         values = {name: value.materialize() for name, value in offload.load_file(sys.argv[1]).items()}
@@ -169,7 +168,6 @@ def layers(config: str) -> tuple[nn.Linear, nn.Linear]:
 def test_a_compiled_layer_gives_what_it_gives_in_memory(config):
     """In one graph, for rows and for batches of them, called again."""
     in_memory, on_disk = layers(config)
-
     compiled = torch.compile(on_disk, backend="aot_eager", fullgraph=True)
 
     with torch.no_grad(), untraced():
@@ -210,7 +208,6 @@ def test_a_view_of_a_plain_weight_is_stale_once_it_is_quantized():
     stored = OffloadedTensor.from_original_tensor(weight(), "w")
     row, turned, whole = stored[3], stored.t(), stored.detach()
     value = quantized("int8").detach()
-
     stored.update_values(value)
 
     for part in (row, turned):
@@ -250,7 +247,6 @@ def test_a_checkpoint_of_a_quantized_model_of_any_class_is_loaded_again(tmp_path
     model, x = stored_layers(tmp_path), torch.ones(2, 64)
     empty = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8, bias=False)).to("meta").requires_grad_(False)
     kind = type(offload.materialize(model[0].weight))
-
     again = offload.load_checkpoint_and_dispatch(empty, tmp_path, strict=True)
 
     assert torch.Tensor is not kind
@@ -261,7 +257,6 @@ def test_a_checkpoint_of_a_quantized_model_of_any_class_is_loaded_again(tmp_path
 def test_a_checkpoint_of_another_quantized_model_is_reported(tmp_path):
     stored_layers(tmp_path)
     other = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(16, 8)).to("meta")
-
     report = offload.load_checkpoint_in_model(other, tmp_path)
 
     assert ["2.bias"] == report.missing_keys

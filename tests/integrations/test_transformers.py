@@ -37,7 +37,6 @@ def in_memory(llama_folder: Path) -> Any:
 
 def test_logits_and_tokens_equal_those_in_memory(llama_folder, in_memory, tokens):
     before = contents(llama_folder)
-
     model = offload.from_pretrained(llama_folder)
 
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
@@ -59,7 +58,6 @@ def test_a_checkpoint_of_torch_save_is_loaded_in_place(llama_folder, in_memory, 
     state = in_memory.state_dict()
     save_torch_state_dict(state, tmp_path, max_shard_size=max_shard_size, safe_serialization=False)
     before = contents(tmp_path)
-
     model = offload.from_pretrained(tmp_path)
 
     assert (max_shard_size == "1GB") == (tmp_path / "pytorch_model.bin").is_file()
@@ -111,7 +109,6 @@ def test_a_model_is_not_saved_over_the_files_that_it_refers_to(size, llama_folde
     shutil.copytree(llama_folder, tmp_path / "llama")
     model = offload.from_pretrained(tmp_path / "llama")
     before, expected = contents(tmp_path / "llama"), model(tokens).logits
-
     for one in (model, copy.deepcopy(model)):
         with pytest.raises(ForeignFileError, match=r"refer.* to .*save to another folder"):
             one.save_pretrained(tmp_path / "llama", max_shard_size=size)
@@ -135,7 +132,6 @@ def test_a_pickled_model_saves_itself_without_offload(llama_folder, tmp_path):
         model = torch.load(sys.argv[1] + "/model.pt", weights_only=False)
         model.save_pretrained(sys.argv[1] + "/saved")
     """
-
     run_script(script, tmp_path, fresh=True)
 
     assert expected() is None
@@ -170,7 +166,6 @@ def test_a_model_or_a_copy_of_it_without_a_name_saves_itself(llama_folder, tmp_p
     with torch.no_grad():
         model.model.norm.weight.zero_()
     expected = model.state_dict()
-
     offload.from_pretrained(llama_folder).save_pretrained(tmp_path / "model")
     copy.deepcopy(model).save_pretrained(tmp_path / "copy")
 
@@ -188,7 +183,6 @@ def test_a_model_without_a_name_is_saved_as_it_was_last(llama_folder, tmp_path):
     expected, gone = model.lm_head.weight.detach(), weakref.ref(model)
     save = model.save_pretrained
     del model
-
     save(tmp_path)
 
     del save
@@ -215,7 +209,6 @@ def test_an_adapter_may_be_saved_beside_the_model_that_it_is_for(llama_folder, t
         model.add_adapter(config)
     except ValueError:  # from 5.24 on, transformers wants peft 0.22 for its own methods
         model = peft.get_peft_model(model, config)
-
     model.save_pretrained(tmp_path / "llama")
 
     after = contents(tmp_path / "llama")
@@ -244,7 +237,6 @@ def test_a_name_on_the_hub_is_found_in_the_local_cache(llama_folder, in_memory, 
     shutil.copytree(llama_folder, stored / "snapshots" / ("a" * 40))
     (stored / "refs").mkdir()
     (stored / "refs" / "main").write_text("a" * 40)
-
     model = offload.from_pretrained("someone/a-llama", cache_dir=tmp_path, local_files_only=True)
 
     assert "someone/a-llama" == model.config.name_or_path
@@ -345,7 +337,6 @@ def test_options_of_the_configuration_are_taken_which_may_be_a_folder(llama_fold
     config = LlamaForCausalLM.config_class.from_pretrained(llama_folder)
     config.rope_parameters["rope_theta"] = 77.0
     config.save_pretrained(tmp_path)
-
     other = offload.from_pretrained(llama_folder, config=tmp_path)
     model = offload.from_pretrained(llama_folder, AutoModelForSequenceClassification, num_labels=5, use_cache=False)
 
@@ -359,7 +350,6 @@ def test_an_automatic_map_knows_whether_buffers_are_on_disk(llama_folder, monkey
     seen: list[bool] = []
     real = ours.infer_device_map
     monkeypatch.setattr(ours, "infer_device_map", lambda *a, **k: seen.append(k["offload_buffers"]) or real(*a, **k))
-
     for offload_buffers in (True, False):
         offload.from_pretrained(llama_folder, device_map="auto", offload_buffers=offload_buffers)
 

@@ -82,7 +82,6 @@ def test_disk_executes_on_the_cpu_where_a_build_for_cuda_finds_no_device(monkeyp
 
 def test_the_longest_prefix_wins():
     device_map = {"": "cpu", "model": "meta", "model.layers.1": "disk:cpu"}
-
     placed = places(["head", "model.layers.0.w", "model.layers.1.w", "model.layers.10.w"], device_map)
 
     assert [Place(False, CPU), Place(False, META), Place(True, CPU), Place(False, META)] == list(placed.values())
@@ -280,7 +279,6 @@ def test_accelerate_balances_the_devices(word, asked, monkeypatch):
         return {"cpu": 200}
 
     monkeypatch.setattr(accelerate.utils, "get_balanced_memory", balanced)
-
     found = inferred(word, {"cpu": 10_000})
 
     assert asked == low_zeros

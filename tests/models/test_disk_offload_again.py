@@ -35,7 +35,6 @@ def on_disk(folder=None):
 def test_the_values_of_a_model_on_disk_go_to_the_folder_that_is_named(was_named, tmp_path):
     model = on_disk(tmp_path / "before" if was_named else None)
     expected = {name: value.materialize() for name, value in model.state_dict().items()}
-
     offload.disk_offload(model, tmp_path / "kept")
 
     assert files(tmp_path / "kept") == NAMES
@@ -63,7 +62,6 @@ def test_parameters_over_one_file_still_share_it_after_a_move(tmp_path):
     model = on_disk()
     model.other = nn.Linear(2, 3, bias=False)
     model.other.weight = nn.Parameter(model[0].weight.detach())
-
     offload.disk_offload(model, tmp_path / "kept")
     with torch.no_grad():
         model[0].weight.zero_()
@@ -76,7 +74,6 @@ def test_a_part_of_a_value_is_moved_as_a_separate_value(tmp_path):
     both = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(3, 2), "both")
     model = nn.Linear(2, 1, bias=False)
     model.weight = nn.Parameter(both[1:2])
-
     offload.disk_offload(model, tmp_path / "kept")
 
     assert offload.load_file(tmp_path / "kept")["weight"].tolist() == [[2.0, 3.0]]
@@ -100,7 +97,6 @@ def test_the_budget_of_a_model_is_kept(tmp_path):
     offload.save_checkpoint(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved")
     model = offload.load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved", max_memory="8MiB")
     pool = page_state_of(handle_of(model[0].weight)).pool
-
     offload.disk_offload(model, tmp_path / "kept")
 
     assert pool is not None
@@ -158,7 +154,6 @@ def test_hooks_of_parameters_are_kept():
     model, called = nn.Linear(2, 3), []
     before = model.weight.register_hook(lambda grad: called.append("grad"))
     model.weight.register_post_accumulate_grad_hook(lambda weight: called.append(weight is model.weight))
-
     offload.disk_offload(model)(torch.ones(2)).sum().backward()
     before.remove()
     model(torch.ones(2)).sum().backward()
@@ -191,7 +186,6 @@ def test_a_shallow_copy_saves_itself(tmp_path):
     model.mark = "one"
     shallow = copy.copy(model)
     shallow.mark = "other"
-
     shallow.save_pretrained(tmp_path / "other")
     model.save_pretrained(path=tmp_path / "one")
 

@@ -130,7 +130,6 @@ def test_experts_with_many_tokens_are_multiplied_by_torch(name, tmp_path, monkey
     x, numbers, weights = routed(model.dtype, *[[0, 1]] * many, [2, 1])
     with offload.exact():
         exact = experts(x, numbers, weights)
-
     monkeypatch.setattr(Joined, "_computed", refuse)
     found = experts(x, numbers, weights)
 
@@ -141,7 +140,6 @@ def test_experts_with_many_tokens_are_multiplied_by_torch(name, tmp_path, monkey
 def test_models_give_the_same_text(tmp_path):
     model = loaded("qwen3_moe", tmp_path)
     plain = outcome(FORMS["qwen3_moe"].plain(tmp_path))
-
     found = outcome(model)
     with offload.exact():
         exact = outcome(model)
@@ -156,7 +154,6 @@ def test_models_give_the_same_text(tmp_path):
 def test_a_token_may_be_routed_to_an_expert_twice_or_to_none(tmp_path):
     experts = experts_of(loaded("qwen3_moe", tmp_path))[0]
     x, numbers, weights = routed(torch.bfloat16, [1, 1], [1, 4], [4, 4])
-
     found = experts(x, numbers, weights)
 
     once = experts(x, torch.tensor([[1, 4]] * 3), weights.float().sum(1, keepdim=True).expand(3, 2).bfloat16())
@@ -366,7 +363,6 @@ def test_an_expert_that_is_used_again_and_again_stays(tmp_path, past):
     options = {"max_memory": "6MiB", "read_ahead": "32MiB", "dtype": torch.bfloat16}
     model = offload.from_pretrained(tmp_path, experts_implementation="offload", **options)
     [experts], given = experts_of(model), [routed(torch.bfloat16, [number], width=512) for number in range(4)]
-
     for number in (0, 1, 2, 3, *[2] * 4):
         experts(*given[number])
     past.clear()
@@ -405,7 +401,6 @@ def test_nothing_is_left_of_a_model_that_is_gone(tmp_path):
     for experts in experts_of(model):
         experts(*routed(torch.bfloat16, [0, 1]))
     values = [weakref.ref(handle_of(experts.down_proj)) for experts in experts_of(model)]
-
     del model, experts
     gc.collect()
 
@@ -416,7 +411,6 @@ def test_gradients_flow_through_frozen_experts(tmp_path):
     experts = experts_of(loaded("qwen3_moe", tmp_path))[0].requires_grad_(False)
     x, numbers, weights = routed(torch.bfloat16, [0, 1], [2, 1])
     x.requires_grad_()
-
     experts(x, numbers, weights).sum().backward()
 
     found, x.grad = x.grad, None
@@ -463,7 +457,6 @@ def test_experts_in_memory_are_computed_first_and_others_in_file_order(tmp_path,
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "fp8-qwen3_moe"])
 def test_experts_on_disk_are_one_act_unless_something_else_is_asked_for(name, options, expected, tmp_path):
     FORMS[name].write(tmp_path)
-
     model = offload.from_pretrained(tmp_path, **FORMS[name].options, **options)
 
     assert expected == model.config._experts_implementation
@@ -474,7 +467,6 @@ def test_experts_on_disk_are_one_act_unless_something_else_is_asked_for(name, op
 def test_a_configuration_may_ask_for_another_implementation(tmp_path):
     FORMS["qwen3_moe"].write(tmp_path)
     config = Qwen3MoeConfig.from_pretrained(tmp_path, experts_implementation="grouped_mm")
-
     model = offload.from_pretrained(tmp_path, config=config)
 
     assert "grouped_mm" == model.config._experts_implementation
@@ -551,7 +543,6 @@ def test_a_new_value_of_one_expert_is_seen_and_the_others_are_as_before(name, wa
     before = experts(*given)
     new = experts.down_proj.materialize()
     new[1] = 0
-
     if way == "a new value":
         experts.down_proj.update_values(new)
     else:
@@ -588,7 +579,6 @@ def test_experts_that_do_not_tell_of_a_norm_or_of_ranks_are_preferred_and_run(tm
         monkeypatch.delattr(experts, "_is_expert_parallel", raising=False)
     model.set_experts_implementation("grouped_mm")
     monkeypatch.setattr(Compiled, "decode", refuse)
-
     prefer_experts(model)
 
     assert "offload" == model.config._experts_implementation

@@ -78,7 +78,6 @@ def empty_net() -> Net:
 
 def test_a_model_on_disk_computes_what_the_one_in_memory_does_and_loading_writes_nothing(net, checkpoint, tmp_path):
     x, before = torch.randn(4, 8), contents(tmp_path)
-
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, ON_DISK, offload_dir=tmp_path / "values")
 
     assert all(offload.is_offloaded(parameter) for parameter in loaded.parameters())
@@ -89,7 +88,6 @@ def test_a_model_on_disk_computes_what_the_one_in_memory_does_and_loading_writes
 
 def test_a_model_is_loaded_from_what_torch_save_wrote(net, pickled, tmp_path):
     x, before = torch.randn(4, 8), contents(tmp_path)
-
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), pickled, offload_buffers=True, strict=True)
 
     assert all(offload.is_offloaded(parameter) for parameter in loaded.parameters())
@@ -100,7 +98,6 @@ def test_a_model_is_loaded_from_what_torch_save_wrote(net, pickled, tmp_path):
 
 def test_another_dtype_in_a_checkpoint_of_torch_save_is_converted_when_it_is_read(net, pickled, tmp_path):
     half, before = tmp_path / "half", contents(tmp_path)
-
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), pickled, offload_dir=half, dtype=torch.float16)
 
     assert torch.equal(net.first.weight.half(), loaded.first.weight.materialize())
@@ -114,7 +111,6 @@ def test_another_dtype_in_a_checkpoint_of_torch_save_is_converted_when_it_is_rea
 
 def test_a_checkpoint_of_torch_save_is_loaded_into_memory(net, pickled):
     model = Net().eval()
-
     report = offload.load_checkpoint_in_model(model, pickled, "cpu")
 
     assert "all match" == str(report)
@@ -125,7 +121,6 @@ def test_a_checkpoint_of_torch_save_is_loaded_into_memory(net, pickled):
 def test_a_write_goes_to_the_offload_dir_and_not_to_the_checkpoint(checkpoint, tmp_path):
     before = contents(tmp_path)
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_dir=tmp_path / "values")
-
     with torch.no_grad():
         loaded.first.weight.zero_()
 
@@ -199,7 +194,6 @@ def test_a_tied_language_model_with_a_head_in_its_checkpoint_has_that_head(left_
     save_file({name.removeprefix(left_out): one for name, one in state.items()}, tmp_path / "model.safetensors")
     with offload.init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
-
     report = offload.load_checkpoint_in_model(model, tmp_path / "model.safetensors")
 
     assert [("model.embed_tokens.weight", "lm_head.weight")] == report.overruled_keys
@@ -211,7 +205,6 @@ def test_a_buffer_that_is_also_kept_under_a_name_of_its_own_is_replaced_under_bo
     """That name is not persistent, and is not in any checkpoint."""
     model = empty_net()
     model.register_buffer("mean", model.norm.running_mean, persistent=False)
-
     offload.load_checkpoint_and_dispatch(model, checkpoint, strict=True)
 
     assert model.mean is model.norm.running_mean
@@ -222,7 +215,6 @@ def test_values_of_one_shape_share_no_metadata(checkpoint):
     """The meta tensor for their layout is created once for all of them."""
     loaded = offload.load_file(checkpoint)
     first, other = loaded["first.bias"], loaded["norm.bias"]
-
     first.unsqueeze_(0)
 
     assert (1, 8) == first.shape
@@ -235,7 +227,6 @@ def test_a_list_of_layers_may_have_empty_places(tmp_path):
     save_file({"0.0.weight": torch.ones(1, 1)}, tmp_path / "model.safetensors")
     with offload.init_empty_weights():
         model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1, bias=False), None]))
-
     offload.load_checkpoint_and_dispatch(model, tmp_path)
 
     assert offload.is_offloaded(model[0][0].weight)
@@ -247,7 +238,6 @@ def test_the_collector_does_not_go_over_a_model_while_its_tensors_are_opened(tmp
         model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(3000)])
     gc.collect()
     before = gc.get_stats()
-
     offload.load_checkpoint_and_dispatch(model, tmp_path)
 
     passes = [now["collections"] - then["collections"] for now, then in zip(gc.get_stats(), before, strict=True)]
@@ -289,7 +279,6 @@ def test_mismatches_are_reported_and_are_errors_strictly_before_anything_is_load
     save_file(state, odd)
     model = Net()
     before = model.first.weight
-
     report = offload.load_checkpoint_in_model(Net(), odd)
 
     assert ["first.bias"] == report.missing_keys
@@ -344,7 +333,6 @@ def test_an_offload_folder_opens_again_with_the_values_as_last_updated(tmp_path)
     expected = first(x)
     del first
     gc.collect()
-
     again = offload.load_checkpoint_and_dispatch(empty_net(), tmp_path, offload_dir=tmp_path)
 
     assert torch.equal(expected, again(x))
@@ -363,7 +351,6 @@ def test_an_offload_folder_of_another_process_opens_with_the_values_as_last_upda
     """
     run_script(script, tmp_path)
     before = contents(tmp_path)
-
     values = offload.load_file(tmp_path, offload_dir=tmp_path)
 
     assert {"a/b", "c", "d"} == values.keys()
@@ -376,7 +363,6 @@ def test_an_offload_folder_of_another_process_opens_with_the_values_as_last_upda
 def test_disk_offload_moves_a_model_in_memory_to_disk(net, tmp_path):
     x = torch.randn(3, 8)
     expected = net(x)
-
     moved = offload.disk_offload(net, tmp_path)
 
     assert moved is net
@@ -398,7 +384,6 @@ def test_running_statistics_in_a_checkpoint_are_updated_in_a_file_of_their_own(n
     before = checkpoint.read_bytes()
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_buffers=True)
     x = torch.randn(8, 8)
-
     net.train()(x)
     loaded.train()(x)
 
@@ -414,7 +399,6 @@ def test_a_dtype_may_be_named_and_one_that_would_lose_the_weights_is_an_error(lo
     for dtype in (torch.int8, "int8", "float17"):
         with pytest.raises(ValueError, match="is not a floating-point dtype of torch"):
             load(model, checkpoint, dtype=dtype)
-
     load(model, checkpoint, dtype="float16")
 
     assert {torch.float16} == {parameter.dtype for parameter in model.parameters()}
@@ -443,7 +427,6 @@ def test_everything_that_holds_a_parameter_follows_it_to_disk():
         model(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
     listed = list(models[1].parameters())
-
     offload.disk_offload(models[1].embed)
 
     weight = models[1].embed.weight
@@ -467,7 +450,6 @@ def test_a_warning_names_the_parameters_that_torch_does_not_let_change(held, cap
     model(torch.tensor([1, 2])).sum().backward()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     old, holder = model.embed.weight, held(model)
-
     offload.disk_offload(model)
 
     assert offload.is_offloaded(model.embed.weight)
@@ -483,7 +465,6 @@ def test_a_warning_names_the_parameters_that_torch_does_not_let_change(held, cap
 def test_a_parameter_without_other_holders_stays_the_same_object():
     layer = nn.Linear(2, 2)
     before = layer.weight
-
     offload.disk_offload(layer)
 
     assert layer.weight is before
@@ -496,7 +477,6 @@ def test_the_log_says_what_is_a_recipe_and_why_and_what_is_referenced(tmp_path, 
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2, dtype=torch.float16)}, path)
     model = nn.Linear(3, 2, device="meta", dtype=torch.float16)
-
     with caplog.at_level(logging.DEBUG, "offload"):
         offload.load_checkpoint_and_dispatch(model, path, {"": "disk", "bias": "cpu"})
         offload.load_checkpoint_and_dispatch(nn.Linear(3, 2, bias=False), path)

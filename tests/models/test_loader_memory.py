@@ -67,7 +67,6 @@ def test_a_large_checkpoint_is_loaded_and_run_in_little_memory_and_without_writi
     """
     large = checkpoint_of_zeros(tmp_path / "large.safetensors", LAYERS, WIDTH)
     small = checkpoint_of_zeros(tmp_path / "small.safetensors", 1, 8)
-
     measured = json.loads(run_script(SCRIPT, large, small))
 
     assert measured["result"] == 0
@@ -146,7 +145,6 @@ def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(sh
 def test_another_dtype_is_converted_when_it_is_read_and_written_in_the_memory_of_a_block(shards, tmp_path, form):
     """8 MiB per weight in bfloat16, 128 MiB in all."""
     source = shards if form == "torch.save" else as_safetensors(shards, tmp_path / "model.safetensors")
-
     said = json.loads(run_script(PICKLED, source, tmp_path / "values", "bfloat16", 16, 2048))
 
     assert said["right"]
@@ -187,7 +185,6 @@ def test_a_large_mixture_of_packed_experts_is_loaded_in_little_memory_and_withou
     """20 GB: 12,288 matrices in 32 layers, each with its scales. Only the progress bar is written."""
     large = fp8_experts(tmp_path / "large", 20, is_hollow=True)
     small = toy_fp8_experts(tmp_path / "small", 0, is_hollow=True)
-
     said = json.loads(run_script(EXPERTS, small, large))
 
     assert 64 == said["recipes"]

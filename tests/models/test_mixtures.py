@@ -85,7 +85,6 @@ def test_all_values_are_under_the_models_own_budget(family, tmp_path):
     """Embeddings and experts too, whose order of reads is unknown."""
     STORED[family].write(tmp_path)
     before = {id(value) for value in POOL.values()}
-
     model = offload.from_pretrained(tmp_path, max_memory="1GiB", **STORED[family].options)
     model(torch.arange(24)[None])
 

@@ -90,7 +90,6 @@ def test_values_pinned_under_another_budget_stay_there(tmp_path):
         second = torch.nn.Sequential(first[0], torch.nn.Linear(512, 512, bias=False))
     load(first, "0.weight", "1GiB")
     offload.budget.keep_resident(first)
-
     load(second, "1.weight", "2GiB")
 
     page_state = page_state_of(handle_of(first[0].weight))

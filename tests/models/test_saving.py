@@ -87,7 +87,6 @@ def test_the_files_hold_what_huggingface_hub_writes(model, tmp_path, max_shard_s
     save_torch_model(model, tmp_path / "theirs", max_shard_size=300 if max_shard_size == "300B" else max_shard_size)
     if on_disk:
         offload.disk_offload(model, tmp_path / "values", offload_buffers=True)
-
     paths = save_checkpoint(model, tmp_path / "ours", max_shard_size)
 
     assert sorted(os.listdir(tmp_path / "theirs")) == sorted(path.name for path in paths)
@@ -133,7 +132,6 @@ def test_every_dtype_of_the_format_comes_back(tmp_path):
 def test_lazy_conjugates_and_negatives_are_written_as_what_they_show(tmp_path):
     value = torch.complex(torch.arange(4.0), torch.ones(4))
     stored = OffloadedTensor.from_original_tensor(value, "z")
-
     save_checkpoint({"c": stored.conj(), "n": stored.conj().imag, "p": value.conj()}, tmp_path)
 
     expected = {"c": value.conj(), "n": value.conj().imag, "p": value.conj()}
@@ -146,7 +144,6 @@ def test_a_value_that_is_gathered_in_pieces_is_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(write_module, "_BLOCK", 64)
     values = {"turned": torch.randn(7, 30).t(), "flat": torch.randn(100)[::2], "whole": torch.randn(9, 33)}
     stored = {name: OffloadedTensor.from_original_tensor(value, name) for name, value in values.items()}
-
     save_checkpoint({**values, **{f"{name}.stored": each for name, each in stored.items()}}, tmp_path / "same")
     save_checkpoint({**values, **stored}, tmp_path / "half", dtype=torch.float16)
 
@@ -159,7 +156,6 @@ def test_data_and_values_are_aligned(tmp_path):
     """Data to 4096, every value to its element size, and to 64 bytes if its size allows it."""
     sizes = {"a": (3, torch.uint8), "b": (5, torch.float64), "c": (64, torch.int8), "d": (7, torch.float16)}
     sizes |= {"e": (1, torch.float32), "f": (48, torch.float32), "g": (0, torch.float64), "h": (2, torch.complex64)}
-
     [path] = save_checkpoint({name: torch.ones(count, dtype=dtype) for name, (count, dtype) in sizes.items()}, tmp_path)
 
     entries = open_checkpoint(path)["a"].file.entries
@@ -196,7 +192,6 @@ def test_only_floating_point_values_of_more_than_a_byte_are_converted(tmp_path):
 def test_unflushed_writes_of_ops_are_saved(tmp_path):
     stored = OffloadedTensor.from_original_tensor(torch.zeros(1000), "w", tmp_path / "values")
     stored[5:] = 3.0
-
     save_checkpoint({"w": stored}, tmp_path / "saved")
 
     assert_equal({"w": stored.materialize()}, loaded(tmp_path / "saved"), strides=False)
@@ -204,7 +199,6 @@ def test_unflushed_writes_of_ops_are_saved(tmp_path):
 
 def test_tied_weights_are_saved_once_and_safetensors_loads_them_again(model, tmp_path):
     offload.disk_offload(model)
-
     [path] = save_checkpoint(model, tmp_path)
 
     assert "head.weight" not in load_file(path)
@@ -219,7 +213,6 @@ def test_parts_of_one_value_are_each_saved_whole(tmp_path):
     whole = OffloadedTensor.from_original_tensor(torch.arange(6.0), "w")
     plain = torch.arange(6.0)
     values = {"a": whole[:4], "b": whole[2:], "c": plain[:4], "d": plain[2:], "e": torch.empty(0), "f": torch.empty(0)}
-
     save_checkpoint(values, tmp_path)
 
     assert_equal({name: value.clone() for name, value in values.items()}, loaded(tmp_path), strides=False)
@@ -229,7 +222,6 @@ def test_a_transformers_model_is_tied_as_it_expects(llama_folder, tmp_path, toke
     from transformers import AutoModelForCausalLM
 
     model = offload.from_pretrained(llama_folder)
-
     save_checkpoint(model, tmp_path, "60KB")
     model.config.save_pretrained(tmp_path)
 
@@ -242,7 +234,6 @@ def test_a_transformers_model_is_tied_as_it_expects(llama_folder, tmp_path, toke
 def test_an_opened_checkpoint_is_saved_with_what_its_files_say(tmp_path):
     values = {"a": torch.randn(3, 4), "b": torch.arange(3)}
     save_file(values, tmp_path / "source.safetensors", metadata={"format": "pt", "origin": "here"})
-
     save_checkpoint(open_checkpoint(tmp_path / "source.safetensors"), tmp_path / "saved", 10)
 
     assert_equal(values, loaded(tmp_path / "saved"), strides=False)
@@ -259,7 +250,6 @@ def test_an_empty_model_is_an_empty_file(tmp_path):
 
 def test_a_model_is_dispatched_from_what_was_saved(model, tmp_path):
     save_checkpoint(model, tmp_path, "300B")
-
     with offload.init_empty_weights():
         empty = Tied()
     again = offload.load_checkpoint_and_dispatch(empty, tmp_path, strict=False)
@@ -304,7 +294,6 @@ def test_weights_with_data_are_not_tied_by_a_checkpoint(tmp_path):
     save_checkpoint(Plain(), tmp_path)
     untied = Plain()
     untied.head.weight = nn.Parameter(torch.ones(8, 8))
-
     report = offload.load_checkpoint_in_model(untied, tmp_path)
 
     assert ["head.weight"] == report.missing_keys
@@ -332,7 +321,6 @@ def test_torchao_rebuilds_quantized_weights(tmp_path, on_disk):
     expected = model.state_dict()
     if on_disk:
         model = offload.disk_offload(quantized(), tmp_path / "values")
-
     save_checkpoint(model, tmp_path / "saved", 2000, dtype=torch.bfloat16)
 
     files = list((tmp_path / "saved").glob("*.safetensors"))
@@ -449,7 +437,6 @@ def test_a_mapped_model_is_saved_over_its_own_file(tmp_path):
     first = {"a": torch.randn(5000), "b": torch.randn(5000)}
     save_checkpoint(first, tmp_path)
     mapped = load_file(tmp_path / SINGLE)
-
     save_checkpoint({"b": mapped["a"], "a": mapped["b"]}, tmp_path)
 
     assert_equal({"b": first["a"], "a": first["b"]}, loaded(tmp_path), strides=False)
@@ -470,7 +457,6 @@ def test_an_own_checkpoint_is_replaced_as_a_whole(tmp_path, before, after):
     save_file({"x": torch.ones(1)}, tmp_path / "model-00009-of-00009.safetensors")
     others = contents(tmp_path)
     save_checkpoint(VALUES, tmp_path, before)
-
     paths = save_checkpoint(OTHERS, tmp_path, after)
 
     assert {*others, *(path.name for path in paths)} == set(os.listdir(tmp_path))
@@ -536,7 +522,6 @@ def test_transformers_loads_and_replaces_shards_that_replaced_others(llama_folde
         plain.model.norm.weight.data.add_(1)
         save_checkpoint(plain, tmp_path, size)
         plain.config.save_pretrained(tmp_path)
-
     found = AutoModelForCausalLM.from_pretrained(tmp_path)
 
     assert any(path.name.startswith("model-2-") for path in tmp_path.iterdir())
@@ -598,7 +583,6 @@ def test_memory_stays_flat_whatever_the_shard_size(tmp_path, size, dtype, kind):
     torch.manual_seed(0)
     values = {f"{layer}.weight": torch.full((2000, 4000), layer + 0.5) for layer in range(8)}
     save_file(values, tmp_path / "source.safetensors")
-
     measured = json.loads(run_script(BOUNDED, tmp_path / "source.safetensors", tmp_path, size, dtype, kind))
 
     assert measured["looks"] > 10

@@ -51,7 +51,6 @@ def assert_equal(values: dict[str, torch.Tensor], model: nn.Module) -> None:
 def test_values_are_stored_once_and_used_by_later_loads(values, checkpoint, tmp_path, monkeypatch):
     """In a folder that opens as an offload folder."""
     before, folder = contents(checkpoint), tmp_path / "stored"
-
     model, report = load(checkpoint, folder)
 
     stored = contents(folder)
@@ -134,7 +133,6 @@ def test_store_needs_a_folder(checkpoint):
 
 def test_a_pretrained_model_is_stored(llama_folder, tmp_path, tokens):
     expected = offload.from_pretrained(llama_folder, dtype=torch.float64)
-
     model, info = offload.from_pretrained(
         llama_folder, dtype=torch.float64, offload_dir=tmp_path, store=True, output_loading_info=True
     )

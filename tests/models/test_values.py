@@ -103,7 +103,6 @@ def assert_doubled(model: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_each_value_is_replaced_once_and_ties_stay(checkpoint, plain, tmp_path, workers):
     model, call = loaded(checkpoint, tmp_path / "q"), StopAt()
-
     report = map_values(call, model, workers=workers)
 
     assert sorted(NAMES) == sorted(call.seen)
@@ -154,7 +153,6 @@ def test_a_failing_worker_is_reported_and_the_journal_lists_finished_values(tmp_
 def test_plain_values_are_replaced_where_they_stand(plain):
     model = Tied()
     model.load_state_dict(plain.state_dict())
-
     map_values(double, model)
 
     assert_doubled(model, plain)
@@ -168,7 +166,6 @@ def test_a_plain_parameter_stays_the_one_that_its_optimizer_knows(plain):
     before, tied = dict(plain.named_parameters()), torch.nn.Parameter(plain.layer.bias.detach())
     plain.other = nn.Module()
     plain.other.bias = tied  # over the same memory, but a separate object
-
     map_values(double, plain)
 
     assert all(before[name] is parameter for name, parameter in plain.named_parameters() if name in before)
@@ -182,7 +179,6 @@ def test_the_result_of_a_function_is_not_changed(plain):
     layers = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False))
     map_values(lambda name, tensor: donor.view_as(tensor), tensors)
     map_values(lambda name, tensor: donor.view_as(tensor), layers)
-
     tensors["a"].zero_()
     layers[0].weight.data.zero_()
 
@@ -192,7 +188,6 @@ def test_the_result_of_a_function_is_not_changed(plain):
 def test_a_dictionary_gets_the_new_values_and_its_ties_stay(tmp_path):
     shared, on_disk = torch.ones(3), OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path)
     tensors = {"a": shared, "b": shared, "w": on_disk, "view": on_disk.detach(), "step": 7}
-
     report = map_values(double, tensors)
 
     assert ("a", "w") == report.replaced
@@ -220,7 +215,6 @@ def test_the_function_gets_the_tensor_on_disk_without_gradients(checkpoint, tmp_
 def test_shape_and_dtype_change_on_request_and_other_tensors_over_the_value_follow(tmp_path):
     weight = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w", tmp_path)
     tensors = {"w": weight, "same": weight.detach()}
-
     map_values(lambda name, tensor: tensor[0].half(), tensors, strict_shape=False, strict_dtype=False)
 
     for tensor in tensors.values():
@@ -261,7 +255,6 @@ def test_values_that_are_parts_of_a_checkpoints_value_get_files_of_their_own_and
     fused = OffloadedTensor.from_file(tmp_path / "model.safetensors", offload_dir=tmp_path / "q")
     tensors = {"up": fused[:2], "down": fused[2:]}
     whole = OffloadedTensor.from_original_tensor(torch.ones(4), "w", tmp_path / "own")
-
     map_values(double, tensors)
 
     assert [[0, 2], [4, 6]] == tensors["up"].tolist()
@@ -274,7 +267,6 @@ def test_values_that_are_parts_of_a_checkpoints_value_get_files_of_their_own_and
 
 def test_a_function_that_writes_in_place_and_returns_its_tensor_has_changed_it(tmp_path):
     weight = OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path)
-
     report = map_values(lambda name, tensor: tensor.mul_(2), {"w": weight})
 
     assert ("w",) == report.replaced
@@ -356,7 +348,6 @@ def test_a_run_resumes_over_a_checkpoint_that_is_loaded_again(checkpoint, plain,
 def test_a_run_that_is_finished_is_not_done_again(checkpoint, plain, tmp_path):
     map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
     model = loaded(checkpoint, tmp_path / "q")
-
     for _ in range(2):
         report = map_values(double, model, resume=True)
 
@@ -436,7 +427,6 @@ def test_a_file_that_is_not_a_journal_is_reported_and_not_changed(checkpoint, tm
     path = tmp_path / "q" / ".offload-journal"
     path.parent.mkdir()
     path.write_text(text)
-
     for resume in (True, False):
         with pytest.raises(JournalError, match=r"journal can't be read as a journal .*: remove it to start again"):
             map_values(double, loaded(checkpoint, tmp_path / "q"), resume=resume)
@@ -458,7 +448,6 @@ def test_resume_needs_one_folder(checkpoint, tmp_path):
 def test_a_run_is_not_named_after_a_function_whose_name_others_share(tmp_path):
     tensors = {"w": OffloadedTensor.from_original_tensor(torch.ones(1), "w", tmp_path)}
     factor = 3
-
     for fn in (lambda name, tensor: tensor, lambda name, tensor: tensor * factor, StopAt(), partial(double)):
         with pytest.raises(JournalError, match=r"resume=True names a run after its function.*as resume='first pass'"):
             map_values(fn, tensors, resume=True)
@@ -543,7 +532,6 @@ def test_a_killed_run_resumes_and_processes_no_value_twice(private_place, monkey
 
 def test_a_result_stays_on_disk_beside_its_tensor_in_a_file_of_its_own(tmp_path):
     weight = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w", tmp_path)
-
     sums = offload.offloaded_like(lambda tensor: tensor.sum(0), weight, "sums")
     turned = offload.offloaded_like(torch.t, weight, "t")  # a view
     weight.mul_(2)
@@ -556,7 +544,6 @@ def test_a_result_stays_on_disk_beside_its_tensor_in_a_file_of_its_own(tmp_path)
 
 def test_each_tensor_of_several_is_stored_under_its_place(tmp_path):
     weight = OffloadedTensor.from_original_tensor(torch.tensor([[3.0, 1.0], [2.0, 4.0]]), "w", tmp_path)
-
     least = offload.offloaded_like(lambda tensor: tensor.min(0), weight, "min")
     named = offload.offloaded_like(lambda tensor: {"sum": tensor.sum(), "n": 4, "parts": [tensor[0]]}, weight, "all")
 
@@ -569,7 +556,6 @@ def test_each_tensor_of_several_is_stored_under_its_place(tmp_path):
 
 def test_a_plain_tensor_in_gives_a_plain_tensor_out():
     tensor = torch.ones(2, requires_grad=True)
-
     result = offload.offloaded_like(lambda tensor: tensor * 2, tensor, "double")
 
     assert type(result) is torch.Tensor
@@ -580,7 +566,6 @@ def test_results_of_a_referenced_tensor_are_never_written_beside_the_checkpoint(
     before = contents(checkpoint.parent)
     private = OffloadedTensor.from_file(checkpoint, "scale")
     named = OffloadedTensor.from_file(checkpoint, "scale", offload_dir=tmp_path / "q")
-
     results = [offload.offloaded_like(torch.neg, tensor, "negative") for tensor in (private, named)]
 
     assert before == contents(checkpoint.parent)

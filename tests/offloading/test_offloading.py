@@ -89,7 +89,6 @@ def test_a_factory_gives_the_same_values_and_random_state_as_in_memory(name):
     expected = FACTORIES[name]()
     state = torch.get_rng_state()
     torch.manual_seed(1)
-
     found = inside(FACTORIES[name])
 
     assert is_offloaded(found)
@@ -118,7 +117,6 @@ def test_a_linear_layer_has_its_weight_on_disk_with_the_values_of_one_in_memory(
     torch.manual_seed(0)
     expected = nn.Linear(64, 64)
     torch.manual_seed(0)
-
     found = inside(lambda: nn.Linear(64, 64))
     numbers = inside(lambda: torch.tensor(X.tolist(), requires_grad=True))
 
@@ -258,7 +256,6 @@ def test_gradients_equal_those_in_memory():
 def test_tensors_that_autograd_saves_are_on_disk():
     saved: list[torch.Tensor] = []
     x = X.clone().requires_grad_()
-
     with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
         inside(lambda: x.exp())
 
@@ -557,7 +554,6 @@ def test_torch_load_and_safetensors_load_plain_tensors_inside(mapped, tmp_path):
     state = {"w": X, "tied": X, "row": X[3], "half": X.bfloat16()}
     torch.save(state, tmp_path / "a.pt")
     save_file({"w": X}, tmp_path / "a.safetensors")
-
     with offload.offloading(min_bytes=SMALL):
         found = torch.load(tmp_path / "a.pt", mmap=mapped)
         weight = load_file(tmp_path / "a.safetensors")["w"]

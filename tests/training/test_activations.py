@@ -77,7 +77,6 @@ def test_gradients_equal_those_of_plain_tensors(name, tmp_path, is_inside):
     plain = make()
     model = copy.deepcopy(plain)
     loss_of(plain).backward()
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = loss_of(model)
         count = len(written(tmp_path))
@@ -104,7 +103,6 @@ def test_values_of_any_kind_come_back_unchanged(dtype, tmp_path):
     value = value * (1 + 0.5j) if dtype.is_complex else value
     expected, x = value.clone().requires_grad_(), value.clone().requires_grad_()
     loss_of(expected).backward()
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = loss_of(x)
     count = len(written(tmp_path))
@@ -119,7 +117,6 @@ def test_values_of_any_kind_come_back_unchanged(dtype, tmp_path):
 
 def test_a_storage_is_written_once_whichever_ops_save_it(tmp_path):
     x = torch.ones(1000, requires_grad=True)
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         y = x * 2
         z = y.sin().sum() + y.cos().sum() + y.view(10, 100)[::2].exp().sum() + y[5:].tan().sum()
@@ -134,7 +131,6 @@ def test_storages_held_elsewhere_are_not_written(tmp_path):
     """A parameter, an input, a value that is held elsewhere, and one that is on disk."""
     weight, x = nn.Parameter(torch.ones(50, 50)), torch.ones(50, 50)
     stored = offload.OffloadedTensor.from_original_tensor(torch.ones(50, 50), "stored", tmp_path / "weights")
-
     with offload.training.offload_activations(offload_dir=tmp_path / "graph", min_bytes=1):
         kept = x @ weight
         loss = (kept @ stored).sum() + kept.square().sum()
@@ -147,7 +143,6 @@ def test_storages_held_elsewhere_are_not_written(tmp_path):
 
 def test_only_storages_of_at_least_min_bytes_are_written(tmp_path):
     x = torch.ones(1000, requires_grad=True)
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes="4000"):
         loss = (x * 2).sin().sum() + (x[:999] * 2).sin().sum()
 
@@ -169,7 +164,6 @@ def test_files_are_removed_with_the_graph(tmp_path):
 
 def test_nothing_is_saved_where_no_graph_is_recorded(tmp_path):
     x = torch.ones(1000, requires_grad=True)
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         with torch.no_grad():
             (x * 2).sin()
@@ -212,7 +206,6 @@ def test_a_retained_graph_is_read_again(tmp_path):
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = (x * 2).sin().sum()
     settled()
-
     loss.backward(retain_graph=True)
     first = x.grad.clone()
     loss.backward()
@@ -231,7 +224,6 @@ def test_double_backward_equals_that_of_plain_tensors(tmp_path):
 
     value = torch.linspace(0, 1, 1000)
     expected = second(value.clone().requires_grad_())
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         found = second(value.clone().requires_grad_())
 
@@ -296,7 +288,6 @@ def test_autocast_and_compiled_functions_give_what_they_give_in_memory(way, tmp_
     plain = copy.deepcopy(layer)
     in_memory, offloaded = WAYS[way]
     in_memory(plain).backward()
-
     loss = offloaded(tmp_path)(layer)
     count = len(written(tmp_path))
     loss.backward()
@@ -307,7 +298,6 @@ def test_autocast_and_compiled_functions_give_what_they_give_in_memory(way, tmp_
 
 def test_the_innermost_block_decides_folder_and_size(tmp_path):
     x = torch.ones(1000, requires_grad=True)
-
     with offload.training.offload_activations(offload_dir=tmp_path / "outer", min_bytes=1):
         shared = x * 2
         loss = shared.sin().sum()

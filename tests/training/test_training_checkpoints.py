@@ -56,7 +56,6 @@ def test_resumed_training_equals_uninterrupted_training(was_on_disk, on_disk, tm
     train(model, optimizer)
     offload.training.save_training(model, tmp_path, optimizer)
     expected = train(model, optimizer)
-
     model = offload.disk_offload(network()) if on_disk else network()
     optimizer = adamw(model, on_disk)
     random.random(), np.random.rand(), torch.rand(1)
@@ -369,7 +368,6 @@ DRIVER = """
 def test_a_run_killed_at_any_moment_has_the_losses_of_an_uninterrupted_one(quick_folder):
     """The first one has just saved. `test_crashes` kills at each call of a save."""
     kills, steps = amount("kills", (2, 60), (500, 6000))
-
     found = json.loads(run_script(DRIVER, quick_folder, kills, steps))
 
     assert 0 == found["wrong"]

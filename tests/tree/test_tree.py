@@ -146,7 +146,6 @@ def test_saved_trees_come_back(tmp_path, tree):
 
 def test_tensors_come_back_as_offloaded_ones_over_readable_files(tmp_path):
     save_tree({"model": [{"weight": torch.ones(2)}], 3: torch.zeros(1)}, tmp_path)
-
     tree = load_tree(tmp_path)
 
     weight = tree["model"][0]["weight"]
@@ -162,7 +161,6 @@ def test_strides_parameters_and_requires_grad_are_kept(tmp_path):
     parameters = [torch.nn.Parameter(torch.ones(1), requires_grad) for requires_grad in (True, False)]
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     trained = torch.ones(1, requires_grad=True)
-
     save_tree([*parameters, trained, image, trained * 2], tmp_path)
 
     found = load_tree(tmp_path)
@@ -174,7 +172,6 @@ def test_strides_parameters_and_requires_grad_are_kept(tmp_path):
 
 def test_a_shared_tensor_is_stored_once_and_is_one_again(tmp_path):
     weight = torch.nn.Parameter(torch.randn(3, 2))
-
     save_tree({"a": weight, "b": [weight, weight.detach()], "other": weight.clone()}, tmp_path)
 
     tree = load_tree(tmp_path)
@@ -209,7 +206,6 @@ def test_quantized_weights_are_kept(tmp_path):
     linear = torch.nn.Linear(64, 32)
     quantize_(linear, Int8WeightOnlyConfig())
     offloaded = OffloadedTensor.from_original_tensor(linear.weight.detach(), "w")
-
     save_tree({"plain": linear.weight.detach(), "offloaded": offloaded}, tmp_path)
 
     tree, inputs = load_tree(tmp_path), torch.randn(2, 64)
@@ -222,7 +218,6 @@ def test_the_outputs_of_transformers_are_dataclasses(tmp_path):
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     output = CausalLMOutputWithPast(logits=torch.ones(2, 3), hidden_states=(torch.zeros(1), torch.ones(1)))
-
     save_tree(output, tmp_path)
 
     found = load_tree(tmp_path, types=[CausalLMOutputWithPast])
@@ -244,7 +239,6 @@ def test_a_class_that_was_not_given_is_an_error_with_the_way_out(tmp_path):
 def test_a_registered_class_need_not_be_given(tmp_path, monkeypatch):
     monkeypatch.setattr("offload.storage.subclasses._REGISTERED", {})
     save_tree(Point(1, 2), tmp_path)
-
     offload.register_subclass(Point)
 
     assert Point(1, 2) == load_tree(tmp_path)
@@ -278,7 +272,6 @@ def test_fields_that_are_computed_come_back_as_they_were(tmp_path):
     batch, frozen = Batch(1), Frozen(2)
     batch.total = 5
     object.__setattr__(frozen, "computed", torch.ones(2))
-
     save_tree([batch, frozen], tmp_path)
 
     assert same([batch, frozen], load_tree(tmp_path, types=[Batch, Frozen]))
@@ -377,7 +370,6 @@ def test_a_second_save_replaces_the_tree_and_keeps_what_it_shares(tmp_path):
     tree["a"] += 5
     del tree["c"]
     kept = tree["b"].offload_path.stat()
-
     save_tree({"moved": tree["b"], **tree}, tmp_path)
 
     assert same({"moved": torch.ones(2), "a": torch.full((2,), 5.0), "b": torch.ones(2)}, load_tree(tmp_path))
@@ -388,7 +380,6 @@ def test_a_second_save_replaces_the_tree_and_keeps_what_it_shares(tmp_path):
 def test_a_write_to_a_loaded_tensor_leaves_the_saved_tree(tmp_path):
     save_tree([torch.zeros(2)], tmp_path / "tree")
     before = contents(tmp_path / "tree")
-
     tree = load_tree(tmp_path / "tree", offload_dir=tmp_path / "copies")
     tree[0] += 1
 
@@ -431,7 +422,6 @@ def test_other_files_in_the_folder_are_left(tmp_path):
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "notes.safetensors").write_text("mine")
     before = contents(tmp_path)
-
     save_tree([torch.zeros(1)], tmp_path)
     save_tree([torch.zeros(2)], tmp_path)
 
@@ -570,7 +560,6 @@ def test_links_to_folders_of_others_are_left_alone(tmp_path):
     save_tree({"x": torch.ones(2)}, tmp_path / "other")
     save_tree({"x": torch.zeros(2)}, tmp_path / "tree")
     (tmp_path / "tree" / "2").symlink_to(tmp_path / "other" / "1")
-
     save_tree({"x": torch.zeros(3)}, tmp_path / "tree")
 
     assert load_tree(tmp_path / "other")["x"].tolist() == [1.0, 1.0]
