@@ -1,7 +1,5 @@
 """Arguments that name files, amounts, devices or values get anything: no file is harmed, and errors are clear."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Budgets with real files: what stays, what is dropped, and that values are always right."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Code that comes with a model runs only if that was asked for, whatever standard input says."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -5,8 +5,6 @@ killed leaves nothing half done. Ctrl-C at any point leaves torch unchanged. A p
 place. The acts are in `tests/acts.py`; the crashes in `tests/crashes.py`, `interrupts.py`, `storms.py`, `power_cut.py`.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

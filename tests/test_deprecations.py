@@ -1,7 +1,5 @@
 """The package uses no name that torch or transformers is about to take away."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.acts_of_neighbours import inputs_in

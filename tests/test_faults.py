@@ -1,7 +1,5 @@
 """What cuts acts short in other tests does it at exactly the right calls."""
 
-from __future__ import annotations
-
 import errno
 import os
 

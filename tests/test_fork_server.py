@@ -1,7 +1,5 @@
 """A fork of the server is like a Python process of its own, and does not harm the server."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """On a full disk nothing half-loaded claims to be complete, and values that can't be replaced are kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file

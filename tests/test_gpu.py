@@ -1,7 +1,5 @@
 """`make gpu`: all of it goes through on the stand-in, and errors are in the result."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Other libraries, while another thread imports them."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Thousands of tensors need no descriptors and leave nothing; memory is measured as the kernel sees it."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

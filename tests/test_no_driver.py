@@ -1,7 +1,5 @@
 """A build of torch for CUDA on a machine without a driver: everything runs on the CPU, as with a build for it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory and reads while a block runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ The requirements of torch are those of its builds for x86-64, of the public inde
 build for the CPU alone asks for less. Those of all else are in the metadata of what is installed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The documentation site: complete, consistent, and usable offline."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import re

@@ -1,7 +1,5 @@
 """Figures in the README's table match the result files."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import reduce

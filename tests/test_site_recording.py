@@ -1,7 +1,5 @@
 """The terminal recording in the README is what `python -m bench.recording` draws from its record."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 

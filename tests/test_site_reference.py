@@ -1,7 +1,5 @@
 """The reference: the docstring of each public name says what it returns, and has an example."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What is inside of transformers is reached through one module, and what a release takes away is reported properly."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Known traps for tensors over files, numbered as in DESIGN 7. (18 to 23 are in `tests/storage`.)"""
 
-from __future__ import annotations
-
 import gc
 import io
 import pickle

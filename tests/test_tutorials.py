@@ -1,7 +1,5 @@
 """The code on the pages runs, and prints what they show. So do the examples in docstrings."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import subprocess

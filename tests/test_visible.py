@@ -1,7 +1,5 @@
 """Control characters in names from files are visible: in errors, in reports, and in what commands print."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Weak containers, which raise an error if one thread changes them while another iterates over them."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import weakref

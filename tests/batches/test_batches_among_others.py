@@ -1,7 +1,5 @@
 """Batches in lockstep, beside others' tensors, processes, warnings, and the compiler."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import multiprocessing

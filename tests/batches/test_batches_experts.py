@@ -1,7 +1,5 @@
 """Experts that are joined from several values: what stays in memory for all batches is looked up once a block."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """How much many batches read, and hold in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

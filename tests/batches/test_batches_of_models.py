@@ -1,7 +1,5 @@
 """Models of transformers, diffusers and sentence-transformers give the same results in lockstep as one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is computed from stored values is computed once for all batches at a block."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

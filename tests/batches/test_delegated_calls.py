@@ -1,7 +1,5 @@
 """Blocks compute in the iterating thread, where the state of a batch's thread can be carried over."""
 
-from __future__ import annotations
-
 import contextvars
 import inspect
 import threading

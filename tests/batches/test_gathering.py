@@ -1,7 +1,5 @@
 """Experts of several batches are one act, and each batch gets the bits that it gets alone."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """Batches in lockstep give the same results as one by one, and leave nothing behind."""
 
-from __future__ import annotations
-
 import contextvars
 import gc
 import random

@@ -1,7 +1,5 @@
 """Mixtures of experts on two ranks: each rank has a part of each expert, or some experts completely."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

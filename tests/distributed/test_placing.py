@@ -1,7 +1,5 @@
 """The shard of each of up to 64 ranks, computed in one process: the same as torch's."""
 
-from __future__ import annotations
-
 import itertools
 import os
 

@@ -1,7 +1,5 @@
 """torch.distributed models from disk: each rank has a view of the checkpoint, and the numbers are the same."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Two ranks with the same folder: a name in it belongs to one rank, and what is passed is visible to both."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

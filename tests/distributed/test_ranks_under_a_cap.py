@@ -1,7 +1,5 @@
 """Ranks whose shards are four times their memory load, run and save within that of two values and a little."""
 
-from __future__ import annotations
-
 import json
 
 import torch

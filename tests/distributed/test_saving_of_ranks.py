@@ -1,7 +1,5 @@
 """Ranks save with DCP what they share, also while it changes; what a rank has whole, it saves itself."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

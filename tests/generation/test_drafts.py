@@ -1,7 +1,5 @@
 """Drafts for models on disk: the text is the one without them, and `generate` is transformers' own, by position too."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Each field of a request is followed, or changes no answer, or is refused by its name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet

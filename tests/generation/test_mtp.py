@@ -1,7 +1,5 @@
 """Layers with which a checkpoint drafts for its own model: on disk, and as transformers has them in memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

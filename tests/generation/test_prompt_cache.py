@@ -1,7 +1,5 @@
 """Kept prompts: the same tokens as without, from fewer computed; never those of another model or prompt."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a request says, in tokens: all of its text, in the form that the chat template reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The text of an answer, token by token, is that of all its tokens."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that accelerate has dispatched are refused; models on disk are passed to accelerate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The table below has every combination: what must come of it is the model with the adapter, or an error with a way out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

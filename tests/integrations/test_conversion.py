@@ -1,7 +1,5 @@
 """Checkpoints whose names and formats differ from the model's: fused experts, casts, quantized weights."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory and disk use when loading and saving fused experts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Device maps in practice: on disk, in memory and left out, in one model."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

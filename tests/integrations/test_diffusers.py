@@ -1,7 +1,5 @@
 """Models and pipelines of diffusers, their weights on disk."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

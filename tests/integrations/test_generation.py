@@ -1,7 +1,5 @@
 """What users do around generation, with weights on disk: the same as with the model in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

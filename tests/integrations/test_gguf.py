@@ -1,7 +1,5 @@
 """Models in GGUF files: the same as plain transformers loads, over the blocks in the file."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import shutil

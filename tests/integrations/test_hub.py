@@ -1,7 +1,5 @@
 """Downloads from the hub: safetensors if there are any, else .bin, and never code."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any

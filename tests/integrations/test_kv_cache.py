@@ -1,7 +1,5 @@
 """Keys and values on disk give bit for bit the same as transformers' own cache in memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

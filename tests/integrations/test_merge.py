@@ -1,7 +1,5 @@
 """Adapters merged into bases on disk: the same as peft in memory, one value at a time, and only once."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

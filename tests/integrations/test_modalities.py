@@ -3,8 +3,6 @@
 `tests/integrations/test_architectures.py` has models for images alone, and for sound.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Other libraries' trainers have model, optimizer state and activations there; ins
 adapters and whole models are.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

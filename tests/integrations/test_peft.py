@@ -1,7 +1,5 @@
 """Adapters of peft over a model on disk: trained, saved, loaded, merged into files of their own."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """torchao's `quantize_` on disk: the same model as in memory, also saved and loaded again."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

@@ -1,7 +1,5 @@
 """The page about Ray runs if Ray is installed; the tests don't require it, as it is large."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

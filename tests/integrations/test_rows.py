@@ -1,7 +1,5 @@
 """Files and tables of other formats become rows of a cache, bit for bit, one batch at a time."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

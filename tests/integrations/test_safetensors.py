@@ -1,7 +1,5 @@
 """safetensors and huggingface_hub save and load models on disk with their own functions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

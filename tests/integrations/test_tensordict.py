@@ -1,7 +1,5 @@
 """tensordict: its folders open here in place, ours open there, and offloaded tensors work as leaves."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

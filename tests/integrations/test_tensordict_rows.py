@@ -1,7 +1,5 @@
 """TensorDicts and their folders: as rows of a cache, sparse, written through, and with failing calls."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

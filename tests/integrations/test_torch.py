@@ -1,7 +1,5 @@
 """What torch does with whole models: parametrizations, pruning, averaging, vectors, distributed checkpoints."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from tempfile import TemporaryDirectory

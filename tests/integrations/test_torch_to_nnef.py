@@ -1,7 +1,5 @@
 """torch_to_nnef: its exporter accepts our models in the ways shown on the page."""
 
-from __future__ import annotations
-
 import copy
 import tarfile
 

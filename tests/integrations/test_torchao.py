@@ -1,7 +1,5 @@
 """Weights quantized by torchao are stored as they are, compute as in memory, and are restored."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

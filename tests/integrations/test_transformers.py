@@ -1,7 +1,5 @@
 """transformers models on disk."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

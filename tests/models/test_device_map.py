@@ -1,7 +1,5 @@
 """Which tensor goes where."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

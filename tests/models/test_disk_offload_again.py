@@ -1,7 +1,5 @@
 """A model already on disk moves to a newly named folder; one held by another library is refused."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

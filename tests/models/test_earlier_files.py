@@ -1,7 +1,5 @@
 """A file left by an earlier tensor is replaced on request, and by functions that own a whole folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

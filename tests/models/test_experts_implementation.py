@@ -1,7 +1,5 @@
 """Experts on disk are one act by default; `experts_implementation="offload"` asks for it."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Filling models from checkpoints."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

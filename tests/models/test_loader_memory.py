@@ -1,7 +1,5 @@
 """Memory and disk writes when loading a large checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

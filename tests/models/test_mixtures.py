@@ -1,7 +1,5 @@
 """Mixtures of experts from disk, with every implementation of experts, and every way of storing them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

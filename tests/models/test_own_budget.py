@@ -1,7 +1,5 @@
 """A model's own budget: it has all of the model's values, and what replaces them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Writing checkpoints: what safetensors readers find, and what is there after a failure."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import json

@@ -1,7 +1,5 @@
 """`store=True`: recipes are computed once, into files that later loads use."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

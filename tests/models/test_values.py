@@ -1,7 +1,5 @@
 """Values are replaced one at a time, each once, and a stopped run can be resumed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

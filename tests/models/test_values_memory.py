@@ -1,7 +1,5 @@
 """Quantizing a checkpoint with the memory for one weight, killed half-way and resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Inside `offloading`, large results are on disk and equal to those in memory; nothing else changes."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

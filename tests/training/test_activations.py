@@ -1,7 +1,5 @@
 """Tensors saved by autograd go to disk and back: gradients, errors and lifetimes are those of plain tensors."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

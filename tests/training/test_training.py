@@ -1,7 +1,5 @@
 """Optimizers with their state on disk make the same steps as in memory, with less memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
