@@ -248,6 +248,9 @@ def saved_model(folder: Path, **options: Any) -> Path:
     return folder
 
 
+saved_in_shards = partial(saved_model, max_shard_size=100)
+
+
 def saved_bin(folder: Path) -> Path:
     folder.mkdir(parents=True)
     torch.save(network().state_dict(), folder / "pytorch_model.bin")
@@ -349,9 +352,7 @@ MODELS = {
     "load_file": Act(others_file, lambda path: offload.load_file(path)["w"].sum(), crashes=READS),
     "load_file, pickled": Act(pickled, offload.load_file, crashes=WRITES - {POWER_CUT}),
     "load_checkpoint_and_dispatch": Act(saved_model, dispatched, crashes=READS),
-    "load_checkpoint_and_dispatch, shards": Act(
-        lambda at: saved_model(at, max_shard_size=100), dispatched, crashes=READS
-    ),
+    "load_checkpoint_and_dispatch, shards": Act(saved_in_shards, dispatched, crashes=READS),
     "load_checkpoint_and_dispatch, pickled": Act(saved_bin, dispatched, crashes=READS),
     "load_checkpoint_and_dispatch, stored": Act(
         saved_model,
@@ -367,9 +368,8 @@ MODELS = {
     "map_batches": Act(lambda folder: offload.disk_offload(network(), folder), mapped_batches, crashes=TOGETHER),
     "save_checkpoint": Act(same, saves(None), changes=RANDOM),
     "save_checkpoint, shards over one": Act(saved_model, saves(100), one_or_the_other, changes=RANDOM),
-    "save_checkpoint, one over shards": Act(
-        lambda at: saved_model(at, max_shard_size=100), saves(None), one_or_the_other, changes=RANDOM
-    ),
+    "save_checkpoint, one over shards": Act(saved_in_shards, saves(None), one_or_the_other, changes=RANDOM),
+    "save_checkpoint, shards over shards": Act(saved_in_shards, saves(100), one_or_the_other, changes=RANDOM),
     "map_values": Act(numbers, mapped_once, each_is_once_or_twice),
     "convert_checkpoint": Act(checkpoint, lambda at: converted(at, dtype=torch.float64), nothing_or_whole),
     "convert_checkpoint, to values": Act(

@@ -1,7 +1,5 @@
 """Amounts of memory mean the same everywhere."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

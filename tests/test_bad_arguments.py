@@ -1,7 +1,5 @@
 """Arguments that name files, amounts, devices or values get anything: no file is harmed, and errors are clear."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -21,47 +19,15 @@ from offload.generation import PromptCache
 from offload.integrations import tensordict
 from tests.engines import settled
 
-ANYTHING = {
-    "None": None,
-    "0": 0,
-    "5": 5,
-    "-1": -1,
-    "1.5": 1.5,
-    "nan": float("nan"),
-    "inf": float("inf"),
-    "huge": 10**30,
-    "True": True,
-    "complex": 1j,
-    "empty text": "",
-    "text": "nope",
-    "NUL": "\0",
-    "long text": "a" * 5000,
-    "half a character": "\udcff",
-    "bytes": b"x",
-    "list": [],
-    "list of text": ["a"],
-    "list of None": [None],
-    "tuple": (1, 2),
-    "dict": {},
-    "dict of numbers": {1: 2},
-    "dict of text": {"a": "b"},
-    "dict of tensors": {"a": torch.ones(2)},
-    "tensor": torch.ones(2, 3),
-    "scalar": torch.tensor(1.5),
-    "meta": torch.empty(2, device="meta"),
-    "sparse": torch.eye(2).to_sparse(),
-    "dtype": torch.int8,
-    "module": nn.Linear(2, 2),
-    "class": nn.Linear,
-    "object": object(),
-    "function": lambda *_: None,
-    "file": Path("file"),
-    "folder": Path("folder"),
-    "no such": Path("no such"),
-    "below a file": Path("file/x"),
-    "FIFO": Path("fifo"),
-    "device that is not there": "cuda:77",
-}
+ANYTHING: dict[str, Any] = {"None": None, "0": 0, "5": 5, "-1": -1, "1.5": 1.5, "nan": float("nan"), "huge": 10**30}
+ANYTHING |= {"inf": float("inf"), "True": True, "complex": 1j, "empty text": "", "text": "nope", "NUL": "\0"}
+ANYTHING |= {"long text": "a" * 5000, "half a character": "\udcff", "bytes": b"x", "list": [], "list of text": ["a"]}
+ANYTHING |= {"list of None": [None], "tuple": (1, 2), "dict": {}, "dict of numbers": {1: 2}, "dict of text": {"a": "b"}}
+ANYTHING |= {"dict of tensors": {"a": torch.ones(2)}, "tensor": torch.ones(2, 3), "scalar": torch.tensor(1.5)}
+ANYTHING |= {"meta": torch.empty(2, device="meta"), "sparse": torch.eye(2).to_sparse(), "dtype": torch.int8}
+ANYTHING |= {"module": nn.Linear(2, 2), "class": nn.Linear, "object": object(), "function": lambda *_: None}
+ANYTHING |= {"file": Path("file"), "folder": Path("folder"), "no such": Path("no such"), "FIFO": Path("fifo")}
+ANYTHING |= {"below a file": Path("file/x"), "device that is not there": "cuda:77"}
 
 
 def model() -> nn.Module:
@@ -107,9 +73,21 @@ def with_cache(act: Callable[[TensorCache], Any]) -> None:
 def llama_config() -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=5, head_dim=8
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaConfig(**sizes, vocab_size=5, head_dim=8)
+
+
+def filled(**options: Any) -> Any:
+    return offload.load_checkpoint_in_model(model(), "model.safetensors", **options)
+
+
+def dispatched(**options: Any) -> Any:
+    return offload.load_checkpoint_and_dispatch(model(), "model.safetensors", **options)
+
+
+def appended(**columns: Any) -> None:
+    row = {"x": torch.ones(1), "r": [torch.ones(1)], "j": [1], **columns}
+    with_cache(lambda cache: cache.append(row))
 
 
 def pretrained(name: Any, **options: Any) -> Any:
@@ -134,12 +112,7 @@ def make_llama() -> None:
     LlamaForCausalLM(llama_config()).save_pretrained("llama")
 
 
-MAKES = {
-    "from_pretrained": make_llama,
-    "plan": make_llama,
-    "load_memmap": lambda: a_tensordict().memmap("memmap"),
-}
-
+MAKES = {"load_memmap": lambda: a_tensordict().memmap("memmap"), "from_pretrained": make_llama, "plan": make_llama}
 
 # Public calls, by argument.
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -165,30 +138,14 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "disk_offload(offload_dir)": lambda bad: offload.disk_offload(model(), bad),
     "disk_offload(execution_device)": lambda bad: offload.disk_offload(model(), execution_device=bad),
     "load_checkpoint_in_model(checkpoint)": lambda bad: offload.load_checkpoint_in_model(model(), bad),
-    "load_checkpoint_in_model(device_map)": lambda bad: offload.load_checkpoint_in_model(
-        model(), "model.safetensors", bad
-    ),
-    "load_checkpoint_in_model(offload_dir)": lambda bad: offload.load_checkpoint_in_model(
-        model(), "model.safetensors", offload_dir=bad
-    ),
-    "load_checkpoint_and_dispatch(device_map)": lambda bad: offload.load_checkpoint_and_dispatch(
-        model(), "model.safetensors", bad
-    ),
-    "load_checkpoint_and_dispatch(a device of the map)": lambda bad: offload.load_checkpoint_and_dispatch(
-        model(), "model.safetensors", {"": bad}
-    ),
-    "load_checkpoint_and_dispatch(max_memory)": lambda bad: offload.load_checkpoint_and_dispatch(
-        model(), "model.safetensors", max_memory=bad
-    ),
-    "load_checkpoint_and_dispatch(auto, max_memory)": lambda bad: offload.load_checkpoint_and_dispatch(
-        model(), "model.safetensors", "auto", max_memory=bad
-    ),
-    "load_checkpoint_and_dispatch(an amount of max_memory)": lambda bad: offload.load_checkpoint_and_dispatch(
-        model(), "model.safetensors", max_memory={"cpu": bad}
-    ),
-    "load_checkpoint_and_dispatch(read_ahead)": lambda bad: offload.load_checkpoint_and_dispatch(
-        model(), "model.safetensors", read_ahead=bad
-    ),
+    "load_checkpoint_in_model(device_map)": lambda bad: filled(device_map=bad),
+    "load_checkpoint_in_model(offload_dir)": lambda bad: filled(offload_dir=bad),
+    "load_checkpoint_and_dispatch(device_map)": lambda bad: dispatched(device_map=bad),
+    "load_checkpoint_and_dispatch(a device of the map)": lambda bad: dispatched(device_map={"": bad}),
+    "load_checkpoint_and_dispatch(max_memory)": lambda bad: dispatched(max_memory=bad),
+    "load_checkpoint_and_dispatch(auto, max_memory)": lambda bad: dispatched(device_map="auto", max_memory=bad),
+    "load_checkpoint_and_dispatch(an amount of max_memory)": lambda bad: dispatched(max_memory={"cpu": bad}),
+    "load_checkpoint_and_dispatch(read_ahead)": lambda bad: dispatched(read_ahead=bad),
     "map_values(a value)": lambda bad: offload.map_values(lambda _, t: t, {"w": bad}, progress=False),
     "offloading(offload_dir)": lambda bad: entered(offload.offloading(bad)),
     "offloading(min_bytes)": lambda bad: entered(offload.offloading(min_bytes=bad)),
@@ -239,15 +196,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "TensorCache[...] = JSON": lambda bad: with_cache(lambda cache: cache.__setitem__(0, {"j": bad})),
     "TensorCache[bad] = values": lambda bad: with_cache(lambda cache: cache.__setitem__(bad, COLUMN)),
     "TensorCache.append(values)": lambda bad: with_cache(lambda cache: cache.append(bad)),
-    "TensorCache.append(a column)": lambda bad: with_cache(
-        lambda cache: cache.append({"x": bad, "r": [torch.ones(1)], "j": [1]})
-    ),
-    "TensorCache.append(a ragged column)": lambda bad: with_cache(
-        lambda cache: cache.append({"x": torch.ones(1), "r": bad, "j": [1]})
-    ),
-    "TensorCache.append(JSON)": lambda bad: with_cache(
-        lambda cache: cache.append({"x": torch.ones(1), "r": [torch.ones(1)], "j": bad})
-    ),
+    "TensorCache.append(a column)": lambda bad: appended(x=bad),
+    "TensorCache.append(a ragged column)": lambda bad: appended(r=bad),
+    "TensorCache.append(JSON)": lambda bad: appended(j=bad),
     "TensorCache.to_disk(path)": lambda bad: TensorCache(COLUMN).to_disk(bad),
     "cache_from(source)": lambda bad: offload.integrations.cache_from(bad).close(),
     "cache_from(folder)": lambda bad: offload.integrations.cache_from(COLUMN, bad).close(),

@@ -1,7 +1,5 @@
 """Code that comes with a model runs only if that was asked for, whatever standard input says."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable
@@ -98,11 +96,8 @@ def requests_beside(folder: Path) -> Path:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("change", [with_all, with_config_alone, with_model_alone])
-def test_code_does_not_run_unasked(
-    call: str, change: Callable[[Path], None], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_does_not_run_unasked(call, change, folder, capsys):
     change(folder)
-
     with suppress(CheckpointError, SystemExit):
         CALLS[call](folder)
 
@@ -110,14 +105,14 @@ def test_code_does_not_run_unasked(
     assert not (folder.parent / "ran").exists()
 
 
-def test_the_error_says_how_code_is_let_in(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_says_how_code_is_let_in(folder, capsys):
     with pytest.raises(CheckpointError, match="trust_remote_code=True, or --trust-remote-code"):
         offload.from_pretrained(folder)
     assert main(["plan", str(folder), "--disk-rate", "1GB"])
     assert "--trust-remote-code" in capsys.readouterr().err
 
 
-def test_code_that_is_asked_for_runs(folder: Path, tokens: torch.Tensor) -> None:
+def test_code_that_is_asked_for_runs(folder, tokens):
     model = offload.from_pretrained(folder, trust_remote_code=True)
 
     assert "OwnModel" == type(model).__name__
@@ -125,7 +120,7 @@ def test_code_that_is_asked_for_runs(folder: Path, tokens: torch.Tensor) -> None
     assert (2, 7, 96) == model(tokens).logits.shape
 
 
-def test_the_option_of_the_command_lets_code_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_of_the_command_lets_code_run(folder, capsys):
     assert not main(["plan", str(folder), "--disk-rate", "1GB", "--trust-remote-code"])
 
     assert (folder.parent / "ran").exists()
@@ -159,7 +154,7 @@ class Careless(OwnBuffers):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buffers_that_are_in_no_checkpoint_are_those_that_the_code_makes(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_buffers_that_are_in_no_checkpoint_are_those_that_the_code_makes(dtype, tmp_path):
     """transformers leaves them as memory was: here, after other numbers have been in it."""
     config = LlamaConfig(hidden_size=4, num_attention_heads=1, vocab_size=8, dtype=dtype)
     made = OwnBuffers._from_config(config, dtype=dtype)
@@ -167,7 +162,6 @@ def test_buffers_that_are_in_no_checkpoint_are_those_that_the_code_makes(dtype: 
     random = torch.get_rng_state()
     others = [torch.full((size,), 7e7) for size in (3, 4, 6) for _ in range(1000)]
     del others
-
     model = offload.from_pretrained(tmp_path, model_class=OwnBuffers)
 
     expected, found = dict(made.named_buffers()), dict(model.named_buffers())
@@ -178,7 +172,7 @@ def test_buffers_that_are_in_no_checkpoint_are_those_that_the_code_makes(dtype: 
     assert offload.is_offloaded(model.linear.weight)
 
 
-def test_code_that_cannot_make_its_buffers_alone_is_refused_with_their_names(tmp_path: Path) -> None:
+def test_code_that_cannot_make_its_buffers_alone_is_refused_with_their_names(tmp_path):
     config = LlamaConfig(hidden_size=4, num_attention_heads=1, vocab_size=8)
     Careless(config).save_pretrained(tmp_path)
 

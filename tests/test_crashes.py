@@ -5,8 +5,6 @@ killed leaves nothing half done. Ctrl-C at any point leaves torch unchanged. A p
 place. The acts are in `tests/acts.py`; the crashes in `tests/crashes.py`, `interrupts.py`, `storms.py`, `power_cut.py`.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
@@ -58,7 +56,6 @@ def test_a_process_that_is_killed_leaves_the_old_or_the_new_and_what_it_left_goe
 @pytest.mark.parametrize("name", NUMBERED)
 def test_a_writer_killed_at_a_random_moment_leaves_a_whole_value_and_a_reader_never_sees_a_mix(name, private_place):
     kills = amount("kills", 16, 200)
-
     found = survives_kills(NUMBERED[name], private_place, kills)
 
     assert kills // 2 <= found.seen
@@ -149,7 +146,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 def test_files_are_synced_before_they_are_put_in_place(name, log):
     """No file is renamed before its data are on the disk, no folder before all in it; new folders around them stay."""
     root, lines = log
-
     disk = Disk(root / name).follow(lines)
 
     later = _LATER if name.startswith("cache: ") else set()

@@ -1,9 +1,5 @@
 """The package uses no name that torch or transformers is about to take away."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.acts_of_neighbours import inputs_in
@@ -68,11 +64,11 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_deprecated_is_used(way: str, tmp_path: Path) -> None:
+def test_nothing_deprecated_is_used(way, tmp_path):
     run_script(f"{BEFORE}\n    {WAYS[way].strip()}", inputs_in(tmp_path), tmp_path)
 
 
-def test_a_deprecated_name_fails(tmp_path: Path) -> None:
+def test_a_deprecated_name_fails(tmp_path):
     from offload.transformers_api import cache_option
 
     if cache_option() != "cache":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +44,7 @@ def two(value: torch.Tensor) -> TwoTensor:
     ],
     ids=str,
 )
-def test_values_with_the_same_bits_are_equal(expected: Any, found: Any) -> None:
+def test_values_with_the_same_bits_are_equal(expected, found):
     assert_equal(expected, found)
 
 
@@ -78,14 +76,14 @@ def test_values_with_the_same_bits_are_equal(expected: Any, found: Any) -> None:
     ],
     ids=str,
 )
-def test_a_difference_is_reported_with_its_place(expected: Any, found: Any, words: str) -> None:
+def test_a_difference_is_reported_with_its_place(expected, found, words):
     with pytest.raises(AssertionError, match=words):
         assert_equal(expected, found)
 
     assert not is_equal(expected, found)
 
 
-def test_flags_choose_which_differences_count() -> None:
+def test_flags_choose_which_differences_count():
     assert_equal(torch.ones(2, 3), torch.ones(3, 2).t(), strides=False)
     assert_equal(torch.zeros(2), -torch.zeros(2), signed_zeros=False)
     assert_equal(torch.stack([NAN, NAN]), torch.stack([NAN, OTHER_NAN]), nan_bits=False)
@@ -93,7 +91,7 @@ def test_flags_choose_which_differences_count() -> None:
     assert not is_equal(torch.zeros(2), torch.stack([NAN, NAN]), nan_bits=False, signed_zeros=False)
 
 
-def test_a_value_on_disk_is_compared_by_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_on_disk_is_compared_by_its_content(monkeypatch):
     monkeypatch.setattr("offload.storage.subclasses._REGISTERED", {})
     offload.register_subclass(TwoTensor)
     value = torch.randn(3, 4)
@@ -106,9 +104,8 @@ def test_a_value_on_disk_is_compared_by_its_content(monkeypatch: pytest.MonkeyPa
     assert not is_equal(value + 1, stored)
 
 
-def test_a_tiny_checkpoint_is_the_same_each_time_and_leaves_the_generator_alone(tmp_path: Path) -> None:
+def test_a_tiny_checkpoint_is_the_same_each_time_and_leaves_the_generator_alone(tmp_path):
     before = torch.get_rng_state()
-
     first = tiny_checkpoint(tmp_path / "first")
     second = tiny_checkpoint(tmp_path / "second", num_hidden_layers=1)
     again = tiny_checkpoint(tmp_path / "again")

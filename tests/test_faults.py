@@ -1,7 +1,5 @@
 """What cuts acts short in other tests does it at exactly the right calls."""
 
-from __future__ import annotations
-
 import errno
 import os
 
@@ -53,7 +51,6 @@ def test_a_lasting_fault_does_not_affect_removals(tmp_path):
 
 def test_each_kind_of_fault_comes_at_each_line(tmp_path):
     numbers = iter(range(10_000))
-
     found = list(faults.each_failure(lambda: tmp_path / str(next(numbers)), saved))
 
     assert {"EIO", "ENOSPC", "EMFILE", "EACCES"} == {errno.errorcode[failure.code] for failure in found}

@@ -1,7 +1,5 @@
 """A fork of the server is like a Python process of its own, and does not harm the server."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -42,7 +40,6 @@ def test_a_script_finds_what_it_finds_in_an_interpreter_of_its_own():
 
 def test_the_modules_are_those_that_the_imports_of_the_server_load():
     script = f"import sys, {', '.join(IMPORTED)}; print(*sorted(sys.modules))"
-
     forked, fresh = (set(run_script(script, fresh=fresh).split()) for fresh in (False, True))
 
     assert fresh | {"tests"} == forked | {"tests"}
@@ -76,7 +73,6 @@ def test_a_script_ends_like_any_process(tmp_path):
         print("end")
         threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
     """
-
     path, *lines = run_script(script, env={"TMPDIR": str(tmp_path)}).split("\n")
 
     assert ["end", "thread", "at exit"] == lines
@@ -88,7 +84,6 @@ def test_a_module_runs_as_with_python_m(tmp_path):
     (tmp_path / "shown.py").write_text(
         "import sys\nprint(__name__, __spec__.name, sys.argv, sys.stdin.read())\nsys.exit('no')\n"
     )
-
     done = run_module("shown", "word", cwd=tmp_path, given=b"given")
 
     assert f"__main__ shown ['{tmp_path / 'shown.py'}', 'word'] given\n" == done.stdout

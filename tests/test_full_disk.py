@@ -1,9 +1,5 @@
 """On a full disk nothing half-loaded claims to be complete, and values that can't be replaced are kept."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -43,11 +39,10 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
-def test_a_conversion_that_does_not_fit_says_so_and_what_is_there_is_whole(tmp_path: Path, form: str) -> None:
+def test_a_conversion_that_does_not_fit_says_so_and_what_is_there_is_whole(tmp_path, form):
     """Two of eight weights fit; with more room it is done again."""
     weights = {f"{number}.weight": torch.full((512, 512), float(number)) for number in range(8)}
     (save_file if form.endswith("safetensors") else torch.save)(weights, tmp_path / form)  # type: ignore[operator]
-
     said = run_on_a_small_disk(SCRIPT, tmp_path / "small", "1200k", tmp_path / form)
 
     assert "ENOSPC" == said["errno"]
@@ -98,7 +93,7 @@ VALUES = """
 """
 
 
-def test_a_run_stops_on_a_full_disk_and_resumes_with_space_and_a_read_only_disk_is_reported(tmp_path: Path) -> None:
+def test_a_run_stops_on_a_full_disk_and_resumes_with_space_and_a_read_only_disk_is_reported(tmp_path):
     """Three values of 256 KiB on a disk of 1200 KiB; the second one becomes four times as large."""
     said, size = run_on_a_small_disk(VALUES, tmp_path / "small", "1200k"), 1 << 16
 

@@ -1,7 +1,5 @@
 """Damaged files of every kind are read correctly or refused with a proper error, and wrong readers are found."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Public calls leave shared process state alone: random numbers, modes, signals, folders, descriptors."""
 
-from __future__ import annotations
-
 import gc
 import locale
 import logging

@@ -1,11 +1,8 @@
 """`make gpu`: all of it goes through on the stand-in, and errors are in the result."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +12,7 @@ from tests.processes import run_module
 
 @pytest.mark.slow(45)
 @pytest.mark.timeout(3600)  # however busy the machine is
-def test_everything_for_an_accelerator_goes_through_on_the_stand_in(
-    tmp_path: Path, delayed_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_for_an_accelerator_goes_through_on_the_stand_in(tmp_path, delayed_library, monkeypatch):
     """In another process: this one has imported the marked tests, which saw no device. As there, without hypothesis."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     (tmp_path / "missing").mkdir()
@@ -43,7 +38,7 @@ def test_everything_for_an_accelerator_goes_through_on_the_stand_in(
     assert 0 == code
 
 
-def test_the_error_of_a_step_is_in_the_result(tmp_path: Path) -> None:
+def test_the_error_of_a_step_is_in_the_result(tmp_path):
     def fail() -> gpu.Facts:
         raise RuntimeError("no device")
 
@@ -54,7 +49,7 @@ def test_the_error_of_a_step_is_in_the_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("act", [lambda: time.sleep(1000), lambda: os._exit(3)], ids=["hangs", "ends"])
-def test_a_step_that_does_not_answer_is_an_error_in_the_result(tmp_path: Path, act: object) -> None:
+def test_a_step_that_does_not_answer_is_an_error_in_the_result(tmp_path, act):
     found = gpu.in_child(act, tmp_path / "log", 0.3, is_dry=False)  # type: ignore[arg-type]
 
     assert found["error"].startswith(("it was stopped", "it ended without a word"))

@@ -1,7 +1,5 @@
 """Other libraries, while another thread imports them."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Callable
@@ -47,9 +45,7 @@ def _sum(batch: float) -> float:
     "library",
     ["transformers", "transformers.modeling_utils", "tensordict", "torch.distributed.tensor", "torch._dynamo"],
 )
-def test_a_library_that_is_being_imported_defines_nothing_yet(
-    act: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_is_being_imported_defines_nothing_yet(act, library, tmp_path, monkeypatch):
     """From the first moment of an import there is a module, which is empty."""
     if act == "a model is quantized":
         _int8()  # imports torchao, and what that imports, as a whole
@@ -58,18 +54,15 @@ def test_a_library_that_is_being_imported_defines_nothing_yet(
     ACTS[act](tmp_path)
 
 
-def test_a_rank_is_known_while_torch_distributed_is_being_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_is_known_while_torch_distributed_is_being_imported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed", ModuleType("torch.distributed"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-
     OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path)
 
     assert [".offload-ranks"] == [path.name for path in tmp_path.glob(".*")]
 
 
-def test_one_module_looks_into_what_has_been_imported() -> None:
+def test_one_module_looks_into_what_has_been_imported():
     looking = {
         dotted(path)
         for path in MODULES

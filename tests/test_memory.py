@@ -1,13 +1,12 @@
 """Thousands of tensors need no descriptors and leave nothing; memory is measured as the kernel sees it."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json
 import math
 import os
 import subprocess
+from contextlib import suppress
 from types import SimpleNamespace
 
 import psutil
@@ -121,7 +120,6 @@ def test_peak_memory_is_budget_window_and_32_mib(tmp_path):
     weights = {f"{layer}.weight": torch.eye(size).mul_(layer + 1) for layer in range(layers)}
     save_file(weights, path)
     dropped(path)
-
     found = json.loads(run_script(PEAK, path, layers, size, budget, window))
 
     assert [math.factorial(layers) * size] * 4 == found["results"]
@@ -147,7 +145,6 @@ def test_anonymous_memory_is_what_was_allocated_and_not_what_was_mapped(tmp_path
         allocated = np.ones(64 << 20, dtype=np.uint8)
         print(anonymous_bytes() - before)
     """
-
     with_mapping, with_allocation = map(int, run_script(code, tmp_path / "file").split())
 
     assert abs(with_mapping) < 16 << 20
@@ -189,12 +186,17 @@ def own(tmp_path):
 
 
 def test_the_tightest_limit_counts_and_cached_files_are_free_memory(tmp_path, own):
+    """Beyond a limit nothing is free; a path of the host seen from a container ends at what is mounted."""
     stat = "anon 1\nfile 999\ninactive_file 20\nactive_file 5"
     cgroup(tmp_path / "cg" / "a", memory__max=1000, memory__current=400, memory__stat=stat)
     cgroup(tmp_path / "cg" / "a" / "b", memory__max="max", memory__current=100, memory__stat=stat)
     cgroup(tmp_path / "cg" / "a" / "b" / "c", memory__max=5000, memory__current=50, memory__stat=stat)
+    cgroup(tmp_path / "full" / "a", memory__max=100, memory__current=400)
+    cgroup(tmp_path / "inside", memory__max=700, memory__current=400)
 
     assert 1000 - 400 + 25 == cgroup_available(own("0::/a/b/c"), tmp_path / "cg")
+    assert 0 == cgroup_available(own("0::/a"), tmp_path / "full")
+    assert 300 == cgroup_available(own("0::/docker/0123"), tmp_path / "inside")
 
 
 def test_a_cgroup_of_version_1_limits_too(tmp_path, own):
@@ -202,7 +204,6 @@ def test_a_cgroup_of_version_1_limits_too(tmp_path, own):
     files = {"memory__usage_in_bytes": 400, "memory__stat": stat}
     cgroup(tmp_path / "cg" / "memory", memory__limit_in_bytes=2**63 - 4096, **files)
     cgroup(tmp_path / "cg" / "memory" / "a", memory__limit_in_bytes=1000, **files)
-
     found = cgroup_available(own("5:cpu,memory:/a", "4:pids:/x", "0::/"), tmp_path / "cg")
 
     assert 1000 - 400 + 33 == found
@@ -220,26 +221,18 @@ def test_without_a_limit_the_free_memory_of_a_cgroup_is_none(tmp_path, own, line
     assert cgroup_available(tmp_path / "no such file", tmp_path / "cg") is None
 
 
-def test_a_cgroup_beyond_its_limit_has_no_free_memory(tmp_path, own):
-    cgroup(tmp_path / "cg" / "a", memory__max=100, memory__current=400)
-
-    assert 0 == cgroup_available(own("0::/a"), tmp_path / "cg")
-
-
-def test_a_path_of_the_host_seen_from_a_container_ends_at_what_is_mounted(tmp_path, own):
-    cgroup(tmp_path / "cg", memory__max=700, memory__current=400)
-
-    assert 300 == cgroup_available(own("0::/docker/0123"), tmp_path / "cg")
-
-
 def test_available_memory_is_the_smaller_of_free_memory_and_the_cgroups(monkeypatch):
+    """Ranks share the machine's, even if their cgroups are their own."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(memory, "cgroup_available", lambda **_: None)
     free = available_bytes()
-    monkeypatch.setattr(memory, "cgroup_available", lambda **_: 4096)
-
-    assert 4096 == available_bytes()
     assert 0 < free <= psutil.virtual_memory().total
+    monkeypatch.setattr(memory, "cgroup_available", lambda **_: 3000)
+    assert 3000 == available_bytes()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
+
+    assert 2000 == available_bytes()
 
 
 @pytest.mark.parametrize(("said", "ranks"), [("4", 4), ("1", 1), ("0", 1), ("many", 1)])
@@ -274,33 +267,20 @@ def test_ranks_in_one_cgroup_share_its_memory_and_a_rank_alone_has_all_of_it(tmp
     assert [4000, 4000, 4000 // ranks, 2000 // ranks] == [alone, with_child, with_another, nobody_tells]
 
 
-def test_machine_memory_is_shared_by_ranks_whose_cgroups_are_their_own(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
-    monkeypatch.setattr(memory, "cgroup_available", lambda *, ranks: 3000)
-
-    assert 2000 == available_bytes()
-
-
 @pytest.mark.parametrize("was_on", [True, False])
-def test_the_collector_is_off_in_the_block_and_then_as_it_was(was_on: bool) -> None:
-    def look_and_raise() -> None:
-        with uncollected():
-            seen.append(gc.isenabled())
-            raise KeyError
-
+def test_the_collector_is_off_in_the_block_and_then_as_it_was(was_on):
     seen: list[bool] = []
     try:
         if not was_on:
             gc.disable()
-        with pytest.raises(KeyError):
-            look_and_raise()
-        after = gc.isenabled()
+        with suppress(KeyError), uncollected():
+            seen.append(gc.isenabled())
+            raise KeyError
+        seen.append(gc.isenabled())
     finally:
         gc.enable()
 
-    assert [False] == seen
-    assert was_on == after
+    assert [False, was_on] == seen
 
 
 ROWS = """
@@ -339,7 +319,6 @@ ROWS = """
 def test_rows_set_in_place_write_their_own_pages_and_not_the_value(tmp_path, name):
     """Sixteen rows of 16 KiB in a value of 64 MiB; the slack is what the kernel reads around a page in one piece."""
     rows = 16 * 4096 * 4
-
     written = json.loads(run_script(ROWS, tmp_path))[name]
 
     if not written:

@@ -1,11 +1,9 @@
 """A build of torch for CUDA on a machine without a driver: everything runs on the CPU, as with a build for it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
@@ -45,7 +43,7 @@ def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", meeting(INTERRUPT))
-def test_every_public_call_runs(name: str, tmp_path: Path) -> None:
+def test_every_public_call_runs(name, tmp_path):
     call = ACTS[name]
     thing = call.begin(new_folder(tmp_path))
 
@@ -68,28 +66,24 @@ COMMANDS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_runs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(inputs_in(tmp_path))
     Path("new folder").mkdir()
-
     code = main(["--traceback", *COMMANDS[name]])
 
     assert (0, "") == (code, "".join(line for line in capsys.readouterr().err.split("\n") if "NVIDIA" in line))
 
 
 @pytest.mark.parametrize("device_map", ["disk", "auto", "cpu", {"": "disk", "lm_head": "cpu"}])
-def test_models_run_on_the_cpu(device_map: Any, tmp_path: Path) -> None:
+def test_models_run_on_the_cpu(device_map, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model")
     tokens = torch.arange(5)[None]
-
     model = offload.from_pretrained(folder, device_map=device_map)
 
     assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits, model(tokens).logits)
 
 
-def test_an_accelerator_that_is_asked_for_is_an_error_that_names_the_devices(tmp_path: Path) -> None:
+def test_an_accelerator_that_is_asked_for_is_an_error_that_names_the_devices(tmp_path):
     folder = tiny_checkpoint(tmp_path / "model")
 
     with pytest.raises(DeviceError, match=r"no device 'cuda' here: use one of cpu$"):
@@ -98,7 +92,7 @@ def test_an_accelerator_that_is_asked_for_is_an_error_that_names_the_devices(tmp
         offload.from_pretrained(folder, max_memory={"cuda:0": "1GiB"})
 
 
-def test_the_devices_of_a_diagnosis_are_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_devices_of_a_diagnosis_are_empty(tmp_path, capsys):
     assert 0 == main(["doctor", str(tmp_path), "--json"])
 
     assert {} == json.loads(capsys.readouterr().out)["devices"]

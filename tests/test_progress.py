@@ -1,7 +1,5 @@
 """Progress bars don't block anything."""
 
-from __future__ import annotations
-
 from tests.processes import run_script
 
 

@@ -4,8 +4,6 @@ The requirements of torch are those of its builds for x86-64, of the public inde
 build for the CPU alone asks for less. Those of all else are in the metadata of what is installed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -49,10 +47,9 @@ def asked_for(python: str, machine: str, torch: str) -> Iterator[tuple[str, Requ
 @pytest.mark.parametrize("torch", OF_TORCH)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("python", PYTHONS)
-def test_constraints_meet_every_requirement(python: str, machine: str, torch: str) -> None:
+def test_constraints_meet_every_requirement(python, machine, torch):
     pinned = {**PINNED, "torch": torch}
     asked = list(asked_for(python, machine, torch))
-
     unmet = [
         f"{asker} wants {one}, constraints.txt has {version}"
         for asker, one in asked
@@ -65,7 +62,7 @@ def test_constraints_meet_every_requirement(python: str, machine: str, torch: st
 
 
 @pytest.mark.parametrize("torch", OF_TORCH)
-def test_nothing_bounds_what_torch_brings_along(torch: str) -> None:
+def test_nothing_bounds_what_torch_brings_along(torch):
     """A version of triton of our own would leave no build of torch that goes with it."""
     own = {one.name: one for asker, one in asked_for("3.12", "x86_64", torch) if asker == "offload"}
     brought = [Requirement(one).name for one in OF_TORCH[torch] if "Linux" in one]
@@ -74,14 +71,14 @@ def test_nothing_bounds_what_torch_brings_along(torch: str) -> None:
     assert [] == [name for name in brought if name in PINNED or (name in own and own[name].specifier)]
 
 
-def test_a_pinned_triton_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_triton_would_not_fit(monkeypatch):
     monkeypatch.setitem(PINNED, "triton", "3.9.0")
 
     with pytest.raises(AssertionError, match=r"torch wants triton==3\.7\.1"):
         test_constraints_meet_every_requirement("3.12", "x86_64", "2.13.0")
 
 
-def test_dependencies_have_no_upper_bounds() -> None:
+def test_dependencies_have_no_upper_bounds():
     bounds = {name: {part.operator for part in one.specifier} for name, one in DEPENDENCIES.items()}
 
     assert {} == {name: some for name, some in bounds.items() if not some <= {">=", "!="}}
@@ -89,9 +86,8 @@ def test_dependencies_have_no_upper_bounds() -> None:
 
 @pytest.mark.parametrize("torch", [*OF_TORCH, "2.16.0", "3.0.0"])
 @pytest.mark.parametrize("transformers", ["5.24.0", "5.25.1", "6.0.0"])
-def test_releases_that_are_there_stay(torch: str, transformers: str) -> None:
+def test_releases_that_are_there_stay(torch, transformers):
     there = {"torch": torch, "transformers": transformers}
-
     asked = [one for asker, one in asked_for("3.11", "x86_64", "2.13.0") if asker == "offload" and one.name in there]
 
     assert {"torch", "transformers"} == {one.name for one in asked}
@@ -99,9 +95,9 @@ def test_releases_that_are_there_stay(torch: str, transformers: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "tested"), [("torch", torch_api.TESTED), ("transformers", transformers_api.TESTED)])
-def test_the_lowest_release_is_the_lowest_that_is_tested(name: str, tested: tuple[str, ...]) -> None:
+def test_the_lowest_release_is_the_lowest_that_is_tested(name, tested):
     assert f">={tested[0]}" == str(DEPENDENCIES[name].specifier)
 
 
-def test_the_pinned_set_has_the_newest_release_of_transformers_that_is_tested() -> None:
+def test_the_pinned_set_has_the_newest_release_of_transformers_that_is_tested():
     assert PINNED["transformers"].startswith(f"{transformers_api.TESTED[-1]}.")

@@ -1,7 +1,5 @@
 """System calls that fail below all of Python: an error, and no signal."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

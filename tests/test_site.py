@@ -1,7 +1,5 @@
 """The documentation site: complete, consistent, and usable offline."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import re
@@ -66,7 +64,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
 
 
-def test_every_link_within_the_site_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+def test_every_link_within_the_site_leads_somewhere(site, pages):
     lost = []
     for path, page in pages.items():
         for link in page.links:
@@ -81,7 +79,7 @@ def test_every_link_within_the_site_leads_somewhere(site: Path, pages: dict[Path
     assert [] == lost
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
+def test_nothing_is_loaded_from_elsewhere(site, pages):
     elsewhere = {load for page in pages.values() for load in page.loads if urlsplit(load).netloc}
 
     assert set() == elsewhere
@@ -89,13 +87,13 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -
         assert "url(http" not in style.read_text(), style
 
 
-def test_every_public_name_is_in_the_reference_as_users_type_it(pages: dict[Path, Page]) -> None:
+def test_every_public_name_is_in_the_reference_as_users_type_it(pages):
     anchors = {anchor for path, page in pages.items() if "reference" in path.parts for anchor in page.anchors}
 
     assert set() == {name for name, _ in public_names()} - anchors
 
 
-def test_the_reference_names_no_internal_module(pages: dict[Path, Page]) -> None:
+def test_the_reference_names_no_internal_module(pages):
     titles = {
         title
         for path, page in pages.items()
@@ -107,7 +105,7 @@ def test_the_reference_names_no_internal_module(pages: dict[Path, Page]) -> None
     assert not [title for title in titles if title not in dict(public_names())]
 
 
-def test_every_option_of_the_command_line_is_in_the_reference(site: Path) -> None:
+def test_every_option_of_the_command_line_is_in_the_reference(site):
     text = (site / "reference" / "cli" / "index.html").read_text()
 
     for action in _actions(parser()):
@@ -209,10 +207,9 @@ TOO_WIDE = """JSON.stringify([...document.querySelectorAll("pre > code, .md-type
 
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_of_a_page_is_cut(served: Served, pages: dict[Path, Page], width: int) -> None:
+def test_nothing_of_a_page_is_cut(served, pages, width):
     """No code block, heading, chart or page is wider than its container: on a phone, and on a small screen."""
     places = sorted(f"{path.parent.relative_to(served.site)}/".removeprefix("./") for path in pages)
-
     found = in_a_browser(served, places, width, TOO_WIDE)
 
     cut = {place: json.loads(parts) for place, parts in zip(places, found, strict=True)}
@@ -238,9 +235,8 @@ SEARCHED = {
 
 
 @needs_browser
-def test_a_search_leads_to_the_right_page_first(served: Served) -> None:
+def test_a_search_leads_to_the_right_page_first(served):
     first = """document.querySelector(".md-search-result__item > a.md-search-result__link")?.pathname"""
-
     found = in_a_browser(served, [f"?q={quote(words)}" for words in SEARCHED], 1280, first)
 
     assert {words: f"/{place}" for words, place in SEARCHED.items()} == dict(zip(SEARCHED, found, strict=True))
@@ -248,7 +244,7 @@ def test_a_search_leads_to_the_right_page_first(served: Served) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("place", ["", "learn/01-first-tensor/", "reference/offload.budget/"])
-def test_a_browser_opens_a_page_without_errors_or_foreign_requests(served: Served, place: str, tmp_path: Path) -> None:
+def test_a_browser_opens_a_page_without_errors_or_foreign_requests(served, place, tmp_path):
     log = tmp_path / "net.json"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--disable-component-update"]
     done = subprocess.run(

@@ -1,7 +1,5 @@
 """Figures in the README's table match the result files."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import reduce
@@ -269,7 +267,6 @@ ON_A_GPU = [
 def test_a_figure_of_a_gpu_equals_that_of_the_result(page, sentence, keys):
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     found = json.loads((RESULTS / GPU).read_text(encoding="utf-8"))
-
     [said] = re.findall(sentence, text)
 
     figures = (said,) if isinstance(said, str) else said
@@ -280,7 +277,6 @@ def test_a_figure_of_a_gpu_equals_that_of_the_result(page, sentence, keys):
 @pytest.mark.parametrize(("page", "sentence", "sources"), SENTENCES)
 def test_a_figure_in_a_sentence_equals_that_of_the_result(page, sentence, sources):
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-
     [said] = re.findall(sentence, text)
 
     figures = (said,) if isinstance(said, str) else said

@@ -1,7 +1,5 @@
 """The terminal recording in the README is what `python -m bench.recording` draws from its record."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -14,11 +12,11 @@ from tests.processes import ROOT
 PAGES = ["README.md", "tutorials/index.md"]
 
 
-def test_the_drawing_is_made_from_the_record() -> None:
+def test_the_drawing_is_made_from_the_record():
     assert drawn(read()) == DRAWING.read_text(encoding="utf-8")
 
 
-def test_the_model_is_larger_than_the_memory_and_read_from_the_disk() -> None:
+def test_the_model_is_larger_than_the_memory_and_read_from_the_disk():
     record = read()
     _, last = record.screens[-1]
     shown = "".join(last)
@@ -30,7 +28,7 @@ def test_the_model_is_larger_than_the_memory_and_read_from_the_disk() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_with_the_recording_name_its_sizes(page: str) -> None:
+def test_pages_with_the_recording_name_its_sizes(page):
     text, record = (ROOT / page).read_text(encoding="utf-8"), read()
     [about] = [part for part in text.split("\n\n") if "recording.svg" in part]
 
@@ -39,9 +37,8 @@ def test_pages_with_the_recording_name_its_sizes(page: str) -> None:
     assert f"{decimal(record.limit).replace('.0', '')} of memory" in said
 
 
-def test_a_line_is_shown_as_long_as_it_was() -> None:
+def test_a_line_is_shown_as_long_as_it_was():
     screens = [(0.0, ["$ offload"]), (1.0, ["$ offload", "opening"]), (3.5, ["$ offload", "<done>"])]
-
     parts = list(ElementTree.fromstring(drawn(Record("m", 2, 1, 20, screens))).iter("{http://www.w3.org/2000/svg}text"))
 
     assert ["$ offload", "opening", "<done>"] == [part.text for part in parts]
@@ -61,14 +58,13 @@ def test_a_line_is_shown_as_long_as_it_was() -> None:
         ("abc\r\x1b[K", [""]),
     ],
 )
-def test_the_terminal_writes_at_the_cursor(sent: str, lines: list[str]) -> None:
+def test_the_terminal_writes_at_the_cursor(sent, lines):
     terminal = Terminal(4)
-
     terminal.feed(sent)
 
     assert lines == terminal.lines
 
 
-def test_the_terminal_refuses_unknown_sequences() -> None:
+def test_the_terminal_refuses_unknown_sequences():
     with pytest.raises(ValueError, match="not known"):
         Terminal(4).feed("\x1b[5J")

@@ -1,7 +1,5 @@
 """The reference: the docstring of each public name says what it returns, and has an example."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -36,12 +34,12 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", sorted(NAMES.keys() - ERRORS))
-def test_a_public_name_shows_an_example(name: str) -> None:
+def test_a_public_name_shows_an_example(name):
     assert ">>> " in (inspect.getdoc(NAMES[name]) or "")
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *METHODS])
-def test_functions_that_return_something_describe_it(name: str) -> None:
+def test_functions_that_return_something_describe_it(name):
     """Under `Returns`, or `Yields`."""
     value = NAMES.get(name) or METHODS[name]
     gives = inspect.signature(value).return_annotation not in (None, "None", inspect.Signature.empty)

@@ -1,7 +1,5 @@
 """All private names of torch are in one module, and names that torch removes are reported properly."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

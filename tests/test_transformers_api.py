@@ -1,7 +1,5 @@
 """What is inside of transformers is reached through one module, and what a release takes away is reported properly."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator
@@ -47,11 +45,10 @@ def inside(tree: ast.AST, own: set[str], private: set[str]) -> Iterator[str]:
             yield node.attr
 
 
-def test_nothing_inside_of_transformers_is_used_past_the_door() -> None:
+def test_nothing_inside_of_transformers_is_used_past_the_door():
     trees = {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in ELSEWHERE}
     listed = {*" ".join([*ATTRIBUTES.values(), OPTIONAL_ATTRIBUTES]).split()}
     own = own_names(list(trees.values())) - listed
-
     used = {name: set(inside(tree, own, of_their_objects() | listed)) - listed for name, tree in trees.items()}
 
     assert {} == {name: some for name, some in used.items() if some}
@@ -66,11 +63,11 @@ def test_nothing_inside_of_transformers_is_used_past_the_door() -> None:
         "model._prepare_cache_for_generation",
     ],
 )
-def test_the_finder_finds_what_is_inside(line: str) -> None:
+def test_the_finder_finds_what_is_inside(line):
     assert list(inside(ast.parse(line), set(), of_their_objects()))
 
 
-def test_every_name_in_the_door_is_used() -> None:
+def test_every_name_in_the_door_is_used():
     text = "\n".join(path.read_text(encoding="utf-8") for path in ELSEWHERE)
     given = {
         alias.name
@@ -86,31 +83,31 @@ def test_every_name_in_the_door_is_used() -> None:
 
 
 @pytest.mark.parametrize("name", MODULE_OF)
-def test_every_name_in_the_door_is_there(name: str) -> None:
+def test_every_name_in_the_door_is_there(name):
     assert getattr(transformers_api, name) is not None
 
 
-def test_attributes_are_there() -> None:
+def test_attributes_are_there():
     transformers_api.check_attributes.cache_clear()
 
     transformers_api.check_attributes()
 
 
-def test_a_name_that_is_gone_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_gone_is_a_clear_error(monkeypatch):
     monkeypatch.delattr("transformers.cache_utils.DynamicLayer")
 
     with pytest.raises(UnsupportedTransformersError, match=r"transformers \S+ has no DynamicLayer .*: install"):
         from offload.transformers_api import DynamicLayer  # noqa: F401
 
 
-def test_a_module_that_is_gone_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_gone_is_a_clear_error(monkeypatch):
     monkeypatch.setitem(transformers_api.MODULE_OF, "DynamicLayer", "no_such_module")
 
     with pytest.raises(UnsupportedTransformersError, match=r"has no DynamicLayer .*no_such_module"):
         transformers_api.DynamicLayer
 
 
-def test_an_attribute_that_is_gone_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attribute_that_is_gone_is_a_clear_error(monkeypatch):
     transformers_api.check_attributes.cache_clear()
     monkeypatch.setitem(transformers_api.ATTRIBUTES, "GenerationMixin", "_no_such_method")
 
@@ -118,7 +115,7 @@ def test_an_attribute_that_is_gone_is_a_clear_error(monkeypatch: pytest.MonkeyPa
         transformers_api.check_attributes()
 
 
-def test_a_misspelt_name_is_not_taken_for_one_of_transformers() -> None:
+def test_a_misspelt_name_is_not_taken_for_one_of_transformers():
     with pytest.raises(ImportError, match="no_such_name"):
         from offload.transformers_api import no_such_name  # noqa: F401
 
@@ -133,18 +130,18 @@ def later(input_ids: object, cache: object = None) -> None: ...
 
 
 @pytest.mark.parametrize(("takes", "name"), [(earlier, "past_key_values"), (later, "cache"), (print, None)])
-def test_keys_and_values_have_the_name_that_a_signature_says(takes: Any, name: str | None) -> None:
+def test_keys_and_values_have_the_name_that_a_signature_says(takes, name):
     assert name == cache_name(takes)
 
 
-def test_options_hold_keys_and_values_by_either_name() -> None:
+def test_options_hold_keys_and_values_by_either_name():
     assert "cache" == given_cache({"cache": 1, "use_cache": True})
     assert "past_key_values" == given_cache({"past_key_values": 1})
     assert given_cache({"use_cache": True}) is None
 
 
 @torch.no_grad()
-def test_keys_and_values_are_found_in_an_output_by_either_name() -> None:
+def test_keys_and_values_are_found_in_an_output_by_either_name():
     output = LlamaForCausalLM(LlamaConfig(**SIZES))(torch.tensor([[1, 2]]))
 
     assert isinstance(cache_of(output), DynamicCache)

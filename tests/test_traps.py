@@ -1,11 +1,8 @@
 """Known traps for tensors over files, numbered as in DESIGN 7. (18 to 23 are in `tests/storage`.)"""
 
-from __future__ import annotations
-
 import gc
 import io
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +35,7 @@ def plain() -> torch.Tensor:
 # Building the wrapper
 
 
-def test_01_the_wrapper_has_strides_storage_and_target(plain: torch.Tensor) -> None:
+def test_01_the_wrapper_has_strides_storage_and_target(plain):
     """Channels-last convolution uses the same kernel as for plain ones; `as_strided` sees the whole storage."""
     kernel = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last)
     image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
@@ -51,7 +48,7 @@ def test_01_the_wrapper_has_strides_storage_and_target(plain: torch.Tensor) -> N
     assert torch.device("cpu") == offloaded(plain).device
 
 
-def test_02_detach_and_alias_give_the_class(plain: torch.Tensor) -> None:
+def test_02_detach_and_alias_give_the_class(plain):
     """So `nn.Parameter(w)` works, and a parameter stays one through copies and pickles."""
     import copy
 
@@ -64,7 +61,7 @@ def test_02_detach_and_alias_give_the_class(plain: torch.Tensor) -> None:
     assert isinstance(pickle.loads(pickle.dumps(w)), nn.Parameter)
 
 
-def test_02_requires_grad_grad_and_hooks_are_torchs(plain: torch.Tensor) -> None:
+def test_02_requires_grad_grad_and_hooks_are_torchs(plain):
     """They live on the wrapper, and survive `.data =`."""
     w = offloaded(plain).requires_grad_()
     calls: list[Any] = []
@@ -77,7 +74,7 @@ def test_02_requires_grad_grad_and_hooks_are_torchs(plain: torch.Tensor) -> None
     assert calls[0] is w
 
 
-def test_03_views_keep_the_file_and_swap_tensors_works(plain: torch.Tensor) -> None:
+def test_03_views_keep_the_file_and_swap_tensors_works(plain):
     """The file belongs to a handle that tensors share."""
     w = offloaded(plain)
     path, row = w.offload_path, w[0]
@@ -94,7 +91,7 @@ def test_03_views_keep_the_file_and_swap_tensors_works(plain: torch.Tensor) -> N
     assert_equal(plain[0], row)
 
 
-def test_03_only_the_process_that_made_a_file_removes_it(plain: torch.Tensor) -> None:
+def test_03_only_the_process_that_made_a_file_removes_it(plain):
     """Not a forked child that drops its copy."""
     w = offloaded(plain)
 
@@ -107,7 +104,7 @@ def test_03_only_the_process_that_made_a_file_removes_it(plain: torch.Tensor) ->
     assert_equal(plain, w)
 
 
-def test_03_there_is_no_reference_cycle(plain: torch.Tensor) -> None:
+def test_03_there_is_no_reference_cycle(plain):
     """With the collector off, the file goes at once, even after ops, views, a graph and a backward."""
     gc.collect()
     gc.disable()
@@ -123,7 +120,7 @@ def test_03_there_is_no_reference_cycle(plain: torch.Tensor) -> None:
         gc.enable()
 
 
-def test_04_a_parameter_can_be_rebuilt_from_its_class(plain: torch.Tensor) -> None:
+def test_04_a_parameter_can_be_rebuilt_from_its_class(plain):
     """accelerate calls `type(param)(tensor, requires_grad=...)`, with an offloaded or a plain tensor."""
     w = offloaded(plain)
     same, other = type(w)(w, requires_grad=True), type(w)(plain, requires_grad=False)
@@ -145,7 +142,7 @@ def test_04_a_parameter_can_be_rebuilt_from_its_class(plain: torch.Tensor) -> No
         ((torch.ones(2),), {"requires_grad": True, "offload_dir": "values"}),
     ],
 )
-def test_04_the_class_is_not_called_otherwise(given: tuple[Any, ...], named: dict[str, Any]) -> None:
+def test_04_the_class_is_not_called_otherwise(given, named):
     with pytest.raises(ArgumentTypeError, match=r"use OffloadedTensor\.from_original_tensor\(tensor, name\)"):
         OffloadedTensor(*given, **named)
 
@@ -153,7 +150,7 @@ def test_04_the_class_is_not_called_otherwise(given: tuple[Any, ...], named: dic
 # Views and writes
 
 
-def test_05_autograd_saves_the_view_on_disk(plain: torch.Tensor) -> None:
+def test_05_autograd_saves_the_view_on_disk(plain):
     """`F.linear` saves `w.t()` for backward: an offloaded view, not a copy."""
     saved: list[torch.Tensor] = []
     x = torch.randn(2, 8, requires_grad=True)
@@ -164,7 +161,7 @@ def test_05_autograd_saves_the_view_on_disk(plain: torch.Tensor) -> None:
     assert all(offload.is_offloaded(tensor) for tensor in saved if tensor.numel() == 48)
 
 
-def test_06_a_mutating_op_gives_its_argument(plain: torch.Tensor) -> None:
+def test_06_a_mutating_op_gives_its_argument(plain):
     """According to the schema's aliases, at the aten level too, in a tuple too."""
     w, values, indices = (
         offloaded(plain),
@@ -182,7 +179,7 @@ def test_06_a_mutating_op_gives_its_argument(plain: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "change", [lambda w: w.update_values(torch.ones(6, 8)), lambda w: torch.ones(6, 8, out=w), lambda w: w.t_()]
 )
-def test_07_version_counters_move(change: Any, plain: torch.Tensor) -> None:
+def test_07_version_counters_move(change, plain):
     """For the tensor and its views, even where the dispatcher does not do it."""
     w = offloaded(plain)
     view = w.view(48)
@@ -209,7 +206,7 @@ def test_07_version_counters_move(change: Any, plain: torch.Tensor) -> None:
         lambda t: torch.nonzero(torch.ones(2)).float().add_(0),
     ],
 )
-def test_08_size_and_stride_that_change_inside_an_op_are_seen(change: Any, plain: torch.Tensor) -> None:
+def test_08_size_and_stride_that_change_inside_an_op_are_seen(change, plain):
     """The wrapper's metadata follows, and so does its value."""
     w = offloaded(plain.clone())
     change(w)
@@ -220,7 +217,7 @@ def test_08_size_and_stride_that_change_inside_an_op_are_seen(change: Any, plain
     assert plain.flatten()[:known].tolist() == w.flatten()[:known].tolist()
 
 
-def test_09_assigning_data_reaches_the_file(plain: torch.Tensor) -> None:
+def test_09_assigning_data_reaches_the_file(plain):
     """That makes `module.half()` work, and the module stays on disk."""
     module = nn.Linear(8, 6, bias=False)
     module.weight = nn.Parameter(offloaded(plain))
@@ -233,7 +230,7 @@ def test_09_assigning_data_reaches_the_file(plain: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("op", [torch.linalg.matrix_rank, torch.linalg.cond, torch.linalg.pinv, torch.linalg.det])
-def test_10_composite_ops_write_out(op: Any) -> None:
+def test_10_composite_ops_write_out(op):
     """`matrix_rank` and others take another branch for subclasses, and never wrote `out`."""
     matrix = torch.randn(4, 4)
     expected = op(matrix)
@@ -247,7 +244,7 @@ def test_10_composite_ops_write_out(op: Any) -> None:
     "op",
     [torch.linalg.pinv, lambda m: torch.sin(m.conj()), lambda m: m.conj() @ m.mH, lambda m: torch.neg(m.conj().imag)],
 )
-def test_11_lazy_conjugation_and_negation_are_understood(op: Any) -> None:
+def test_11_lazy_conjugation_and_negation_are_understood(op):
     """Inside an op as outside."""
     matrix = torch.randn(4, 4, dtype=torch.complex64)
 
@@ -255,7 +252,7 @@ def test_11_lazy_conjugation_and_negation_are_understood(op: Any) -> None:
 
 
 @pytest.mark.parametrize("op", [torch.ops.aten.pinverse, torch.ops.aten.linalg_pinv, torch.ops.aten.fft_hfft])
-def test_11_lazy_conjugation_is_understood_inside_a_composite_op(op: Any) -> None:
+def test_11_lazy_conjugation_is_understood_inside_a_composite_op(op):
     """In inference mode these arrive whole in Python dispatch, and conjugate inside."""
     matrix = torch.randn(5, 3, dtype=torch.complex64)
 
@@ -263,7 +260,7 @@ def test_11_lazy_conjugation_is_understood_inside_a_composite_op(op: Any) -> Non
         assert_equal(op(matrix), op(offloaded(matrix)))
 
 
-def test_12_tensor_split_takes_an_offloaded_tensor(plain: torch.Tensor) -> None:
+def test_12_tensor_split_takes_an_offloaded_tensor(plain):
     """It reads the indices from memory, below every dispatcher."""
     where = torch.tensor([1, 4])
     pieces = torch.tensor_split(offloaded(plain), offloaded(where, "where"))
@@ -273,7 +270,7 @@ def test_12_tensor_split_takes_an_offloaded_tensor(plain: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
-def test_12_sparse_mm_reduces_offloaded_tensors(reduce: str) -> None:
+def test_12_sparse_mm_reduces_offloaded_tensors(reduce):
     """It reads the dense factor from memory, below every dispatcher; so does its gradient."""
     sparse, dense = torch.randn(5, 6).relu().to_sparse_csr(), torch.randn(6, 3)
     w, p = offloaded(dense).requires_grad_(), dense.clone().requires_grad_()
@@ -284,7 +281,7 @@ def test_12_sparse_mm_reduces_offloaded_tensors(reduce: str) -> None:
     assert_equal(p.grad, w.grad)
 
 
-def test_12_functions_that_read_memory_raise_and_do_not_crash(plain: torch.Tensor) -> None:
+def test_12_functions_that_read_memory_raise_and_do_not_crash(plain):
     """`to_dlpack` can't be overridden; DLPack's protocol works."""
     with pytest.raises(RuntimeError, match="data pointer"):
         torch.utils.dlpack.to_dlpack(offloaded(plain))
@@ -292,7 +289,7 @@ def test_12_functions_that_read_memory_raise_and_do_not_crash(plain: torch.Tenso
     assert_equal(plain, torch.from_dlpack(offloaded(plain)))
 
 
-def test_12_methods_work_when_called_through_torch_tensor(plain: torch.Tensor) -> None:
+def test_12_methods_work_when_called_through_torch_tensor(plain):
     """`torch.Tensor.numpy(w)` is `w.numpy()`."""
     w = offloaded(plain)
 
@@ -303,7 +300,7 @@ def test_12_methods_work_when_called_through_torch_tensor(plain: torch.Tensor) -
 
 
 @in_a_rank
-def test_12_collectives_take_offloaded_tensors_in_lists() -> None:
+def test_12_collectives_take_offloaded_tensors_in_lists():
     """As inputs and as outputs; what is received is in the file."""
     one, two = torch.arange(3.0), torch.arange(3.0) + 5
     w = offloaded(one)
@@ -329,7 +326,7 @@ def test_12_collectives_take_offloaded_tensors_in_lists() -> None:
 
 
 @in_a_rank
-def test_12_a_collective_never_writes_to_a_checkpoint(tmp_path: Path) -> None:
+def test_12_a_collective_never_writes_to_a_checkpoint(tmp_path):
     """The schemas don't say what is written: the tensor is copied to its own file anyway."""
     path = tmp_path / "checkpoint.safetensors"
     safetensors.torch.save_file({"w": torch.zeros(3)}, path)
@@ -346,7 +343,7 @@ def test_12_a_collective_never_writes_to_a_checkpoint(tmp_path: Path) -> None:
 # Pointers, modes, pickles
 
 
-def test_13_every_value_has_a_pointer_of_its_own(plain: torch.Tensor) -> None:
+def test_13_every_value_has_a_pointer_of_its_own(plain):
     """Views share a storage and have their offset in it; other values have other pointers; it lives with the handle."""
     w, other = offloaded(plain), offloaded(plain, "other")
     pointer = w.untyped_storage().data_ptr()
@@ -359,7 +356,7 @@ def test_13_every_value_has_a_pointer_of_its_own(plain: torch.Tensor) -> None:
     assert w.untyped_storage()._cdata != w._guest.untyped_storage()._cdata
 
 
-def test_13_transformers_and_safetensors_see_ties(plain: torch.Tensor) -> None:
+def test_13_transformers_and_safetensors_see_ties(plain):
     """By address and length."""
     from transformers.pytorch_utils import id_tensor_storage
 
@@ -371,7 +368,7 @@ def test_13_transformers_and_safetensors_see_ties(plain: torch.Tensor) -> None:
     assert [{"a", "b"}] == [names for names in tied if len(names) > 1]
 
 
-def test_14_a_default_device_changes_no_values(plain: torch.Tensor) -> None:
+def test_14_a_default_device_changes_no_values(plain):
     """`with torch.device("meta")` affects new tensors only."""
     with torch.device("meta"):
         w = offloaded(plain)
@@ -383,7 +380,7 @@ def test_14_a_default_device_changes_no_values(plain: torch.Tensor) -> None:
     assert_equal(plain[0], results[3])
 
 
-def test_14_under_a_fake_mode_results_are_fake_and_views_are_not(plain: torch.Tensor) -> None:
+def test_14_under_a_fake_mode_results_are_fake_and_views_are_not(plain):
     """The value is mapped outside of the mode; a view created there is valid afterwards."""
     w = offloaded(plain)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -396,7 +393,7 @@ def test_14_under_a_fake_mode_results_are_fake_and_views_are_not(plain: torch.Te
     assert not isinstance(view._view_spec, FakeTensor)
 
 
-def test_14_other_modes_see_the_op(plain: torch.Tensor) -> None:
+def test_14_other_modes_see_the_op(plain):
     """An operation counter counts the same as for a plain tensor."""
     counts = []
     for weight in (plain, offloaded(plain)):
@@ -407,7 +404,7 @@ def test_14_other_modes_see_the_op(plain: torch.Tensor) -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_14_inference_mode_gives_normal_views_of_normal_tensors(plain: torch.Tensor) -> None:
+def test_14_inference_mode_gives_normal_views_of_normal_tensors(plain):
     """They can be trained afterwards; results are inference tensors, as with a plain one."""
     w, p = offloaded(plain).requires_grad_(), plain.clone().requires_grad_()
     with torch.inference_mode():
@@ -421,7 +418,7 @@ def test_14_inference_mode_gives_normal_views_of_normal_tensors(plain: torch.Ten
     assert_equal(torch.sin(plain), result)
 
 
-def test_15_a_wrapper_flattens_to_its_mapping(plain: torch.Tensor) -> None:
+def test_15_a_wrapper_flattens_to_its_mapping(plain):
     """And is rebuilt from it: compile and export use this (`test_compile`)."""
     w = offloaded(plain)
     names, context = w.__tensor_flatten__()
@@ -435,7 +432,7 @@ def test_15_a_wrapper_flattens_to_its_mapping(plain: torch.Tensor) -> None:
         again.name
 
 
-def test_16_torch_save_reduces_to_the_plain_tensor(plain: torch.Tensor) -> None:
+def test_16_torch_save_reduces_to_the_plain_tensor(plain):
     """Pickling for a process is different (`test_processes`)."""
     file = io.BytesIO()
     torch.save(nn.Parameter(offloaded(plain)), file)
@@ -464,7 +461,7 @@ def _quantized(seed: int) -> torch.Tensor:
     return layer.weight.detach()
 
 
-def test_17_a_quantized_weight_computes_as_in_memory(int8: torch.Tensor) -> None:
+def test_17_a_quantized_weight_computes_as_in_memory(int8):
     """Bit for bit: as a tensor, as a parameter, with a bias and with an input on disk, with and without a graph."""
     w, x, bias = offloaded(int8), torch.randn(3, 32), torch.randn(16)
     expected = F.linear(x, int8, bias)
@@ -475,7 +472,7 @@ def test_17_a_quantized_weight_computes_as_in_memory(int8: torch.Tensor) -> None
     assert_equal(w.dequantize(), int8.dequantize())
 
 
-def test_17_gradients_flow_past_a_quantized_weight(int8: torch.Tensor) -> None:
+def test_17_gradients_flow_past_a_quantized_weight(int8):
     """To the input and to a trainable bias, plain or on disk."""
     grads = []
     for weight, wrap in ((int8, nn.Parameter), (offloaded(int8), lambda t: nn.Parameter(offloaded(t, "b")))):
@@ -488,7 +485,7 @@ def test_17_gradients_flow_past_a_quantized_weight(int8: torch.Tensor) -> None:
         assert_equal(expected, actual)
 
 
-def test_17_a_quantized_weight_comes_back_as_its_class(int8: torch.Tensor) -> None:
+def test_17_a_quantized_weight_comes_back_as_its_class(int8):
     """With `materialize`, in its own memory; and from its file."""
     w = offloaded(int8, "q")
     back = w.materialize()
@@ -501,7 +498,7 @@ def test_17_a_quantized_weight_comes_back_as_its_class(int8: torch.Tensor) -> No
     assert torch.equal(int8.dequantize(), w.dequantize())
 
 
-def test_17_update_values_takes_another_quantized_weight(int8: torch.Tensor) -> None:
+def test_17_update_values_takes_another_quantized_weight(int8):
     """Aliases see it; a plain value may follow, too."""
     w = offloaded(int8)
     alias, other = w.detach(), _quantized(1)
@@ -515,7 +512,7 @@ def test_17_update_values_takes_another_quantized_weight(int8: torch.Tensor) -> 
     assert type(int8) is type(w.materialize())
 
 
-def test_17_inplace_functions_replace_the_value(int8: torch.Tensor) -> None:
+def test_17_inplace_functions_replace_the_value(int8):
     """`copy_` returns the tensor itself, and the version increases."""
     w, other = offloaded(int8), _quantized(1)
     before = w._version
@@ -526,7 +523,7 @@ def test_17_inplace_functions_replace_the_value(int8: torch.Tensor) -> None:
     assert torch.equal(other.dequantize(), OffloadedTensor.from_file(w.offload_path).dequantize())
 
 
-def test_17_metadata_and_moves_ask_the_tensor(int8: torch.Tensor) -> None:
+def test_17_metadata_and_moves_ask_the_tensor(int8):
     """Not the value: the file is gone."""
     w = offloaded(int8)
     w.offload_path.unlink()
@@ -539,7 +536,7 @@ def test_17_metadata_and_moves_ask_the_tensor(int8: torch.Tensor) -> None:
     assert w.to("meta").is_meta
 
 
-def test_17_results_do_not_share_memory_with_the_file(int8: torch.Tensor) -> None:
+def test_17_results_do_not_share_memory_with_the_file(int8):
     """A slice of a quantized weight is a separate value of its class; changing it leaves the file alone."""
     w = offloaded(int8)
     part = w[:4]
@@ -549,7 +546,7 @@ def test_17_results_do_not_share_memory_with_the_file(int8: torch.Tensor) -> Non
     assert torch.equal(int8.dequantize(), w.dequantize())
 
 
-def test_17_quantized_weights_have_pointers_of_their_own(int8: torch.Tensor) -> None:
+def test_17_quantized_weights_have_pointers_of_their_own(int8):
     """Zero for all would mean that they are all tied."""
     w, other = offloaded(int8), offloaded(int8, "other")
 
@@ -557,7 +554,7 @@ def test_17_quantized_weights_have_pointers_of_their_own(int8: torch.Tensor) -> 
     assert w.data_ptr() == w.detach().data_ptr()
 
 
-def test_17_a_quantized_module_runs_from_disk(tmp_path: Path) -> None:
+def test_17_a_quantized_module_runs_from_disk(tmp_path):
     """With its parameters offloaded one by one; so do copies and saved states."""
     import copy
 
@@ -577,7 +574,7 @@ def test_17_a_quantized_module_runs_from_disk(tmp_path: Path) -> None:
     assert_equal(expected, offload.materialize(model)(x))
 
 
-def test_17_an_unknown_subclass_is_refused_when_it_is_stored() -> None:
+def test_17_an_unknown_subclass_is_refused_when_it_is_stored():
     """And the error says what to call if it is trusted."""
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -585,7 +582,7 @@ def test_17_an_unknown_subclass_is_refused_when_it_is_stored() -> None:
         offloaded(TwoTensor(torch.ones(2), torch.ones(2)))
 
 
-def test_17_a_registered_subclass_computes_and_trains() -> None:
+def test_17_a_registered_subclass_computes_and_trains():
     """Autograd tracks a trainable value of another class."""
     code = """
         import contextlib, io, torch, offload
@@ -613,7 +610,7 @@ def test_17_a_registered_subclass_computes_and_trains() -> None:
 # Memory and numbers
 
 
-def test_24_our_files_are_aligned(tmp_path: Path, plain: torch.Tensor) -> None:
+def test_24_our_files_are_aligned(tmp_path, plain):
     """To 4096; an unaligned entry of a checkpoint equals a plain tensor with the same alignment."""
     path = tmp_path / "shard.safetensors"
     safetensors.torch.save_file({"a": torch.ones(3, dtype=torch.int8), "w": torch.randn(33, 65)}, path)
@@ -626,51 +623,47 @@ def test_24_our_files_are_aligned(tmp_path: Path, plain: torch.Tensor) -> None:
     assert_equal(F.linear(x, mapped), F.linear(x, w))
 
 
-def test_25_reading_leaves_no_copies_in_memory() -> None:
+def test_25_reading_leaves_no_copies_in_memory():
     """Ops on 64 MB of weights, each under 32 MB, used again and again."""
     code = """
         import torch, torch.nn.functional as F
         from offload import OffloadedTensor
-        def anonymous():
-            with open("/proc/self/status") as lines:
-                return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) >> 10
+        from offload.memory import anonymous_bytes
         weights = [OffloadedTensor.zeros((1024, 1024), name=f"w{i}") for i in range(16)]
         x = torch.ones(1, 1024)
         F.linear(x, weights[0]), weights[0].sum()  # torch's own first imports
-        before = anonymous()
+        before = anonymous_bytes()
         for _ in range(3):
             for w in weights:
                 F.linear(x, w).sum(), w.sum(), w[0] + 1
-        print(anonymous() - before)
+        print(anonymous_bytes() - before >> 20)
     """
 
     assert int(run_script(code)) <= 8
 
 
-def test_26_a_graph_keeps_no_materialized_weights() -> None:
+def test_26_a_graph_keeps_no_materialized_weights():
     """Eight layers of 8 MB, trained without `no_grad`: anonymous memory grows by less than one of them."""
     code = """
         import torch, torch.nn.functional as F
         from offload import OffloadedTensor
-        def anonymous():
-            with open("/proc/self/status") as lines:
-                return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) >> 10
+        from offload.memory import anonymous_bytes
         weights = [OffloadedTensor.zeros((1448, 1448), name=f"w{i}") for i in range(8)]
         x = torch.ones(1, 1448, requires_grad=True)
         F.linear(x, weights[0]).sum().backward()
-        before = anonymous()
+        before = anonymous_bytes()
         y = x
         for w in weights:
             y = F.linear(y, w)
-        held = anonymous() - before
+        held = anonymous_bytes() - before
         y.sum().backward()
-        print(max(held, anonymous() - before))
+        print(max(held, anonymous_bytes() - before) >> 20)
     """
 
     assert int(run_script(code)) < 8
 
 
-def test_27_meta_tensors_do_not_mix_in(plain: torch.Tensor) -> None:
+def test_27_meta_tensors_do_not_mix_in(plain):
     """A meta tensor is not stored, and has no value."""
     w = offloaded(plain)
     with pytest.raises(UnsupportedOpError, match="'w' is on the meta device"):
@@ -682,7 +675,7 @@ def test_27_meta_tensors_do_not_mix_in(plain: torch.Tensor) -> None:
     assert_equal(plain, w)
 
 
-def test_28_the_in_memory_model_is_a_mapping_too(tmp_path: Path) -> None:
+def test_28_the_in_memory_model_is_a_mapping_too(tmp_path):
     """The baseline for offload: safetensors' own loader maps, and gives the same bits."""
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"w": torch.randn(64, 64)}, path)
@@ -695,7 +688,7 @@ def test_28_the_in_memory_model_is_a_mapping_too(tmp_path: Path) -> None:
 # Mistakes of the oldest implementation
 
 
-def test_old_ops_take_tensors_inside_lists(plain: torch.Tensor) -> None:
+def test_old_ops_take_tensors_inside_lists(plain):
     """`torch.cat([w, x])` and nested ones."""
     w = offloaded(plain)
 
@@ -704,7 +697,7 @@ def test_old_ops_take_tensors_inside_lists(plain: torch.Tensor) -> None:
     assert_equal(torch.einsum("ij,kj", [plain, plain]), torch.einsum("ij,kj", [w, plain]))
 
 
-def test_old_inplace_ops_do_not_vanish(plain: torch.Tensor) -> None:
+def test_old_inplace_ops_do_not_vanish(plain):
     """They are in the file."""
     w = offloaded(plain)
     w.mul_(2)
@@ -714,7 +707,7 @@ def test_old_inplace_ops_do_not_vanish(plain: torch.Tensor) -> None:
     assert plain[1, 0].item() * 2 == w[1, 0].item()
 
 
-def test_old_clone_detach_and_data_are_three_things(plain: torch.Tensor) -> None:
+def test_old_clone_detach_and_data_are_three_things(plain):
     """A copy, an alias without a graph, and an alias without the version."""
     w = offloaded(plain).requires_grad_()
     cloned, detached, data = w.clone(), w.detach(), w.data
@@ -727,7 +720,7 @@ def test_old_clone_detach_and_data_are_three_things(plain: torch.Tensor) -> None
     assert (1, 0) == (w._version, data._version)
 
 
-def test_old_a_cast_leaves_the_original(plain: torch.Tensor) -> None:
+def test_old_a_cast_leaves_the_original(plain):
     """`.to(dtype)` is not an assignment."""
     w = offloaded(plain)
     w.to(torch.float16)
@@ -736,7 +729,7 @@ def test_old_a_cast_leaves_the_original(plain: torch.Tensor) -> None:
     assert_equal(plain, w)
 
 
-def test_old_a_parameter_can_require_grad(plain: torch.Tensor) -> None:
+def test_old_a_parameter_can_require_grad(plain):
     """And train."""
     w = nn.Parameter(offloaded(plain))
     w.sum().backward()
@@ -745,7 +738,7 @@ def test_old_a_parameter_can_require_grad(plain: torch.Tensor) -> None:
     assert_equal(torch.ones(6, 8), w.grad)
 
 
-def test_old_hash_fits_eq(plain: torch.Tensor) -> None:
+def test_old_hash_fits_eq(plain):
     """Equal values are different keys; the same tensor is found again."""
     w, other = offloaded(plain), offloaded(plain)
     table = {w: 1}
@@ -755,7 +748,7 @@ def test_old_hash_fits_eq(plain: torch.Tensor) -> None:
     assert hash(w) == id(w)
 
 
-def test_old_pickles_run_no_code(plain: torch.Tensor) -> None:
+def test_old_pickles_run_no_code(plain):
     """The result loads with `weights_only`, and names no class of offload."""
     file = io.BytesIO()
     torch.save({"w": offloaded(plain), "view": offloaded(plain)[0]}, file)

@@ -1,7 +1,5 @@
 """The code on the pages runs, and prints what they show. So do the examples in docstrings."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import subprocess
@@ -89,7 +87,6 @@ def test_every_page_is_in_the_table_of_contents():
 def test_the_examples_in_docstrings_run(path, tmp_path, monkeypatch):
     skip_newer_names(path)
     monkeypatch.chdir(tmp_path)
-
     failed, ran = doctest.testmod(importlib.import_module(dotted(path)))
 
     assert (0, path.read_text().count(">>> ")) == (failed, ran)
@@ -196,7 +193,6 @@ def test_a_text_fence_after_prose_is_not_output(told):
 
 def test_a_fence_that_raises_is_an_error_with_the_line_of_the_page(told):
     page = "# A\n\n```python\na = 1\n```\n\n```python\na += 1\nraise ValueError(a)\n```\n"
-
     said = told(page)
 
     assert said.startswith("line 7: this fence raises\n")

@@ -1,7 +1,5 @@
 """Control characters in names from files are visible: in errors, in reports, and in what commands print."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable
@@ -25,7 +23,7 @@ def is_plain(text: str) -> bool:
     return visible_lines(text) == text
 
 
-def test_visible_text_has_no_control_characters_and_keeps_all_others() -> None:
+def test_visible_text_has_no_control_characters_and_keeps_all_others():
     every = "".join(map(chr, range(0x110000)))
     controls = {character for character in every if visible(character) != character}
 
@@ -39,7 +37,7 @@ def test_visible_text_has_no_control_characters_and_keeps_all_others() -> None:
 @pytest.mark.parametrize(
     "kind", [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, OffloadError)]
 )
-def test_every_error_shows_them(kind: type[OffloadError]) -> None:
+def test_every_error_shows_them(kind):
     texts = [str(kind(f"tensor {NAME}: bad"))]
     if issubclass(kind, OSError):
         texts.append(str(kind(5, f"tensor {NAME}: bad", f"/folder/{NAME}")))
@@ -65,17 +63,16 @@ READING: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("case", READING)
-def test_errors_about_a_file_show_them(case: str, file: Path) -> None:
+def test_errors_about_a_file_show_them(case, file):
     with pytest.raises(OffloadError) as raised:
         READING[case](file)
 
     assert is_plain(str(raised.value))
 
 
-def test_reports_and_their_log_show_them(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_and_their_log_show_them(file, caplog):
     stored = {NAME: torch.ones(2), "weight": torch.ones(1, 2), "bias": torch.ones(1)}
     save_file(stored, file)
-
     report = offload.load_checkpoint_in_model(nn.Linear(2, 1, device="meta"), file)
 
     assert SHOWN in str(report)
@@ -98,16 +95,13 @@ COMMANDS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("case", COMMANDS)
-def test_commands_show_them(
-    case: str, file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_show_them(case, file, capfd, monkeypatch):
     monkeypatch.chdir(file.parent)
     with TensorCache.create("cache", {NAME: (torch.float32, ())}, 2, metadata={NAME: NAME}) as cache:
         cache[:] = {NAME: torch.ones(2)}
     index = {"metadata": {}, "weight_map": {NAME: f"{NAME}.safetensors"}}
     Path("broken").mkdir()
     Path("broken/model.safetensors.index.json").write_text(json.dumps(index))
-
     main(COMMANDS[case])
 
     out, err = capfd.readouterr()
@@ -115,15 +109,13 @@ def test_commands_show_them(
     assert is_plain(out + err)
 
 
-def test_a_cache_shows_them(tmp_path: Path) -> None:
+def test_a_cache_shows_them(tmp_path):
     with TensorCache.create(tmp_path / "cache", {NAME: (torch.float32, ())}, 2) as cache:
         assert SHOWN in repr(cache)
         assert is_plain(repr(cache))
 
 
-def test_a_model_whose_text_has_them_does_not_move_the_cursor(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_text_has_them_does_not_move_the_cursor(capsys, monkeypatch):
     from offload.cli.models import show
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
@@ -132,7 +124,7 @@ def test_a_model_whose_text_has_them_does_not_move_the_cursor(
     assert SHOWN in capsys.readouterr().out
 
 
-def test_the_log_of_the_package_has_a_formatter_that_shows_them() -> None:
+def test_the_log_of_the_package_has_a_formatter_that_shows_them():
     from offload.cli.output import _Visible
 
     record = logging.LogRecord("offload", logging.INFO, "", 0, "%s", (NAME,), None)

@@ -1,7 +1,5 @@
 """Weak containers, which raise an error if one thread changes them while another iterates over them."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import weakref
@@ -68,18 +66,17 @@ def iterated_by(node: ast.AST) -> Iterator[ast.expr]:
         yield node.value
 
 
-def test_places_that_iterate_over_a_weak_container_are_listed() -> None:
+def test_places_that_iterate_over_a_weak_container_are_listed():
     trees = {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
     names: dict[str, set[str]] = defaultdict(set)
     for module, tree in trees.items():
         names[room(module)].update(containers_in(tree))
-
     found = {f"{module}.{place}" for module, tree in trees.items() for place in places_in(tree, names[room(module)])}
 
     assert set(PLACES) == found
 
 
-def test_the_finder_finds_iterations() -> None:
+def test_the_finder_finds_iterations():
     lines = ["class C:", "    def f(self): self.a: weakref.WeakSet[C] = weakref.WeakSet()", "def g(c): list(c.a)"]
     lines += ["def h(c): return [*c.a]", "def i(c): return {x for x in sorted(c.a.values())}", "def j(c): len(c.a)"]
     tree = ast.parse("\n".join(lines))
@@ -145,12 +142,9 @@ def _of_activations(folder: Path) -> None:
     y.backward()
 
 
-def test_a_weak_container_that_is_iterated_changes_under_the_same_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weak_container_that_is_iterated_changes_under_the_same_lock(tmp_path, monkeypatch):
     """Some lock is held at each iteration and at each change of it."""
     log = Log(monkeypatch)
-
     for number, act in enumerate((_under_budgets, _on_a_device, _of_activations)):
         (tmp_path / str(number)).mkdir()
         act(tmp_path / str(number))

@@ -1,7 +1,5 @@
 """Batches in lockstep, beside others' tensors, processes, warnings, and the compiler."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import multiprocessing
@@ -13,7 +11,6 @@ import weakref
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +20,7 @@ import offload
 from offload.batches.mapping import map_batches
 from offload.batches.scheduler import tensors_in, waiting_bytes
 from offload.prefetch.plan import Pool
-
-
-def equal(expected: Any, found: Any) -> bool:
-    expected, found = list(expected), list(found)
-    return len(expected) == len(found) and all(map(torch.equal, expected, found))
+from tests.batches.lockstep import equal
 
 
 def layers(depth: int = 3, width: int = 4) -> nn.Sequential:
@@ -76,7 +69,6 @@ def test_a_compiled_model_does_not_compile_the_waiting():
     model = layers()
     compiled = torch.compile(model, backend="eager")
     batches = [torch.full((1, 4), float(at)) for at in range(4)]
-
     found = list(map_batches(compiled, batches, compiled, in_flight=3))
 
     assert equal(map(model, batches), found)

@@ -1,7 +1,5 @@
 """Experts that are joined from several values: what stays in memory for all batches is looked up once a block."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 import offload
 from offload.batches.mapping import map_batches
@@ -24,6 +22,7 @@ from offload.tensor import groups
 from offload.tensor.recipes import Joined, Piece, stored_in
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import wrap_handle
+from tests.batches.lockstep import assert_as_one_by_one, mixture
 from tests.page_cache import needs_page_cache
 
 MIB = 1 << 20
@@ -35,20 +34,9 @@ pytestmark = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=256,
-        intermediate_size=64,
-        moe_intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-    )
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": LAYERS, "num_experts_per_tok": 2}
     folder: Path = tmp_path_factory.mktemp("mixture")
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    Qwen3MoeForCausalLM(mixture(**sizes)).save_pretrained(folder)
     return folder
 
 
@@ -82,19 +70,17 @@ def batches_of(count: int) -> list[torch.Tensor]:
 @torch.no_grad()
 def test_resident_experts_are_looked_up_once_per_sweep(folder, asked):
     model, batches = loaded(folder), batches_of(8)
-    expected = [model(batch).logits for batch in batches]
+    for batch in batches:
+        model(batch)
     assert 8 == max(asked.values())
-    asked.clear()
 
-    found = [out.logits for out in map_batches(model, batches, model, in_flight=4)]
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(lambda batch: model(batch).logits, batches, model, asked, in_flight=4)
     assert {2} == {*asked.values()}
     assert len(asked) > 1.5 * LAYERS * EXPERTS
 
 
 def test_forward_and_backward_have_their_own_results(folder, asked):
-    model, batches = loaded(folder), batches_of(4)
+    model = loaded(folder)
     embed = model.get_input_embeddings()
 
     def fn(batch: torch.Tensor) -> torch.Tensor:
@@ -102,12 +88,7 @@ def test_forward_and_backward_have_their_own_results(folder, asked):
         model(inputs_embeds=inputs).logits.pow(2).sum().backward()
         return inputs.grad
 
-    expected = [fn(batch) for batch in batches]
-    asked.clear()
-
-    found = list(map_batches(fn, batches, model, in_flight=4))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(fn, batches_of(4), model, asked, in_flight=4)
     assert {1} == {*asked.values()}
     assert {(1, 256, 1024), (1, 1024, 256), (1, 512, 256), (1, 256, 512)} == {shape for shape, *_ in asked}
 
@@ -133,14 +114,9 @@ def test_results_take_at_most_half_of_the_budget(folder, tmp_path, asked, monkey
         return result
 
     monkeypatch.setattr(Joined, "_computed", noting)
-    model, batches = loaded(folder, max_memory=budget * MIB, read_ahead="1MiB"), batches_of(4)
-    expected = [model(batch).logits for batch in batches]
-    asked.clear()
-    alive.clear()
+    model = loaded(folder, max_memory=budget * MIB, read_ahead="1MiB")
 
-    found = [out.logits for out in map_batches(model, batches, model, in_flight=4)]
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(lambda batch: model(batch).logits, batches_of(4), model, asked, alive, in_flight=4)
     for shape in {key[0] for key in asked}:
         assert 1 < max(times for key, times in asked.items() if key[0] == shape)
     assert max(alive) <= kept + 1  # and the last one
@@ -207,7 +183,6 @@ def test_a_sweep_reads_the_bytes_over_the_budget_once(folder):
     model, batches = loaded(folder, max_memory=budget, read_ahead="4MiB"), batches_of(24)
     list(map_batches(model, batches[:16], model, in_flight=8))
     before = counts().bytes_read
-
     list(map_batches(model, batches, model, in_flight=8))
 
     a_block = EXPERTS * 1.5 * MIB
@@ -219,7 +194,6 @@ def test_batches_that_have_ended_have_no_part_of_the_window(folder):
     """Nor do they keep the files of a model that is gone."""
     model, batches = loaded(folder), batches_of(4)
     values = [weakref.ref(handle) for handle in stored_in(map(handle_of, model.parameters()))]
-
     for _ in range(3):
         list(map_batches(model, batches, model, in_flight=2))
 
@@ -232,7 +206,6 @@ def test_batches_that_have_ended_have_no_part_of_the_window(folder):
 def test_a_call_outside_batches_keeps_no_matrices(folder, monkeypatch):
     monkeypatch.setattr(groups, "_is_staying", lambda *_: pytest.fail("looked at"))
     model = loaded(folder)
-
     with torch.no_grad():
         model(batches_of(1)[0])
 

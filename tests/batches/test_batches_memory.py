@@ -1,7 +1,5 @@
 """How much many batches read, and hold in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -43,7 +41,6 @@ def test_a_sweep_reads_the_bytes_over_the_budget_once(tmp_path):
     expected = [model(batch) for batch in batches]
     list(map_batches(model, batches[:2], model, in_flight=2))
     before = counts().bytes_read
-
     found = list(map_batches(model, batches, model, in_flight=6))
 
     sweep = (counts().bytes_read - before) / 2
@@ -71,7 +68,6 @@ def test_values_that_a_block_read_are_held_for_the_next_batch(tmp_path):
         model[at].__class__ = Looking
     model(torch.randn(2, 512))
     held.clear()
-
     list(map_batches(model, [torch.randn(2, 512) for _ in range(4)], model, in_flight=4))
 
     firsts, others = held[::4], [count for at, count in enumerate(held) if at % 4]
@@ -97,7 +93,6 @@ def test_freed_memory_is_not_kept_by_each_thread():
     fn = lambda at: model(torch.full((8192, 16), float(at))).sum()  # noqa: E731
     fn(0)
     return_freed()
-
     with Peak() as peak:
         list(map_batches(fn, range(2 * flight), model, in_flight=flight, blocks=list(model)))
 

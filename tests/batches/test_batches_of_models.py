@@ -1,7 +1,5 @@
 """Models of transformers, diffusers and sentence-transformers give the same results in lockstep as one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -80,7 +78,6 @@ def test_generation_of_different_lengths_gives_the_same_tokens_as_one_by_one(nam
         return model.generate(prompt, do_sample=False, max_new_tokens=2 + 3 * (at % 3), pad_token_id=0, **way)
 
     expected = [fn(at) for at in range(7)]
-
     found = list(map_batches(fn, range(7), model, in_flight=3))
 
     assert all(map(torch.equal, expected, found))
@@ -147,7 +144,6 @@ def test_a_sentence_transformer_runs_in_batches():
     model = offload.disk_offload(library.SentenceTransformer(str(minilm()), device="cpu"))
     texts = [["a cat"], ["a dog sits", "on a log"], ["the sun"]]
     expected = [model.encode(text, convert_to_tensor=True) for text in texts]
-
     found = list(map_batches(lambda text: model.encode(text, convert_to_tensor=True), texts, model, in_flight=3))
 
     assert all(map(torch.equal, expected, found))

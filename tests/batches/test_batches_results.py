@@ -1,9 +1,8 @@
 """What is computed from stored values is computed once for all batches at a block."""
 
-from __future__ import annotations
-
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from offload.storage.layout import contiguous
 from offload.tensor.recipes import Joined, Piece, Plain
 from offload.tensor.views import handle_of, meta_of
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
+from tests.batches.lockstep import assert_as_one_by_one
 from tests.page_cache import needs_page_cache
 from tests.peak import Peak
 
@@ -64,53 +64,53 @@ def batches_of(size: int, count: int = 8) -> list[torch.Tensor]:
     return [torch.randn(2, size, dtype=torch.float64) for _ in range(count)]
 
 
+def after_each(model: nn.Sequential, look: Callable[[], int]) -> list[int]:
+    """What `look` gives after each call of a layer."""
+    seen: list[int] = []
+
+    class Looking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            seen.append(look())
+            return found
+
+    for layer in model:
+        layer.__class__ = Looking
+    return seen
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("in_flight", "sweeps"), [(1, 8), (3, 3), (4, 2), (8, 1)])
 def test_a_value_is_computed_once_per_sweep(tmp_path, computed, in_flight, sweeps):
     model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
-    expected = [model(batch) for batch in batches]
+    for batch in batches:
+        model(batch)
     assert LAYERS * len(batches) == len(computed)
-    computed.clear()
 
-    found = list(map_batches(model, batches, model, in_flight=in_flight))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(model, batches, model, computed, in_flight=in_flight)
     assert LAYERS * sweeps == len(computed)
 
 
 def test_a_value_is_computed_once_per_sweep_with_gradients(tmp_path, computed):
-    model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
+    model, batches = cast_on_disk(tmp_path, 256).requires_grad_(False), batches_of(256)
 
     def fn(batch: torch.Tensor) -> torch.Tensor:
         inputs = batch.clone().requires_grad_()
         model(inputs).pow(2).sum().backward()
         return inputs.grad
 
-    model.requires_grad_(False)
-    expected = [fn(batch) for batch in batches]
+    for batch in batches:
+        fn(batch)
     one_by_one = len(computed)
-    computed.clear()
 
-    found = list(map_batches(fn, batches, model, in_flight=8))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(fn, batches, model, computed, in_flight=8)
     assert len(computed) <= one_by_one / 4
 
 
 @torch.no_grad()
 def test_a_result_is_freed_when_all_batches_have_passed(tmp_path, computed):
     model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
-    alive: list[int] = []
-
-    class Looking(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found = super().forward(x)
-            alive.append(sum(one() is not None for one in computed))
-            return found
-
-    for layer in model:
-        layer.__class__ = Looking
-
+    alive = after_each(model, lambda: sum(one() is not None for one in computed))
     list(map_batches(model, batches, model, in_flight=4))
 
     assert {1} == {*alive}
@@ -122,7 +122,6 @@ def test_a_result_is_freed_when_all_batches_have_passed(tmp_path, computed):
 def test_memory_of_a_block_is_reused_for_the_next_one(tmp_path):
     """Results of 32 MiB."""
     model, batches = cast_on_disk(tmp_path, 2048), batches_of(2048, 3)
-
     with Peak() as peak:
         list(map_batches(model, batches, model, in_flight=3))
 
@@ -137,7 +136,6 @@ def test_memory_of_a_block_is_freed_at_the_end(tmp_path, monkeypatch):
     taken: list[int] = []
     plain = scratch.scratch
     monkeypatch.setattr(scratch, "scratch", lambda layout: (taken.append(layout.nbytes), plain(layout))[1])
-
     list(map_batches(model, batches, model, in_flight=3, blocks=[model[at] for at in range(0, LAYERS, 3)]))
 
     assert 2 <= len(taken) <= 3
@@ -147,52 +145,19 @@ def test_memory_of_a_block_is_freed_at_the_end(tmp_path, monkeypatch):
 @needs_page_cache
 @torch.no_grad()
 def test_the_pieces_of_a_result_are_not_held(tmp_path):
-    model, batches = cast_on_disk(tmp_path, 512, max_memory="6MiB", read_ahead="3MiB"), batches_of(512)
-    held: list[int] = []
+    model = cast_on_disk(tmp_path, 512, max_memory="6MiB", read_ahead="3MiB")
+    held = after_each(model, lambda: sum(value.is_held for pool in Pool.all() for value in pool.values()))
 
-    class Looking(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found = super().forward(x)
-            held.append(sum(value.is_held for pool in Pool.all() for value in pool.values()))
-            return found
-
-    for layer in model:
-        layer.__class__ = Looking
-    expected = [model(batch) for batch in batches]
-    held.clear()
-
-    found = list(map_batches(model, batches, model, in_flight=4))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(model, batches_of(512), model, held, in_flight=4)
     assert {0} == {*held}
 
 
 @torch.no_grad()
-def test_results_are_counted_in_the_budget(tmp_path):
+def test_results_are_counted_in_the_budget_which_has_room_for_them_or_for_their_pieces(tmp_path):
     """Each layer has 4 MiB, and its result 8 MiB."""
     model, batches = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB"), batches_of(1024)
     pool = handle_of(model[0].weight).composed.pieces[0].handle.page_state.pool
-    staying: list[int] = []
-
-    class Looking(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found = super().forward(x)
-            staying.append(sum(value.nbytes for value in pool.values() if value.kept))
-            return found
-
-    for layer in model:
-        layer.__class__ = Looking
-
-    list(map_batches(model, batches, model, in_flight=4))
-
-    assert max(staying[4:]) <= 36 * MIB  # from the second layer on
-
-
-@torch.no_grad()
-def test_capacity_is_reserved_for_results_or_for_their_pieces_not_for_both(tmp_path):
-    """Each layer has 4 MiB, and its result 8 MiB."""
-    model, batches = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB"), batches_of(1024)
-    pool = handle_of(model[0].weight).composed.pieces[0].handle.page_state.pool
+    staying = after_each(model, lambda: sum(value.nbytes for value in pool.values() if value.kept))
     reserved: list[int] = []
 
     def fn(batch: torch.Tensor) -> torch.Tensor:
@@ -202,7 +167,8 @@ def test_capacity_is_reserved_for_results_or_for_their_pieces_not_for_both(tmp_p
 
     list(map_batches(fn, batches, model, in_flight=4))
 
-    assert 8 * MIB == reserved[-1]
+    assert max(staying[4:]) <= 36 * MIB  # from the second layer on
+    assert 8 * MIB == reserved[-1]  # and not for both
 
 
 @torch.no_grad()
@@ -249,12 +215,8 @@ def test_a_recipe_may_use_several_pieces_of_one_value(tmp_path, budget):
         halves = [Piece(piece.handle, piece.view_spec[at::2]) for at in (0, 1)]
         turned = Joined(contiguous(torch.float64, (512, 512)), halves, [(0, 0), (256, 0)])
         layer.weight = nn.Parameter(wrap_handle(Handle.compose(turned, "turned"), torch.device("cpu")), False)
-    batches = batches_of(512, 4)
-    expected = [layers(batch) for batch in batches]
 
-    found = list(map_batches(layers, batches, layers, in_flight=4))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(layers, batches_of(512, 4), layers, in_flight=4)
 
 
 @needs_page_cache
@@ -262,33 +224,21 @@ def test_a_recipe_may_use_several_pieces_of_one_value(tmp_path, budget):
 def test_without_capacity_a_value_is_computed_for_each_batch(tmp_path, computed):
     """Results of 2 MiB; the window and half of the budget take one."""
     model = cast_on_disk(tmp_path, 512, max_memory="2MiB", read_ahead="1MiB")
-    batches = batches_of(512)
-    expected = [model(batch) for batch in batches]
-    computed.clear()
 
-    found = list(map_batches(model, batches, model, in_flight=4))
-
-    assert all(map(torch.equal, expected, found))
-    assert LAYERS * len(batches) == len(computed)
+    assert_as_one_by_one(model, batches_of(512), model, computed, in_flight=4)
+    assert LAYERS * 8 == len(computed)
 
 
 @torch.no_grad()
-def test_small_values_are_computed_once_for_all_batches(tmp_path, computed):
-    model, batches = cast_on_disk(tmp_path, 64), batches_of(64)
-
-    list(map_batches(model, batches, model, in_flight=8))
-
-    assert LAYERS == len(computed)
-
-
-@torch.no_grad()
-def test_values_of_less_than_half_a_megabyte_are_computed_for_each_batch(tmp_path, computed):
+@pytest.mark.parametrize(("size", "times"), [(64, 1), (160, 8)])
+def test_small_values_are_computed_once_for_all_batches_and_those_below_half_a_megabyte_for_each(
+    tmp_path, computed, size, times
+):
     """Memory is taken in blocks of half a MiB."""
-    model, batches = cast_on_disk(tmp_path, 160), batches_of(160)
-
+    model, batches = cast_on_disk(tmp_path, size), batches_of(size)
     list(map_batches(model, batches, model, in_flight=8))
 
-    assert LAYERS * len(batches) == len(computed)
+    assert LAYERS * times == len(computed)
 
 
 @torch.no_grad()
@@ -319,7 +269,6 @@ def test_pieces_of_kept_results_are_not_read_ahead(tmp_path):
 
     for layer in model:
         layer.__class__ = Asking
-
     list(map_batches(model, batches, model, in_flight=4))
 
     assert [1, 0, 0, 0] * LAYERS == views
@@ -327,7 +276,7 @@ def test_pieces_of_kept_results_are_not_read_ahead(tmp_path):
 
 @torch.no_grad()
 def test_only_the_outermost_result_of_nested_recipes_is_kept(tmp_path, monkeypatch):
-    model, batches = cast_on_disk(tmp_path, 512), batches_of(512, 4)
+    model = cast_on_disk(tmp_path, 512)
     weight = model[3].weight
     halves = [Piece(handle_of(weight), handle_of(weight).meta[at : at + 256]) for at in (0, 256)]
     swapped = Joined(contiguous(torch.float64, (512, 512)), halves, [(256, 0), (0, 0)])
@@ -335,11 +284,8 @@ def test_only_the_outermost_result_of_nested_recipes_is_kept(tmp_path, monkeypat
     kept: list[int] = []
     plain = Lease.keep
     monkeypatch.setattr(Lease, "keep", lambda self, *given: (kept.append(given[1].nbytes), plain(self, *given))[1])
-    expected = [model(batch) for batch in batches]
 
-    found = list(map_batches(model, batches, model, in_flight=4))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(model, batches_of(512, 4), model, in_flight=4)
     assert LAYERS == len(kept)
 
 
@@ -350,7 +296,6 @@ def test_a_sweep_with_results_reads_the_bytes_over_the_budget_once(tmp_path):
     batches = batches_of(512, 12)
     list(map_batches(model, batches[:6], model, in_flight=6))
     before = counts().bytes_read
-
     list(map_batches(model, batches, model, in_flight=6))
 
     assert (counts().bytes_read - before) / 2 <= 1.1 * (LAYERS - 7 + 1 + 2) * MIB  # a result takes room for two
@@ -371,7 +316,6 @@ def test_the_next_batch_sees_a_value_that_a_batch_replaced(tmp_path):
             return found
 
     model[5].__class__ = Replacing
-
     first, *others = map_batches(lambda batch: model[:6](batch), batches, model, in_flight=3)
 
     assert torch.equal(model[:5](batches[1]) @ new.T, others[0])

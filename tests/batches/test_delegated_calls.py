@@ -1,7 +1,5 @@
 """Blocks compute in the iterating thread, where the state of a batch's thread can be carried over."""
 
-from __future__ import annotations
-
 import contextvars
 import inspect
 import threading
@@ -19,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from offload.batches.mapping import map_batches
+from tests.batches.lockstep import assert_as_one_by_one
 
 WIDTH = 8
 NOTES: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("notes", default=())
@@ -51,6 +50,9 @@ class Model(nn.Module):
             x = block(x, scale=2.0)
         return x
 
+    def noted(self) -> list[list[threading.Thread]]:
+        return [block.threads for block in self.blocks]  # type: ignore[misc]
+
     def threads(self) -> set[threading.Thread]:
         return {thread for block in self.blocks for thread in block.threads}  # type: ignore[union-attr]
 
@@ -77,16 +79,13 @@ def inputs(count: int) -> list[torch.Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_blocks_of_all_batches_compute_in_the_iterating_thread(model, in_flight):
-    expected = [model(x) for x in inputs(5)]
-    rest = []
+    rest: list[threading.Thread] = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         rest.append(threading.current_thread())
         return model(x)
 
-    found = list(map_batches(fn, inputs(5), model, in_flight=in_flight))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(fn, inputs(5), model, rest, *model.noted(), in_flight=in_flight)
     assert {threading.current_thread()} == model.threads()
     assert threading.current_thread() not in rest
 
@@ -120,29 +119,22 @@ def no_denormals() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(
     "context", [torch.enable_grad, Plain, Passing, lambda: torch.device("cpu"), one_thread_more, no_denormals]
 )
 def test_a_state_that_cannot_be_carried_over_stays_in_its_thread(model, context):
-    with torch.no_grad():
-        expected = [model(x) for x in inputs(3)]
-        for block in model.blocks:
-            block.threads.clear()
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with context():
+            return model(x)
 
-        def fn(x: torch.Tensor) -> torch.Tensor:
-            with context():
-                return model(x)
-
-        found = list(map_batches(fn, inputs(3), model, in_flight=2))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(fn, inputs(3), model, *model.noted(), in_flight=2)
     assert threading.current_thread() not in model.threads()
 
 
 @torch.no_grad()
 def test_an_iterating_thread_inside_a_mode_leaves_blocks_to_the_batches(model):
     results = map_batches(model, inputs(3), model, in_flight=2)
-
     with Passing():
         list(results)
 
@@ -152,7 +144,6 @@ def test_an_iterating_thread_inside_a_mode_leaves_blocks_to_the_batches(model):
 @torch.no_grad()
 def test_a_forward_set_on_the_module_is_not_replaced(model):
     own = model.blocks[1].forward = model.blocks[1].forward
-
     list(map_batches(model, inputs(3), model, in_flight=2))
 
     assert threading.current_thread() not in model.blocks[1].threads
@@ -164,14 +155,9 @@ def test_a_forward_set_on_the_module_is_not_replaced(model):
 @torch.no_grad()
 def test_inner_blocks_compute_in_the_iterating_thread(model):
     outer = nn.Sequential(nn.Sequential(*model.blocks[:2]), model.blocks[2])
-    expected = [outer(x) for x in inputs(2)]
-    for block in model.blocks:
-        block.threads.clear()
-    order = visits(model)
+    order, blocks = visits(model), [outer[0], *outer[0], outer[1]]
 
-    found = list(map_batches(outer, inputs(2), outer, in_flight=2, blocks=[outer[0], *outer[0], outer[1]]))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(outer, inputs(2), outer, order, *model.noted(), in_flight=2, blocks=blocks)
     assert {threading.current_thread()} == model.threads()
     assert [0, 0, 1, 1, 2, 2] == order
 
@@ -193,7 +179,6 @@ def test_compiled_batches_wait_for_one_another(model, hooks):
             block.register_forward_pre_hook(lambda *_: None)
     order = visits(model)
     compiled = torch.compile(model, backend="eager")
-
     found = list(map_batches(compiled, inputs(2), compiled, in_flight=2))
 
     assert all(map(torch.equal, expected, found))
@@ -293,7 +278,6 @@ def test_an_interrupt_in_a_block_stops_every_batch(model):
 @torch.no_grad()
 def test_the_signature_of_a_forward_can_be_inspected(model):
     expected = inspect.signature(model.blocks[0].forward)
-
     found = list(map_batches(lambda _: inspect.signature(model.blocks[0].forward), range(2), model))
 
     assert [expected] * 2 == found
@@ -303,7 +287,6 @@ def test_the_signature_of_a_forward_can_be_inspected(model):
 def test_the_iterating_thread_reads_by_itself_between_results(model):
     other = offload.disk_offload(Model())
     expected = [other(x) for x in inputs(4)]
-
     found = [other(x) for x, _ in zip(inputs(4), map_batches(model, inputs(4), model, in_flight=2), strict=True)]
 
     assert all(map(torch.equal, expected, found))

@@ -1,7 +1,5 @@
 """Experts of several batches are one act, and each batch gets the bits that it gets alone."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import Counter
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 import offload
 from bench.page_cache import files_in, make_cold
@@ -23,6 +21,7 @@ from offload.errors import ChangedFileError
 from offload.kernels import native
 from offload.prefetch.engine import counts
 from offload.tensor import experts as acts
+from tests.batches.lockstep import assert_as_one_by_one, mixture
 from tests.checkpoints.forms import FORMS
 from tests.page_cache import needs_direct_reads, needs_page_cache
 
@@ -73,12 +72,8 @@ def test_batches_of_any_length_get_the_bits_that_they_get_alone(name, tmp_path, 
     model = loaded(tmp_path, name)
     many = 3 * acts.most_of_an_expert(model.dtype)
     batches = batches_of(1, 5, many, 2, many, many, 1, 12)
-    expected = [model(batch).logits for batch in batches]
-    computed.clear()
 
-    found = [out.logits for out in map_batches(model, batches, model, in_flight=8)]
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(lambda batch: model(batch).logits, batches, model, computed, in_flight=8)
     assert [8] * len(experts_of(model)) == computed
 
 
@@ -103,18 +98,12 @@ def test_an_expert_is_multiplied_once_for_all_batches(tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_answers_are_those_of_one_by_one(tmp_path, computed):
-    model, batches = loaded(tmp_path), batches_of(3, 7, 4)
+    model = loaded(tmp_path)
 
     def answer(batch: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model.generate(batch, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        return found
+        return model.generate(batch, max_new_tokens=6, do_sample=False, pad_token_id=0)
 
-    expected = [answer(batch) for batch in batches]
-    computed.clear()
-
-    found = list(map_batches(answer, batches, model, in_flight=3))
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(answer, batches_of(3, 7, 4), model, computed, in_flight=3)
     assert {3} == {*computed}
 
 
@@ -141,7 +130,6 @@ def test_hooks_inside_of_a_block_see_one_batch_after_the_other(tmp_path, compute
     number = iter(range(100))
     before = model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: order.append(("in", next(number))))
     after = model.model.layers[0].mlp.register_forward_hook(lambda *_: order.append(("out", next(number))))
-
     list(map_batches(model, batches_of(1, 1, 1), model, in_flight=3))
     before.remove()
     after.remove()
@@ -156,12 +144,8 @@ def test_no_more_are_together_than_memory_is_for(tmp_path, computed, monkeypatch
     model, batches = loaded(tmp_path), batches_of(*[4] * 8)
     width = model.config.hidden_size
     monkeypatch.setattr(gathering, "_BYTES", 3 * 4 * model.config.num_experts_per_tok * width * 4)
-    expected = [model(batch).logits for batch in batches]
-    computed.clear()
 
-    found = [out.logits for out in map_batches(model, batches, model, in_flight=8)]
-
-    assert all(map(torch.equal, expected, found))
+    assert_as_one_by_one(lambda batch: model(batch).logits, batches, model, computed, in_flight=8)
     assert [3, 3, 2] * len(model.model.layers) == computed
 
 
@@ -178,7 +162,6 @@ def test_batches_that_compute_in_another_way_are_apart(own, tmp_path, computed):
 
     expected = [fn(one) for one in enumerate(batches)]
     computed.clear()
-
     found = list(map_batches(fn, enumerate(batches), model, in_flight=4))
 
     assert all(map(torch.equal, expected, found))
@@ -278,23 +261,10 @@ def test_an_interrupt_among_the_experts_stops_every_batch(tmp_path, monkeypatch)
 
 def model_of_large_experts(folder: Path, **options: Any) -> Any:
     """The experts of each of two layers take 18 MiB, the budget is 4 MiB."""
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=512,
-        intermediate_size=64,
-        moe_intermediate_size=768,
-        num_hidden_layers=2,
-        num_experts=8,
-        num_experts_per_tok=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-    )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    model = offload.from_pretrained(
-        folder, max_memory="4MiB", experts_implementation="offload", dtype=torch.bfloat16, **options
-    )
-    return model.requires_grad_(False)
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 768, "num_hidden_layers": 2, "num_experts_per_tok": 4}
+    Qwen3MoeForCausalLM(mixture(**sizes)).to(torch.bfloat16).save_pretrained(folder)
+    options |= {"max_memory": "4MiB", "experts_implementation": "offload", "dtype": torch.bfloat16}
+    return offload.from_pretrained(folder, **options).requires_grad_(False)
 
 
 @needs_page_cache

@@ -1,7 +1,5 @@
 """Batches in lockstep give the same results as one by one, and leave nothing behind."""
 
-from __future__ import annotations
-
 import contextvars
 import gc
 import random
@@ -19,6 +17,7 @@ import offload
 from offload.batches import scheduler
 from offload.batches.mapping import map_batches
 from offload.errors import MapError
+from tests.batches.lockstep import assert_as_one_by_one, equal
 
 ROWS, WIDTH, DEPTH = 2, 16, 4
 
@@ -68,25 +67,15 @@ def visits(model: nn.Module) -> list[tuple[str, int]]:
     return seen
 
 
-def equal(expected: list[Any], found: list[Any]) -> bool:
-    return len(expected) == len(found) and all(map(torch.equal, expected, found))
-
-
+@torch.no_grad()
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 8, None])
 def test_results_are_those_of_one_by_one_in_order(model, in_flight):
-    batches = tokens(7)
-    with torch.no_grad():
-        expected = [model(batch) for batch in batches]
-
-        found = list(map_batches(model, batches, model, in_flight=in_flight))
-
-    assert equal(expected, found)
+    assert_as_one_by_one(model, tokens(7), model, in_flight=in_flight)
 
 
 @torch.no_grad()
 def test_each_layer_runs_for_all_batches_before_the_next_one(model):
     seen = visits(model)
-
     list(map_batches(model, tokens(3), model, in_flight=3))
 
     assert [(str(batch), layer) for layer in range(DEPTH) for batch in range(3)] == seen
@@ -134,17 +123,13 @@ def test_batches_are_taken_from_the_iterable_as_they_begin(model):
     results.close()
 
 
-def test_an_iterator_that_is_never_advanced_leaves_nothing(model):
+@torch.no_grad()
+def test_an_iterator_that_is_never_advanced_leaves_nothing_and_an_empty_iterable_gives_none(model):
     hooks = [len(layer._forward_pre_hooks) for layer in model.layers]
-
     map_batches(model, tokens(2), model)
 
-    assert hooks == [len(layer._forward_pre_hooks) for layer in model.layers]
-
-
-@torch.no_grad()
-def test_an_empty_iterable_gives_nothing(model):
     assert [] == list(map_batches(model, [], model))
+    assert hooks == [len(layer._forward_pre_hooks) for layer in model.layers]
 
 
 @torch.no_grad()
@@ -221,7 +206,6 @@ def test_modes_of_the_caller_see_what_batches_do(model):
     with torch.no_grad(), FlopCounterMode(display=False) as expected:
         for batch in batches:
             model(batch)
-
     with torch.no_grad(), FlopCounterMode(display=False) as found:
         list(map_batches(model, batches, model, in_flight=3))
 
@@ -255,15 +239,12 @@ def test_settings_that_a_batch_makes_are_its_own(model):
 
 
 def test_modes_that_a_batch_enters_are_its_own(model):
-    def fn(at: int) -> list[bool]:
-        if at % 2:
-            with torch.no_grad():
-                model(tokens(1)[0])
-                return [torch.is_grad_enabled()]
-        model(tokens(1)[0])
-        return [torch.is_grad_enabled()]
+    def fn(at: int) -> bool:
+        with torch.set_grad_enabled(at % 2 == 0):
+            model(tokens(1)[0])
+            return torch.is_grad_enabled()
 
-    assert [[True], [False], [True], [False]] == list(map_batches(fn, range(4), model, in_flight=4))
+    assert [True, False, True, False] == list(map_batches(fn, range(4), model, in_flight=4))
 
 
 @torch.no_grad()
@@ -284,7 +265,6 @@ def test_random_numbers_do_not_depend_on_what_is_in_flight(model):
 @torch.no_grad()
 def test_the_callers_generator_advances_only_if_a_batch_used_random_numbers(model):
     state = torch.get_rng_state()
-
     list(map_batches(model, tokens(2), model))
     after_none = torch.get_rng_state()
     list(map_batches(lambda _: torch.rand(1), tokens(2), model))
@@ -483,11 +463,15 @@ def test_another_interrupt_leaves_no_thread_behind(model):
     with pytest.raises(KeyboardInterrupt):
         results.close()
     has_left.set()
-    for thread in running:
-        thread.join(10)
 
     assert len(running) >= 3
-    assert not [thread for thread in running if thread.is_alive()]
+    assert all_end(running)
+
+
+def all_end(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(10)
+    return not any(thread.is_alive() for thread in threads)
 
 
 def catching_all(model: nn.Module, *, first: Callable[[], object], again: Callable[[], object]) -> Callable[[int], int]:
@@ -520,13 +504,11 @@ def test_a_function_that_catches_everything_is_left_to_itself_after_a_while(mode
     assert [0, 1] == [next(results), next(results)]
 
     results.close()
-    for thread in running:
-        thread.join(10)
 
+    assert all_end(running)
     assert len(running) == 2
     assert "the function of batch 2 does not end" in caplog.text
     assert not hooked(model)
-    assert not [thread for thread in running if thread.is_alive()]
 
 
 @torch.no_grad()
@@ -554,12 +536,10 @@ def test_a_second_interrupt_ends_the_wait_for_a_function_that_catches_everything
     with pytest.raises(KeyboardInterrupt):
         results.close() if where == "close" else next(results)
     has_left.set()
-    for thread in running:
-        thread.join(10)
 
     assert running
+    assert all_end(running)
     assert not hooked(model)
-    assert not [thread for thread in running if thread.is_alive()]
 
 
 # Any function
@@ -627,6 +607,8 @@ def test_other_threads_can_call_the_model_meanwhile(model):
 
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_gradients_are_summed_up_in_the_order_of_the_batches(model, in_flight):
+    """Backward may run after its batch has ended, too."""
+
     def fn(batch: torch.Tensor) -> torch.Tensor:
         loss = model(batch).logsumexp(-1).mean()
         loss.backward()
@@ -635,28 +617,23 @@ def test_gradients_are_summed_up_in_the_order_of_the_batches(model, in_flight):
     expected = [fn(batch) for batch in tokens(4)]
     gradients = [one.grad.clone() for one in model.parameters()]
     model.zero_grad()
-
     found = list(map_batches(fn, tokens(4), model, in_flight=in_flight))
 
     assert equal(expected, found)
     assert equal(gradients, [one.grad for one in model.parameters()])
+    model.zero_grad()
+    [out] = map_batches(model, tokens(1), model)
+    out.sum().backward()
+    assert all(one.grad is not None for one in model.parameters())
 
 
 def test_backward_goes_down_in_lockstep(model):
     seen: list[tuple[str, int]] = []
     for at, layer in enumerate(model.layers):
         layer.weight.register_hook(lambda _, at=at: seen.append((threading.current_thread().name[-1], at)))
-
     list(map_batches(lambda batch: model(batch).sum().backward(), tokens(3), model, in_flight=3))
 
     assert [(str(batch), layer) for layer in reversed(range(DEPTH)) for batch in range(3)] == seen
-
-
-def test_backward_may_run_after_its_batch_has_ended(model):
-    [out] = map_batches(model, tokens(1), model)
-    out.sum().backward()
-
-    assert all(one.grad is not None for one in model.parameters())
 
 
 def test_checkpointing_works_inside_a_batch(model):
@@ -672,7 +649,6 @@ def test_checkpointing_works_inside_a_batch(model):
         fn(batch)
     expected = [one.grad.clone() for one in model.layers.parameters()]
     model.zero_grad()
-
     list(map_batches(fn, tokens(3), model, in_flight=3))
 
     assert equal(expected, [one.grad for one in model.layers.parameters()])
@@ -681,11 +657,16 @@ def test_checkpointing_works_inside_a_batch(model):
 # Arguments
 
 
+def _yielding(batch: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield batch
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda m: map_batches(m, [], 1), TypeError, "not iterable"),
         (lambda m: map_batches(m, 1, m), TypeError, "not iterable"),
+        (lambda m: map_batches(_yielding, [], m), TypeError, "generator"),
         (lambda m: map_batches(m, [], m, in_flight=0), offload.errors.ArgumentError, "in_flight"),
         (lambda m: map_batches(m, [], m, in_flight=1.5), TypeError, "float"),
         (lambda m: map_batches(m, [], m, blocks=["layers.9"]), offload.errors.ArgumentError, "layers.9"),
@@ -693,17 +674,9 @@ def test_checkpointing_works_inside_a_batch(model):
         (lambda m: map_batches(m, [], m, blocks=[3]), offload.errors.ArgumentError, "not part"),
     ],
 )
-def test_bad_arguments_raise_before_iteration(model, call: Callable[[nn.Module], Any], error, words):
+def test_bad_arguments_raise_before_iteration(model, call, error, words):
     with pytest.raises(error, match=words):
         call(model)
-
-
-def test_a_function_that_yields_is_refused(model):
-    def fn(batch: torch.Tensor) -> Iterator[torch.Tensor]:
-        yield model(batch)
-
-    with pytest.raises(TypeError, match="generator"):
-        map_batches(fn, [], model)
 
 
 def test_map_batches_is_refused_inside_a_transform_of_torch_func(model):
@@ -714,7 +687,6 @@ def test_map_batches_is_refused_inside_a_transform_of_torch_func(model):
 @torch.no_grad()
 def test_blocks_can_be_named(model):
     seen = visits(model)
-
     list(map_batches(model, tokens(2), model, in_flight=2, blocks=["layers.1", model.layers[3]]))
 
     assert [(str(batch), layer) for batch in range(2) for layer in range(3)] + [("0", 3), ("1", 3)] == seen
@@ -739,16 +711,13 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 def test_a_function_may_use_transforms_of_torch_func_and_forward_mode(transform, is_grad):
     torch.manual_seed(0)
     model = offload.disk_offload(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))))
-    batches = list(torch.randn(5, ROWS, WIDTH))
 
     def fn(batch: torch.Tensor) -> torch.Tensor:
         before = model(batch)
         return model(transform(model, before.detach())).detach()
 
     with torch.set_grad_enabled(is_grad):
-        expected = [fn(batch) for batch in batches]
-
-        assert equal(expected, list(map_batches(fn, batches, model, in_flight=3)))
+        assert_as_one_by_one(fn, torch.randn(5, ROWS, WIDTH), model, in_flight=3)
 
 
 def test_stop_iteration_is_an_error_of_its_batch_and_does_not_end_the_results(model):

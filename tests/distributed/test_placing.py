@@ -1,10 +1,7 @@
 """The shard of each of up to 64 ranks, computed in one process: the same as torch's."""
 
-from __future__ import annotations
-
 import itertools
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +56,7 @@ def test_every_rank_has_of_a_value_what_torch_gives_it(shape):
         in_a_fake_group(act, rank, world)
 
 
-def test_shares_of_64_ranks_are_views_that_know_their_own_bytes(tmp_path: Path):
+def test_shares_of_64_ranks_are_views_that_know_their_own_bytes(tmp_path):
     whole = torch.randn(256, 128)
     save_file({name: whole.clone() for name in ("rows", "columns", "both")}, tmp_path / "w.safetensors")
     placed = {"rows": [Shard(0), Shard(0)], "columns": [Replicate(), Shard(1)], "both": [Shard(0), Shard(1)]}
@@ -87,7 +84,7 @@ def test_shares_of_64_ranks_are_views_that_know_their_own_bytes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_decoded", [False, True])
-def test_the_share_of_a_view_has_its_shape_and_its_numbers_and_reads_no_other_rows(tmp_path: Path, is_decoded: bool):
+def test_the_share_of_a_view_has_its_shape_and_its_numbers_and_reads_no_other_rows(tmp_path, is_decoded):
     numbers, scales = torch.randint(0, 256, (4 * GRANULE, 16), dtype=torch.uint8), torch.rand(4, 16)
     save_file({"numbers": numbers, "scales": scales}, tmp_path / "w.safetensors")
     stored = offload.load_file(tmp_path / "w.safetensors")
@@ -113,7 +110,7 @@ def test_the_share_of_a_view_has_its_shape_and_its_numbers_and_reads_no_other_ro
             assert cut(expected).numel() * (1 + of_scales) == needed, what
 
 
-def test_other_rows_of_the_same_place_in_the_mesh_are_not_taken_for_those_that_were_stored(tmp_path: Path):
+def test_other_rows_of_the_same_place_in_the_mesh_are_not_taken_for_those_that_were_stored(tmp_path):
     save_file({"w": torch.arange(64.0).view(8, 8)}, tmp_path / "w.safetensors")
 
     def act() -> None:

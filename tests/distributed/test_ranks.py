@@ -1,7 +1,5 @@
 """torch.distributed models from disk: each rank has a view of the checkpoint, and the numbers are the same."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from packaging.version import Version
 from safetensors.torch import save_file
 from torch import nn
@@ -21,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.distributed import DistributedConfig
 
 import offload
 from bench.page_cache import cached_fraction, make_cold
@@ -75,55 +76,43 @@ def assert_same(plain: Any, found: Any) -> None:
     assert torch.equal(tokens, found_tokens)
 
 
-def plain_parallel(folder: Path, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+def empty_model(folder: Path) -> Any:
+    with offload.init_empty_weights():
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
 
-    return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
+
+def full_model(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def of_experts() -> Any:
     """The settings with which a rank has some experts completely."""
-    from transformers.distributed import DistributedConfig
-
     size = dist.get_world_size()
     if not hasattr(DistributedConfig, "ep_size"):  # before transformers 5.19
         return DistributedConfig(tp_size=size, enable_expert_parallel=True)
     return DistributedConfig(tp_size=size, ep_size=size)
 
 
-def plain_by_experts(folder: Path, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=of_experts(), **options)
+def by_plan(folder: Path, load: Any = offload.from_pretrained, **options: Any) -> Any:
+    return load(folder, tp_plan="auto", **options)
 
 
-def plain_fully_sharded(folder: Path, **options: Any) -> Any:
-    model = full_model(folder, **options)
+def by_experts(folder: Path, load: Any = offload.from_pretrained, **options: Any) -> Any:
+    return load(folder, distributed_config=of_experts(), **options)
+
+
+def fully_sharded(folder: Path, load: Any = None, **options: Any) -> Any:
+    if load is not None:
+        model = load(folder, **options)
+        by_fsdp(model)
+        return model
+    model = empty_model(folder)
     by_fsdp(model)
-    return model
+    return offload.load_checkpoint_and_dispatch(model, folder, **options)
 
 
-def loaders(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A function that loads a rank's share from disk, and one that does it in memory."""
-    ways: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "by_plan": (by_plan, plain_parallel),
-        "fully_sharded": (fully_sharded, plain_fully_sharded),
-        "by_experts": (by_experts, plain_by_experts),
-    }
-    return ways[name]
-
-
-def empty_model(folder: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with offload.init_empty_weights():
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
-
-
-def full_model(folder: Path, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+# Each loads a rank's share from disk, or with another function in memory.
+LOADERS: dict[str, Callable[..., Any]] = {"plan": by_plan, "fully": fully_sharded, "experts": by_experts}
 
 
 def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -138,23 +127,32 @@ def own_files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world"), [("llama", 2), ("llama", 4), ("qwen3_moe", 2), ("qwen3_moe", 4), ("phi3", 2)]
+    ("kind", "world", "by"),
+    [
+        *(("llama", world, "plan") for world in (2, 4)),
+        *(("qwen3_moe", world, "plan") for world in (2, 4)),
+        ("phi3", 2, "plan"),
+        ("qwen3_moe", 2, "experts"),
+    ],
 )
-def test_a_tensor_parallel_model_from_disk_gives_the_bits_of_the_plain_one(
-    tmp_path: Path, kind: str, world: int
-) -> None:
+def test_a_tensor_parallel_model_from_disk_gives_the_bits_of_the_plain_one(tmp_path, kind, world, by):
+    """With expert parallelism, a rank has some experts completely."""
     tiny_checkpoint(tmp_path, kind, **TINY, **KINDS[kind])
 
     def act(_: int) -> None:
-        model = offload.from_pretrained(tmp_path, tp_plan="auto")
+        model = LOADERS[by](tmp_path)
         for name, parameter in model.named_parameters():
             assert offload.is_offloaded(parameter), name
             handle = handle_of(local_of(parameter))
-            if isinstance(parameter, DTensor) and parameter.placements == (Shard(0),):
+            if isinstance(parameter, DTensor) and parameter.placements == (Shard(0),) and by == "plan":
                 assert handle.composed is not None or handle.source.part is not None, name
         assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        if by == "experts":
+            experts = model.model.layers[0].mlp.experts.down_proj
+            assert isinstance(experts, DTensor)
+            assert (2, 64, 32) == local_of(experts).shape
 
-        assert_same(plain_parallel(tmp_path), model)
+        assert_same(LOADERS[by](tmp_path, full_model), model)
 
     run_ranks(world, act)
 
@@ -162,19 +160,12 @@ def test_a_tensor_parallel_model_from_disk_gives_the_bits_of_the_plain_one(
 
 
 @pytest.mark.parametrize(
-    ("kind", "load"),
-    [
-        ("llama", "by_plan"),
-        ("qwen3_moe", "by_plan"),
-        ("llama", "fully_sharded"),
-        ("qwen3_moe", "fully_sharded"),
-        ("qwen3_moe", "by_experts"),
-    ],
+    ("kind", "by"),
+    [*((kind, by) for by in ("plan", "fully") for kind in ("llama", "qwen3_moe")), ("qwen3_moe", "experts")],
 )
-def test_weights_in_fp8_are_decoded_by_the_rank_that_has_them(tmp_path: Path, kind: str, load: str) -> None:
+def test_weights_in_fp8_are_decoded_by_the_rank_that_has_them(tmp_path, kind, by):
     # The plain model loads the decoded weights: transformers 5.23 fails (ZeroDivisionError in Fp8Dequantize, in the
     # second rank) where a block belongs to two ranks, as those of 128 rows here do.
-    on_disk, in_memory = loaders(load)
     form = FORMS[f"fp8-{kind}"]
     form.write(tmp_path / "fp8")
     plain = form.plain(tmp_path / "fp8")
@@ -183,36 +174,31 @@ def test_weights_in_fp8_are_decoded_by_the_rank_that_has_them(tmp_path: Path, ki
     save_file(values, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
 
     def act(_: int) -> None:
-        model = on_disk(tmp_path / "fp8", **form.options)
-        shares = locals_of(model)
-        assert all(offload.is_offloaded(share) for share in shares.values())
+        model = LOADERS[by](tmp_path / "fp8", **form.options)
+        assert all(offload.is_offloaded(share) for share in locals_of(model).values())
 
-        assert_same(in_memory(tmp_path / "dense", dtype=model.dtype), model)
+        assert_same(LOADERS[by](tmp_path / "dense", full_model, dtype=model.dtype), model)
 
     run_ranks(2, act)
 
 
-@pytest.mark.parametrize("load", ["by_plan", "fully_sharded", "by_experts"])
-def test_blocks_in_fp8_that_ranks_do_not_share_are_decoded_as_transformers_does(tmp_path: Path, load: str) -> None:
-    from transformers import FineGrainedFP8Config, __version__
-
-    if load != "fully_sharded" and Version(__version__) < Version("5.21"):
+@pytest.mark.parametrize("by", LOADERS)
+def test_blocks_in_fp8_that_ranks_do_not_share_are_decoded_as_transformers_does(tmp_path, by):
+    if by != "fully" and Version(transformers.__version__) < Version("5.21"):
         pytest.skip("before 5.21, transformers cuts only some of these weights, and its own model fails")
-    on_disk, in_memory = loaders(load)
     fp8("qwen3_moe", weight_block_size=(32, 32))(tmp_path)
 
     def act(_: int) -> None:
-        plain = in_memory(tmp_path, quantization_config=FineGrainedFP8Config(dequantize=True))
+        settings = FineGrainedFP8Config(dequantize=True)
 
-        assert_same(plain, on_disk(tmp_path))
+        assert_same(LOADERS[by](tmp_path, full_model, quantization_config=settings), LOADERS[by](tmp_path))
 
     run_ranks(2, act)
 
 
-@pytest.mark.parametrize("load", ["by_plan", "fully_sharded"])
-def test_packed_weights_are_decoded_share_by_share_and_those_of_torchao_are_refused(tmp_path: Path, load: str) -> None:
+@pytest.mark.parametrize("by", ["plan", "fully"])
+def test_packed_weights_are_decoded_share_by_share_and_those_of_torchao_are_refused(tmp_path, by):
     """The workaround in the error message works."""
-    on_disk, _ = loaders(load)
     packed = FORMS["ct-w4a16"]
     packed.write(tmp_path / "packed")
     dense = packed.plain(tmp_path / "packed")
@@ -220,8 +206,8 @@ def test_packed_weights_are_decoded_share_by_share_and_those_of_torchao_are_refu
 
     def act(_: int) -> list[str]:
         with pytest.raises(UnsupportedOpError, match=r"'model.layers.0.*weight' is stored as a torchao tensor"):
-            on_disk(tmp_path / "torchao")
-        model = on_disk(tmp_path / "packed")
+            LOADERS[by](tmp_path / "torchao")
+        model = LOADERS[by](tmp_path / "packed")
         assert all(offload.is_offloaded(one) for one in model.parameters())
         model(IDS)
         wholes = {
@@ -231,22 +217,6 @@ def test_packed_weights_are_decoded_share_by_share_and_those_of_torchao_are_refu
         return [name for name, value in expected.items() if not torch.equal(value, wholes[name])]
 
     assert [[], []] == run_ranks(2, act)
-
-
-def test_whole_experts_are_views_of_the_checkpoint(tmp_path: Path) -> None:
-    """Expert parallelism: a rank has some experts completely."""
-    tiny_checkpoint(tmp_path, "qwen3_moe", **TINY, **MIXTURE)
-
-    def act(_: int) -> None:
-        model = by_experts(tmp_path)
-        experts = model.model.layers[0].mlp.experts.down_proj
-        assert isinstance(experts, DTensor)
-        assert (2, 64, 32) == local_of(experts).shape
-        assert offload.is_offloaded(experts)
-
-        assert_same(plain_by_experts(tmp_path), model)
-
-    run_ranks(2, act)
 
 
 def by_tensor(model: nn.Module) -> None:
@@ -296,9 +266,7 @@ def by_replicas(model: Any) -> None:
         ("llama", 4, by_replicas),
     ],
 )
-def test_an_empty_model_that_torch_has_sharded_is_filled_with_each_ranks_share(
-    tmp_path: Path, kind: str, world: int, shard: Callable[[Any], None]
-) -> None:
+def test_an_empty_model_that_torch_has_sharded_is_filled_with_each_ranks_share(tmp_path, kind, world, shard):
     tiny_checkpoint(tmp_path, kind, **TINY, **KINDS[kind])
 
     def act(_: int) -> None:
@@ -315,7 +283,7 @@ def test_an_empty_model_that_torch_has_sharded_is_filled_with_each_ranks_share(
     run_ranks(world, act)
 
 
-def test_adapters_train_over_a_base_that_fsdp_has_sharded(tmp_path: Path) -> None:
+def test_adapters_train_over_a_base_that_fsdp_has_sharded(tmp_path):
     peft = pytest.importorskip("peft")
     tiny_checkpoint(tmp_path, **TINY)
 
@@ -344,22 +312,12 @@ def test_adapters_train_over_a_base_that_fsdp_has_sharded(tmp_path: Path) -> Non
     run_ranks(2, act)
 
 
-def test_heads_that_the_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
+def test_heads_that_the_ranks_do_not_divide_are_refused_and_those_that_fsdp_cuts_are_gathered_again(tmp_path):
     tiny_checkpoint(tmp_path, "llama", **{**TINY, "num_key_value_heads": 1})
 
     def act(_: int) -> None:
         with pytest.raises(ArgumentError, match="k_proj has 1 heads, which can't be divided among 2 ranks"):
             offload.from_pretrained(tmp_path, tp_plan="auto")
-
-    run_ranks(2, act)
-
-
-def test_heads_that_fsdp_cuts_are_gathered_again_and_not_refused(tmp_path: Path) -> None:
-    from transformers.distributed import DistributedConfig
-
-    tiny_checkpoint(tmp_path, "llama", **{**TINY, "num_key_value_heads": 1})
-
-    def act(_: int) -> None:
         model = offload.from_pretrained(tmp_path, distributed_config=DistributedConfig(fsdp_size=2))
         weight = model.model.layers[0].self_attn.k_proj.weight
         assert local_of(weight).shape[0] < weight.shape[0]
@@ -371,20 +329,6 @@ def test_heads_that_fsdp_cuts_are_gathered_again_and_not_refused(tmp_path: Path)
 
 
 LARGE = {"hidden_size": 256, "intermediate_size": 2048, "moe_intermediate_size": 512, "vocab_size": 4096}
-
-
-def by_experts(folder: Path, **options: Any) -> Any:
-    return offload.from_pretrained(folder, distributed_config=of_experts(), **options)
-
-
-def by_plan(folder: Path, **options: Any) -> Any:
-    return offload.from_pretrained(folder, tp_plan="auto", **options)
-
-
-def fully_sharded(folder: Path, **options: Any) -> Any:
-    model = empty_model(folder)
-    by_fsdp(model)
-    return offload.load_checkpoint_and_dispatch(model, folder, **options)
 
 
 @needs_page_cache
@@ -399,9 +343,7 @@ def fully_sharded(folder: Path, **options: Any) -> Any:
         ("llama", 2, fully_sharded),
     ],
 )
-def test_a_rank_reads_its_share_once_and_for_columns_what_the_report_says(
-    tmp_path: Path, kind: str, world: int, load: Callable[..., Any]
-) -> None:
+def test_a_rank_reads_its_share_once_and_for_columns_what_the_report_says(tmp_path, kind, world, load):
     """Loading reads headers; the first pass at most 1.05 times the shard plus 64 KiB per tensor; the second nothing.
 
     Columns are first cut at each read, from the whole rows given in the report, and then cut once.
@@ -469,7 +411,7 @@ def read_bytes() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def test_shares_are_read_ahead_in_the_order_of_the_layers(tmp_path: Path) -> None:
+def test_shares_are_read_ahead_in_the_order_of_the_layers(tmp_path):
     tiny_checkpoint(tmp_path, **TINY)
 
     def act(_: int) -> list[str]:
@@ -537,7 +479,7 @@ def chosen_by_stages(stage: Stage, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 @needs_page_cache
-def test_stages_of_a_pipeline_load_and_read_their_own_layers(tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_load_and_read_their_own_layers(tmp_path):
     """With torch's schedule and two microbatches."""
     tiny_checkpoint(tmp_path / "0", **{**TINY, **LARGE, "num_hidden_layers": 4})
     shutil.copytree(tmp_path / "0", tmp_path / "1")
@@ -600,7 +542,7 @@ def cut_model(folder: Path, offload_dir: Path) -> Any:
     return offload.load_checkpoint_and_dispatch(model, folder, offload_dir=offload_dir, store=True)
 
 
-def test_columns_are_cut_once_into_a_folder_for_each_rank(tmp_path: Path) -> None:
+def test_columns_are_cut_once_into_a_folder_for_each_rank(tmp_path):
     source, cut = tmp_path / "source", tmp_path / "cut"
     tiny_checkpoint(source, **TINY)
 
@@ -630,7 +572,7 @@ def test_columns_are_cut_once_into_a_folder_for_each_rank(tmp_path: Path) -> Non
 # Walking a model
 
 
-def test_walks_over_a_model_look_inside_dtensors(tmp_path: Path) -> None:
+def test_walks_over_a_model_look_inside_dtensors(tmp_path):
     value = torch.arange(64 * 1024, dtype=torch.float32).view(64, 1024)
     save_file({"weight": value}, tmp_path / "w.safetensors")
 
@@ -698,7 +640,7 @@ def test_walks_over_a_model_look_inside_dtensors(tmp_path: Path) -> None:
     assert torch.equal(value, offload.load_file(tmp_path / "w.safetensors")["weight"])
 
 
-def test_a_dictionary_of_dtensors_is_walked_as_a_model_is(tmp_path: Path) -> None:
+def test_a_dictionary_of_dtensors_is_walked_as_a_model_is(tmp_path):
     save_file({"w": torch.arange(16.0).view(4, 4)}, tmp_path / "w.safetensors")
 
     def act(rank: int) -> list[bool]:
@@ -723,7 +665,7 @@ def test_a_dictionary_of_dtensors_is_walked_as_a_model_is(tmp_path: Path) -> Non
     assert [[True, True]] * 2 == run_ranks(2, act)
 
 
-def test_a_model_that_cannot_be_sharded_is_refused_with_the_right_order(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_sharded_is_refused_with_the_right_order(tmp_path):
     from torchao.quantization import Int8WeightOnlyConfig
 
     tiny_checkpoint(tmp_path, **TINY)

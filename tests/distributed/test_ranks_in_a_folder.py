@@ -1,10 +1,7 @@
 """Two ranks with the same folder: a name in it belongs to one rank, and what is passed is visible to both."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +28,7 @@ def refused(act: Callable[[], object]) -> str:
     return said
 
 
-def test_one_rank_owns_a_name_in_a_folder_while_it_has_the_tensor(tmp_path: Path):
+def test_one_rank_owns_a_name_in_a_folder_while_it_has_the_tensor(tmp_path):
     """At the same moment, and at a first write to a checkpoint; different names don't matter."""
     save_file({"weight": VALUE}, tmp_path / "checkpoint.safetensors")
 
@@ -67,7 +64,7 @@ def test_one_rank_owns_a_name_in_a_folder_while_it_has_the_tensor(tmp_path: Path
     assert [("", True, ["", ""], True)] * 2 == [tuple(rest) for _, *rest in found]
 
 
-def test_ranks_see_what_each_writes_to_a_tensor_that_one_has_passed(tmp_path: Path):
+def test_ranks_see_what_each_writes_to_a_tensor_that_one_has_passed(tmp_path):
     def act(rank: int) -> Any:
         kept = None if rank else OffloadedTensor.zeros(2, name="seen", offload_dir=tmp_path)
         sent = [pickle.dumps(offload.by_reference(kept))]

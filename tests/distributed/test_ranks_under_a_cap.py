@@ -1,9 +1,6 @@
 """Ranks whose shards are four times their memory load, run and save within that of two values and a little."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -73,10 +70,9 @@ SCRIPT = """
 
 
 @needs_memory_cap
-def test_ranks_with_four_times_their_memory_take_that_of_two_values_and_a_little(tmp_path: Path) -> None:
+def test_ranks_with_four_times_their_memory_take_that_of_two_values_and_a_little(tmp_path):
     whole = {f"{at}.weight": torch.full((SIDE, SIDE), 1 / SIDE) for at in range(COUNT)}
     save_file(whole, tmp_path / "model.safetensors")
-
     ranks = json.loads(run_script(SCRIPT, tmp_path, LIMIT, SIDE, COUNT))
 
     most = 2 * (2 * MIB) + 16 * MIB

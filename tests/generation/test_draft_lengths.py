@@ -54,7 +54,7 @@ def share_of_best(machine: Machine, tokens: int) -> float:
 @pytest.mark.parametrize("per_token", [0.002, 0.05])
 @pytest.mark.parametrize(("streams", "experts"), [(0, 0), (1.3, 0), (4, 0), (0.1, 8)])
 def test_drafts_give_0_85_of_the_best_fixed_length_and_never_cost_a_twentieth(
-    streams: float, experts: float, per_token: float, drafting: float, right: float
+    streams, experts, per_token, drafting, right
 ):
     machine = Machine(streams, experts, per_token, drafting, right)
 
@@ -77,24 +77,22 @@ def test_drafts_are_longer_on_a_slow_disk_than_in_memory():
     assert disk.tokens > 2 * memory.tokens > 0
 
 
-def test_a_draft_that_stopped_paying_is_tried_again_from_time_to_time():
-    costs, source, chosen = known(Machine(), 0, 1, 3, 7, 15, 31, 63), Source(0.7, 0.02), []
+def chosen(costs: PassCosts, source: Source, count: int) -> list[int]:
+    """The lengths of drafts, each of which is then made and measured."""
+    found: list[int] = []
+    for _ in range(count):
+        found.append(costs.best([(source, MOST)]).tokens)
+        costs.learn(found[-1] + 1, Machine().seconds(found[-1] + 1))
+    return found
+
+
+def test_a_draft_that_stopped_paying_and_no_draft_are_tried_again_from_time_to_time():
+    costs, source = known(Machine(), 0, 1, 3, 7, 15, 31, 63), Source(0.7, 0.02)
     for _ in range(20):
         source.learn(0, 4)
-    for _ in range(200):
-        chosen.append(costs.best([(source, MOST)]).tokens)
-        costs.learn(chosen[-1] + 1, Machine().seconds(chosen[-1] + 1))
 
-    assert 0 < sum(map(bool, chosen)) < 40
-
-
-def test_no_draft_is_tried_again_from_time_to_time():
-    costs, source, chosen = known(Machine(), 0, 4), Source(0.9, 0.002), []
-    for _ in range(300):
-        chosen.append(costs.best([(source, MOST)]).tokens)
-        costs.learn(chosen[-1] + 1, Machine().seconds(chosen[-1] + 1))
-
-    assert 0 < chosen.count(0) < 10
+    assert 0 < sum(map(bool, chosen(costs, source, 200))) < 40
+    assert 0 < chosen(known(Machine(), 0, 4), Source(0.9, 0.002), 300).count(0) < 10
 
 
 def test_old_measurements_are_forgotten():
@@ -142,5 +140,5 @@ def test_a_draft_ends_before_a_token_that_ends_the_text():
         ([1, 2, 3, 1], 0, [], 0),
     ],
 )
-def test_a_draft_from_the_text_follows_its_longest_match(text: list[int], most: int, found: list[int], matched: int):
+def test_a_draft_from_the_text_follows_its_longest_match(text, most, found, matched):
     assert (found, matched) == looked_up(text, most)

@@ -1,6 +1,4 @@
-"""Drafts for models on disk: the text is the one without them, and `generate` is transformers' own."""
-
-from __future__ import annotations
+"""Drafts for models on disk: the text is the one without them, and `generate` is transformers' own, by position too."""
 
 from itertools import cycle
 from pathlib import Path
@@ -9,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 import offload
 from offload.generation import candidates, draft_summary
 from offload.generation.candidates import Draft, Drafts, PassCosts
+from offload.generation.features import _context
 from offload.prefetch.value import page_state_of
 from offload.tensor.products import are_multiplied_packed, runs_of
 from offload.tensor.recipes import Piece
@@ -69,7 +68,7 @@ def logits_of(found: Any) -> torch.Tensor:
 
 @pytest.mark.usefixtures("_all_lengths")
 @pytest.mark.parametrize("seed", [0, 1])  # the model itself, and another one
-def test_greedy_text_of_a_dense_model_is_the_same_with_drafts(folder: Path, seed: int):
+def test_greedy_text_of_a_dense_model_is_the_same_with_drafts(folder, seed):
     model = offload.from_pretrained(folder)
     expected = model.generate(PROMPT, **GREEDY)
     found = model.generate(PROMPT, assistant_model=llama(seed), **GREEDY)
@@ -83,7 +82,7 @@ def test_greedy_text_of_a_dense_model_is_the_same_with_drafts(folder: Path, seed
 @pytest.mark.fused
 @pytest.mark.usefixtures("_all_lengths")
 @pytest.mark.parametrize(("seed", "padding"), [(0, 0), (1, 2)])
-def test_logits_of_a_packed_model_are_the_same_bits_with_drafts(packed: Any, seed: int, padding: int):
+def test_logits_of_a_packed_model_are_the_same_bits_with_drafts(packed, seed, padding):
     prompt = torch.cat([torch.zeros(1, padding, dtype=torch.int64), PROMPT], dim=1)
     mask = (torch.arange(prompt.shape[1]) >= padding).long()[None]
     expected = packed.generate(prompt, attention_mask=mask, **GREEDY)
@@ -97,7 +96,7 @@ def test_logits_of_a_packed_model_are_the_same_bits_with_drafts(packed: Any, see
 @pytest.mark.fused
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 @pytest.mark.parametrize("name", FORMS)
-def test_passes_are_alike_wherever_a_product_is_computed_from_packed_bytes(name: str, tmp_path: Path):
+def test_passes_are_alike_wherever_a_product_is_computed_from_packed_bytes(name, tmp_path):
     """Whether the packed value is the weight itself, or the weight is cast or joined of such."""
     FORMS[name].write(tmp_path)
     model = offload.from_pretrained(tmp_path, **FORMS[name].options)
@@ -123,7 +122,7 @@ def is_stored_in(rows: Any) -> bool:
 @pytest.mark.usefixtures("_all_lengths")
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 @pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(ALIKE)])
-def test_logits_of_every_packed_form_are_the_same_bits_with_drafts(name: str, tmp_path: Path):
+def test_logits_of_every_packed_form_are_the_same_bits_with_drafts(name, tmp_path):
     """But for products with dense weights, here the head, which torch computes row by row in this test."""
     FORMS[name].write(tmp_path)
     model = offload.from_pretrained(tmp_path, **FORMS[name].options)
@@ -138,14 +137,14 @@ def test_logits_of_every_packed_form_are_the_same_bits_with_drafts(name: str, tm
 
 
 @pytest.mark.fused
-def test_a_packed_model_attends_as_before_after_drafts(packed: Any):
+def test_a_packed_model_attends_as_before_after_drafts(packed):
     with pytest.raises(ZeroDivisionError):
         packed.generate(PROMPT, assistant_model=llama(), stopping_criteria=[lambda *_: 1 / 0], **GREEDY)
 
     assert "sdpa" == packed.config._attn_implementation
 
 
-def test_a_sampled_draft_of_the_model_itself_is_always_accepted(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_sampled_draft_of_the_model_itself_is_always_accepted(folder, monkeypatch):
     monkeypatch.setattr(candidates, "looked_up", lambda *_: ([], 0))
     model = offload.from_pretrained(folder)
     for seed in range(3):
@@ -157,7 +156,7 @@ def test_a_sampled_draft_of_the_model_itself_is_always_accepted(folder: Path, mo
 
 
 @pytest.mark.usefixtures("_all_lengths")
-def test_drafted_tokens_are_streamed_in_order(folder: Path):
+def test_drafted_tokens_are_streamed_in_order(folder):
     class Listed(BaseStreamer):
         def __init__(self) -> None:
             self.tokens: list[int] = []
@@ -175,7 +174,7 @@ def test_drafted_tokens_are_streamed_in_order(folder: Path):
 
 
 @pytest.mark.usefixtures("_all_lengths")
-def test_a_draft_ends_where_the_text_ends(folder: Path):
+def test_a_draft_ends_where_the_text_ends(folder):
     model = offload.from_pretrained(folder)
     text = model.generate(PROMPT, **GREEDY).sequences[0].tolist()
     end = text[PROMPT.shape[1] + 9]
@@ -185,7 +184,7 @@ def test_a_draft_ends_where_the_text_ends(folder: Path):
 
 
 @pytest.mark.usefixtures("_all_lengths")
-def test_stopping_criteria_see_the_text_with_its_drafts(folder: Path):
+def test_stopping_criteria_see_the_text_with_its_drafts(folder):
     class Longer(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return torch.tensor([input_ids.shape[1] >= PROMPT.shape[1] + 6])
@@ -200,7 +199,7 @@ def test_stopping_criteria_see_the_text_with_its_drafts(folder: Path):
 
 @pytest.mark.usefixtures("_all_lengths")
 @pytest.mark.parametrize("samples", [False, True])
-def test_an_assistant_may_have_another_vocabulary(folder: Path, samples: bool):
+def test_an_assistant_may_have_another_vocabulary(folder, samples):
     def words(count: int, step: int) -> PreTrainedTokenizerFast:
         known = Tokenizer(models.WordLevel({f"w{n * step % count}": n for n in range(count)}, unk_token="w0"))
         known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -217,7 +216,7 @@ def test_an_assistant_may_have_another_vocabulary(folder: Path, samples: bool):
 
 
 @pytest.mark.usefixtures("_all_lengths")
-def test_batches_in_flight_may_draft(folder: Path):
+def test_batches_in_flight_may_draft(folder):
     model, assistant = offload.from_pretrained(folder), llama(1)
     batches = [PROMPT + number for number in range(4)]
     options = {"do_sample": False, "max_new_tokens": 12}
@@ -235,7 +234,7 @@ def generator_of(model: Any, assistant: Any = None, **options: Any) -> Any:
     return model._get_candidate_generator(config, PROMPT, PROMPT, [], {}, assistant)
 
 
-def test_an_assistant_that_says_how_many_tokens_it_drafts_is_left_to_transformers(folder: Path):
+def test_an_assistant_that_says_how_many_tokens_it_drafts_is_left_to_transformers(folder):
     model, free, said = offload.from_pretrained(folder), llama(), llama()
     said.generation_config.num_assistant_tokens = 3
 
@@ -244,11 +243,11 @@ def test_an_assistant_that_says_how_many_tokens_it_drafts_is_left_to_transformer
     assert type(generator_of(model, prompt_lookup_num_tokens=4)) is Drafts
 
 
-def test_models_in_memory_draft_as_transformers_has_it(folder: Path):
+def test_models_in_memory_draft_as_transformers_has_it(folder):
     assert type(generator_of(LlamaForCausalLM.from_pretrained(folder), llama())) is AssistedCandidateGenerator
 
 
-def test_an_assistant_in_memory_counts_in_the_budget_while_it_lives(folder: Path):
+def test_an_assistant_in_memory_counts_in_the_budget_while_it_lives(folder):
     model, assistant = offload.from_pretrained(folder, max_memory="64MiB"), llama(1)
     pool = page_state_of(handle_of(model.lm_head.weight)).pool
     assert pool is not None
@@ -264,7 +263,7 @@ def test_an_assistant_in_memory_counts_in_the_budget_while_it_lives(folder: Path
     assert free == pool.capacity
 
 
-def test_an_assistant_on_disk_stays_in_memory(folder: Path, tmp_path: Path):
+def test_an_assistant_on_disk_stays_in_memory(folder, tmp_path):
     llama(1, hidden_size=128, intermediate_size=512).save_pretrained(tmp_path / "small")
     model, assistant = offload.from_pretrained(folder), offload.from_pretrained(tmp_path / "small")
     model.generate(PROMPT, assistant_model=assistant, max_new_tokens=2)
@@ -274,7 +273,7 @@ def test_an_assistant_on_disk_stays_in_memory(folder: Path, tmp_path: Path):
     assert not any(value.pinned for value in page_state_of(handle_of(model.lm_head.weight)).ranges.values())
 
 
-def test_a_summary_counts_tokens_and_passes(folder: Path):
+def test_a_summary_counts_tokens_and_passes(folder):
     model, passes = offload.from_pretrained(folder), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     model.generate(PROMPT, assistant_model=llama(), do_sample=False, max_new_tokens=24)
@@ -282,3 +281,26 @@ def test_a_summary_counts_tokens_and_passes(folder: Path):
 
     assert (24, len(passes)) == (summary.tokens, summary.passes)
     assert f"{24 / summary.passes:.2f} tokens per pass" in str(summary)
+
+
+def test_settings_may_be_given_by_position(folder):
+    settings = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    both = llama(), offload.from_pretrained(folder)
+    answers = [model.generate(torch.tensor([[1, 2, 3]]), settings) for model in both]
+
+    assert (1, 7) == answers[0].shape
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "tokens"),
+    [
+        ((), {}, None),
+        ((GenerationConfig(max_new_tokens=4),), {}, 2 * 7),
+        ((None, None), {"max_new_tokens": 5}, 2 * 8),
+        ((), {"max_new_tokens": 5, "num_beams": 3}, 2 * 3 * 8),
+        ((GenerationConfig(max_new_tokens=4, num_return_sequences=2, do_sample=True),), {"num_beams": 4}, 2 * 4 * 7),
+    ],
+)
+def test_keys_and_values_are_counted_as_generate_makes_them(folder, given, options, tokens):
+    assert tokens == _context(offload.from_pretrained(folder), torch.ones(2, 3, dtype=torch.long), *given, **options)

@@ -1,7 +1,5 @@
 """Each field of a request is followed, or changes no answer, or is refused by its name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
@@ -53,24 +51,24 @@ def cases(names: Callable[[str], AbstractSet[str]]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_each_field_of_openai_s_types_is_in_a_table(path: str) -> None:
+def test_each_field_of_openai_s_types_is_in_a_table(path):
     assert set() == published(path) - FOLLOWED[path] - WITHOUT_MEANING - REFUSED.keys()
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_field_is_in_two_tables(path: str) -> None:
+def test_no_field_is_in_two_tables(path):
     here = REFUSED.keys() - (FOLLOWED["chat"] ^ FOLLOWED["text"])  # some are followed on one of the paths
 
     assert set() == FOLLOWED[path] & WITHOUT_MEANING | FOLLOWED[path] & here | WITHOUT_MEANING & here
 
 
 @pytest.mark.parametrize(("path", "name"), cases(lambda _: WITHOUT_MEANING))
-def test_a_field_without_meaning_changes_nothing(path: str, name: str) -> None:
+def test_a_field_without_meaning_changes_nothing(path, name):
     assert asked(path) == asked(path, **with_field(name, "x"))
 
 
 @pytest.mark.parametrize(("path", "name"), cases(lambda path: {*REFUSED, *OF_OTHERS, "no_such_field"} - FOLLOWED[path]))
-def test_a_field_that_is_not_followed_is_refused_by_its_name(path: str, name: str) -> None:
+def test_a_field_that_is_not_followed_is_refused_by_its_name(path, name):
     with pytest.raises(Refused) as refused:
         asked(path, **with_field(name, ["anything"]))
 
@@ -79,93 +77,55 @@ def test_a_field_that_is_not_followed_is_refused_by_its_name(path: str, name: st
 
 
 @pytest.mark.parametrize(("path", "name"), cases(lambda path: REFUSED.keys() - FOLLOWED[path]))
-def test_a_field_that_asks_for_nothing_is_accepted(path: str, name: str) -> None:
+def test_a_field_that_asks_for_nothing_is_accepted(path, name):
     values = [None, *REFUSED[name]]
 
     assert [asked(path)] * len(values) == [asked(path, **with_field(name, value)) for value in values]
 
 
-FOLLOWING: dict[str, Any] = {
-    "temperature": 0.5,
-    "top_p": 0.5,
-    "top_k": 5,
-    "min_p": 0.1,
-    "seed": 3,
-    "stop": ["a"],
-    "n": 2,
-    "frequency_penalty": 1,
-    "presence_penalty": 1,
-    "repetition_penalty": 1.5,
-    "max_tokens": 3,
-    "ignore_eos": True,
-    "skip_special_tokens": False,
-    "max_completion_tokens": 4,
-    "logprobs": True,
-    "stream": True,
-    "stream_options.include_usage": True,
-    "top_logprobs": 2,
-    "echo": True,
-    "chat_template_kwargs": {"a": 1},
-    "continue_final_message": True,
-    "add_generation_prompt": False,
-    "messages": [{"role": "system", "content": "w2"}],
-    "prompt": "w2",
-}
+FOLLOWING: dict[str, Any] = {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "seed": 3, "stop": ["a"]}
+FOLLOWING |= {"n": 2, "frequency_penalty": 1, "presence_penalty": 1, "repetition_penalty": 1.5, "max_tokens": 3}
+FOLLOWING |= {"ignore_eos": True, "skip_special_tokens": False, "max_completion_tokens": 4, "logprobs": True}
+FOLLOWING |= {"stream": True, "stream_options.include_usage": True, "top_logprobs": 2, "echo": True}
+FOLLOWING |= {"chat_template_kwargs": {"a": 1}, "continue_final_message": True, "add_generation_prompt": False}
+FOLLOWING |= {"messages": [{"role": "system", "content": "w2"}], "prompt": "w2"}
 CHECKED = {"model", "best_of", "stream_options"}  # of which only some values are accepted
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_field_that_is_followed_changes_the_request(path: str) -> None:
+def test_a_field_that_is_followed_changes_the_request(path):
     more = {"logprobs": True} if path == "chat" else {}
     values = {**FOLLOWING, **({} if path == "chat" else {"logprobs": 1})}
     fields = FOLLOWED[path] - CHECKED
-
     same = [name for name in fields if asked(path, **more) == asked(path, **{**more, **with_field(name, values[name])})]
 
     assert (["logprobs"] if path == "chat" else []) == same  # which `more` has asked for
     assert path == "text" or asked(path) != asked(path, **more)
 
 
-WRONG: dict[str, Any] = {
-    "temperature": -1,
-    "top_p": 2,
-    "top_k": -2,
-    "min_p": 2,
-    "seed": 0.5,
-    "stop": 3,
-    "n": 99,
+WRONG: dict[str, Any] = {"temperature": -1, "top_p": 2, "top_k": -2, "min_p": 2, "seed": 0.5, "stop": 3, "n": 99}
+WRONG |= {
     "model": "gpt",
     "frequency_penalty": 3,
     "presence_penalty": "high",
     "repetition_penalty": 0,
     "max_tokens": 1.5,
-    "ignore_eos": 1,
-    "skip_special_tokens": "no",
-    "max_completion_tokens": -1,
-    "logprobs": "all",
-    "stream": "yes",
-    "stream_options": [],
-    "stream_options.include_usage": 1,
-    "top_logprobs": 21,
-    "echo": 1,
-    "chat_template_kwargs": [],
-    "continue_final_message": 1,
-    "add_generation_prompt": "no",
-    "best_of": 3,
-    "messages": "w1",
-    "prompt": {"a": 1},
 }
+WRONG |= {"ignore_eos": 1, "skip_special_tokens": "no", "max_completion_tokens": -1, "logprobs": "all", "stream": "yes"}
+WRONG |= {"stream_options": [], "stream_options.include_usage": 1, "top_logprobs": 21, "echo": 1, "best_of": 3}
+WRONG |= {"chat_template_kwargs": [], "continue_final_message": 1, "add_generation_prompt": "no"}
+WRONG |= {"messages": "w1", "prompt": {"a": 1}, "max_tokens": 1.5}
 
 
 @pytest.mark.parametrize(("path", "name"), cases(lambda path: FOLLOWED[path]))
-def test_a_wrong_value_of_a_field_is_refused_by_its_name(path: str, name: str) -> None:
+def test_a_wrong_value_of_a_field_is_refused_by_its_name(path, name):
     with pytest.raises(Refused) as refused:
         asked(path, **with_field(name, WRONG[name]))
 
     assert name.split(".")[-1] == refused.value.param
 
 
-def test_the_page_names_each_field() -> None:
+def test_the_page_names_each_field():
     page = (ROOT / "tutorials" / "how-to" / "serve.md").read_text(encoding="utf-8")
     fields = FOLLOWED["chat"] | FOLLOWED["text"] | WITHOUT_MEANING
 
@@ -191,15 +151,14 @@ def types_of_parts() -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text", "refusal"])
-def test_a_part_with_text_is_text(kind: str) -> None:
+def test_a_part_with_text_is_text(kind):
     part = {"type": kind, "refusal" if kind == "refusal" else "text": "w1"}
+    found = content_of(part, {"type": "text", "text": "w2"})
 
-    assert [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}] == content_of(
-        part, {"type": "text", "text": "w2"}
-    )
+    assert [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}] == found
 
 
-def test_each_type_of_a_part_is_text_or_is_refused_by_its_name() -> None:
+def test_each_type_of_a_part_is_text_or_is_refused_by_its_name():
     kinds = types_of_parts()
     assert {"text", "refusal", "image_url"} <= kinds
     for kind in kinds - {"text", "refusal"}:
@@ -210,12 +169,12 @@ def test_each_type_of_a_part_is_text_or_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("part", [{"type": "text"}, {"type": ["text"], "text": "w1"}, {"text": "w1"}, "w1", 3, None])
-def test_a_part_without_text_is_refused(part: Any) -> None:
+def test_a_part_without_text_is_refused(part):
     with pytest.raises(Refused, match="a part of a message"):
         content_of(part)
 
 
-def test_a_refusal_is_what_the_assistant_said() -> None:
+def test_a_refusal_is_what_the_assistant_said():
     found = asked("chat", messages=[{"role": "assistant", "content": None, "refusal": "w5"}]).messages
 
     assert found is not None

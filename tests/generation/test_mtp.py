@@ -1,7 +1,5 @@
 """Layers with which a checkpoint drafts for its own model: on disk, and as transformers has them in memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -23,27 +21,16 @@ from offload.tensor.views import handle_of
 PROMPT = torch.tensor([[1, 2, 3, 4]])
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 LAYERS = 61  # transformers takes the layers to draft with of DeepSeek-V3 by this number
-CONFIG = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+CONFIG = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+CONFIG |= {
     "moe_intermediate_size": 32,
-    "num_hidden_layers": LAYERS,
     "first_k_dense_replace": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_nextn_predict_layers": 1,
-    "initializer_range": 0.2,
 }
+CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 16}
+CONFIG |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1}
+CONFIG |= {"initializer_range": 0.2, "num_experts_per_tok": 2}
 
 needs_layers_from_disk = pytest.mark.skipif(
     not hasattr(MtpModel, "get_mtp_weights_regex"), reason="needs transformers 5.20: before, it alone loads such layers"
@@ -83,10 +70,9 @@ def _layers(model: Any) -> Any:
 
 
 @needs_layers_from_disk
-def test_the_layers_are_on_disk_in_the_models_budget_and_equal_those_in_memory(made: Path) -> None:
+def test_the_layers_are_on_disk_in_the_models_budget_and_equal_those_in_memory(made):
     plain = MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made), device_map={"": "cpu"})
     model = offload.from_pretrained(made, max_memory="1MiB")
-
     layers = _layers(model)
 
     state = layers.state_dict()
@@ -101,7 +87,7 @@ def test_the_layers_are_on_disk_in_the_models_budget_and_equal_those_in_memory(m
 
 
 @needs_layers_from_disk
-def test_it_drafts_what_transformers_drafts(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_drafts_what_transformers_drafts(made, monkeypatch):
     drafted: list[list[torch.Tensor]] = []
     forward = MtpModel.forward
 
@@ -125,7 +111,7 @@ def test_it_drafts_what_transformers_drafts(made: Path, monkeypatch: pytest.Monk
 
 
 @needs_layers_from_disk
-def test_layers_in_fp8_are_decoded_as_they_are_used(made: Path, tmp_path: Path) -> None:
+def test_layers_in_fp8_are_decoded_as_they_are_used(made, tmp_path):
     """As in the checkpoints of DeepSeek."""
     state = load_file(made / "model.safetensors")
     dense = dict(state)
@@ -142,7 +128,6 @@ def test_layers_in_fp8_are_decoded_as_they_are_used(made: Path, tmp_path: Path) 
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
     plain = MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), device_map={"": "cpu"})
-
     layers = _layers(offload.from_pretrained(tmp_path / "fp8"))
 
     for name, value in plain.layers[0].state_dict().items():
@@ -150,7 +135,7 @@ def test_layers_in_fp8_are_decoded_as_they_are_used(made: Path, tmp_path: Path) 
 
 
 @needs_layers_from_disk
-def test_a_checkpoint_that_lacks_them_is_refused(made: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_them_is_refused(made, tmp_path):
     state = load_file(made / "model.safetensors")
     _put(tmp_path, {name: value for name, value in state.items() if f".{LAYERS}." not in name})
     (tmp_path / "config.json").write_text((made / "config.json").read_text())
@@ -165,7 +150,7 @@ def test_a_checkpoint_that_lacks_them_is_refused(made: Path, tmp_path: Path) -> 
         model.generate(PROMPT, **GREEDY, use_mtp=True)
 
 
-def test_a_transformers_that_alone_loads_them_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_that_alone_loads_them_is_refused(made, monkeypatch):
     """As those before 5.20."""
     monkeypatch.delattr(MtpModel, "get_mtp_weights_regex", raising=False)
     model = offload.from_pretrained(made)

@@ -1,7 +1,5 @@
 """Kept prompts: the same tokens as without, from fewer computed; never those of another model or prompt."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal
@@ -34,17 +32,9 @@ from tests import faults
 from tests.campaigns import amount
 from tests.processes import ended, forked, in_fork
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 99,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.5,
-}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 99, "max_position_embeddings": 4096}
+SIZES |= {"initializer_range": 0.5}
 CACHE = cache_option()
 CONFIGS = {
     "full": LlamaConfig(**SIZES),
@@ -108,7 +98,7 @@ def logits(model: Any, tokens: torch.Tensor, past: Any = None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_equal_those_without_it(model: Any, prompts: PromptCache, way: str) -> None:
+def test_tokens_equal_those_without_it(model, prompts, way):
     tokens = ids(200)
     expected = answer(model.generate, tokens, **WAYS[way])
 
@@ -118,8 +108,8 @@ def test_tokens_equal_those_without_it(model: Any, prompts: PromptCache, way: st
 
 
 def test_a_prompt_in_chunks_is_computed_from_its_first_token_where_transformers_repeats_it(
-    llama: Any, prompts: PromptCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    llama, prompts, monkeypatch, caplog
+):
     """As it does before 5.21: tokens that are known would be there twice."""
     monkeypatch.setattr(prompt_cache, "fills_after_cache", lambda: False)
     expected = answer(llama.generate, ids(200), prefill_chunk_size=50)
@@ -130,7 +120,7 @@ def test_a_prompt_in_chunks_is_computed_from_its_first_token_where_transformers_
     assert ["0 of 200 tokens of the prompt are known"] == [one for one in caplog.messages if "are known" in one]
 
 
-def test_a_longer_prompt_begins_with_what_it_has_in_common(model: Any, prompts: PromptCache) -> None:
+def test_a_longer_prompt_begins_with_what_it_has_in_common(model, prompts):
     first, other = ids(200), torch.cat([ids(150), ids(120, seed=1)], dim=1)
     answer(prompts.generate, model, first)
 
@@ -142,20 +132,19 @@ def test_a_longer_prompt_begins_with_what_it_has_in_common(model: Any, prompts: 
 
 
 @torch.no_grad()
-def test_logits_equal_those_of_a_pass_in_the_same_pieces_bit_for_bit(model: Any, prompts: PromptCache) -> None:
+def test_logits_equal_those_of_a_pass_in_the_same_pieces_bit_for_bit(model, prompts):
     tokens = ids(150)
     before = prompts.past_for(model, tokens)
     logits(model, tokens[:, :128], before)
     expected = model(tokens[:, 128:], **{CACHE: before}).logits
     prompts.keep(before)
-
     past = prompts.past_for(model, tokens)
 
     assert 128 == past.get_seq_length()
     assert torch.equal(expected, model(tokens[:, 128:], **{CACHE: past}).logits)
 
 
-def test_a_prompt_shorter_than_what_is_kept_computes_its_last_token(model: Any, prompts: PromptCache) -> None:
+def test_a_prompt_shorter_than_what_is_kept_computes_its_last_token(model, prompts):
     answer(prompts.generate, model, ids(200))
 
     for length, found in ((192, 128), (193, 192), (64, 0), (65, 64), (3, 0)):
@@ -164,7 +153,7 @@ def test_a_prompt_shorter_than_what_is_kept_computes_its_last_token(model: Any, 
     assert torch.equal(answer(model.generate, short), answer(prompts.generate, model, short))
 
 
-def test_rows_of_a_batch_use_what_is_known_of_each(model: Any, prompts: PromptCache) -> None:
+def test_rows_of_a_batch_use_what_is_known_of_each(model, prompts):
     rows = torch.cat([ids(150, rows=2), ids(40, seed=3, rows=2)], dim=1)
     expected = answer(model.generate, rows)
     for _ in range(2):
@@ -173,23 +162,8 @@ def test_rows_of_a_batch_use_what_is_known_of_each(model: Any, prompts: PromptCa
     assert 4 == len(blocks(prompts))
 
 
-def test_weights_on_disk_give_the_same(llama: Any, tmp_path: Path, prompts: PromptCache) -> None:
-    llama.save_pretrained(tmp_path / "llama")
-    on_disk = offload.from_pretrained(tmp_path / "llama", max_memory="1MiB")
-    tokens = ids(200)
-
-    for _ in range(2):
-        assert torch.equal(answer(llama.generate, tokens), answer(prompts.generate, on_disk, tokens))
-
-    again = offload.from_pretrained(tmp_path / "llama")
-    assert 192 == known(prompts, again, tokens)
-    assert 0 == known(prompts, llama, tokens)  # its numbers are the same, but not known to be
-
-
 @pytest.mark.parametrize("way", [{}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": True}], ids=str)
-def test_a_model_from_disk_takes_a_folder(
-    llama: Any, tmp_path: Path, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_from_disk_takes_a_folder(llama, tmp_path, way, monkeypatch):
     """And drafts begin after what is known, where transformers (5.23) begins with the whole prompt."""
     llama.save_pretrained(tmp_path / "llama")
     model = offload.from_pretrained(tmp_path / "llama")
@@ -214,7 +188,7 @@ def test_a_model_from_disk_takes_a_folder(
         model(tokens, **{CACHE: PromptCache(folder).past_for(model, tokens)})
 
 
-def test_batches_in_lockstep_use_what_is_kept(llama: Any, tmp_path: Path, prompts: PromptCache) -> None:
+def test_batches_in_lockstep_use_what_is_kept(llama, tmp_path, prompts):
     llama.save_pretrained(tmp_path / "llama")
     model = offload.from_pretrained(tmp_path / "llama")
     batches = [torch.cat([ids(100), ids(length, seed=length)], dim=1) for length in (1, 30, 50)]
@@ -265,7 +239,7 @@ def changed(model: Any, how: str) -> Any:
         *("dtype", "rope", "attention", "a setting", "revision"),
     ],
 )
-def test_a_changed_model_is_another_one(llama: Any, prompts: PromptCache, how: str) -> None:
+def test_a_changed_model_is_another_one(llama, prompts, how):
     tokens = ids(100)
     answer(prompts.generate, llama, tokens)
     assert 64 == known(prompts, llama, tokens)
@@ -322,9 +296,7 @@ STEERED = [
 
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("how", STEERED)
-def test_a_model_that_can_not_be_compared_uses_no_kept_prompts(
-    llama: Any, tmp_path: Path, prompts: PromptCache, how: str, on_disk: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_can_not_be_compared_uses_no_kept_prompts(llama, tmp_path, prompts, how, on_disk, caplog):
     """In both directions; what was kept before is known again afterwards."""
     if on_disk:
         llama.save_pretrained(tmp_path / "llama")
@@ -345,7 +317,7 @@ def test_a_model_that_can_not_be_compared_uses_no_kept_prompts(
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "phi3", "qwen3_moe", "olmo2"])
-def test_models_of_transformers_can_be_compared(prompts: PromptCache, name: str) -> None:
+def test_models_of_transformers_can_be_compared(prompts, name):
     ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
     model = model_of(AutoConfig.for_model(name, **({"vocab_size": 99} if name == "gpt2" else SIZES), **ends))
     answer(prompts.generate, model, ids(100))
@@ -353,7 +325,7 @@ def test_models_of_transformers_can_be_compared(prompts: PromptCache, name: str)
     assert 64 == known(prompts, model, ids(100))
 
 
-def test_an_adapter_can_be_compared(llama: Any, prompts: PromptCache) -> None:
+def test_an_adapter_can_be_compared(llama, prompts):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     answer(prompts.generate, llama, ids(100))
@@ -364,7 +336,7 @@ def test_an_adapter_can_be_compared(llama: Any, prompts: PromptCache) -> None:
     assert 0 == known(prompts, llama, ids(100))
 
 
-def test_hooks_of_accelerate_that_move_tensors_can_be_compared(llama: Any, prompts: PromptCache) -> None:
+def test_hooks_of_accelerate_that_move_tensors_can_be_compared(llama, prompts):
     hooks = pytest.importorskip("accelerate.hooks")
     for layer in llama.model.layers:
         hooks.add_hook_to_module(layer, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
@@ -376,7 +348,7 @@ def test_hooks_of_accelerate_that_move_tensors_can_be_compared(llama: Any, promp
     assert 0 == known(prompts, llama, ids(100))
 
 
-def test_a_set_among_a_module_s_settings_has_no_order(llama: Any, prompts: PromptCache) -> None:
+def test_a_set_among_a_module_s_settings_has_no_order(llama, prompts):
     """That of strings differs between processes; that of these numbers, with how the set was made."""
     tokens, layer = ids(100), llama.model.layers[0]
     assert [[0, 8], [8, 0]] == [[*{0, 8}], [*{8, 0}]]
@@ -389,7 +361,7 @@ def test_a_set_among_a_module_s_settings_has_no_order(llama: Any, prompts: Promp
     assert 0 == known(prompts, llama, tokens)
 
 
-def test_a_checkpoint_with_the_size_and_time_of_another_is_another_one(tmp_path: Path, prompts: PromptCache) -> None:
+def test_a_checkpoint_with_the_size_and_time_of_another_is_another_one(tmp_path, prompts):
     tokens = ids(100)
     for seed in (0, 1):
         folder = tmp_path / str(seed)
@@ -401,88 +373,78 @@ def test_a_checkpoint_with_the_size_and_time_of_another_is_another_one(tmp_path:
     assert 0 == known(prompts, offload.from_pretrained(tmp_path / "1"), tokens)
 
 
-def test_weights_on_disk_that_are_written_to_are_others(llama: Any, tmp_path: Path, prompts: PromptCache) -> None:
+def test_weights_on_disk_give_the_same_and_those_that_are_written_to_are_others(llama, tmp_path, prompts):
     llama.save_pretrained(tmp_path / "llama")
-    model = offload.from_pretrained(tmp_path / "llama")
-    tokens, weight = ids(100), model.model.layers[0].mlp.up_proj.weight
-    answer(prompts.generate, model, tokens)
-    assert 64 == known(prompts, model, tokens)
+    model, tokens = offload.from_pretrained(tmp_path / "llama", max_memory="1MiB"), ids(200)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    for _ in range(2):
+        assert torch.equal(answer(llama.generate, tokens), answer(prompts.generate, model, tokens))
+    assert 192 == known(prompts, offload.from_pretrained(tmp_path / "llama"), tokens)
+    assert 0 == known(prompts, llama, tokens)  # its numbers are the same, but not known to be
 
     for _ in range(2):
-        with torch.no_grad():
-            weight[0] = 1
-        assert 0 == known(prompts, model, tokens)
-        answer(prompts.generate, model, tokens)
-        with torch.no_grad():
-            weight[0] = 2
-        assert 0 == known(prompts, model, tokens)
+        for number in (1, 2):
+            with torch.no_grad():
+                weight[0] = number
+            assert 0 == known(prompts, model, tokens)
+            answer(prompts.generate, model, tokens)
+
+
+ROPE = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+LINEAR = {"num_experts": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 4}
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            Qwen3NextConfig(**SIZES, num_experts=4, linear_num_value_heads=4, linear_num_key_heads=4),
-            "layer 0 .* LinearAttention",
-        ),
-        (
-            LlamaConfig(**{**SIZES, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
-            "rope is dynamic",
-        ),
+        (Qwen3NextConfig(**SIZES, **LINEAR), "layer 0 .* LinearAttention"),
+        (LlamaConfig(**SIZES, **ROPE), "rope is dynamic"),
     ],
     ids=["linear attention", "dynamic rope"],
 )
-def test_a_model_with_other_states_is_refused(config: Any, words: str, prompts: PromptCache) -> None:
+def test_a_model_with_other_states_is_refused(config, words, prompts):
     with pytest.raises(ArgumentError, match=words):
         prompts.generate(model_of(config), ids(100), max_new_tokens=2)
 
 
-def test_padding_is_refused(llama: Any, prompts: PromptCache) -> None:
+def test_padding_and_inputs_beside_tokens_are_refused(llama, prompts):
     tokens = ids(80, rows=2)
     mask = torch.ones_like(tokens)
     mask[0, :9] = 0
 
     with pytest.raises(ArgumentError, match="padding"):
         prompts.generate(llama, tokens, attention_mask=mask)
+    with pytest.raises(ArgumentError, match="inputs_embeds"):
+        prompts.generate(llama, ids(80), inputs_embeds=torch.ones(1, 80, 32))
     llama.generation_config.pad_token_id = 0
     tokens[0, :9] = 0
     with pytest.raises(ArgumentError, match="padding"):
         prompts.generate(llama, tokens)
 
 
-def test_inputs_beside_tokens_are_refused(llama: Any, prompts: PromptCache) -> None:
-    with pytest.raises(ArgumentError, match="inputs_embeds"):
-        prompts.generate(llama, ids(80), inputs_embeds=torch.ones(1, 80, 32))
-
-
 @pytest.mark.parametrize("name", CACHES)
-def test_a_cache_of_the_user_is_refused_by_either_name(name: str, llama: Any, prompts: PromptCache) -> None:
+def test_a_cache_of_the_user_is_refused_by_either_name(name, llama, prompts):
     with pytest.raises(ArgumentError, match=f"not with {name}"):
         prompts.generate(llama, ids(100), **{name: prompts.past_for(llama, ids(100))})
 
 
-def test_gradients_are_refused(llama: Any, prompts: PromptCache) -> None:
+def test_gradients_are_refused(llama, prompts):
     answer(prompts.generate, llama, ids(100))
 
     with pytest.raises(UnsupportedOpError, match="no_grad"):
         llama(ids(100)[:, 64:], **{CACHE: prompts.past_for(llama, ids(100))})
 
 
-def test_a_cache_that_was_reset_is_not_kept(model: Any, prompts: PromptCache) -> None:
+OTHERS = pytest.mark.skipif(Version(__version__) < Version("5.18"), reason="before 5.18, transformers empties no cache")
+
+
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=OTHERS)])
+def test_a_cache_that_was_reset_is_not_kept_even_with_other_tokens_since(model, prompts, others):
     past = prompts.past_for(model, ids(100))
     logits(model, ids(100), past)
     past.reset()
-    prompts.keep(past)
-
-    assert [] == blocks(prompts)
-
-
-@pytest.mark.skipif(Version(__version__) < Version("5.18"), reason="before 5.18, transformers empties no cache")
-def test_a_cache_of_other_tokens_since_it_was_reset_is_not_kept(model: Any, prompts: PromptCache) -> None:
-    past = prompts.past_for(model, ids(100))
-    logits(model, ids(100), past)
-    past.reset()
-    logits(model, ids(100, seed=1), past)
+    if others:
+        logits(model, ids(100, seed=1), past)
     prompts.keep(past)
 
     assert [] == blocks(prompts)
@@ -491,7 +453,7 @@ def test_a_cache_of_other_tokens_since_it_was_reset_is_not_kept(model: Any, prom
 # The folder
 
 
-def test_a_damaged_block_is_computed_again(model: Any, prompts: PromptCache, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_block_is_computed_again(model, prompts, caplog):
     tokens = ids(200)
     expected = answer(model.generate, tokens)
     answer(prompts.generate, model, tokens)
@@ -513,9 +475,7 @@ def test_a_damaged_block_is_computed_again(model: Any, prompts: PromptCache, cap
 
 @pytest.mark.parametrize("size", [1, 2, 8, 512], ids=str)
 @pytest.mark.parametrize("apart", [1, 5])
-def test_a_block_whose_parts_changed_places_is_computed_again(
-    llama: Any, prompts: PromptCache, caplog: pytest.LogCaptureFixture, size: int, apart: int
-) -> None:
+def test_a_block_whose_parts_changed_places_is_computed_again(llama, prompts, caplog, size, apart):
     """Words, rows or sectors: nothing is missing, and nothing new is there."""
     tokens = ids(100)
     expected = answer(llama.generate, tokens)
@@ -533,7 +493,7 @@ def test_a_block_whose_parts_changed_places_is_computed_again(
 
 
 @pytest.mark.parametrize("left", [0, 1, 3000, -1])
-def test_a_truncated_block_is_computed_again(llama: Any, prompts: PromptCache, left: int) -> None:
+def test_a_truncated_block_is_computed_again(llama, prompts, left):
     tokens = ids(200)
     answer(prompts.generate, llama, tokens)
     path = blocks(prompts)[1]
@@ -544,7 +504,7 @@ def test_a_truncated_block_is_computed_again(llama: Any, prompts: PromptCache, l
     assert 192 == known(prompts, llama, tokens)
 
 
-def test_a_block_of_other_tokens_under_its_name_is_not_used(llama: Any, prompts: PromptCache) -> None:
+def test_a_block_of_other_tokens_under_its_name_is_not_used(llama, prompts):
     answer(prompts.generate, llama, ids(100))
     (one,) = blocks(prompts)
     answer(prompts.generate, llama, ids(100, seed=1))
@@ -554,7 +514,7 @@ def test_a_block_of_other_tokens_under_its_name_is_not_used(llama: Any, prompts:
     assert 0 == known(prompts, llama, ids(100, seed=1))
 
 
-def test_the_least_recently_used_blocks_go(llama: Any, tmp_path: Path) -> None:
+def test_the_least_recently_used_blocks_go(llama, tmp_path):
     prompts = PromptCache(tmp_path / "prompts")
     answer(prompts.generate, llama, ids(200))
     size = sum(path.stat().st_size for path in blocks(prompts))
@@ -570,7 +530,7 @@ def test_the_least_recently_used_blocks_go(llama: Any, tmp_path: Path) -> None:
     assert bounded.max_disk >= sum(path.stat().st_size for path in prompts.folder.iterdir())
 
 
-def test_a_prompt_larger_than_the_budget_is_kept_in_part(llama: Any, tmp_path: Path) -> None:
+def test_a_prompt_larger_than_the_budget_is_kept_in_part(llama, tmp_path):
     prompts = PromptCache(tmp_path / "prompts", max_disk="100KB")
     for _ in range(2):
         assert torch.equal(answer(llama.generate, ids(500)), answer(prompts.generate, llama, ids(500)))
@@ -579,7 +539,7 @@ def test_a_prompt_larger_than_the_budget_is_kept_in_part(llama: Any, tmp_path: P
     assert 100_000 >= sum(path.stat().st_size for path in prompts.folder.iterdir())
 
 
-def test_a_block_that_is_removed_meanwhile_is_still_used(model: Any, prompts: PromptCache) -> None:
+def test_a_block_that_is_removed_meanwhile_is_still_used(model, prompts):
     tokens = ids(200)
     expected = logits(model, tokens, prompts.past_for(model, tokens))
     answer(prompts.generate, model, tokens)
@@ -593,7 +553,7 @@ def test_a_block_that_is_removed_meanwhile_is_still_used(model: Any, prompts: Pr
     torch.testing.assert_close(expected, logits(model, tokens, prompts.past_for(model, tokens)))
 
 
-def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_others_is_refused(tmp_path):
     (tmp_path / "letter.txt").write_text("not yours")
 
     with pytest.raises(ForeignFileError, match="not empty"):
@@ -604,9 +564,7 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     assert {"letter.txt", "prompts.json"} == {path.name for path in tmp_path.iterdir()}
 
 
-def test_an_answer_is_there_although_its_prompt_can_not_be_kept(
-    llama: Any, prompts: PromptCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_there_although_its_prompt_can_not_be_kept(llama, prompts, caplog, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -620,7 +578,7 @@ def test_an_answer_is_there_although_its_prompt_can_not_be_kept(
 # Processes
 
 
-def test_two_processes_share_a_folder(llama: Any, prompts: PromptCache) -> None:
+def test_two_processes_share_a_folder(llama, prompts):
     """They write the same prompts at once, and others."""
 
     def writes(seed: int) -> Callable[[], None]:
@@ -642,7 +600,7 @@ def test_two_processes_share_a_folder(llama: Any, prompts: PromptCache) -> None:
 
 @pytest.mark.campaign("kills")
 @pytest.mark.timeout(3600)
-def test_a_kill_while_blocks_are_written_loses_nothing_else(llama: Any, tmp_path: Path) -> None:
+def test_a_kill_while_blocks_are_written_loses_nothing_else(llama, tmp_path):
     """The kill comes at the nth call to the system that changes the folder."""
     tokens = ids(300)
     expected = llama.generate(tokens, max_new_tokens=2)

@@ -1,7 +1,5 @@
 """What a request says, in tokens: all of its text, in the form that the chat template reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -42,14 +40,14 @@ def tokenizer() -> Any:
 
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_gets_all_text_in_the_form_that_it_reads(tokenizer: Any, template: str, content: str) -> None:
+def test_a_template_gets_all_text_in_the_form_that_it_reads(tokenizer, template, content):
     tokenizer.chat_template = TEMPLATES[template]
     messages = [{"role": "system", "content": "w3"}, {"role": "user", "content": CONTENTS[content]}]
 
     assert "system: w3. user: w1 w2. " == in_chat(tokenizer, messages, BEGIN)
 
 
-def test_a_template_that_refuses_everything_is_an_error_of_its_own_words(tokenizer: Any) -> None:
+def test_a_template_that_refuses_everything_is_an_error_of_its_own_words(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('only on Sundays') }}"
 
     with pytest.raises(ArgumentError, match="only on Sundays"):
@@ -66,11 +64,10 @@ def chat(*messages: tuple[str, str], **template: Any) -> Asked:
     return Asked(said, template={**BEGIN, **template})
 
 
-def test_the_template_gets_the_variables_of_a_request(tokenizer: Any) -> None:
+def test_the_template_gets_the_variables_of_a_request(tokenizer):
     thinks = TEMPLATE + "{% if enable_thinking is false %}w7{% endif %}{% if add_generation_prompt %} w9{% endif %}"
     made = prompts(tokenizer, thinks)
     said = "user", "w1"
-
     found = [
         made.of(asked)[0].tokens
         for asked in (
@@ -83,21 +80,20 @@ def test_the_template_gets_the_variables_of_a_request(tokenizer: Any) -> None:
     assert [[1, 9], [1, 7, 9], [1, 7]] == found
 
 
-def test_an_answer_goes_on_with_the_last_message(tokenizer: Any) -> None:
+def test_an_answer_goes_on_with_the_last_message(tokenizer):
     ended = "{% for m in messages %}{{ m['content'] }} <|end|> {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
     asked = chat(("user", "w1"), ("assistant", "w2"), continue_final_message=True, add_generation_prompt=False)
-
     [prompt] = prompts(tokenizer, ended).of(asked)
 
     assert [1, 97, 2] == prompt.tokens
 
 
-def test_a_new_answer_and_the_end_of_the_last_one_are_not_asked_for_together(tokenizer: Any) -> None:
+def test_a_new_answer_and_the_end_of_the_last_one_are_not_asked_for_together(tokenizer):
     with pytest.raises(Refused, match="not compatible"):
         prompts(tokenizer).of(chat(("assistant", "w1"), continue_final_message=True, add_generation_prompt=True))
 
 
-def test_too_many_tokens_are_refused_before_they_are_made_text() -> None:
+def test_too_many_tokens_are_refused_before_they_are_made_text():
     made = prompts(tiny_tokenizer(), longest=512)
     made.tokenizer = None
 
@@ -106,7 +102,7 @@ def test_too_many_tokens_are_refused_before_they_are_made_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools", "conversation", "return_dict", "messages"])
-def test_arguments_of_transformers_are_refused_as_variables_of_a_template(tokenizer: Any, name: str) -> None:
+def test_arguments_of_transformers_are_refused_as_variables_of_a_template(tokenizer, name):
     with pytest.raises(Refused, match=name):
         prompts(tokenizer).of(chat(("user", "w1"), **{name: "{{ 1 }}"}))
 
@@ -114,7 +110,7 @@ def test_arguments_of_transformers_are_refused_as_variables_of_a_template(tokeni
 @pytest.mark.parametrize(
     "asked", [chat(("user", "w1 \ud83d")), Asked(None, ["w1 \udcff"]), Asked(None, ["w1 \udcff"], top=1, echo=True)]
 )
-def test_half_of_a_character_is_refused_as_that(tokenizer: Any, asked: Asked) -> None:
+def test_half_of_a_character_is_refused_as_that(tokenizer, asked):
     with pytest.raises(Refused, match="half of a character") as refused:
         prompts(tokenizer).of(asked)
 
@@ -142,7 +138,7 @@ LONG = "w1 " * 1_000_000
 
 
 @pytest.mark.parametrize("asked", [chat(("user", LONG)), Asked(None, [LONG]), Asked(None, ["w1", LONG], echo=True)])
-def test_a_text_that_can_not_fit_is_refused_before_it_is_made_tokens(tokenizer: Any, asked: Asked) -> None:
+def test_a_text_that_can_not_fit_is_refused_before_it_is_made_tokens(tokenizer, asked):
     counting = Counting(tokenizer)
     with pytest.raises(Refused, match=r"3,000,00[01] characters are too many") as refused:
         prompts(counting, longest=512).of(asked)
@@ -151,10 +147,9 @@ def test_a_text_that_can_not_fit_is_refused_before_it_is_made_tokens(tokenizer: 
     assert counting.characters < 512 * 64
 
 
-def test_a_text_as_long_as_the_context_is_accepted(tokenizer: Any) -> None:
+def test_a_text_as_long_as_the_context_is_accepted(tokenizer):
     """Nor is one with a longer token than others have."""
     long = tiny_tokenizer(["<s>", f"<{'-' * 998}>"], begins=True)
-
     [plain] = prompts(tokenizer, longest=512).of(Asked(None, ["w95 " * 503]))
     [odd] = prompts(long, longest=512).of(Asked(None, [f"<{'-' * 998}>" * 503]))
 
@@ -163,17 +158,16 @@ def test_a_text_as_long_as_the_context_is_accepted(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("longest", [None, 4096])
-def test_an_echoed_prompt_is_the_text_of_the_request(tokenizer: Any, longest: int | None) -> None:
+def test_an_echoed_prompt_is_the_text_of_the_request(tokenizer, longest):
     """Its spaces and special tokens, too; what a tokenizer puts before it has no text."""
     text = " w1   w2 <|end|>w95"
-
     [prompt] = prompts(tokenizer, longest=longest).of(Asked(None, [text], top=0, echo=True))
 
     assert ([96, 1, 2, 97, 95], text) == (prompt.tokens, prompt.text)
     assert ["", " w1", "   w2", " <|end|>", "w95"] == pieces(prompt.text, prompt.starts)
 
 
-def test_tokens_that_are_echoed_have_places_in_their_text(tokenizer: Any) -> None:
+def test_tokens_that_are_echoed_have_places_in_their_text(tokenizer):
     [prompt] = prompts(tokenizer).of(Asked(None, [[96, 1, 97, 2]], top=0, echo=True))
     [shown] = prompts(tokenizer).of(Asked(None, [[1, 97]], options={"skip_special_tokens": False}, top=0, echo=True))
 
@@ -181,7 +175,7 @@ def test_tokens_that_are_echoed_have_places_in_their_text(tokenizer: Any) -> Non
     assert ["w1", " <|end|>"] == pieces(shown.text, shown.starts)
 
 
-def test_tokens_that_share_a_character_begin_with_it() -> None:
+def test_tokens_that_share_a_character_begin_with_it():
     """Or else a token of a character is taken for one of what follows the character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -190,7 +184,6 @@ def test_tokens_that_share_a_character_begin_with_it() -> None:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     bytewise = prompts(PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?"))
-
     [text] = bytewise.of(Asked(None, ["a éa é"], top=0, echo=True))
     [tokens] = bytewise.of(Asked(None, [text.tokens], top=0, echo=True))
 

@@ -1,7 +1,5 @@
 """The text of an answer, token by token, is that of all its tokens."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -40,7 +38,7 @@ def tokenizer_of(kind: str, *, cleans: bool) -> Any:
 
 @pytest.mark.parametrize("cleans", [True, False], ids=["spaces taken out", "as it is"])
 @pytest.mark.parametrize("kind", PIECES)
-def test_pieces_are_the_text_of_all_tokens(kind: str, cleans: bool) -> None:
+def test_pieces_are_the_text_of_all_tokens(kind, cleans):
     tokenizer = tokenizer_of(kind, cleans=cleans)
     for tokens in [[1, 2, 3] * 5, *map(list, itertools.product(range(1, 7), repeat=4))]:
         text = Text(tokenizer)
@@ -50,12 +48,11 @@ def test_pieces_are_the_text_of_all_tokens(kind: str, cleans: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["words", "unigrams"])
-def test_stop_strings_are_found_where_spaces_are_taken_out(kind: str) -> None:
+def test_stop_strings_are_found_where_spaces_are_taken_out(kind):
     tokenizer = tokenizer_of(kind, cleans=True)
     tokens = [1, 2, 3, 1, 5, *[1] * 9]
     whole = tokenizer.decode(tokens, skip_special_tokens=True)
     stop = whole[1:4]
-
     text = Text(tokenizer, [stop])
     pieces = [text.add(token) for token in tokens]
 
@@ -64,10 +61,9 @@ def test_stop_strings_are_found_where_spaces_are_taken_out(kind: str) -> None:
 
 
 @pytest.mark.parametrize("stop", ["<|end|>", "<|end|> w2", "|end", "d|> w", "w1<|e"])
-def test_a_special_token_in_a_stop_string_stops(stop: str) -> None:
+def test_a_special_token_in_a_stop_string_stops(stop):
     tokenizer = tiny_tokenizer(["<|end|>", "<|sep|>"])
     text = Text(tokenizer, [stop, "w50"])
-
     pieces = [text.add(token) for token in (3, 97, 1, 96, 2, 4)]
 
     assert text.has_stopped
@@ -75,19 +71,18 @@ def test_a_special_token_in_a_stop_string_stops(stop: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["words", "unigrams"])
-def test_a_special_token_stops_where_spaces_are_taken_out(kind: str) -> None:
+def test_a_special_token_stops_where_spaces_are_taken_out(kind):
     tokenizer = tokenizer_of(kind, cleans=True)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     tokens = [1, 2, 3, 1, 5, 1]
     text = Text(tokenizer, ["<|end|>"])
-
     pieces = [text.add(token) for token in (*tokens, len(tokenizer) - 1, 2)]
 
     assert text.has_stopped
     assert tokenizer.decode(tokens) == "".join(pieces) + text.rest()
 
 
-def test_a_special_token_outside_stop_strings_is_hidden() -> None:
+def test_a_special_token_outside_stop_strings_is_hidden():
     tokenizer = tiny_tokenizer(["<|end|>", "<|sep|>"])
     tokens = [96, 3, 97, 4, 97]
     for skips in (True, False):
@@ -100,7 +95,7 @@ def test_a_special_token_outside_stop_strings_is_hidden() -> None:
 
 @pytest.mark.parametrize("kind", PIECES)
 @pytest.mark.parametrize("cleans", [True, False], ids=["spaces taken out", "as it is"])
-def test_the_length_is_that_of_the_text(kind: str, cleans: bool) -> None:
+def test_the_length_is_that_of_the_text(kind, cleans):
     tokenizer = tokenizer_of(kind, cleans=cleans)
     text = Text(tokenizer)
     tokens, lengths = [1, 2, 4, 5, 6, 1, 3, 4], [0]

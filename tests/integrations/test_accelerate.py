@@ -1,7 +1,5 @@
 """Models that accelerate has dispatched are refused; models on disk are passed to accelerate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from transformers import AutoModelForCausalLM
 
 import offload
 from offload.errors import (
-    MetaTensorError,
     UnsupportedOpError,
 )
 from tests.processes import run_script
@@ -60,60 +57,29 @@ def net(kind: type[Net] = Net) -> Net:
     return made
 
 
-def by_hooks_alone(model: Net, folder: Path) -> None:
-    attach_align_device_hook(model, execution_device="cpu", offload=True)
-
-
-def to_memory(model: Net, folder: Path) -> None:
-    accelerate.cpu_offload(model)
-
-
-def to_memory_with_buffers(model: Net, folder: Path) -> None:
-    accelerate.cpu_offload(model, offload_buffers=True)
-
-
-def to_memory_by_blocks(model: Net, folder: Path) -> None:
-    accelerate.cpu_offload(model, preload_module_classes=["ModuleList", "Net", "Tied"])
-
-
-def to_disk(model: Net, folder: Path) -> None:
-    accelerate.disk_offload(model, str(folder))
-
-
-def to_disk_with_buffers(model: Net, folder: Path) -> None:
-    accelerate.disk_offload(model, str(folder), offload_buffers=True)
-
-
-def by_a_map(model: Net, folder: Path) -> None:
-    accelerate.dispatch_model(model, {"linears": "disk", "norm": "disk"}, offload_dir=str(folder))
-
-
-def by_a_mixed_map(model: Net, folder: Path) -> None:
-    device_map = {"linears.0": "cpu", "norm": "cpu", "linears.1": "disk"}
-    accelerate.dispatch_model(model, device_map, offload_dir=str(folder), offload_buffers=True)
-
-
 def from_a_checkpoint(model: Net, folder: Path) -> None:
     folder.mkdir()
     torch.save(model.state_dict(), folder / "model.bin")
-    device_map = {"linears": "disk", "norm": "cpu"}
-    accelerate.load_checkpoint_and_dispatch(
-        model, str(folder / "model.bin"), device_map, offload_folder=str(folder / "dat")
-    )
+    options = {"device_map": {"linears": "disk", "norm": "cpu"}, "offload_folder": str(folder / "dat")}
+    accelerate.load_checkpoint_and_dispatch(model, str(folder / "model.bin"), **options)
 
 
-WAYS = [
-    by_hooks_alone,
-    to_memory,
-    to_memory_with_buffers,
-    to_memory_by_blocks,
-    to_disk,
-    to_disk_with_buffers,
-    by_a_map,
-    by_a_mixed_map,
-    from_a_checkpoint,
-]
-Dispatch = Callable[[Net, Path], None]
+MIXED = {"linears.0": "cpu", "norm": "cpu", "linears.1": "disk"}
+ALL_ON_DISK = {"linears": "disk", "norm": "disk"}
+BLOCKS = {"preload_module_classes": ["ModuleList", "Net", "Tied"]}
+WAYS: dict[str, Callable[[Net, Path], Any]] = {
+    "by hooks alone": lambda model, _: attach_align_device_hook(model, execution_device="cpu", offload=True),
+    "to memory": lambda model, _: accelerate.cpu_offload(model),
+    "to memory with buffers": lambda model, _: accelerate.cpu_offload(model, offload_buffers=True),
+    "to memory by blocks": lambda model, _: accelerate.cpu_offload(model, **BLOCKS),
+    "to disk": lambda model, folder: accelerate.disk_offload(model, str(folder)),
+    "to disk with buffers": lambda model, folder: accelerate.disk_offload(model, str(folder), offload_buffers=True),
+    "by a map": lambda model, folder: accelerate.dispatch_model(model, ALL_ON_DISK, offload_dir=str(folder)),
+    "by a mixed map": lambda model, folder: accelerate.dispatch_model(
+        model, MIXED, offload_dir=str(folder), offload_buffers=True
+    ),
+    "from a checkpoint": from_a_checkpoint,
+}
 
 
 def hooks_in(model: nn.Module) -> list[Any]:
@@ -123,10 +89,10 @@ def hooks_in(model: nn.Module) -> list[Any]:
 # A dispatched model is refused
 
 
-@pytest.mark.parametrize("dispatch", WAYS)
-def test_a_dispatched_model_is_refused_and_not_changed(dispatch: Dispatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dispatched_model_is_refused_and_not_changed(way, tmp_path):
     plain, model, x = net(), net(), torch.randn(3, 4)
-    dispatch(model, tmp_path / "theirs")
+    WAYS[way](model, tmp_path / "theirs")
     before, hooks = contents(tmp_path), hooks_in(model)
 
     with pytest.raises(UnsupportedOpError, match=r"accelerate has dispatched this Net: .*load_checkpoint_and_dispatch"):
@@ -138,9 +104,7 @@ def test_a_dispatched_model_is_refused_and_not_changed(dispatch: Dispatch, tmp_p
 
 
 @pytest.mark.parametrize("load", [offload.load_checkpoint_and_dispatch, offload.load_checkpoint_in_model])
-def test_hooks_would_put_their_own_values_over_a_loaded_checkpoint_so_that_is_refused(
-    load: Callable[..., object], tmp_path: Path
-) -> None:
+def test_hooks_would_put_their_own_values_over_a_loaded_checkpoint_so_that_is_refused(load, tmp_path):
     save_file(net().state_dict(), tmp_path / "model.safetensors")
     model = net()
     accelerate.cpu_offload(model)
@@ -153,9 +117,7 @@ def test_hooks_would_put_their_own_values_over_a_loaded_checkpoint_so_that_is_re
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
 
 
-def test_a_model_that_transformers_dispatched_is_refused_and_loaded_by_from_pretrained(
-    llama_folder: Path, tokens: torch.Tensor, tmp_path: Path
-) -> None:
+def test_a_model_that_transformers_dispatched_is_refused_and_loaded_by_from_pretrained(llama_folder, tokens, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(
         llama_folder, device_map={"": "disk"}, offload_folder=str(tmp_path / "theirs")
     )
@@ -168,15 +130,7 @@ def test_a_model_that_transformers_dispatched_is_refused_and_loaded_by_from_pret
     assert torch.equal(expected, offload.from_pretrained(llama_folder)(tokens).logits)
 
 
-def test_an_empty_model_without_hooks_is_refused() -> None:
-    with offload.init_empty_weights():
-        model = Net()
-
-    with pytest.raises(MetaTensorError, match=r"linears\.0\.weight"):
-        offload.disk_offload(model)
-
-
-def test_a_model_without_hooks_needs_no_accelerate() -> None:
+def test_a_model_without_hooks_needs_no_accelerate():
     script = """
         import sys, offload, torch
         offload.disk_offload(torch.nn.Linear(2, 2), execution_device="cpu")
@@ -196,12 +150,11 @@ class PlusOne(ModelHook):
         return output + 1
 
 
-def test_hooks_that_hold_no_weights_stay() -> None:
+def test_hooks_that_hold_no_weights_stay():
     model, x = net(), torch.randn(3, 4)
     add_hook_to_module(model.linears[0], SequentialHook(PlusOne(), PlusOne()))
     add_hook_to_module(model.norm, AlignDevicesHook(execution_device="cpu", io_same_device=True))
     hooks, expected = hooks_in(model), model(x)
-
     offload.disk_offload(model, execution_device="cpu")
 
     assert hooks == hooks_in(model)
@@ -210,7 +163,7 @@ def test_hooks_that_hold_no_weights_stay() -> None:
     assert torch.equal(net()(x), model(x))
 
 
-def test_a_device_that_hooks_move_activations_away_from_is_refused() -> None:
+def test_a_device_that_hooks_move_activations_away_from_is_refused():
     model = net()
     add_hook_to_module(model.norm, AlignDevicesHook())
     model.norm._hf_hook.execution_device = "meta"
@@ -221,10 +174,9 @@ def test_a_device_that_hooks_move_activations_away_from_is_refused() -> None:
     assert not any(offload.is_offloaded(parameter) for parameter in model.parameters())
 
 
-def test_forward_hooks_of_torch_stay() -> None:
+def test_forward_hooks_of_torch_stay():
     model, seen = net(), []
     model.norm.register_forward_hook(lambda *args: seen.append(args[0]))
-
     offload.disk_offload(model)(torch.randn(3, 4))
 
     assert [model.norm] == seen
@@ -233,78 +185,59 @@ def test_forward_hooks_of_torch_stay() -> None:
 # Models on disk, in accelerate's hands
 
 
-@pytest.mark.parametrize("dispatch", [way for way in WAYS if way is not from_a_checkpoint])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "from a checkpoint"])
 @pytest.mark.parametrize("kind", [Net, Tied])
-def test_accelerate_takes_a_model_on_disk_as_it_is(dispatch: Dispatch, kind: type[Net], tmp_path: Path) -> None:
+def test_accelerate_takes_a_model_on_disk_as_it_is_and_one_that_came_back_to_memory(way, kind, tmp_path):
     plain, x = net(kind), torch.randn(3, 4)
     model = offload.disk_offload(net(kind), tmp_path / "ours")
     before = contents(tmp_path / "ours")
-
-    dispatch(model, tmp_path / "theirs")
+    back = offload.materialize(offload.disk_offload(net()))
+    WAYS[way](model, tmp_path / "theirs")
+    WAYS[way](back, tmp_path / "of memory")
 
     assert torch.equal(plain(x), model(x))
     assert hooks_in(model)
     assert before == contents(tmp_path / "ours")
-    if (dispatch, kind) != (to_memory_by_blocks, Tied):  # then accelerate leaves a plain model's second name empty
+    if (way, kind) != ("to memory by blocks", Tied):  # then accelerate leaves a plain model's second name empty
         remove_hook_from_submodules(model)
         assert torch.equal(plain(x), model(x))
+    assert torch.equal(net()(x), back(x))
+    remove_hook_from_submodules(back)
+    assert {nn.Parameter} == {type(parameter) for parameter in back.parameters()}
 
 
-@pytest.mark.parametrize("dispatch", [way for way in WAYS if way is not from_a_checkpoint])
-def test_accelerate_takes_a_model_that_came_back_to_memory(dispatch: Dispatch, tmp_path: Path) -> None:
-    plain, x = net(), torch.randn(3, 4)
-    model = offload.materialize(offload.disk_offload(net()))
-
-    dispatch(model, tmp_path)
-
-    assert torch.equal(plain(x), model(x))
-    remove_hook_from_submodules(model)
-    assert {nn.Parameter} == {type(parameter) for parameter in model.parameters()}
-
-
-def test_an_inferred_map_that_fits_leaves_the_weights_on_disk() -> None:
+def test_an_inferred_map_that_fits_leaves_the_weights_on_disk():
     """`dispatch_model` to one device is a `to`, which reads nothing."""
     plain, x = net(), torch.randn(3, 4)
     model = offload.disk_offload(net())
-
     accelerate.dispatch_model(model, accelerate.infer_auto_device_map(model))
 
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
     assert torch.equal(plain(x), model(x))
 
 
-def test_accelerate_empties_a_parameter_on_disk_to_a_plain_one() -> None:
-    weight = offload.disk_offload(nn.Linear(2, 2)).weight
-
-    emptied = type(weight)(weight.to("meta"), requires_grad=False)
-
-    assert emptied.is_meta
-    assert nn.Parameter is type(emptied)
-    assert not emptied.requires_grad
-
-
-def test_a_parameter_on_disk_that_is_registered_in_an_empty_model_is_emptied() -> None:
+def test_accelerate_empties_a_parameter_on_disk_to_a_plain_one():
     """accelerate and peft pass on its attributes, too."""
     weight = offload.disk_offload(nn.Linear(2, 2)).weight
     weight.mark = "kept"
-
+    emptied = type(weight)(weight.to("meta"), requires_grad=False)
     with accelerate.init_empty_weights():
         module = nn.Module()
         module.register_parameter("weight", weight)
 
-    assert nn.Parameter is type(module.weight)
-    assert module.weight.is_meta
-    assert module.weight.requires_grad
+    for one, trains in ((emptied, False), (module.weight, True)):
+        assert nn.Parameter is type(one)
+        assert one.is_meta
+        assert trains == one.requires_grad
     assert "kept" == module.weight.mark
     assert offload.is_offloaded(weight)
 
 
 @pytest.mark.parametrize("value", [None, torch.ones(2, 2)])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_accelerate_sets_a_tensor_of_a_module_on_disk(device: str, value: torch.Tensor | None) -> None:
+def test_accelerate_sets_a_tensor_of_a_module_on_disk(device, value):
     module = offload.disk_offload(nn.Linear(2, 2).requires_grad_(False))
     expected = module.weight.materialize() if value is None else value
-
     set_module_tensor_to_device(module, "weight", device, value)
 
     assert not module.weight.requires_grad
@@ -314,10 +247,9 @@ def test_accelerate_sets_a_tensor_of_a_module_on_disk(device: str, value: torch.
         assert torch.equal(expected, module.weight)
 
 
-def test_a_hook_that_moves_a_whole_model_moves_no_bytes() -> None:
+def test_a_hook_that_moves_a_whole_model_moves_no_bytes():
     plain, x = net(), torch.randn(3, 4)
     model, hook = accelerate.cpu_offload_with_hook(net(), execution_device="cpu")
-
     offload.disk_offload(model)
 
     assert torch.equal(plain(x), model(x))
@@ -327,19 +259,17 @@ def test_a_hook_that_moves_a_whole_model_moves_no_bytes() -> None:
     assert not hooks_in(model)
 
 
-def test_a_state_dict_on_disk_can_be_offloaded_to_accelerate_s_folder(tmp_path: Path) -> None:
+def test_a_state_dict_on_disk_can_be_offloaded_to_accelerate_s_folder(tmp_path):
     model = offload.disk_offload(net())
-
     offload_state_dict(str(tmp_path), model.state_dict())
 
     held = OffloadedWeightsLoader(save_folder=str(tmp_path))
     assert all(torch.equal(value, held[name]) for name, value in net().state_dict().items())
 
 
-def test_an_align_hook_on_a_module_on_disk_runs_it() -> None:
+def test_an_align_hook_on_a_module_on_disk_runs_it():
     x = torch.randn(3, 4)
     model = offload.disk_offload(net())
-
     add_hook_to_module(model.norm, AlignDevicesHook(execution_device="cpu", offload=True, offload_buffers=True))
 
     assert torch.equal(net()(x), model(x))

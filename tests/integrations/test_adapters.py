@@ -3,8 +3,6 @@
 The table below has every combination: what must come of it is the model with the adapter, or an error with a way out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -24,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 import offload
 from offload import cli
 from offload.errors import CheckpointError, UnsupportedOpError
-from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE
+from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE, adapter_for
 from tests.sizes import SIZES
 
 TOKENS = torch.tensor([[1, 5, 9, 2]])
@@ -43,14 +41,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapter_in(folder: Path, base: Path, config: Any = None) -> Path:
-    """An adapter of the base that changes its outputs, with each weight other than at the start."""
-    torch.manual_seed(3)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config or LoraConfig(**ONE, **NOT_NEUTRAL))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += torch.randn_like(parameter) * 0.1
-    model.save_pretrained(folder)
-    return folder
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return adapter_for(model, config or LoraConfig(**ONE, **NOT_NEUTRAL), folder)
 
 
 def _together(folder: Path, base: Path) -> None:
@@ -87,19 +79,12 @@ def _with_a_pickle(folder: Path, base: Path) -> None:
     (folder / "adapter_model.safetensors").unlink()
 
 
-def _of_a_base_that_is_gone(folder: Path, base: Path) -> None:
+def _naming(folder: Path, base: Path, named: Path | None) -> None:
+    """The adapter's settings name another base than its own."""
     adapter_in(folder, base)
-    _say(folder, base_model_name_or_path=str(base.with_name("gone")))
-
-
-def _of_no_base(folder: Path, base: Path) -> None:
-    adapter_in(folder, base)
-    _say(folder, base_model_name_or_path=None)
-
-
-def _say(folder: Path, **settings: Any) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))
+    config["base_model_name_or_path"] = named and str(named)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 ACTS = ("from_pretrained", "plan", "generate", "convert", "convert to an offload folder", "quantize", "merge-lora")
@@ -114,8 +99,8 @@ TABLE: dict[str, tuple[Callable[[Path, Path], object], dict[str, str]]] = {
     "two folders, a trainer's": (_of_a_trainer, _OF_TWO),
     "two folders, with a configuration": (_with_a_configuration, _OF_TWO),
     "two folders, a pickle": (_with_a_pickle, _OF_TWO),
-    "the base is gone": (_of_a_base_that_is_gone, dict.fromkeys(ACTS, REFUSED)),
-    "no base is named": (_of_no_base, dict.fromkeys(ACTS, REFUSED)),
+    "the base is gone": (lambda *to: _naming(*to, to[1].with_name("gone")), dict.fromkeys(ACTS, REFUSED)),
+    "no base is named": (lambda *to: _naming(*to, None), dict.fromkeys(ACTS, REFUSED)),
 }
 
 
@@ -183,8 +168,8 @@ def act(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], request:
 @pytest.mark.parametrize("name", ACTS)
 @pytest.mark.parametrize("kind", TABLE)
 def test_a_folder_with_an_adapter_is_the_model_with_it_or_refused_with_a_way_out(
-    kind: str, name: str, base: Path, act: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    kind, name, base, act, tmp_path, capsys
+):
     write, outcomes = TABLE[kind]
     folder, target = tmp_path / "folder", tmp_path / "target"
     write(folder, base)
@@ -211,18 +196,15 @@ def test_a_folder_with_an_adapter_is_the_model_with_it_or_refused_with_a_way_out
         said = " ".join(capsys.readouterr().err.split())
     assert before == contents(tmp_path)
     assert "adapter" in said
-    assert (
-        "gone" if kind == "the base is gone" else "PeftModel" if kind == "no base is named" else "merge-lora"
-    ) in said
+    assert {"the base is gone": "gone", "no base is named": "PeftModel"}.get(kind, "merge-lora") in said
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "pissa"), "pissa"])
-def test_an_adapter_of_any_kind_in_the_folder_is_loaded_as_peft_does(kind: str, base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_of_any_kind_in_the_folder_is_loaded_as_peft_does(kind, base, tmp_path):
     """Also those that transformers' own loading leaves in part as they were made, such as DoRA's magnitudes."""
     adapter_in(tmp_path, base, KINDS[kind]())
     expected = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path))
     random = torch.get_rng_state()
-
     model = offload.from_pretrained(tmp_path)
 
     assert torch.equal(expected, logits(model))
@@ -233,13 +215,10 @@ def test_an_adapter_of_any_kind_in_the_folder_is_loaded_as_peft_does(kind: str, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_an_adapter_is_loaded_in_the_dtype_that_transformers_loads_it_in(
-    stored: torch.dtype, dtype: torch.dtype, base: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_is_loaded_in_the_dtype_that_transformers_loads_it_in(stored, dtype, base, tmp_path):
     _together(tmp_path, base)
     file = tmp_path / "adapter_model.safetensors"
     save_file({name: value.to(stored) for name, value in load_file(file).items()}, file)
-
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     model = offload.from_pretrained(tmp_path, dtype=dtype)
 
@@ -248,34 +227,30 @@ def test_an_adapter_is_loaded_in_the_dtype_that_transformers_loads_it_in(
     assert types == {name: value.dtype for name, value in model.state_dict().items()}
 
 
-def test_a_gguf_file_in_a_folder_with_an_adapter_is_loaded_with_it(tmp_path: Path) -> None:
+def test_a_gguf_file_in_a_folder_with_an_adapter_is_loaded_with_it(tmp_path):
     from tests.checkpoints.forms import FORMS
 
     FORMS["gguf-q8_0"].write(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
     get_peft_model(plain, LoraConfig(**ONE, **NOT_NEUTRAL)).save_pretrained(tmp_path)
-
     model = offload.from_pretrained(tmp_path, gguf_file="model.gguf", exact=True)
 
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert torch.equal(logits(expected), logits(model))
 
 
-def test_prompts_kept_of_a_model_are_not_used_with_an_adapter(base: Path, tmp_path: Path) -> None:
+def test_prompts_kept_of_a_model_are_not_used_with_an_adapter(base, tmp_path):
     _together(tmp_path / "both", base)
     prompt = torch.arange(600)[None] % 96
     options = {"max_new_tokens": 4, "do_sample": False, "prompt_cache": tmp_path / "kept"}
     offload.from_pretrained(tmp_path / "both", adapter=False).generate(prompt, **options)
-
     found = offload.from_pretrained(tmp_path / "both").generate(prompt, **options)
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
     assert torch.equal(plain.generate(prompt, max_new_tokens=4, do_sample=False), found)
 
 
-def test_a_folder_with_a_model_and_its_adapter_is_whole(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_a_model_and_its_adapter_is_whole(base, tmp_path, capsys):
     _together(tmp_path, base)
 
     assert 0 == cli.main(["verify", str(tmp_path)]), capsys.readouterr().out
@@ -283,7 +258,7 @@ def test_a_folder_with_a_model_and_its_adapter_is_whole(
     assert "lora" not in capsys.readouterr().out
 
 
-def test_an_adapter_that_adds_tokens_is_refused_by_its_kind(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_adds_tokens_is_refused_by_its_kind(base, tmp_path):
     config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path)
 
@@ -295,7 +270,7 @@ def test_an_adapter_that_adds_tokens_is_refused_by_its_kind(base: Path, tmp_path
     assert torch.equal(logits(plain), logits(model))
 
 
-def test_a_damaged_adapter_is_an_error_that_names_it(base: Path, tmp_path: Path) -> None:
+def test_a_damaged_adapter_is_an_error_that_names_it(base, tmp_path):
     _together(tmp_path, base)
     os.truncate(tmp_path / "adapter_model.safetensors", 100)
 
@@ -303,9 +278,7 @@ def test_a_damaged_adapter_is_an_error_that_names_it(base: Path, tmp_path: Path)
         offload.from_pretrained(tmp_path)
 
 
-def test_without_peft_a_folder_with_an_adapter_is_refused(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_peft_a_folder_with_an_adapter_is_refused(base, tmp_path, monkeypatch):
     """Transformers loads the model alone, without a word."""
     _together(tmp_path, base)
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
@@ -313,14 +286,12 @@ def test_without_peft_a_folder_with_an_adapter_is_refused(
     with pytest.raises(CheckpointError, match=r"needs the package peft .*: install it; .*adapter=False"):
         offload.from_pretrained(tmp_path)
 
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(base)), logits(_alone(tmp_path)))
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(base)), logits(offload.from_pretrained(tmp_path, adapter=False))
+    )
 
 
-def _alone(folder: Path) -> Any:
-    return offload.from_pretrained(folder, adapter=False)
-
-
-def test_weights_that_transformers_loads_itself_are_refused_beside_an_adapter(base: Path, tmp_path: Path) -> None:
+def test_weights_that_transformers_loads_itself_are_refused_beside_an_adapter(base, tmp_path):
     from tests.checkpoints.forms import FORMS
 
     name = next(name for name in FORMS if name.startswith("bitnet"))
@@ -331,7 +302,7 @@ def test_weights_that_transformers_loads_itself_are_refused_beside_an_adapter(ba
         offload.from_pretrained(tmp_path)
 
 
-def test_a_second_adapter_is_not_merged_into_a_model_that_has_one(base: Path, tmp_path: Path) -> None:
+def test_a_second_adapter_is_not_merged_into_a_model_that_has_one(base, tmp_path):
     _together(tmp_path / "both", base)
     other = adapter_in(tmp_path / "other", base)
 

@@ -29,29 +29,23 @@ from bench.architectures import (
 )
 from bench.tiny import tiny_configs
 from offload.models.pretrained import _kind_from_disk
+from tests.equal import assert_equal
 from tests.processes import run_script
 
 GENERATING = [
     ("causal", "llama"),
     ("causal", "gpt2"),  # Conv1D: weights are transposed
     ("causal", "mixtral"),  # experts are stacked by loading, and split by saving
-    ("causal", "qwen3_moe"),
-    ("causal", "deepseek_v3"),
-    ("causal", "gpt_oss"),
-    ("causal", "mamba"),
     ("causal", "gemma3_text"),  # sliding windows
-    ("causal", "bloom"),
     ("causal", "zamba"),  # layers that share their weights
+    *(("causal", name) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss", "mamba", "bloom")),
     ("seq2seq", "t5"),
     ("seq2seq", "bart"),
+    ("generating", "WhisperForConditionalGeneration"),
 ]
-ENCODING = [
-    ("encoder", "bert"),
-    ("encoder", "csm"),
-    ("encoder", "clip"),
-    ("encoder", "whisper"),
-    ("encoder", "qwen2_vl"),
-]
+SEEN = "vit dinov2 swin convnext resnet siglip clip qwen2_vl"  # models for images, with and without text
+ENCODING = [("encoder", name) for name in f"bert csm whisper wav2vec2 hubert {SEEN}".split()]
+WITH_GRADIENTS = [("causal", "mixtral"), ("seq2seq", "t5"), ("generating", "WhisperForConditionalGeneration")]
 
 
 # They have `generate`, and nothing else of transformers' for generating, or a `generate` that takes something else.
@@ -100,11 +94,29 @@ def test_a_model_is_equal_in_every_respect(kind, name):
     assert 0 == row.written
 
 
+@pytest.mark.parametrize(("kind", "name"), [*ENCODING, *WITH_GRADIENTS])
+def test_a_model_is_of_the_class_that_its_configuration_names_and_has_the_gradients_of_memory(kind, name, tmp_path):
+    """A whole Whisper, not its decoder; an encoder without a language model's head, whose values nobody trained."""
+    subject = prepared(name, names(kind)[name], tmp_path)
+    plain = subject.model_class.from_pretrained(subject.folder)
+    model, info = offload.from_pretrained(subject.folder, output_loading_info=True)
+    for one in (plain, model):
+        outputs = [value for _, value in equality.tensors_in(one(**subject.probe)) if value.requires_grad]
+        sum(value.square().mean() for value in outputs).backward()
+
+    assert type(plain) is model.__class__
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    expected, found = ({key: value.grad for key, value in one.named_parameters()} for one in (plain, model))
+    assert any(value is not None for value in expected.values())
+    assert_equal(expected, found)
+    assert not any(map(offload.is_offloaded, model.buffers()))
+
+
 @pytest.mark.parametrize("name", ON_THEIR_OWN)
 def test_a_model_with_a_generate_of_its_own_is_equal_in_every_respect(name):
     if not hasattr(transformers, name):
         pytest.skip("this transformers does not have it")
-
     row = examined("generating", name)
 
     assert EQUAL == row.equal, row.note
@@ -115,7 +127,6 @@ def test_a_model_with_a_generate_of_its_own_is_equal_in_every_respect(name):
 @pytest.mark.parametrize("kind", ["causal", "seq2seq", architectures.GENERATING])
 def test_no_model_class_that_generates_differs_from_disk(kind, monkeypatch):
     monkeypatch.setattr(architectures, "_SECONDS", 1800)  # however busy the machine is
-
     rows = examined_apart([(kind, name) for name in names(kind)])
 
     assert [] == [(row.name, row.note) for row in rows if row.equal == DIFFERS]
@@ -253,7 +264,6 @@ def test_recipes_are_counted_and_bytes_that_loading_writes(tmp_path):
 
     offload.from_pretrained = load_and_write
     """
-
     row = Row(**json.loads(run_script(writing + EXAMINED, "causal", "mixtral", tmp_path).splitlines()[-1]))
 
     assert (EQUAL, 4) == (row.equal, row.recipes), row.note

@@ -1,7 +1,5 @@
 """Checkpoints whose names and formats differ from the model's: fused experts, casts, quantized weights."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -31,17 +29,10 @@ from offload.errors import CheckpointError
 from offload.models import pretrained
 from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, PROMPT
+from tests.equal import assert_equal
+from tests.sizes import SIZES
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-}
+SMALL = {**SIZES, "intermediate_size": 96, "num_experts_per_tok": 2, "max_position_embeddings": 64}
 MODELS = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SMALL)),
     "qwen": lambda: Qwen3MoeForCausalLM(
@@ -66,37 +57,34 @@ def keys_of(folder: Path) -> set[str]:
     return keys
 
 
+def empty(folder: Path) -> Any:
+    with offload.init_empty_weights():
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
 def assert_same(expected: torch.nn.Module, model: torch.nn.Module, tokens: torch.Tensor) -> None:
-    values, others = expected.state_dict(), model.state_dict()
-    assert list(values) == list(others)
-    for name, value in values.items():
-        assert value.dtype == others[name].dtype, name
-        assert torch.equal(value, offload.materialize(others[name])), name
+    assert list(expected.state_dict()) == list(model.state_dict())
+    assert_equal(expected, model)
     with torch.no_grad():
         assert torch.equal(expected(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_fused_experts_are_put_together_when_they_are_read(
-    folder: Path, tmp_path: Path, tokens: torch.Tensor, dtype: torch.dtype | None
-) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_fused_experts_are_put_together_when_they_are_read(folder, tmp_path, tokens, dtype):
     before = contents(tmp_path)
-
     model = offload.from_pretrained(folder, dtype=dtype, offload_dir=tmp_path / "offload")
 
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
-    assert_same(expected, model, tokens)
+    assert_same(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), model, tokens)
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
     assert before == contents(tmp_path)
 
 
-def test_experts_that_are_written_to_have_a_file_in_the_offload_folder(folder: Path, tmp_path: Path) -> None:
+def test_experts_that_are_written_to_have_a_file_in_the_offload_folder(folder, tmp_path):
     before = contents(folder)
     model = offload.from_pretrained(folder, offload_dir=tmp_path / "offload")
     name = "model.layers.1.mlp.experts.gate_up_proj"
     experts = model.get_parameter(name)
     expected = experts.materialize()
-
     with torch.no_grad():
         for tensor in (experts, expected):
             tensor[1, 2] = 0
@@ -107,28 +95,19 @@ def test_experts_that_are_written_to_have_a_file_in_the_offload_folder(folder: P
     assert before == contents(folder)
 
 
-def test_loading_in_inference_mode_gives_a_model_that_trains(folder: Path, tokens: torch.Tensor) -> None:
+def test_a_model_that_is_loaded_or_filled_in_inference_mode_trains(folder, tokens):
+    filled = empty(folder)
     with torch.inference_mode():
-        model = offload.from_pretrained(folder)
-        model(tokens)
+        loaded = offload.from_pretrained(folder)
+        offload.load_checkpoint_and_dispatch(filled, folder, {"": "disk", "model.layers.0": "cpu"})
+        loaded(tokens)
 
-    model(tokens, labels=tokens).loss.backward()
-
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_an_empty_model_that_is_filled_in_inference_mode_trains(folder: Path, tokens: torch.Tensor) -> None:
-    with offload.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-
-    with torch.inference_mode():
-        offload.load_checkpoint_and_dispatch(model, folder, {"": "disk", "model.layers.0": "cpu"})
-
-    model(tokens, labels=tokens).loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    for model in (loaded, filled):
+        model(tokens, labels=tokens).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_the_default_device_does_not_matter(folder: Path, tokens: torch.Tensor) -> None:
+def test_the_default_device_does_not_matter(folder, tokens):
     with torch.device("meta"):
         model = offload.from_pretrained(folder)
 
@@ -136,19 +115,14 @@ def test_the_default_device_does_not_matter(folder: Path, tokens: torch.Tensor) 
 
 
 @pytest.mark.parametrize("narrow", ["norm", "proj"])
-def test_a_checkpoint_of_two_dtypes_is_not_rounded_and_what_fits_stays_where_it_is(
-    folder: Path, tmp_path: Path, tokens: torch.Tensor, narrow: str
-) -> None:
+def test_a_checkpoint_of_two_dtypes_is_not_rounded_and_what_fits_stays_where_it_is(folder, tmp_path, tokens, narrow):
     """In any order: here the half-precision values come first."""
-    tensors = load_file(folder / "model.safetensors")
+    tensors, model = load_file(folder / "model.safetensors"), empty(folder)
     values = {name: value.bfloat16() for name, value in tensors.items() if narrow in name}
     torch.save({**values, **{name: value for name, value in tensors.items() if name not in values}}, tmp_path / "x.bin")
-    with offload.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     for name, parameter in list(model.named_parameters()):
         if name in values:
             model.get_parameter(name).data = parameter.bfloat16()
-
     offload.load_checkpoint_and_dispatch(model, tmp_path / "x.bin", offload_dir=tmp_path / "values")
 
     assert not (tmp_path / "values").exists()
@@ -159,28 +133,7 @@ def test_a_checkpoint_of_two_dtypes_is_not_rounded_and_what_fits_stays_where_it_
             assert torch.equal(values.get(name, tensors[name]), parameter.materialize()), name
 
 
-def test_a_whole_model_is_a_pickle_that_needs_no_offload(folder: Path, tmp_path: Path) -> None:
-    torch.save(offload.from_pretrained(folder), tmp_path / "model.pt")
-
-    with ZipFile(tmp_path / "model.pt") as archive:
-        assert b"offload" not in archive.read("model/data.pkl").replace(b"offload_", b"")
-
-
-def test_a_copy_of_a_model_is_saved_in_bounded_memory_too(
-    folder: Path, tmp_path: Path, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = copy.deepcopy(offload.from_pretrained(folder))
-    deferred = []
-    real = pretrained.deferred
-    monkeypatch.setattr(pretrained, "deferred", lambda tensor: deferred.append(tensor) or real(tensor))
-
-    model.save_pretrained(tmp_path / "saved")
-
-    assert 2 * 2 == len(deferred)  # of each of two layers
-    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model, tokens)
-
-
-def test_an_expert_that_is_missing_is_an_error_of_the_checkpoint(folder: Path) -> None:
+def test_an_expert_that_is_missing_is_an_error_of_the_checkpoint(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors[next(name for name in tensors if ".experts.1." in name)]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -190,47 +143,41 @@ def test_an_expert_that_is_missing_is_an_error_of_the_checkpoint(folder: Path) -
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_the_folder_of_a_checkpoint_is_refused_as_offload_dir(folder: Path, form: str) -> None:
+def test_the_folder_of_a_checkpoint_is_refused_as_offload_dir(folder, form):
     """With a .bin and some files of ours, these would be the checkpoint, and all other weights random."""
     if form == "bin":
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
     before = contents(folder)
-    with offload.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-
-    for load in (
-        lambda: offload.from_pretrained(folder, offload_dir=folder),
-        lambda: offload.load_checkpoint_and_dispatch(model, folder, offload_dir=folder),
-        lambda: offload.load_file(folder, offload_dir=folder),
+    for load, *model in (
+        (offload.from_pretrained,),
+        (offload.load_checkpoint_and_dispatch, empty(folder)),
+        (offload.load_file,),
     ):
         with pytest.raises(CheckpointError, match=r"is a checkpoint's own folder.*Give another offload_dir"):
-            load()
+            load(*model, folder, offload_dir=folder)
 
     assert before == contents(folder)
 
 
-def test_an_offload_folder_does_not_get_what_a_model_makes_of_it(folder: Path, tmp_path: Path) -> None:
+def test_an_offload_folder_does_not_get_what_a_model_makes_of_it(folder, tmp_path):
     """It would contain each expert twice, and not load again."""
-    convert_checkpoint(folder, tmp_path / "values", to_offload_folder=True)
-    before = contents(tmp_path / "values")
-    with offload.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-
+    values = tmp_path / "values"
+    convert_checkpoint(folder, values, to_offload_folder=True)
+    before = contents(values)
     for load in (
-        lambda: offload.from_pretrained(tmp_path / "values", offload_dir=tmp_path / "values", dtype=torch.bfloat16),
-        lambda: offload.load_checkpoint_and_dispatch(model, tmp_path / "values", offload_dir=tmp_path / "values"),
+        lambda: offload.from_pretrained(values, offload_dir=values, dtype=torch.bfloat16),
+        lambda: offload.load_checkpoint_and_dispatch(empty(folder), values, offload_dir=values),
     ):
         with pytest.raises(CheckpointError, match=r"[46] tensors in another form.*experts.*Give another offload_dir"):
             load()
 
-    assert before == contents(tmp_path / "values")
+    assert before == contents(values)
 
 
-def test_an_offload_folder_is_cast_in_place(llama_folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:
+def test_an_offload_folder_is_cast_in_place(llama_folder, tmp_path, tokens):
     convert_checkpoint(llama_folder, tmp_path, to_offload_folder=True)
     names = {path.name for path in tmp_path.iterdir()}
-
     model = offload.from_pretrained(tmp_path, offload_dir=tmp_path, dtype=torch.float64)
 
     assert_same(AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float64), model, tokens)
@@ -238,72 +185,50 @@ def test_an_offload_folder_is_cast_in_place(llama_folder: Path, tmp_path: Path, 
     assert {torch.float64} == {value.dtype for value in offload.load_file(tmp_path).values()}
 
 
-def test_generation_and_gradients_over_fused_experts(folder: Path, tokens: torch.Tensor) -> None:
-    models = AutoModelForCausalLM.from_pretrained(folder), offload.from_pretrained(folder)
-
-    generated = [model.generate(tokens, max_new_tokens=6, do_sample=False) for model in models]
-    for model in models:
-        model(tokens, labels=tokens).loss.backward()
-
-    assert torch.equal(*generated)
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+in_memory = AutoModelForCausalLM.from_pretrained
+WAYS: dict[str, Any] = {
+    "loaded": offload.from_pretrained,
+    "copied": lambda folder: copy.deepcopy(offload.from_pretrained(folder)),
+    "filled": lambda folder: offload.load_checkpoint_and_dispatch(in_memory(folder), folder),
+    "moved twice": lambda folder: offload.disk_offload(offload.disk_offload(in_memory(folder))),
+}
 
 
-@pytest.mark.parametrize("shard_size", ["30KB", "5GB"])
-def test_saving_takes_the_experts_apart_again(
-    folder: Path, tmp_path: Path, tokens: torch.Tensor, shard_size: str
-) -> None:
-    model = offload.from_pretrained(folder)
-
-    model.save_pretrained(tmp_path / "saved", max_shard_size=shard_size)
-
-    assert keys_of(folder) == keys_of(tmp_path / "saved")
-    largest = max(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors"))
-    assert (largest < 60_000) == (shard_size == "30KB")
-    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model, tokens)
-
-
-@pytest.mark.parametrize("way", ["disk_offload", "load_checkpoint_and_dispatch"])
-def test_saving_holds_no_experts_in_memory_however_they_came_to_disk(
-    folder: Path, tmp_path: Path, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    """transformers splits deferred tensors; offloading twice is the same as once."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    if way == "disk_offload":
-        offload.disk_offload(offload.disk_offload(model))
-    else:
-        offload.load_checkpoint_and_dispatch(model, folder)
-    deferred = []
-    real = pretrained.deferred
+@pytest.mark.parametrize(("way", "size"), [("loaded", "30KB"), *((way, "5GB") for way in WAYS)])
+def test_saving_takes_experts_apart_and_holds_none_in_memory(folder, tmp_path, tokens, monkeypatch, way, size):
+    """However they came to disk: transformers splits deferred tensors."""
+    model, deferred, real = WAYS[way](folder), [], pretrained.deferred
     monkeypatch.setattr(pretrained, "deferred", lambda tensor: deferred.append(tensor) or real(tensor))
-
-    model.save_pretrained(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "saved", max_shard_size=size)
 
     assert {3} == {tensor.dim() for tensor in deferred}
     assert 2 * 2 == len(deferred)  # of each of two layers, once each
-    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model, tokens)
+    assert keys_of(folder) == keys_of(tmp_path / "saved")
+    largest = max(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors"))
+    assert (largest < 60_000) == (size == "30KB")
+    assert_same(in_memory(tmp_path / "saved"), model, tokens)
 
 
-def test_a_whole_model_is_copied_and_pickled(folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:
+def test_a_whole_model_is_copied_and_pickled(folder, tmp_path, tokens):
+    """The pickle needs no offload."""
     model = offload.from_pretrained(folder)
-
     torch.save(model, tmp_path / "model.pt")
 
     assert_same(model, copy.deepcopy(model), tokens)
+    with ZipFile(tmp_path / "model.pt") as archive:
+        assert b"offload" not in archive.read("model/data.pkl").replace(b"offload_", b"")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     loaded.save_pretrained(tmp_path / "saved")
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), loaded, tokens)
 
 
-def test_the_current_values_are_saved(folder: Path, tmp_path: Path) -> None:
+def test_the_current_values_are_saved(folder, tmp_path):
     """After an in-place change, and after a replacement."""
     model = offload.from_pretrained(folder)
     experts = model.model.layers[0].mlp.experts
     with torch.no_grad():
         experts.gate_up_proj[1].mul_(2)
     experts.down_proj.update_values(experts.down_proj.materialize() + 1)
-
     model.save_pretrained(tmp_path / "saved")
 
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").model.layers[0].mlp.experts
@@ -311,25 +236,20 @@ def test_the_current_values_are_saved(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(experts.down_proj, reloaded.down_proj)
 
 
-def test_an_empty_model_is_filled_whatever_the_checkpoint_calls_its_weights(folder: Path, tokens: torch.Tensor) -> None:
-    expected = AutoModelForCausalLM.from_pretrained(folder)
-    with offload.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(expected.config)
+def test_an_empty_model_is_filled_whatever_the_checkpoint_calls_its_weights(folder, tokens):
+    model = offload.load_checkpoint_and_dispatch(empty(folder), folder, strict=True)
 
-    offload.load_checkpoint_and_dispatch(model, folder, strict=True)
-
-    assert_same(expected, model.eval(), tokens)
+    assert_same(AutoModelForCausalLM.from_pretrained(folder), model.eval(), tokens)
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
 
 
-def test_a_base_model_is_filled_from_a_checkpoint_with_a_head(tmp_path: Path, tokens: torch.Tensor) -> None:
+def test_a_base_model_is_filled_from_a_checkpoint_with_a_head(tmp_path, tokens):
     torch.manual_seed(0)
     config = BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     BertForMaskedLM(config).save_pretrained(tmp_path)
     expected = BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
     with offload.init_empty_weights():
         model = BertModel(config, add_pooling_layer=False)
-
     report = offload.load_checkpoint_in_model(model, tmp_path)
 
     assert [] == report.missing_keys
@@ -338,17 +258,12 @@ def test_a_base_model_is_filled_from_a_checkpoint_with_a_head(tmp_path: Path, to
         assert torch.equal(expected(tokens).last_hidden_state, model.eval()(tokens).last_hidden_state)
 
 
-def test_mismatched_values_are_reported_under_the_names_of_the_model(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
+def test_mismatched_values_are_reported_under_the_names_of_the_model(folder):
+    tensors, model = load_file(folder / "model.safetensors"), empty(folder)
     name = next(name for name in tensors if "o_proj" in name)
     tensors[name] = tensors[name][:5].contiguous()
     tensors["model.layers.7.stray.weight"] = torch.ones(2)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with offload.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(
-            AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True).config
-        )
-
     report = offload.load_checkpoint_in_model(model, folder)
 
     assert [(name, (5, 64), (64, 64))] == report.mismatched_keys
@@ -357,14 +272,13 @@ def test_mismatched_values_are_reported_under_the_names_of_the_model(folder: Pat
         offload.load_checkpoint_in_model(model, folder, strict=True)
 
 
-def test_weights_that_a_model_keeps_in_float32_are_not_rounded_on_the_way(tmp_path: Path) -> None:
+def test_weights_that_a_model_keeps_in_float32_are_not_rounded_on_the_way(tmp_path):
     """T5 keeps `wo` in float32 if the rest is in half precision."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
     config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-
     model = offload.from_pretrained(tmp_path, T5ForConditionalGeneration, dtype=torch.float16)
 
     expected = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
@@ -374,9 +288,8 @@ def test_weights_that_a_model_keeps_in_float32_are_not_rounded_on_the_way(tmp_pa
         assert torch.equal(one, other.materialize()), name
 
 
-def test_a_map_places_each_module(folder: Path, tokens: torch.Tensor) -> None:
+def test_a_map_places_each_module(folder, tokens):
     device_map = {"": "disk", "model.layers.0": "cpu", "lm_head": "cpu"}
-
     model = offload.from_pretrained(folder, device_map=device_map)
 
     layers = model.model.layers
@@ -387,9 +300,7 @@ def test_a_map_places_each_module(folder: Path, tokens: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
-def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
-    llama_folder: Path, tmp_path: Path, tokens: torch.Tensor, config: str
-) -> None:
+def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(llama_folder, tmp_path, tokens, config):
     quantization = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig
 
@@ -416,27 +327,22 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
-def test_settings_that_ask_for_dense_weights_are_those_that_are_followed_anyway(as_dict: bool, tmp_path: Path) -> None:
+def test_settings_that_ask_for_dense_weights_are_those_that_are_followed_anyway(as_dict, tmp_path):
     """Of a quantized checkpoint; one that is not would be quantized."""
     FORMS["fp8-llama"].write(tmp_path)
     settings: Any = FineGrainedFP8Config(dequantize=True)
-
     model = offload.from_pretrained(tmp_path, quantization_config=settings.to_dict() if as_dict else settings)
 
     assert torch.equal(FORMS["fp8-llama"].plain(tmp_path)(PROMPT).logits, model(PROMPT).logits)
 
 
-def test_settings_that_ask_for_dense_weights_do_not_quantize_a_dense_checkpoint(llama_folder: Path) -> None:
+@pytest.mark.parametrize("settings", [FineGrainedFP8Config(dequantize=True), object()], ids=["dense", "any"])
+def test_a_dense_checkpoint_is_not_quantized_while_it_is_loaded(llama_folder, settings):
     with pytest.raises(CheckpointError, match="then quantize it on disk"):
-        offload.from_pretrained(llama_folder, quantization_config=FineGrainedFP8Config(dequantize=True))
+        offload.from_pretrained(llama_folder, quantization_config=settings)
 
 
-def test_weights_are_not_quantized_while_they_are_loaded(llama_folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="then quantize it on disk"):
-        offload.from_pretrained(llama_folder, quantization_config=object())
-
-
-def test_no_deferred_tensor_stays_in_the_model(folder: Path) -> None:
+def test_no_deferred_tensor_stays_in_the_model(folder):
     """No deferred tensor stays in the model, not even as a buffer or on meta."""
     model = offload.from_pretrained(folder, device_map={"": "cpu", "model.layers.1": "meta"})
 

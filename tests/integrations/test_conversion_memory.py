@@ -1,7 +1,5 @@
 """Memory and disk use when loading and saving fused experts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -71,7 +69,6 @@ def test_experts_are_joined_and_taken_apart_in_the_memory_of_some_blocks(tmp_pat
     """400 MB of experts: 8 MiB per matrix, 64 or 128 per fused tensor."""
     large = experts(tmp_path / "large", LAYERS, WIDTH)
     small = experts(tmp_path / "small", 1, 16)
-
     measured = json.loads(run_script(SCRIPT, large, small, tmp_path / "out").splitlines()[-1])
 
     assert measured["load"] < 24e6

@@ -1,9 +1,6 @@
 """Device maps in practice: on disk, in memory and left out, in one model."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,19 +90,17 @@ MAPS: list[tuple[Any, tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("device_map", "expected"), MAPS)
 def test_each_tensor_is_where_the_map_says_and_results_are_those_of_the_plain_model(
-    device_map: Any, expected: tuple[str, ...], net: Net, checkpoint: Path
-) -> None:
+    device_map, expected, net, checkpoint
+):
     x = torch.randn(5, 8)
-
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map)
 
     assert in_module(net, *expected) == on_disk(loaded)
     assert torch.equal(net(x), loaded(x))
 
 
-def test_modules_on_meta_are_not_loaded_and_the_rest_runs(net: Net, checkpoint: Path) -> None:
+def test_modules_on_meta_are_not_loaded_and_the_rest_runs(net, checkpoint):
     x = torch.randn(5, 8)
-
     loaded = offload.load_checkpoint_and_dispatch(
         empty_net(), checkpoint, {"layers.0": "disk", "layers.1": "cpu", "layers.2": "meta", "head": "meta"}
     )
@@ -117,11 +112,8 @@ def test_modules_on_meta_are_not_loaded_and_the_rest_runs(net: Net, checkpoint: 
 
 @pytest.mark.parametrize("word", ["auto", "balanced", "balanced_low_0", "sequential"])
 @pytest.mark.parametrize("amount", [1000, "1KB", "1MiB"])
-def test_automatic_words_fill_memory_and_leave_the_rest_on_disk(
-    word: str, amount: int | str, net: Net, checkpoint: Path
-) -> None:
+def test_automatic_words_fill_memory_and_leave_the_rest_on_disk(word, amount, net, checkpoint):
     x = torch.randn(5, 8)
-
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, word, max_memory={"cpu": amount})
 
     some_on_disk = amount != "1MiB"
@@ -130,7 +122,7 @@ def test_automatic_words_fill_memory_and_leave_the_rest_on_disk(
     assert torch.equal(net(x), loaded(x))
 
 
-def test_blocks_that_are_not_to_be_split_are_whole_on_disk_or_in_memory(checkpoint: Path) -> None:
+def test_blocks_that_are_not_to_be_split_are_whole_on_disk_or_in_memory(checkpoint):
     loaded = offload.load_checkpoint_and_dispatch(
         empty_net(), checkpoint, "sequential", max_memory={"cpu": 1000}, no_split_module_classes=["Block"]
     )
@@ -140,32 +132,24 @@ def test_blocks_that_are_not_to_be_split_are_whole_on_disk_or_in_memory(checkpoi
     assert {True, False} == set.union(*kinds)
 
 
-def test_a_map_that_accelerate_inferred_is_taken_as_it_is(net: Net, checkpoint: Path) -> None:
+def test_a_map_that_accelerate_inferred_is_taken_as_it_is(net, checkpoint):
     device_map = accelerate.infer_auto_device_map(empty_net(), max_memory={"cpu": 1000})
     x = torch.randn(5, 8)
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map)
 
-    disk = [name for name, word in device_map.items() if word == "disk"]
+    disk = tuple(f"{name}." for name, word in device_map.items() if word == "disk")
     assert disk
-    assert {name for name in on_disk(loaded) if any(name.startswith(f"{module}.") for module in disk)} == on_disk(
-        loaded
-    )
+    assert all(name.startswith(disk) for name in on_disk(loaded))
     assert torch.equal(net(x), loaded(x))
 
 
-def test_the_map_that_transformers_leaves_on_a_model_is_taken_as_it_is(
-    llama_folder: Path, tokens: torch.Tensor, tmp_path: Path
-) -> None:
+def test_the_map_that_transformers_leaves_on_a_model_is_taken_as_it_is(llama_folder, tokens, tmp_path):
+    device_map = dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head", "model.rotary_emb"), "cpu")
     theirs = AutoModelForCausalLM.from_pretrained(
-        llama_folder,
-        device_map={"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
-        | {"model.rotary_emb": "cpu"},
-        offload_folder=str(tmp_path),
+        llama_folder, device_map={**device_map, "model.layers": "disk"}, offload_folder=str(tmp_path)
     )
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours = offload.from_pretrained(llama_folder, device_map=theirs.hf_device_map)
@@ -174,12 +158,9 @@ def test_the_map_that_transformers_leaves_on_a_model_is_taken_as_it_is(
     assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
 
 
-def test_a_model_with_a_mixed_map_is_saved_by_transformers_as_a_plain_one(
-    llama_folder: Path, tokens: torch.Tensor, tmp_path: Path
-) -> None:
+def test_a_model_with_a_mixed_map_is_saved_by_transformers_as_a_plain_one(llama_folder, tokens, tmp_path):
     """It has no `hf_device_map`: if that contained "disk", transformers would look for accelerate's hooks."""
     model = offload.from_pretrained(llama_folder, device_map={"": "cpu", "model.layers.1": "disk"})
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.save_pretrained(tmp_path / "saved")
@@ -193,7 +174,7 @@ LOADERS = [offload.load_checkpoint_and_dispatch, offload.load_checkpoint_in_mode
 
 
 @pytest.mark.parametrize("load", LOADERS)
-def test_an_unknown_name_gives_a_warning_and_the_rest_is_placed(load: Callable[..., object], checkpoint: Path) -> None:
+def test_an_unknown_name_gives_a_warning_and_the_rest_is_placed(load, checkpoint):
     model = empty_net()
 
     with pytest.warns(UserWarning, match=r"they are ignored: 'layer\.0', did you mean 'layers\.0'\?$"):
@@ -213,9 +194,7 @@ def test_an_unknown_name_gives_a_warning_and_the_rest_is_placed(load: Callable[.
         ({"layer": "disk", "head": "cpu"}, r"no place for 'layers\.0\.linear\.weight'"),
     ],
 )
-def test_a_map_that_cannot_be_followed_is_refused_before_anything_is_loaded(
-    load: Callable[..., object], device_map: Any, words: str, checkpoint: Path
-) -> None:
+def test_a_map_that_cannot_be_followed_is_refused_before_anything_is_loaded(load, device_map, words, checkpoint):
     model, before = empty_net(), contents(checkpoint.parent)
 
     with pytest.raises(DeviceMapError, match=words):
@@ -225,17 +204,9 @@ def test_a_map_that_cannot_be_followed_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("load", LOADERS[1:])
-def test_an_automatic_word_is_for_the_function_that_knows_the_budget(load: Any, checkpoint: Path) -> None:
+def test_an_automatic_word_is_for_the_function_that_knows_the_budget(load, checkpoint):
     with pytest.raises(DeviceMapError, match="in load_checkpoint_and_dispatch and from_pretrained"):
         load(empty_net(), checkpoint, "auto")
-
-
-def test_an_invalid_max_memory_is_refused_before_anything_is_loaded(checkpoint: Path) -> None:
-    model = empty_net()
-
-    with pytest.raises(DeviceMapError, match="max_memory for 'cpu': 'much' is not an amount of memory"):
-        offload.load_checkpoint_and_dispatch(model, checkpoint, "auto", max_memory={"cpu": "much"})
-    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 class Tied(nn.Module):
@@ -252,12 +223,9 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("words", [("cpu", "disk"), ("disk", "cpu"), ("disk", "disk:cpu")])
-def test_tied_weights_that_the_map_separates_go_where_their_first_name_goes(
-    words: tuple[str, str], tmp_path: Path
-) -> None:
+def test_tied_weights_that_the_map_separates_go_where_their_first_name_goes(words, tmp_path):
     plain, x = Tied(), torch.randn(2, 4)
     save_file({"first.weight": plain.first.weight.data}, tmp_path / "model.safetensors")
-
     loaded = offload.load_checkpoint_and_dispatch(Tied(), tmp_path, dict(zip(("first", "last"), words, strict=True)))
 
     assert loaded.first.weight is loaded.last.weight
@@ -276,7 +244,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.device]:
 GPU_0, GPU_1 = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-def test_a_module_with_a_tied_weight_runs_where_the_weight_is(planned: dict[str, torch.device]) -> None:
+def test_a_module_with_a_tied_weight_runs_where_the_weight_is(planned):
     tied = Tied()
     placed = {"first.weight": Place(True, GPU_0), "last.weight": Place(True, GPU_1)}
     loader.connect_devices(tied, tensor_slots(tied), placed, None)
@@ -288,20 +256,18 @@ def test_a_module_with_a_tied_weight_runs_where_the_weight_is(planned: dict[str,
     assert {"": GPU_0, "0": GPU_0, "0.first": GPU_0, "0.last": GPU_0, "1": GPU_1} == planned
 
 
-def test_on_one_device_nothing_moves_activations(planned: dict[str, torch.device]) -> None:
+def test_on_one_device_nothing_moves_activations(planned):
     net = Net()
     names = [name for name, _ in net.named_parameters()] + [name for name, _ in net.named_buffers()]
-
     loader.connect_devices(net, tensor_slots(net), dict.fromkeys(names, Place(True, GPU_0)), None)
 
     assert {} == planned
 
 
-def test_hooks_move_the_inputs_of_a_module_to_its_device_and_the_result_back(net: Net) -> None:
+def test_hooks_move_the_inputs_of_a_module_to_its_device_and_the_result_back(net):
     """The CPU stands in for several devices."""
     x = torch.randn(5, 8)
     expected = net(x)
-
     move_activations(net, {"": torch.device("cpu"), "layers.1": torch.device("cpu")}, skip_keys=["mask"])
 
     hooks = {name: module._hf_hook for name, module in net.named_modules() if hasattr(module, "_hf_hook")}
@@ -330,11 +296,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
         ({"layers.0": "cpu", "layers.1": 0, "layers.2": "disk", "head": 0}, {"layers.1", "layers.2", "head"}),
     ],
 )
-def test_modules_run_on_the_gpu_and_off_it_in_one_model(
-    device_map: Any, on_gpu: set[str], net: Net, checkpoint: Path
-) -> None:
+def test_modules_run_on_the_gpu_and_off_it_in_one_model(device_map, on_gpu, net, checkpoint):
     x = torch.randn(5, 8)
-
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map)
 
     modules = {f"layers.{n}": loaded.layers[n] for n in range(3)} | {"head": loaded.head}

@@ -1,7 +1,5 @@
 """Models and pipelines of diffusers, their weights on disk."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -17,76 +15,6 @@ from tests.equal import assert_equal
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers, which is not installed")
 
 
-def unet() -> Any:
-    return diffusers.UNet2DConditionModel(
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        sample_size=8,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
-        norm_num_groups=8,
-        attention_head_dim=8,
-    )
-
-
-def autoencoder() -> Any:
-    return diffusers.AutoencoderKL(block_out_channels=(16,), latent_channels=4, norm_num_groups=8, sample_size=8)
-
-
-def dit() -> Any:
-    return diffusers.DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        sample_size=8,
-        num_embeds_ada_norm=10,
-    )
-
-
-def pixart() -> Any:
-    return diffusers.PixArtTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        cross_attention_dim=16,
-        sample_size=8,
-        caption_channels=32,
-    )
-
-
-def sd3() -> Any:
-    return diffusers.SD3Transformer2DModel(
-        sample_size=8,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        caption_projection_dim=16,
-        pooled_projection_dim=32,
-    )
-
-
-def flux() -> Any:
-    return diffusers.FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
-
-
 LATENTS = torch.linspace(-1, 1, 2 * 4 * 8 * 8).reshape(2, 4, 8, 8)
 STEPS = torch.tensor([5, 6])
 TEXT = torch.linspace(0, 1, 2 * 3 * 32).reshape(2, 3, 32)
@@ -99,13 +27,43 @@ FLUX_INPUTS = {
     "txt_ids": torch.zeros(3, 3),
 }
 
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 2, "sample_size": 8}
+JOINED = {"joint_attention_dim": 32, "pooled_projection_dim": 32}
+BLOCKS = {"block_out_channels": (16, 32), "layers_per_block": 1, "sample_size": 8, "norm_num_groups": 8}
+DOWN, UP = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+FLUX = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "num_layers": 1, "num_single_layers": 1}
+
+
+def unet() -> Any:
+    blocks = {**BLOCKS, "down_block_types": DOWN, "up_block_types": UP}
+    return diffusers.UNet2DConditionModel(**blocks, cross_attention_dim=32, attention_head_dim=8)
+
+
+def autoencoder() -> Any:
+    return diffusers.AutoencoderKL(block_out_channels=(16,), latent_channels=4, norm_num_groups=8, sample_size=8)
+
+
+def pixart() -> Any:
+    sizes = {**HEADS, "out_channels": 8, "cross_attention_dim": 16}
+    return diffusers.PixArtTransformer2DModel(**sizes, caption_channels=32)
+
+
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "unet": (unet, lambda model: model(LATENTS, STEPS, TEXT)),
     "autoencoder": (autoencoder, lambda model: model(LATENTS[:, :3])),
-    "dit": (dit, lambda model: model(LATENTS, STEPS, torch.tensor([1, 2]))),
+    "dit": (
+        lambda: diffusers.DiTTransformer2DModel(**HEADS, out_channels=8, num_embeds_ada_norm=10),
+        lambda model: model(LATENTS, STEPS, torch.tensor([1, 2])),
+    ),
     "pixart": (pixart, lambda m: m(LATENTS, TEXT, STEPS, {"resolution": None, "aspect_ratio": None})),
-    "sd3": (sd3, lambda model: model(LATENTS, TEXT, TEXT[:, 0], STEPS)),
-    "flux": (flux, lambda model: model(**FLUX_INPUTS)),
+    "sd3": (
+        lambda: diffusers.SD3Transformer2DModel(**HEADS, **JOINED, out_channels=4, caption_projection_dim=16),
+        lambda model: model(LATENTS, TEXT, TEXT[:, 0], STEPS),
+    ),
+    "flux": (
+        lambda: diffusers.FluxTransformer2DModel(**FLUX, **JOINED, patch_size=1, axes_dims_rope=(4, 4, 8)),
+        lambda model: model(**FLUX_INPUTS),
+    ),
 }
 
 
@@ -132,7 +90,7 @@ def all_on_disk(model: Any) -> bool:
 
 @pytest.mark.parametrize("shard", [None, "20KB"], ids=["one-file", "sharded"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_of_a_folder_runs_on_disk(kind: str, shard: str | None, tmp_path: Path) -> None:
+def test_a_model_of_a_folder_runs_on_disk(kind, shard, tmp_path):
     """`diffusion_pytorch_model.safetensors` or its index is found; the folder is not written to."""
     made(kind).save_pretrained(tmp_path, **({"max_shard_size": shard} if shard else {}))
     before = contents(tmp_path)
@@ -148,7 +106,7 @@ def test_a_model_of_a_folder_runs_on_disk(kind: str, shard: str | None, tmp_path
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_that_was_in_memory_is_converted_and_saved_from_disk(kind: str, tmp_path: Path) -> None:
+def test_a_model_that_was_in_memory_is_converted_and_saved_from_disk(kind, tmp_path):
     """It computes, casts and saves as before."""
     plain = made(kind)
     on_disk = offload.disk_offload(copy.deepcopy(plain))
@@ -163,7 +121,7 @@ def test_a_model_that_was_in_memory_is_converted_and_saved_from_disk(kind: str, 
 
 
 @pytest.mark.parametrize("shard", [None, "20KB"])
-def test_a_model_is_not_saved_over_the_files_that_it_refers_to(shard: str | None, tmp_path: Path) -> None:
+def test_a_model_is_not_saved_over_the_files_that_it_refers_to(shard, tmp_path):
     """diffusers would remove shards before reading the weights."""
     autoencoder().save_pretrained(tmp_path, **({"max_shard_size": shard} if shard else {}))
     model = offload.load_checkpoint_and_dispatch(autoencoder(), tmp_path)
@@ -176,7 +134,7 @@ def test_a_model_is_not_saved_over_the_files_that_it_refers_to(shard: str | None
     model.save_pretrained(tmp_path / "elsewhere")
 
 
-def test_an_unet_trains_on_disk() -> None:
+def test_an_unet_trains_on_disk():
     """Gradients, and an optimizer step, with activations recomputed."""
     losses, models = [], []
     for place in (lambda model: model, offload.disk_offload):
@@ -196,7 +154,7 @@ def test_an_unet_trains_on_disk() -> None:
     assert all_on_disk(models[1])
 
 
-def test_an_adapter_is_added_to_an_unet_and_fused(tmp_path: Path) -> None:
+def test_an_adapter_is_added_to_an_unet_and_fused(tmp_path):
     """Through diffusers' own interface to peft; the checkpoint is unchanged."""
     peft = pytest.importorskip("peft", reason="needs peft, which is not installed")
     made("unet").save_pretrained(tmp_path)
@@ -229,20 +187,13 @@ def images(pipeline: Any, **options: Any) -> Any:
     return torch.from_numpy(pipeline(num_inference_steps=3, generator=generator, output_type="np", **options).images)
 
 
-def test_an_unconditional_pipeline_makes_the_same_images(tmp_path: Path) -> None:
+def test_an_unconditional_pipeline_makes_the_same_images(tmp_path):
     """Its network is loaded from the pipeline's folder, and passed to the pipeline."""
     torch.manual_seed(0)
-    network = diffusers.UNet2DModel(
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        sample_size=8,
-        norm_num_groups=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )
+    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    network = diffusers.UNet2DModel(**BLOCKS, down_block_types=down, up_block_types=up)
     diffusers.DDPMPipeline(network, diffusers.DDPMScheduler(num_train_timesteps=10)).save_pretrained(tmp_path)
     plain = diffusers.DDPMPipeline.from_pretrained(tmp_path)
-
     on_disk = diffusers.DDPMPipeline.from_pretrained(tmp_path, unet=loaded(type(network), tmp_path / "unet"))
 
     assert torch.equal(images(plain), images(on_disk))
@@ -256,20 +207,12 @@ def text_to_image() -> Any:
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     ids = {word: place for place, word in enumerate(words)}
-    config = CLIPTextConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        bos_token_id=ids["<|startoftext|>"],
-        eos_token_id=ids["<|endoftext|>"],
-        pad_token_id=ids["<|endoftext|>"],
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": len(words), "max_position_embeddings": 16}
+    ends = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}
     return diffusers.StableDiffusionPipeline(
         vae=autoencoder(),
-        text_encoder=CLIPTextModel(config),
+        text_encoder=CLIPTextModel(CLIPTextConfig(**sizes, **ends)),
         tokenizer=CLIPTokenizer(vocab=ids, merges=[], model_max_length=16),
         unet=unet(),
         scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
@@ -279,7 +222,7 @@ def text_to_image() -> Any:
     )
 
 
-def test_a_text_to_image_pipeline_makes_the_same_images(tmp_path: Path) -> None:
+def test_a_text_to_image_pipeline_makes_the_same_images(tmp_path):
     """With text encoder, network and autoencoder on disk; saved from there, the pipeline is the same again."""
     text_to_image().save_pretrained(tmp_path / "saved")
     before = contents(tmp_path / "saved")
@@ -289,7 +232,6 @@ def test_a_text_to_image_pipeline_makes_the_same_images(tmp_path: Path) -> None:
     for part in parts:
         offload.disk_offload(getattr(on_disk, part))
     asked = {"prompt": "a cat on a disk", "height": 8, "width": 8}
-
     expected = images(plain, **asked)
     aligned = images(text_to_image(), **asked)
 
@@ -301,7 +243,7 @@ def test_a_text_to_image_pipeline_makes_the_same_images(tmp_path: Path) -> None:
     assert before == contents(tmp_path / "saved")
 
 
-def test_the_parts_of_a_pipeline_are_loaded_from_its_folders(tmp_path: Path) -> None:
+def test_the_parts_of_a_pipeline_are_loaded_from_its_folders(tmp_path):
     """Each with its own loader: transformers' for the text encoder, an empty model for the others."""
     from transformers import CLIPTextModel
 

@@ -1,7 +1,5 @@
 """Models in GGUF files: the same as plain transformers loads, over the blocks in the file."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import shutil
@@ -35,10 +33,16 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", [name for name in GGUF if "bfloat16" not in name])
-def test_each_tensor_of_a_file_is_what_the_package_dequantizes(name: str, tmp_path: Path) -> None:
-    FORMS[name].write(tmp_path)
+def finished(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
+
+@pytest.mark.parametrize("name", [name for name in GGUF if "bfloat16" not in name])
+def test_each_tensor_of_a_file_is_what_the_package_dequantizes(name, tmp_path):
+    FORMS[name].write(tmp_path)
     found = offload.load_file(tmp_path / FILE)
 
     for tensor in gguf.GGUFReader(tmp_path / FILE).tensors:
@@ -50,34 +54,30 @@ def test_each_tensor_of_a_file_is_what_the_package_dequantizes(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("F32", "F16", "BF16")])
-def test_blocks_of_any_bits_are_decoded_as_by_the_package(kind: str, tmp_path: Path) -> None:
+def test_blocks_of_any_bits_are_decoded_as_by_the_package(kind, tmp_path):
     """Even if factors are infinite or NaN."""
     number = gguf.GGMLQuantizationType[kind]
     elements, size = gguf.GGML_QUANT_SIZES[number]
     blocks = np.random.default_rng(0).integers(0, 256, (7, 9 * size), dtype=np.uint8)
     writer = gguf.GGUFWriter(tmp_path / FILE, "llama")
     writer.add_tensor("w", blocks, raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finished(writer)
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.dequantize(blocks, number).copy())
-
     found = offload.load_file(tmp_path / FILE)["w"]
 
     assert (7, 9 * elements) == found.shape
     torch.testing.assert_close(expected, found.materialize(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_file_itself_is_a_model(small: Path) -> None:
+def test_a_file_itself_is_a_model(small):
     expected = outcome(offload.from_pretrained(small, gguf_file=FILE)).logits
 
     assert torch.equal(expected, outcome(offload.from_pretrained(small / FILE)).logits)
 
 
 @pytest.mark.parametrize("processor", sorted(_KNOWN))
-def test_values_are_processed_as_by_the_processors_of_transformers(processor: str, tmp_path: Path) -> None:
+def test_values_are_processed_as_by_the_processors_of_transformers(processor, tmp_path):
     """For matrices and vectors of every name that a processor handles."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
@@ -93,10 +93,7 @@ def test_values_are_processed_as_by_the_processors_of_transformers(processor: st
     writer = gguf.GGUFWriter(tmp_path / FILE, "llama")
     for name, value in values.items():
         writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finished(writer)
 
     for name, tensor in offload.load_file(tmp_path / FILE).items():
         expected = getattr(theirs, processor)(config=said).process(values[name], name=name).weights
@@ -106,7 +103,7 @@ def test_values_are_processed_as_by_the_processors_of_transformers(processor: st
         assert torch.equal(torch.from_numpy(np.copy(expected)), offload.materialize(found)), name
 
 
-def test_every_processor_of_transformers_is_known() -> None:
+def test_every_processor_of_transformers_is_known():
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
     used = {kind.__name__ for name, kind in TENSOR_PROCESSORS.items() if name != "gpt_oss"}  # files say gpt-oss
@@ -114,24 +111,12 @@ def test_every_processor_of_transformers_is_known() -> None:
     assert used <= _KNOWN
 
 
-OLDER = [
-    "bloom",
-    "falcon",
-    "gemma2",
-    "gpt2",
-    "lfm2",
-    "llama",
-    "mamba",
-    "nemotron",
-    "phi3",
-    "qwen2_moe",
-    "starcoder2",
-    "t5",
-]
+OLDER = ["bloom", "falcon", "gemma2", "gpt2", "lfm2", "llama"]
+OLDER += ["mamba", "nemotron", "phi3", "qwen2_moe", "starcoder2", "t5"]
 
 
 @pytest.mark.parametrize("architecture", OLDER)
-def test_names_in_blocks_are_found_from_above(architecture: str) -> None:
+def test_names_in_blocks_are_found_from_above(architecture):
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -144,21 +129,19 @@ def test_names_in_blocks_are_found_from_above(architecture: str) -> None:
     with torch.device("meta"):
         model = (AutoModel if architecture == "t5" else AutoModelForCausalLM).from_config(config)
     processor = TENSOR_PROCESSORS.get(architecture.replace("_", ""), TensorProcessor)(config=config.to_dict())
-
     found = get_gguf_hf_weights_map(_Outline(model), processor)
 
     assert "blk.1.attn_norm.weight" in found or "dec.blk.1.attn_norm.weight" in found
     assert found == get_gguf_hf_weights_map(model, processor)
 
 
-def test_a_large_vocabulary_does_not_slow_a_configuration_down(tmp_path: Path) -> None:
+def test_a_large_vocabulary_does_not_slow_a_configuration_down(tmp_path):
     """The package's reader would take 20 us per token."""
     from transformers import AutoConfig
 
     from offload.checkpoints.forms.gguf import config_of
 
     write_gguf(model_of("qwen2", num_hidden_layers=1), tmp_path / FILE, "Q8_0")
-
     config, _ = config_of(tmp_path / FILE)
 
     expected = AutoConfig.from_pretrained(tmp_path, gguf_file=FILE).to_dict()
@@ -167,12 +150,11 @@ def test_a_large_vocabulary_does_not_slow_a_configuration_down(tmp_path: Path) -
 
 @pytest.mark.parametrize("save", ["save_pretrained", "save_checkpoint"])
 @pytest.mark.parametrize("name", ["gguf-q4_k_m-bfloat16", "gguf-qwen3_moe", "gguf-qwen3_5"])
-def test_a_model_is_saved_dense(name: str, save: str, tmp_path: Path) -> None:
+def test_a_model_is_saved_dense(name, save, tmp_path):
     (tmp_path / "from").mkdir()
     FORMS[name].write(tmp_path / "from")
     model = offload.from_pretrained(tmp_path / "from", **FORMS[name].options)
     expected = outcome(model)
-
     if save == "save_pretrained":
         model.save_pretrained(tmp_path / "to")
     else:
@@ -184,7 +166,7 @@ def test_a_model_is_saved_dense(name: str, save: str, tmp_path: Path) -> None:
     assert torch.equal(expected.tokens, found.tokens)
 
 
-def test_copies_and_pickles_of_a_model_give_the_same_output(small: Path) -> None:
+def test_copies_and_pickles_of_a_model_give_the_same_output(small):
     model = offload.from_pretrained(small, gguf_file=FILE)
     expected = outcome(model).logits
 
@@ -192,20 +174,7 @@ def test_copies_and_pickles_of_a_model_give_the_same_output(small: Path) -> None
         assert torch.equal(expected, outcome(other).logits)
 
 
-def test_a_write_gives_a_value_a_file_of_its_own(small: Path) -> None:
-    model = offload.from_pretrained(small / FILE)
-    before = (small / FILE).read_bytes()
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    expected = weight.materialize() * 2
-
-    with torch.no_grad():
-        weight.mul_(2)
-
-    assert torch.equal(expected, weight.materialize())
-    assert before == (small / FILE).read_bytes()
-
-
-def test_wrong_files_and_arguments_are_refused_by_name(small: Path, tmp_path: Path) -> None:
+def test_wrong_files_and_arguments_are_refused_by_name(small, tmp_path):
     with pytest.raises(MissingFileError, match=r"other\.gguf"):
         offload.from_pretrained(small, gguf_file="other.gguf")
     (small / "notes.txt").write_text("no model")
@@ -225,14 +194,11 @@ def _empty_file(path: Path, architecture: str, **said: int) -> Path:
     for name, number in said.items():
         writer.add_uint16(name.replace("_", "."), number)
     writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finished(writer)
     return path
 
 
-def test_files_that_transformers_cannot_load_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_files_that_transformers_cannot_load_are_refused_with_the_reason(tmp_path):
     with pytest.raises(CheckpointError, match=r"one\.gguf.*bert-like"):
         offload.from_pretrained(_empty_file(tmp_path / "one.gguf", "bert-like"))
     with pytest.raises(CheckpointError, match="one of 3 parts, and its name"):
@@ -249,7 +215,7 @@ def in_parts(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "parts").iterdir())
 
 
-def test_a_model_in_parts_is_opened_by_any_of_them(in_parts: list[Path]) -> None:
+def test_a_model_in_parts_is_opened_by_any_of_them(in_parts):
     whole = offload.from_pretrained(in_parts[0].parent.parent / FILE)
     assert len(in_parts) > 2
 
@@ -263,7 +229,7 @@ def test_a_model_in_parts_is_opened_by_any_of_them(in_parts: list[Path]) -> None
     assert not verify(in_parts[1].parent).findings
 
 
-def test_a_part_that_is_missing_or_elsewhere_is_named(in_parts: list[Path]) -> None:
+def test_a_part_that_is_missing_or_elsewhere_is_named(in_parts):
     second = in_parts[1]
     second.rename(second.with_name("elsewhere"))
     with pytest.raises(MissingFileError, match=second.name):
@@ -276,7 +242,7 @@ def test_a_part_that_is_missing_or_elsewhere_is_named(in_parts: list[Path]) -> N
     assert any("is not part 2" in finding.what for finding in verify(in_parts[0].parent).findings)
 
 
-def test_inspect_and_verify_read_a_gguf_file(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_verify_read_a_gguf_file(small, capsys):
     from offload.cli.main import main
 
     main(["inspect", str(small / FILE)])
@@ -289,16 +255,11 @@ def test_inspect_and_verify_read_a_gguf_file(small: Path, capsys: pytest.Capture
 
 # Rotary embeddings that are stretched
 
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 STRETCHED: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
+    "llama3": {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
 }
 
 
@@ -306,23 +267,16 @@ def _stretched(folder: Path, **rope: Any) -> tuple[Any, Path]:
     """A model with these parameters, and its file."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = LlamaConfig(
-        **sizes,
-        vocab_size=256,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        rope_parameters={"rope_theta": 5e5, **rope},
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes |= {"vocab_size": 256, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters={"rope_theta": 5e5, **rope})).eval()
     return model, write_gguf(model, folder / "model.gguf", "F32")
 
 
 @pytest.mark.parametrize("kind", STRETCHED)
-def test_rotary_embeddings_are_stretched_as_the_file_says(kind: str, tmp_path: Path) -> None:
+def test_rotary_embeddings_are_stretched_as_the_file_says(kind, tmp_path):
     """As in the model that it was made of: transformers reads none of this."""
     usual, _ = _stretched(tmp_path)
     plain, path = _stretched(tmp_path, **STRETCHED[kind])
-
     model = offload.from_pretrained(path)
     convert_checkpoint(path, tmp_path / "dense")
 
@@ -348,9 +302,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_rotary_embeddings_that_are_stretched_otherwise_are_refused_by_name(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotary_embeddings_that_are_stretched_otherwise_are_refused_by_name(what, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.checkpoints.gguf_files._stretch", lambda writer, *_: REFUSED[what](writer))
     plain, path = _stretched(tmp_path)
 
@@ -363,9 +315,7 @@ def test_rotary_embeddings_that_are_stretched_otherwise_are_refused_by_name(
 
 
 @pytest.mark.parametrize("factors", [np.ones(32, np.float32), None])
-def test_rotary_embeddings_that_are_not_stretched_stay_so(
-    factors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotary_embeddings_that_are_not_stretched_stay_so(factors, tmp_path, monkeypatch):
     def stretch(writer: Any, *_: Any) -> None:
         writer.add_string("llama.rope.scaling.type", "none")
         writer.add_rope_scaling_factor(4.0)

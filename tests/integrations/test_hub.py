@@ -1,7 +1,5 @@
 """Downloads from the hub: safetensors if there are any, else .bin, and never code."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -108,7 +106,6 @@ def test_a_model_of_the_hub_that_generates_is_offloaded_runs_and_saves_itself(ki
     plain, x = kind(), torch.randn(3, 4)
     plain.save_pretrained(tmp_path / "saved")
     expected = plain.generate(x, steps=3)
-
     model = offload.disk_offload(kind.from_pretrained(tmp_path / "saved"))
     found = model.generate(x, steps=3)
     model.save_pretrained(tmp_path / "again")

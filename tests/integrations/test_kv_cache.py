@@ -1,11 +1,8 @@
 """Keys and values on disk give bit for bit the same as transformers' own cache in memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,16 +31,8 @@ from offload.transformers_api import cache_option
 from tests.equal import is_equal
 from tests.processes import run_script
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 99,
-    "max_position_embeddings": 4096,
-}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 99, "max_position_embeddings": 4096}
 CACHE = cache_option()
 CONFIGS = {
     "full": LlamaConfig(**SIZES),
@@ -83,19 +72,11 @@ def ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, 99, shape, generator=torch.Generator().manual_seed(0))
 
 
-def generated(model: Any, tokens: torch.Tensor, past: Any, count: int = 20, **options: Any) -> list[torch.Tensor]:
+def generated(model: Any, tokens: torch.Tensor, past: Any, **options: Any) -> list[torch.Tensor]:
     """The sequences, then the scores of each step."""
     torch.manual_seed(1)
-    out = model.generate(
-        tokens,
-        **{CACHE: past},
-        max_new_tokens=count,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **{"do_sample": False, **options},
-    )
+    asked = {CACHE: past, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    out = model.generate(tokens, return_dict_in_generate=True, output_scores=True, **{**asked, **options})
     return [out.sequences, *out.scores]
 
 
@@ -109,9 +90,7 @@ def is_on_disk(past: Any) -> bool:
     ids=[*WAYS, "sampled beams in bfloat16"],
 )
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_padded_batch_generates_as_with_a_cache_in_memory(
-    config: Any, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
+def test_a_padded_batch_generates_as_with_a_cache_in_memory(config, dtype, options):
     model = model_of(config, dtype=dtype)
     past = offload.integrations.kv_cache(model)
 
@@ -121,7 +100,7 @@ def test_a_padded_batch_generates_as_with_a_cache_in_memory(
 
 
 @pytest.mark.parametrize("options", SPECULATIVE.values(), ids=SPECULATIVE)
-def test_rejected_draft_tokens_leave_the_cache_as_in_memory(model: Any, options: dict[str, Any]) -> None:
+def test_rejected_draft_tokens_leave_the_cache_as_in_memory(model, options):
     options = dict(options)
     if options.pop("assistant", False):
         options["assistant_model"] = model_of(model.config, seed=3)
@@ -134,12 +113,11 @@ def test_rejected_draft_tokens_leave_the_cache_as_in_memory(model: Any, options:
         assert torch.equal(other.values, mine.values.materialize())
 
 
-def test_a_conversation_goes_on_with_the_same_cache(model: Any) -> None:
+def test_a_conversation_goes_on_with_the_same_cache(model):
     """The second call reads its new tokens at once; the first of them follow those of the previous call."""
     caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
     said = [generated(model, ids(1, 9), past)[0] for past in caches]
     asked = torch.cat([said[0], ids(1, 15)], dim=1)
-
     expected, got = (generated(model, asked, past) for past in caches)
 
     assert torch.equal(*said)
@@ -147,42 +125,23 @@ def test_a_conversation_goes_on_with_the_same_cache(model: Any) -> None:
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
 
 
-def test_a_cache_that_was_reset_starts_empty(model: Any) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 13), None), ((5, 6), None), ((2, 13), torch.bfloat16)])
+def test_a_cache_that_was_reset_starts_empty_and_takes_another_batch_or_dtype(model, shape, dtype):
     past = offload.integrations.kv_cache(model)
-    first = generated(model, ids(2, 13), past)
+    generated(model, ids(2, 13), past)
     file = past.layers[0]._rows_of_keys._file.offload_path
-
     past.reset()
 
     assert 0 == past.get_seq_length()
-    assert is_equal(first, generated(model, ids(2, 13), past))
-    assert file == past.layers[0]._rows_of_keys._file.offload_path
-
-
-def test_a_cache_that_was_reset_takes_a_batch_of_another_size(model: Any) -> None:
-    past = offload.integrations.kv_cache(model)
-    generated(model, ids(2, 13), past)
-
-    past.reset()
-
-    expected = generated(model, ids(5, 6), DynamicCache(config=model.config))
-    assert is_equal(expected, generated(model, ids(5, 6), past))
-
-
-def test_a_cache_that_was_reset_takes_another_dtype(model: Any) -> None:
-    past = offload.integrations.kv_cache(model)
-    generated(model, ids(2, 13), past)
-
-    past.reset()
-
-    model.bfloat16()
-    expected = generated(model, ids(2, 13), DynamicCache(config=model.config))
-    assert is_equal(expected, generated(model, ids(2, 13), past))
-    assert torch.bfloat16 == past.layers[0].keys.dtype
+    model.to(dtype)
+    expected = generated(model, ids(*shape), DynamicCache(config=model.config))
+    assert is_equal(expected, generated(model, ids(*shape), past))
+    assert (dtype or torch.float32) == past.layers[0].keys.dtype
+    assert ((2, 13), None) != (shape, dtype) or file == past.layers[0]._rows_of_keys._file.offload_path
 
 
 @torch.no_grad()
-def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window() -> None:
+def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window():
     """While the past is recorded nothing is dropped from it, even over several calls."""
     model = model_of(CONFIGS["sliding"])
     caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
@@ -195,7 +154,7 @@ def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window() -> None
 
 
 @torch.no_grad()
-def test_the_capacity_grows_and_the_tokens_stay(model: Any) -> None:
+def test_the_capacity_grows_and_the_tokens_stay(model):
     """A capacity of 256 tokens at first, then grown by half; a window moves to the start."""
     caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
     rooms = set()
@@ -208,7 +167,7 @@ def test_the_capacity_grows_and_the_tokens_stay(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_reserved_capacity_does_not_grow_before_it_is_full(llama: Any) -> None:
+def test_a_reserved_capacity_does_not_grow_before_it_is_full(llama):
     past = offload.integrations.kv_cache(llama, max_length=640)
 
     for tokens in ids(1, 640).split(320, dim=1):
@@ -220,10 +179,9 @@ def test_a_reserved_capacity_does_not_grow_before_it_is_full(llama: Any) -> None
 
 
 @torch.no_grad()
-def test_sliding_layers_take_no_more_than_their_window() -> None:
+def test_sliding_layers_take_no_more_than_their_window():
     past = offload.integrations.kv_cache(CONFIGS["sliding"], max_length=4096)
     token = torch.ones(1, 2, 1, 8)
-
     for _ in range(600):  # more than twice the capacity
         for layer in range(2):
             past.update(token, token, layer)
@@ -232,13 +190,12 @@ def test_sliding_layers_take_no_more_than_their_window() -> None:
 
 
 @torch.no_grad()
-def test_a_token_writes_its_own_rows_alone(llama: Any) -> None:
+def test_a_token_writes_its_own_rows_alone(llama):
     """The rest of the file is unchanged, and earlier views show the same tokens."""
     past = offload.integrations.kv_cache(llama)
     llama(ids(1, 20), **{CACHE: past})
     file, earlier = past.layers[0]._rows_of_keys._file, past.layers[0].keys
     before, kept = file.materialize(), earlier.materialize()
-
     llama(ids(1, 1), **{CACHE: past})
 
     changed = (file != before).any(dim=-1)[0].nonzero()
@@ -247,11 +204,10 @@ def test_a_token_writes_its_own_rows_alone(llama: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_view_from_before_the_capacity_grew_is_refused_as_stale(llama: Any) -> None:
+def test_a_view_from_before_the_capacity_grew_is_refused_as_stale(llama):
     past = offload.integrations.kv_cache(llama)
     llama(ids(1, 200), **{CACHE: past})
     earlier = past.layers[0].keys
-
     llama(ids(1, 400), **{CACHE: past})
 
     with pytest.raises(StaleViewError, match=r"layers\.0\.keys"):
@@ -259,7 +215,7 @@ def test_a_view_from_before_the_capacity_grew_is_refused_as_stale(llama: Any) ->
 
 
 @torch.no_grad()
-def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama: Any) -> None:
+def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama):
     caches = DynamicCache(config=llama.config), offload.integrations.kv_cache(llama)
 
     for act in (
@@ -279,31 +235,22 @@ def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama
 
 
 @torch.no_grad()
-def test_a_deep_copy_is_independent(model: Any, tmp_path: Path) -> None:
-    """For prompts that many conversations share."""
+def test_a_deep_copy_is_independent(model, tmp_path):
+    """For prompts that many conversations share; one of an empty cache does not claim its names."""
     past = offload.integrations.kv_cache(model, tmp_path)
-    model(ids(1, 12), **{CACHE: past})
-    plain = DynamicCache(config=model.config)
-    model(ids(1, 12), **{CACHE: plain})
-
+    plain, empty = DynamicCache(config=model.config), copy.deepcopy(past)
+    first = [model(ids(1, 12), **{CACHE: cache}).logits for cache in (plain, past, empty)]
     other = copy.deepcopy(past)
     model(ids(1, 300), **{CACHE: other})
 
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[0], first[2])
     assert torch.equal(model(ids(1, 3), **{CACHE: plain}).logits, model(ids(1, 3), **{CACHE: past}).logits)
     assert past.layers[0].keys.offload_dir == tmp_path
     assert other.layers[0].keys.offload_dir != tmp_path
 
 
-@torch.no_grad()
-def test_a_deep_copy_of_an_empty_cache_does_not_claim_its_names(llama: Any, tmp_path: Path) -> None:
-    past = offload.integrations.kv_cache(llama, tmp_path)
-
-    other = copy.deepcopy(past)
-
-    assert torch.equal(llama(ids(1, 3), **{CACHE: past}).logits, llama(ids(1, 3), **{CACHE: other}).logits)
-
-
-def test_a_cache_works_inside_and_outside_inference_mode(llama: Any) -> None:
+def test_a_cache_works_inside_and_outside_inference_mode(llama):
     caches = DynamicCache(config=llama.config), offload.integrations.kv_cache(llama)
     with torch.inference_mode():
         expected, got = (llama(ids(1, 9), **{CACHE: past}).logits for past in caches)
@@ -314,7 +261,7 @@ def test_a_cache_works_inside_and_outside_inference_mode(llama: Any) -> None:
     assert torch.equal(expected, got)
 
 
-def test_an_encoder_decoder_model_generates_as_in_memory() -> None:
+def test_an_encoder_decoder_model_generates_as_in_memory():
     torch.manual_seed(0)
     sides = {"layers": 2, "attention_heads": 2, "ffn_dim": 32}
     config = BartConfig(
@@ -330,16 +277,10 @@ def test_an_encoder_decoder_model_generates_as_in_memory() -> None:
     assert is_on_disk(past.cross_attention_cache)
 
 
-def test_states_of_linear_attention_stay_in_memory() -> None:
-    linear = {
-        "linear_num_value_heads": 2,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    config = Qwen3NextConfig(
-        **SIZES, **linear, num_experts=0, layer_types=["linear_attention", "full_attention"], pad_token_id=0
-    )
+def test_states_of_linear_attention_stay_in_memory():
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    linear |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+    config = Qwen3NextConfig(**SIZES, **linear, num_experts=0, pad_token_id=0)
     model = model_of(config)
     past = offload.integrations.kv_cache(model)
 
@@ -349,18 +290,17 @@ def test_states_of_linear_attention_stay_in_memory() -> None:
     assert not offload.is_offloaded(past.layers[0].conv_states[0])
 
 
-def test_a_model_on_disk_generates_with_its_cache_on_disk(llama_folder: Path, tokens: torch.Tensor) -> None:
+def test_a_model_on_disk_generates_with_its_cache_on_disk(llama_folder, tokens):
     plain, model = AutoModelForCausalLM.from_pretrained(llama_folder), offload.from_pretrained(llama_folder)
 
     expected = generated(plain, tokens, DynamicCache(config=plain.config))
     assert is_equal(expected, generated(model, tokens, offload.integrations.kv_cache(model)))
 
 
-def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama: Any) -> None:
+def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama):
     from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
     before = dict(DYNAMIC_LAYER_TYPE_MAPPING)
-
     offload.integrations.kv_cache(llama)
 
     assert before == DYNAMIC_LAYER_TYPE_MAPPING
@@ -370,7 +310,7 @@ def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama: Any) -
 
 
 @torch.no_grad()
-def test_private_files_go_with_the_cache(llama: Any) -> None:
+def test_private_files_go_with_the_cache(llama):
     past = offload.integrations.kv_cache(llama)
     llama(ids(1, 400), **{CACHE: past})
     paths = [states.offload_path for layer in past.layers for states in (layer.keys, layer.values)]
@@ -383,13 +323,12 @@ def test_private_files_go_with_the_cache(llama: Any) -> None:
 
 
 @torch.no_grad()
-def test_in_a_named_folder_there_is_a_file_for_each_and_it_stays(llama: Any, tmp_path: Path) -> None:
+def test_in_a_named_folder_there_is_a_file_for_each_and_it_stays(llama, tmp_path):
     """Even after the capacity has grown, which replaces a file."""
     past = offload.integrations.kv_cache(llama, tmp_path / "past")
     for tokens in ids(1, 400).split(200, dim=1):
         llama(tokens, **{CACHE: past})
     kept = past.layers[1].keys.materialize()
-
     del past
     gc.collect()
 
@@ -399,7 +338,7 @@ def test_in_a_named_folder_there_is_a_file_for_each_and_it_stays(llama: Any, tmp
     assert torch.equal(kept, stored[:, :, :400].materialize())
 
 
-def test_a_folder_that_is_not_empty_is_refused(llama: Any, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused(llama, tmp_path):
     (tmp_path / "letter.txt").write_text("not yours")
 
     with pytest.raises(ForeignFileError, match="is not empty") as caught:
@@ -411,13 +350,13 @@ def test_a_folder_that_is_not_empty_is_refused(llama: Any, tmp_path: Path) -> No
 # What is refused
 
 
-def test_gradients_are_refused(llama: Any) -> None:
+def test_gradients_are_refused(llama):
     with pytest.raises(UnsupportedOpError, match=r"layers\.0\.keys.*no_grad"):
         llama(ids(1, 5), **{CACHE: offload.integrations.kv_cache(llama)})
 
 
 @torch.no_grad()
-def test_a_batch_of_another_size_is_refused_and_not_broadcast(llama: Any) -> None:
+def test_a_batch_of_another_size_is_refused_and_not_broadcast(llama):
     past = offload.integrations.kv_cache(llama)
     llama(ids(2, 5), **{CACHE: past})
     layer = past.layers[0]
@@ -470,7 +409,7 @@ LONG = """
 
 
 @pytest.mark.slow(8)
-def test_keys_and_values_of_160_mb_take_the_anonymous_memory_of_a_layer() -> None:
+def test_keys_and_values_of_160_mb_take_the_anonymous_memory_of_a_layer():
     """At most half of a layer's 42 MB. What attention allocates and frees is returned at once, so as not to count: by
     default the C library keeps about 100 MB of it."""
     found = json.loads(run_script(LONG, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}))
@@ -480,7 +419,7 @@ def test_keys_and_values_of_160_mb_take_the_anonymous_memory_of_a_layer() -> Non
     assert all(total > 0 for total in found["totals"])
 
 
-def test_a_token_leaves_nothing_behind(llama: Any) -> None:
+def test_a_token_leaves_nothing_behind(llama):
     """Neither tracked ranges nor objects: every step costs the same."""
     past = offload.integrations.kv_cache(llama, max_length=4096)
     with torch.no_grad():
@@ -493,16 +432,8 @@ def test_a_token_leaves_nothing_behind(llama: Any) -> None:
     assert [[1, 1]] * len(found) == found
 
 
-@pytest.mark.parametrize(
-    ("max_length", "error", "words"),
-    [
-        (0, ValueError, "max_length, a number of tokens, should be "),
-        (-5, ValueError, "not -5"),
-        ("9", TypeError, "'str'"),
-    ],
-)
-def test_an_invalid_max_length_is_an_error(
-    llama_folder: Path, max_length: Any, error: type[Exception], words: str
-) -> None:
+@pytest.mark.parametrize(("max_length", "error"), [(0, ValueError), (-5, ValueError), ("9", TypeError)])
+def test_an_invalid_max_length_is_an_error(llama, max_length, error):
+    words = r"'str'" if error is TypeError else f"max_length, a number of tokens, should be .*not {max_length}"
     with pytest.raises(error, match=words):
-        offload.integrations.kv_cache(offload.from_pretrained(llama_folder), max_length=max_length)
+        offload.integrations.kv_cache(llama, max_length=max_length)

@@ -1,7 +1,5 @@
 """Adapters merged into bases on disk: the same as peft in memory, one value at a time, and only once."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -24,17 +22,13 @@ import offload
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.peft import merge_checkpoint
 from tests.faults import Call, killed_at_each
-from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE
+from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, OF_EXPERTS, ONE, adapter_for
 from tests.sizes import SIZES
 
 MORE: dict[str, Callable[[], Any]] = {
     "rslora": lambda: LoraConfig(**ONE, **NOT_NEUTRAL, use_rslora=True),
     "patterns": lambda: LoraConfig(
-        r=4,
-        target_modules="all-linear",
-        rank_pattern={"q_proj": 2},
-        alpha_pattern={"v_proj": 3},
-        **NOT_NEUTRAL,
+        r=4, target_modules="all-linear", rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3}, **NOT_NEUTRAL
     ),
     "boft": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj"], init_weights=False),
     "vblora": lambda: peft.VBLoRAConfig(target_modules=["q_proj"], num_vectors=8, vector_length=4, topk=2),
@@ -62,17 +56,6 @@ def folder(folders: dict[bool, Path]) -> Path:
     return folders[False]
 
 
-def adapter_for(model: nn.Module, config: Any, path: Path) -> Path:
-    """A saved adapter that changes the output."""
-    torch.manual_seed(3)
-    wrapped = get_peft_model(model, config)
-    for parameter in wrapped.parameters():
-        if parameter.requires_grad:
-            parameter.data += torch.randn_like(parameter) * 0.1
-    wrapped.save_pretrained(path)
-    return path
-
-
 def merged_in_memory(model: nn.Module, adapter: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -88,9 +71,7 @@ def assert_same(expected: nn.Module, found: nn.Module) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["float32", "tied"])
 @pytest.mark.parametrize("kind", KINDS_THAT_MERGE)
-def test_a_merge_on_disk_is_that_of_peft_in_memory(
-    kind: str, tied: bool, folders: dict[bool, Path], tmp_path: Path
-) -> None:
+def test_a_merge_on_disk_is_that_of_peft_in_memory(kind, tied, folders, tmp_path):
     """Bit for bit; changed values are in the user's folder, the checkpoint and the random generator are unchanged."""
     base = folders[tied]
     adapter = adapter_for(AutoModelForCausalLM.from_pretrained(base), KINDS_THAT_MERGE[kind](), tmp_path / "adapter")
@@ -98,7 +79,6 @@ def test_a_merge_on_disk_is_that_of_peft_in_memory(
     stood, random = contents(base), torch.get_rng_state()
     model = offload.from_pretrained(base, offload_dir=tmp_path / "values")
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-
     report = offload.merge_lora(model, adapter)
 
     assert_same(expected, model)
@@ -136,7 +116,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("place", ["disk", "cpu"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_layers_of_all_kinds_merge_as_in_memory(kind: str, place: str, tmp_path: Path) -> None:
+def test_layers_of_all_kinds_merge_as_in_memory(kind, place, tmp_path):
     torch.manual_seed(0)
     source = Mixed()
     offload.save_checkpoint(source, tmp_path / "model")
@@ -145,7 +125,6 @@ def test_layers_of_all_kinds_merge_as_in_memory(kind: str, place: str, tmp_path:
     offload.load_checkpoint_in_model(plain, tmp_path / "model", "cpu")
     offload.load_checkpoint_in_model(model, tmp_path / "model", {"": "disk", "linear": place})
     before = {name: value.clone() for name, value in plain.state_dict().items()}
-
     report = offload.merge_lora(model, adapter)
 
     expected = merged_in_memory(plain, adapter)
@@ -156,18 +135,16 @@ def test_layers_of_all_kinds_merge_as_in_memory(kind: str, place: str, tmp_path:
     assert (place == "disk") == offload.is_offloaded(model.linear.weight)
 
 
-def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path: Path) -> None:
+def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path):
     """`target_parameters`: two in one module."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path / "model")
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, **NOT_NEUTRAL)
-    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), config, tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    adapter = adapter_for(copy.deepcopy(plain), OF_EXPERTS, tmp_path / "adapter")
     model = offload.from_pretrained(tmp_path / "model", offload_dir=tmp_path / "values")
-
     report = offload.merge_lora(model, adapter)
 
-    assert_same(merged_in_memory(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), adapter), model)
+    assert_same(merged_in_memory(plain, adapter), model)
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
     assert 6 == len(report.replaced)
 
@@ -188,7 +165,7 @@ ONCE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", ONCE)
-def test_a_merge_that_was_killed_resumes_and_merges_nothing_twice(kind: str, private_place: Path) -> None:
+def test_a_merge_that_was_killed_resumes_and_merges_nothing_twice(kind, private_place):
     """At each call that changes files. Embeddings that peft stores beside the adapter are copied back each time."""
     base, target = private_place / "base", private_place / "new"
     torch.manual_seed(0)
@@ -212,7 +189,7 @@ def test_a_merge_that_was_killed_resumes_and_merges_nothing_twice(kind: str, pri
     assert {"os.replace", "os.pwrite", "os.rename"} <= {call.name for call in died_at}
 
 
-def test_an_adapter_is_known_by_its_content(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_is_known_by_its_content(folder, tmp_path, monkeypatch):
     """It may be moved between a kill and the next run; a different one is a different run."""
     config, target = LoraConfig(**ONE, **NOT_NEUTRAL), tmp_path / "new"
     adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), config, tmp_path / "adapter")
@@ -257,9 +234,7 @@ def failing_at(layer: nn.Module, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(("error", "kind"), [(ValueError("no"), MapError), (KeyboardInterrupt(), KeyboardInterrupt)])
-def test_after_a_failure_the_base_is_without_adapters_and_can_be_loaded_again(
-    error: BaseException, kind: type[BaseException], tmp_path: Path
-) -> None:
+def test_after_a_failure_the_base_is_without_adapters_and_can_be_loaded_again(error, kind, tmp_path):
     source = three()
     offload.save_checkpoint(source, tmp_path / "model")
     adapter = adapter_for(source, LoraConfig(r=2, target_modules=["0", "1"], **NOT_NEUTRAL), tmp_path / "adapter")
@@ -267,9 +242,8 @@ def test_after_a_failure_the_base_is_without_adapters_and_can_be_loaded_again(
     offload.load_checkpoint_in_model(plain, tmp_path / "model", "cpu")
 
     def load(place: str) -> Any:
-        return offload.load_checkpoint_and_dispatch(
-            three().to("meta"), tmp_path / "model", offload_dir=tmp_path / place
-        )
+        empty = three().to("meta")
+        return offload.load_checkpoint_and_dispatch(empty, tmp_path / "model", offload_dir=tmp_path / place)
 
     model = load("values")
     failing_at(model[1], error)
@@ -293,9 +267,7 @@ def assert_merges_no_more(model: nn.Module, adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
-def test_no_layer_is_merged_twice_into_a_model_whose_merge_failed(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_layer_is_merged_twice_into_a_model_whose_merge_failed(place, tmp_path, monkeypatch):
     """One that failed before the first value can be merged again."""
     adapter = adapter_for(three(), LoraConfig(r=2, target_modules=["0", "1"], **NOT_NEUTRAL), tmp_path / "adapter")
     torch.manual_seed(0)
@@ -303,7 +275,6 @@ def test_no_layer_is_merged_twice_into_a_model_whose_merge_failed(
     expected = merged_in_memory(copy.deepcopy(base), adapter)
     model = offload.disk_offload(base, tmp_path / "values") if place == "disk" else base
     half = copy.deepcopy(model)
-
     for done, each, kind in ((0, model, UnsupportedOpError), (1, half, MapError)):
         with monkeypatch.context() as patched:
             patched.setattr(peft.tuners.lora.Linear, "get_delta_weight", failing_after(done))
@@ -328,7 +299,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_adapters_that_peft_does_not_merge_are_refused_by_name(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_adapters_that_peft_does_not_merge_are_refused_by_name(kind, folder, tmp_path):
     """And the model is unchanged."""
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder), REFUSED[kind]()).save_pretrained(tmp_path / "adapter")
     model = offload.from_pretrained(folder, offload_dir=tmp_path / "values")
@@ -341,11 +312,9 @@ def test_adapters_that_peft_does_not_merge_are_refused_by_name(kind: str, folder
     assert not list((tmp_path / "values").glob("*.safetensors"))
 
 
-def test_a_quantized_base_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_quantized_base_is_refused(folder, tmp_path):
     torchao = pytest.importorskip("torchao.quantization")
-    adapter = adapter_for(
-        AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE, **NOT_NEUTRAL), tmp_path / "adapter"
-    )
+    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE), tmp_path / "adapter")
     model = offload.from_pretrained(folder)
     offload.quantize_(model, torchao.Int8WeightOnlyConfig())
 
@@ -356,22 +325,16 @@ def test_a_quantized_base_is_refused(folder: Path, tmp_path: Path) -> None:
     assert nn.Linear is type(model.model.layers[0].self_attn.q_proj)
 
 
-def test_an_adapter_of_another_model_or_a_missing_one_is_refused(folder: Path, tmp_path: Path) -> None:
-    adapter = adapter_for(
-        AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE, **NOT_NEUTRAL), tmp_path / "adapter"
-    )
+def test_an_adapter_of_another_model_or_a_missing_one_is_refused(folder, tmp_path):
+    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE), tmp_path / "adapter")
     smaller = LlamaConfig(**{**SIZES, "hidden_size": 32}, tie_word_embeddings=False)
     other = offload.disk_offload(AutoModelForCausalLM.from_config(smaller))
 
-    with pytest.raises(
-        CheckpointError, match=r"is not an adapter for this LlamaForCausalLM, or it is damaged: .*[^:]$"
-    ):
-        offload.merge_lora(other, adapter)
-    with pytest.raises(CheckpointError, match="is not an adapter for this Sequential"):
-        offload.merge_lora(three(), adapter)
+    for model, kind, words in ((other, "LlamaForCausalLM", ", or it is damaged: .*[^:]$"), (three(), "Sequential", "")):
+        with pytest.raises(CheckpointError, match=rf"is not an adapter for this {kind}{words}"):
+            offload.merge_lora(model, adapter)
     with pytest.raises(CheckpointError, match=r"should be a folder with an adapter_config.json"):
         offload.merge_lora(other, tmp_path)
-
     assert nn.Linear is type(other.model.layers[0].self_attn.q_proj)
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "NOVEL"}))
     with pytest.raises(OffloadError):
@@ -395,28 +358,24 @@ class Code:
         return print, ("code was run",)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGED, NO_SETTINGS = "or it is damaged", "should be a folder with an adapter_config"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "code": (lambda folder: _as_pickle(folder, {"w": Code()}), "holds something other than tensors"),
-    "no tensors": (lambda folder: _as_pickle(folder, [1, 2]), "or it is damaged"),
+    "no tensors": (lambda folder: _as_pickle(folder, [1, 2]), DAMAGED),
     "a cut pickle": (lambda folder: _as_pickle(folder, {}, cut=True), "damaged|code"),
-    "cut weights": (lambda folder: _cut(folder, "adapter_model.safetensors"), "or it is damaged"),
-    "no weights": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"") and None, "or it is damaged"),
-    "cut settings": (lambda folder: _cut(folder, "adapter_config.json"), "should be a folder with an adapter_config"),
-    "settings in a list": (
-        lambda folder: (folder / "adapter_config.json").write_text("[1]") and None,
-        "should be a folder with an adapter_config",
-    ),
+    "cut weights": (lambda folder: _cut(folder, "adapter_model.safetensors"), DAMAGED),
+    "no weights": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b""), DAMAGED),
+    "cut settings": (lambda folder: _cut(folder, "adapter_config.json"), NO_SETTINGS),
+    "settings in a list": (lambda folder: (folder / "adapter_config.json").write_text("[1]"), NO_SETTINGS),
     "other settings": (
-        lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": "4"}') and None,
-        "or it is damaged",
+        lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": "4"}'),
+        DAMAGED,
     ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_adapter_or_one_with_code_is_refused_and_changes_nothing(
-    damage: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_adapter_or_one_with_code_is_refused_and_changes_nothing(damage, folder, tmp_path, capsys):
     adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE), tmp_path / "adapter")
     spoil, words = DAMAGES[damage]
     spoil(adapter)

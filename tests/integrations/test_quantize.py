@@ -1,7 +1,5 @@
 """torchao's `quantize_` on disk: the same model as in memory, also saved and loaded again."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
@@ -89,9 +87,7 @@ def is_head(_: nn.Module, name: str) -> bool:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_model_quantized_on_disk_is_that_quantized_in_memory(
-    folders: dict[str, Path], tmp_path: Path, config: str, kind: str
-) -> None:
+def test_a_model_quantized_on_disk_is_that_quantized_in_memory(folders, tmp_path, config, kind):
     """Weights and logits, bit for bit; also saved, and loaded again by transformers and on disk."""
     expected, found = in_memory(folders[kind]), offload.from_pretrained(folders[kind])
     for model, quantize in ((expected, torchao.quantize_), (found, offload.quantize_)):
@@ -139,7 +135,7 @@ OTHER_WAYS: dict[str, list[tuple[Callable[[], Any], Any]]] = {
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("way", OTHER_WAYS)
-def test_other_configurations_and_filters_do_as_in_memory(folders: dict[str, Path], way: str, kind: str) -> None:
+def test_other_configurations_and_filters_do_as_in_memory(folders, way, kind):
     """With quantized activations, for embeddings, by name, and with modules that are replaced."""
     expected, found = in_memory(folders[kind]), offload.from_pretrained(folders[kind])
     for config, wanted in OTHER_WAYS[way]:
@@ -154,9 +150,7 @@ def test_other_configurations_and_filters_do_as_in_memory(folders: dict[str, Pat
 @pytest.mark.parametrize(
     "options", [{}, {"modules_to_not_convert": ["q_proj"]}, {"include_input_output_embeddings": True}], ids=str
 )
-def test_transformers_own_configuration_quantizes_what_transformers_would(
-    folders: dict[str, Path], tmp_path: Path, options: dict[str, Any], kind: str
-) -> None:
+def test_transformers_own_configuration_quantizes_what_transformers_would(folders, tmp_path, options, kind):
     """Not the head, unless requested; and not what is tied."""
     method = transformers.TorchAoConfig(WEIGHT_ONLY["int8x"](), **options)
     expected = transformers.AutoModelForCausalLM.from_pretrained(
@@ -173,7 +167,7 @@ def test_transformers_own_configuration_quantizes_what_transformers_would(
 
 
 @pytest.mark.parametrize("config", ["int8", "int4x-group", "float8", "nvfp4"])
-def test_torchaos_own_form_gives_the_model_back(folder: Path, tmp_path: Path, config: str) -> None:
+def test_torchaos_own_form_gives_the_model_back(folder, tmp_path, config):
     """With `save_checkpoint`; read by torchao in memory, and from tensors on disk."""
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -194,12 +188,11 @@ def test_torchaos_own_form_gives_the_model_back(folder: Path, tmp_path: Path, co
         assert torch.equal(logits(found), logits(empty))
 
 
-def test_an_offload_folder_keeps_weights_of_any_class(folder: Path, tmp_path: Path) -> None:
+def test_an_offload_folder_keeps_weights_of_any_class(folder, tmp_path):
     """Even those that torchao's format does not support: the quantized values are there, and restore the model."""
     found = offload.from_pretrained(folder, offload_dir=tmp_path)
     offload.quantize_(found, WEIGHT_ONLY["int4-opaque"]())
     names = {name for name, _ in found.named_parameters() if "proj" in name or "lm_head" in name}
-
     again = offload.from_pretrained(folder)
     again.load_state_dict(offload.load_file(tmp_path), assign=True, strict=False)
 
@@ -210,44 +203,37 @@ def test_an_offload_folder_keeps_weights_of_any_class(folder: Path, tmp_path: Pa
 # Where weights are
 
 
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_a_checkpoint_stays_as_it_is_and_values_of_a_folder_are_replaced(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_stays_as_it_is_and_values_of_a_folder_are_replaced(folder, tmp_path):
     """Referenced values go to files of their own; those in a folder change there, under their names."""
-    before = bytes_of(folder)
+    before = contents(folder)
     dispatched = offload.load_checkpoint_and_dispatch(transformers.LlamaForCausalLM(in_memory(folder).config), folder)
     stored = offload.disk_offload(in_memory(folder), tmp_path)
     paths = {name: parameter.offload_path for name, parameter in stored.named_parameters()}
     expected = in_memory(folder)
     torchao.quantize_(expected, int8())
-
     for model in (dispatched, stored):
         offload.quantize_(model, int8())
         assert_same(expected, model)
 
-    assert before == bytes_of(folder)
+    assert before == contents(folder)
     assert paths == {name: parameter.offload_path for name, parameter in stored.named_parameters()}
     assert set(paths) == set(offload.load_file(tmp_path))
     assert identical(expected.lm_head.weight.detach(), offload.load_file(tmp_path)["lm_head.weight"].materialize())
 
 
-def test_weights_in_memory_stay_in_memory(folder: Path) -> None:
+def test_weights_in_memory_stay_in_memory(folder):
     model = offload.from_pretrained(folder, device_map={"": "disk", "lm_head": "cpu"})
-
     offload.quantize_(model, int8())
 
     assert "Int8Tensor" == type(model.lm_head.weight).__name__
     assert "Int8Tensor" == type(model.model.layers[0].mlp.up_proj.weight.materialize()).__name__
 
 
-def test_a_tied_embedding_stays_when_the_head_is_quantized(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tied_embedding_stays_when_the_head_is_quantized(folders, tmp_path):
     """The head gets a file under its own name, and the model says that they are no longer tied."""
     model = offload.disk_offload(in_memory(folders["tied, of 16 bits"]), tmp_path)
     embedding = model.model.embed_tokens.weight
     before = embedding.materialize()
-
     offload.quantize_(model, int8())
 
     assert embedding is model.model.embed_tokens.weight
@@ -259,14 +245,13 @@ def test_a_tied_embedding_stays_when_the_head_is_quantized(folders: dict[str, Pa
     assert "Int8Tensor" == type(model.lm_head.weight.materialize()).__name__
 
 
-def test_a_weight_tied_to_a_quantized_one_becomes_separate(tmp_path: Path) -> None:
+def test_a_weight_tied_to_a_quantized_one_becomes_separate(tmp_path):
     """Also for two layers that share a weight, which torchao splits."""
     layers = nn.ModuleDict({"b": nn.Linear(256, 64), "a": nn.Linear(256, 64), "e": nn.Embedding(64, 256)})
     stored = OffloadedTensor.from_original_tensor(torch.randn(64, 256), "a.weight", tmp_path)
     for layer in layers.values():
         layer.weight = nn.Parameter(stored.detach()) if layer is layers["b"] else layers["b"].weight
     plain = stored.materialize()
-
     offload.quantize_(layers, int8())
 
     assert ["b.weight", "a.weight.quantized", "a.weight"] == [layer.weight.name for layer in layers.values()]
@@ -274,7 +259,7 @@ def test_a_weight_tied_to_a_quantized_one_becomes_separate(tmp_path: Path) -> No
     assert identical(layers["a"].weight.materialize(), layers["b"].weight.materialize())
 
 
-def test_a_module_that_replaces_another_goes_to_disk(tmp_path: Path) -> None:
+def test_a_module_that_replaces_another_goes_to_disk(tmp_path):
     """Its weight, which torchao never assigned to the old module, replaces the old value."""
     from torchao.core.config import AOBaseConfig
 
@@ -303,7 +288,7 @@ def test_a_module_that_replaces_another_goes_to_disk(tmp_path: Path) -> None:
 # One by one
 
 
-def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_rest(folder: Path) -> None:
+def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_rest(folder):
     """Quantized weights stay as they are."""
     model, expected = offload.from_pretrained(folder), in_memory(folder)
     torchao.quantize_(expected, int8())
@@ -328,18 +313,18 @@ def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_re
     assert_same(expected, model)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_run_resumes_in_another_process(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "finished"), [*((kind, False) for kind in MODELS), ("plain", True)])
+def test_a_run_resumes_in_another_process(folders, tmp_path, kind, finished):
     """From the checkpoint: quantized weights are taken from the folder, and not written again."""
     expected = in_memory(folders[kind])
     torchao.quantize_(expected, int8())
-    chosen = [name for name, module in expected.named_modules() if isinstance(module, nn.Linear)]
+    some = [name for name, module in expected.named_modules() if isinstance(module, nn.Linear)][:3]
     first = offload.from_pretrained(folders[kind], offload_dir=tmp_path)
-    some = chosen[:3]
-    offload.quantize_(first, int8(), lambda _, name: name in some)
-    journal = json.loads((tmp_path / ".offload-journal").read_text())
-    journal["runs"][0]["finished"] = False  # as after a kill
-    (tmp_path / ".offload-journal").write_text(json.dumps(journal))
+    offload.quantize_(first, int8(), None if finished else lambda _, name: name in some)
+    if not finished:
+        journal = json.loads((tmp_path / ".offload-journal").read_text())
+        journal["runs"][0]["finished"] = False  # as after a kill
+        (tmp_path / ".offload-journal").write_text(json.dumps(journal))
     del first
     gc.collect()  # torchao's layers refer to themselves
     stood = contents(tmp_path)
@@ -354,20 +339,7 @@ def test_a_run_resumes_in_another_process(folders: dict[str, Path], tmp_path: Pa
     assert ("torchao", True) == (str(model.quantization_method.value), model.is_quantized)
 
 
-def test_a_finished_run_is_resumed_without_quantizing_again(folder: Path, tmp_path: Path) -> None:
-    offload.quantize_(offload.from_pretrained(folder, offload_dir=tmp_path), int8())
-    gc.collect()  # torchao's layers refer to themselves
-    stood = contents(tmp_path)
-
-    model = offload.from_pretrained(folder, offload_dir=tmp_path)
-    offload.quantize_(model, int8(), resume=True)
-
-    done = contents(tmp_path)
-    assert all(done[name] == stood[name] for name in stood if name.endswith(".safetensors"))
-    assert "Int8Tensor" == type(model.lm_head.weight.materialize()).__name__
-
-
-def test_a_run_that_was_killed_resumes_where_it_was(private_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_killed_resumes_where_it_was(private_place, monkeypatch):
     """At each call that changes files; the result is the same as without kills."""
     monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
     folder = private_place
@@ -399,13 +371,13 @@ def test_a_run_that_was_killed_resumes_where_it_was(private_place: Path, monkeyp
     assert {"os.replace", "os.pwrite"} <= {call.name for call in died_at}
 
 
-def test_without_a_folder_a_run_is_not_resumed(folder: Path) -> None:
+def test_without_a_folder_a_run_is_not_resumed(folder):
     with pytest.raises(JournalError, match=r"'quantize_' can't be resumed: .*Load them with one offload_dir"):
         offload.quantize_(offload.from_pretrained(folder), int8(), resume=True)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_an_error_of_torchao_names_the_layer(by_name: bool) -> None:
+def test_an_error_of_torchao_names_the_layer(by_name):
     """Here, a group size that does not divide the columns."""
     config = torchao.IntxWeightOnlyConfig(torch.int4, granularity=torchao.PerGroup(32))
     model = offload.disk_offload(nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(50, 8)))
@@ -420,14 +392,14 @@ def test_an_error_of_torchao_names_the_layer(by_name: bool) -> None:
 
 
 @pytest.mark.parametrize("config", ["int8", torch.int8, None, str.upper], ids=["text", "dtype", "none", "function"])
-def test_an_invalid_configuration_is_refused(config: Any) -> None:
+def test_an_invalid_configuration_is_refused(config):
     with pytest.raises(TypeError, match=r"a configuration of torchao, such as .*Int8WeightOnlyConfig") as caught:
         offload.quantize_(nn.Linear(2, 2), config)
 
     assert isinstance(caught.value, OffloadError)
 
 
-def test_a_failed_write_leaves_the_old_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_value(tmp_path, monkeypatch):
     model = offload.disk_offload(nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 64)), tmp_path)
     before = model[1].weight.materialize()
     replace = os.replace
@@ -447,7 +419,7 @@ def test_a_failed_write_leaves_the_old_value(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.glob(".offload-tmp*"))
 
 
-def test_an_unknown_class_is_named_and_the_old_value_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_class_is_named_and_the_old_value_stays(monkeypatch):
     monkeypatch.delitem(subclasses._KNOWN["torchao"], "Int8Tensor")
     model = offload.disk_offload(nn.Sequential(nn.Linear(256, 64)))
 
@@ -457,7 +429,7 @@ def test_an_unknown_class_is_named_and_the_old_value_stays(monkeypatch: pytest.M
     assert type(model[0].weight.materialize()) is torch.Tensor
 
 
-def test_quantizing_does_not_affect_other_threads() -> None:
+def test_quantizing_does_not_affect_other_threads():
     """A parameter that another thread sets meanwhile is left alone; the same here afterwards."""
     model = offload.disk_offload(nn.Sequential(nn.Linear(256, 64)))
     other = offload.disk_offload(nn.Linear(8, 8))
@@ -476,10 +448,9 @@ def test_quantizing_does_not_affect_other_threads() -> None:
     assert hooks == len(nn.modules.module._global_parameter_registration_hooks)
 
 
-def test_files_hold_the_quantized_value_alone(tmp_path: Path) -> None:
+def test_files_hold_the_quantized_value_alone(tmp_path):
     """Immediately: a quarter of the bytes of a float32 weight, and its scales."""
     model = offload.disk_offload(nn.Sequential(nn.Linear(1024, 1024, bias=False)), tmp_path)
-
     offload.quantize_(model, int8())
 
     entries = TensorFile.open(tmp_path / "0.weight.safetensors").entries
@@ -490,7 +461,7 @@ def test_files_hold_the_quantized_value_alone(tmp_path: Path) -> None:
 # What is refused
 
 
-def test_a_configuration_of_transformers_is_for_its_models_and_takes_no_filter(folder: Path) -> None:
+def test_a_configuration_of_transformers_is_for_its_models_and_takes_no_filter(folder):
     method = transformers.TorchAoConfig(int8())
 
     for model, wanted in ((nn.Linear(8, 8), None), (in_memory(folder), is_in_a_layer)):
@@ -523,7 +494,7 @@ print(json.dumps([quantizing.nbytes, saving.nbytes]))
 """
 
 
-def test_quantizing_takes_the_memory_of_one_weight(tmp_path: Path) -> None:
+def test_quantizing_takes_the_memory_of_one_weight(tmp_path):
     """torchao's temporaries for an 8 MiB weight, four times that in 32 bits, and unreturned freed memory; but
     not the results of all 24, of 4 MiB each.
     """
@@ -533,7 +504,7 @@ def test_quantizing_takes_the_memory_of_one_weight(tmp_path: Path) -> None:
     assert saving < 16e6
 
 
-def test_an_interrupt_while_the_hook_is_registered_leaves_no_run_active(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_the_hook_is_registered_leaves_no_run_active(monkeypatch):
     def interrupted(hook: Any) -> None:
         raise KeyboardInterrupt
 

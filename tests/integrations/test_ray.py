@@ -1,7 +1,5 @@
 """The page about Ray runs if Ray is installed; the tests don't require it, as it is large."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -20,7 +18,6 @@ def test_the_page_about_ray_runs_and_prints_what_it_says(tmp_path):
         "\n".join(line for line in text.splitlines() if not line.startswith("<!-- not run"))
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-
     command = [sys.executable, "-m", "tests.pages", str(tmp_path / "page.md"), ""]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
 

@@ -1,7 +1,5 @@
 """Each source of rows does what all of them do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """safetensors and huggingface_hub save and load models on disk with their own functions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 import offload
+from tests.equal import assert_equal
 from tests.processes import run_script
 
 
@@ -55,22 +54,6 @@ def on_disk(checkpoint: Path) -> Tied:
     return offload.load_checkpoint_and_dispatch(empty, checkpoint, offload_buffers=True)
 
 
-def by_safetensors(model: nn.Module, folder: Path) -> None:
-    save_model(model, str(folder / "model.safetensors"))
-
-
-def by_hub(model: nn.Module, folder: Path) -> None:
-    save_torch_model(model, folder)
-
-
-def by_hub_in_shards(model: nn.Module, folder: Path) -> None:
-    save_torch_model(model, folder, max_shard_size=100)
-
-
-def by_hub_from_a_state_dict(model: nn.Module, folder: Path) -> None:
-    save_torch_state_dict(model.state_dict(), folder, shared_tensors_to_discard=["base.weight"])
-
-
 def parts(folder: Path) -> dict[str, tuple[Any, bytes]]:
     """Every file as its header, or all of it, and its data; the library writes metadata in random order."""
     found = {}
@@ -80,20 +63,24 @@ def parts(folder: Path) -> dict[str, tuple[Any, bytes]]:
     return found
 
 
-SAVERS = [by_safetensors, by_hub, by_hub_in_shards, by_hub_from_a_state_dict]
+SAVERS: dict[str, Callable[[Any, Path], Any]] = {
+    "safetensors": lambda model, folder: save_model(model, str(folder / "model.safetensors")),
+    "the hub": save_torch_model,
+    "the hub, in shards": lambda model, folder: save_torch_model(model, folder, max_shard_size=100),
+    "the hub, from a state dict": lambda model, folder: save_torch_state_dict(
+        model.state_dict(), folder, shared_tensors_to_discard=["base.weight"]
+    ),
+}
 
 
-@pytest.mark.parametrize("save", SAVERS)
-def test_a_model_on_disk_is_saved_as_one_in_memory(
-    on_disk: Tied, checkpoint: Path, tmp_path: Path, save: Callable[[nn.Module, Path], Any]
-) -> None:
+@pytest.mark.parametrize("by", SAVERS)
+def test_a_model_on_disk_is_saved_as_one_in_memory(on_disk, checkpoint, tmp_path, by):
     """Byte for byte. Tied weights are saved once, under the same name."""
     before = contents(checkpoint)
     for name in ("plain", "disk"):
         (tmp_path / name).mkdir()
-
-    save(net(1), tmp_path / "plain")
-    save(on_disk, tmp_path / "disk")
+    SAVERS[by](net(1), tmp_path / "plain")
+    SAVERS[by](on_disk, tmp_path / "disk")
 
     assert parts(tmp_path / "plain") == parts(tmp_path / "disk")
     assert before == contents(checkpoint)
@@ -104,28 +91,16 @@ def load_by_safetensors(model: nn.Module, folder: Path) -> None:
     assert (set(), []) == load_model(model, folder / "model.safetensors")
 
 
-def load_by_hub(model: nn.Module, folder: Path) -> None:
-    load_torch_model(model, folder)
-
-
-@pytest.mark.parametrize(
-    ("save", "load"),
-    [(by_safetensors, load_by_safetensors), (by_hub, load_by_hub), (by_hub_in_shards, load_by_hub)],
-)
-def test_loaded_values_go_to_own_files_of_the_model(
-    on_disk: Tied, checkpoint: Path, tmp_path: Path, save: Callable[..., Any], load: Callable[..., Any]
-) -> None:
+@pytest.mark.parametrize("by", ["safetensors", "the hub", "the hub, in shards"])
+def test_loaded_values_go_to_own_files_of_the_model(on_disk, checkpoint, tmp_path, by):
     """Neither the checkpoint that the model referred to nor the loaded one is written to."""
     (tmp_path / "new").mkdir()
-    save(net(2), tmp_path / "new")
+    SAVERS[by](net(2), tmp_path / "new")
     before = contents(checkpoint), contents(tmp_path / "new")
-
-    load(on_disk, tmp_path / "new")
+    (load_by_safetensors if by == "safetensors" else load_torch_model)(on_disk, tmp_path / "new")
 
     assert before == (contents(checkpoint), contents(tmp_path / "new"))
-    expected, found = net(2).state_dict(), on_disk.state_dict()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(value, found[name].materialize()) for name, value in expected.items())
+    assert_equal(net(2), on_disk)
     assert on_disk.head.weight is on_disk.base.weight
     folders = {tmp_path / "new", checkpoint}
     assert all(parameter.offload_path.parent not in folders for parameter in on_disk.parameters())
@@ -161,13 +136,12 @@ MEASURED = """
 
 
 @pytest.mark.parametrize("what", ["save_model", "save_torch_model", "load_model"])
-def test_saving_and_loading_take_little_memory(tmp_path: Path, what: str) -> None:
+def test_saving_and_loading_take_little_memory(tmp_path, what):
     """A model of 92 MB, with 4 values."""
     values = {f"{layer}.weight": torch.full((2400, 2400), layer + 0.5) for layer in range(4)}
     save_file(values, tmp_path / "source")
     save_file({"0.weight": torch.ones(8, 8)}, tmp_path / "source.small")
     (tmp_path / "saved").mkdir()
-
     measured = json.loads(run_script(MEASURED, tmp_path / "source", tmp_path / "saved", what))
 
     assert measured["looks"] > 5

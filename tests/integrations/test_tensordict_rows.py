@@ -1,7 +1,5 @@
 """TensorDicts and their folders: as rows of a cache, sparse, written through, and with failing calls."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path
@@ -23,9 +21,9 @@ from offload.integrations import cache_from
 from tests.processes import run_script
 
 tensordict = pytest.importorskip("tensordict")
-from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass  # noqa: E402
+from tensordict import NonTensorStack, TensorDict, tensorclass  # noqa: E402
 
-from offload.integrations.tensordict import load_memmap, memmap_like, save_memmap  # noqa: E402
+from offload.integrations.tensordict import load_memmap, memmap_like  # noqa: E402
 
 
 @tensorclass
@@ -58,24 +56,17 @@ def assert_rows(cache: TensorCache, *, words: bool = True) -> None:
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_a_tensordict_becomes_rows(monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
+def test_a_tensordict_or_its_folder_becomes_rows(monkeypatch, tmp_path, small):
     if small:
         monkeypatch.setattr("offload.cache.incoming._BATCH", 1)
+    rows().memmap(tmp_path)
+    lazy = tensordict.LazyStackedTensorDict(*rows().exclude("words", "same").unbind(0))
 
     assert_rows(cache_from(rows()))
-    assert ["in.b"] == list(cache_from(rows(), columns=["in.b"]).schema)
-    stack = torch.stack([rows(), rows()])
-    assert (2, 4, 3) == tuple(cache_from(stack, columns=["a"]).column("a").shape)
-    lazy = tensordict.LazyStackedTensorDict(*rows().exclude("words", "same").unbind(0))
+    assert_rows(cache_from(tmp_path))
     assert_rows(cache_from(lazy), words=False)
-
-
-def test_a_folder_of_a_tensordict_becomes_rows(tmp_path: Path) -> None:
-    rows().memmap(tmp_path / "theirs")
-    save_memmap(rows(), tmp_path / "ours")
-
-    for name in ("theirs", "ours"):
-        assert_rows(cache_from(tmp_path / name))
+    assert ["in.b"] == list(cache_from(rows(), columns=["in.b"]).schema)
+    assert (2, 4, 3) == tuple(cache_from(torch.stack([rows(), rows()]), columns=["a"]).column("a").shape)
 
 
 def test_a_tensorclass_and_its_folder_become_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,11 +81,9 @@ def test_a_tensorclass_and_its_folder_become_rows(tmp_path: Path, caplog: pytest
     assert "fields of the class that are not tensors are left out" in caplog.text
 
 
-def test_data_without_rows_is_refused() -> None:
+def test_data_without_rows_is_refused():
     with pytest.raises(CacheError, match="has no batch_size, which is the number of rows"):
         cache_from(TensorDict(a=torch.ones(3)))
-    with pytest.raises(CacheError, match="has no column 'z'; it has 'a'"):
-        cache_from(TensorDict(a=torch.ones(3), batch_size=[3]), columns=["z"])
     with pytest.raises(CacheError, match="'b' in the dict is a dict, not a tensor"):
         cache_from({"a": torch.ones(3), "b": {"c": torch.ones(3)}})
 
@@ -110,7 +99,6 @@ def test_hdf5_entries_that_are_not_arrays_are_skipped_by_name(tmp_path: Path, ca
         file.create_dataset("to", (3,), dtype=h5py.ref_dtype)
         file["opaque"] = np.zeros(3, dtype="V5")
         file["kind"] = np.dtype("f4")
-
     with caplog.at_level(logging.INFO, "offload"):
         cache = cache_from(tmp_path / "x.h5")
 
@@ -123,7 +111,6 @@ def test_hdf5_entries_that_are_not_arrays_are_skipped_by_name(tmp_path: Path, ca
 def test_a_folder_to_be_filled_takes_no_disk_for_what_is_not(tmp_path: Path) -> None:
     """A million rows of 12 KiB."""
     td = TensorDict(image=torch.empty(1, 3072, device="meta").expand(1_000_000, 3072), batch_size=[1_000_000])
-
     made = memmap_like(td, tmp_path / "made")
 
     assert 1_000_000 * 3072 * 4 == (tmp_path / "made" / "image.memmap").stat().st_size
@@ -156,15 +143,6 @@ def test_a_folder_opened_to_be_written_is_written_through(tmp_path: Path) -> Non
     td["a"].flush()
 
 
-def test_by_default_a_folder_is_protected_and_another_mode_is_refused(tmp_path: Path) -> None:
-    rows().memmap(tmp_path / "data")
-    load_memmap(tmp_path / "data")["a"].mul_(2)
-
-    assert torch.equal(rows()["a"], TensorDict.load_memmap(tmp_path / "data")["a"])
-    with pytest.raises(ArgumentError, match=r"unknown mode 'w': 'r' protects .*, 'r\+' writes"):
-        load_memmap(tmp_path / "data", mode="w")
-
-
 def test_files_written_through_are_never_replaced_or_confused(tmp_path: Path) -> None:
     rows().memmap(tmp_path / "data")
     td = load_memmap(tmp_path / "data", mode="r+")
@@ -184,7 +162,7 @@ def test_files_written_through_are_never_replaced_or_confused(tmp_path: Path) ->
     assert 8 == (tmp_path / "data" / "in" / "b.memmap").stat().st_size
 
 
-def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+def test_a_link_is_not_written_through_and_another_mode_is_refused(tmp_path):
     rows().memmap(tmp_path / "data")
     (tmp_path / "data" / "a.memmap").rename(tmp_path / "mine")
     (tmp_path / "data" / "a.memmap").symlink_to(tmp_path / "mine")
@@ -192,6 +170,8 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     with pytest.raises(ForeignFileError, match=r"a\.memmap is a link"):
         load_memmap(tmp_path / "data", mode="r+")
     assert torch.equal(rows()["a"], load_memmap(tmp_path / "data")["a"].clone())
+    with pytest.raises(ArgumentError, match=r"unknown mode 'w': 'r' protects .*, 'r\+' writes"):
+        load_memmap(tmp_path / "data", mode="w")
 
 
 def test_other_processes_write_through_too(tmp_path: Path) -> None:
@@ -221,33 +201,3 @@ def test_other_processes_write_through_too(tmp_path: Path) -> None:
     )
 
     assert [[9.0] * 3, [8.0] * 3] == TensorDict.load_memmap(tmp_path / "data")["a"][:2].tolist()
-
-
-def test_the_contents_of_a_folder_come_back_unchanged(tmp_path: Path) -> None:
-    """The batch sizes and names at each level, tensorclasses and non-tensor data."""
-    td = TensorDict(
-        {
-            "x": torch.ones(4, 3),
-            "in": TensorDict({"y": torch.zeros(4, 3, 2)}, batch_size=[4, 3], names=["n", "t"]),
-            "sample": Sample(obs=torch.ones(4, 2), label="one", batch_size=[4]),
-            "words": NonTensorStack("x", "y", "z", "w"),
-            "same": NonTensorData({"k": [1, None, "v"]}, batch_size=[4]),
-        },
-        batch_size=[4],
-        names=["n"],
-    )
-    save_memmap(td, tmp_path / "ours")
-
-    for found in (
-        load_memmap(tmp_path / "ours"),
-        TensorDict.load_memmap(tmp_path / "ours"),
-    ):
-        assert torch.Size([4]) == found.batch_size
-        assert ["n"] == found.names
-        assert torch.Size([4, 3]) == found["in"].batch_size
-        assert ["n", "t"] == found["in"].names
-        sample = found.get("sample")
-        assert (Sample, "one", torch.Size([4])) == (type(sample), sample.label, sample.batch_size)
-        assert torch.equal(torch.ones(4, 2), sample.obs.clone())
-        assert ["x", "y", "z", "w"] == found.get("words").tolist()
-        assert {"k": [1, None, "v"]} == found["same"]

@@ -1,10 +1,8 @@
 """What torch does with whole models: parametrizations, pruning, averaging, vectors, distributed checkpoints."""
 
-from __future__ import annotations
-
 import copy
-import io
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -21,8 +19,8 @@ import offload
 X = torch.linspace(-2, 2, 40).reshape(5, 8)
 
 
-def network(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
 
 
@@ -49,11 +47,11 @@ def plain_form(result: Any) -> Any:
     return offload.materialize(result) if isinstance(result, torch.Tensor) else result
 
 
-def assert_as_in_memory(act: Callable[[nn.Sequential], Any]) -> tuple[nn.Sequential, Any]:
+def assert_as_in_memory(act: Callable[[nn.Sequential], Any]) -> nn.Sequential:
     """Do it to a model on disk and to a copy of it in memory: same result, same state, same random numbers used.
 
     Returns:
-        The model on disk, and the result.
+        The model on disk.
     """
     plain, on_disk = network(), offload.disk_offload(network())
     torch.manual_seed(1)
@@ -65,7 +63,7 @@ def assert_as_in_memory(act: Callable[[nn.Sequential], Any]) -> tuple[nn.Sequent
     assert list(plain.state_dict()) == list(on_disk.state_dict())
     torch.testing.assert_close(plain_form(on_disk), plain_form(plain), rtol=0, atol=0)
     assert torch.equal(expected_random, actual_random)
-    return on_disk, actual
+    return on_disk
 
 
 def on_disk_names(model: nn.Module) -> set[str]:
@@ -78,16 +76,6 @@ EVERY = {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
 # Weights computed from others
 
 
-PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
-    "weight-norm": parametrizations.weight_norm,
-    "spectral-norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
-    "orthogonal-exp": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="matrix_exp"),
-    "orthogonal-cayley": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="cayley"),
-    "own": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
-}
-
-
 class Doubled(nn.Module):
     """An invertible parametrization."""
 
@@ -98,10 +86,26 @@ class Doubled(nn.Module):
         return weight / 2
 
 
-@pytest.mark.parametrize("change", PARAMETRIZATIONS.values(), ids=PARAMETRIZATIONS)
-def test_a_parametrized_weight_trains_and_becomes_one_again(change: Callable[[nn.Module], Any]) -> None:
-    """Registered on a layer on disk, trained, removed; the other layers stay on disk throughout."""
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight-norm": parametrizations.weight_norm,
+    "spectral-norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "orthogonal-exp": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="matrix_exp"),
+    "orthogonal-cayley": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="cayley"),
+    "own": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+}
 
+
+def older_weight_norm(model: nn.Sequential) -> torch.Tensor:
+    """With hooks, not parametrization; speech models still use it."""
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(model[0])
+    trained = train(model)
+    nn.utils.remove_weight_norm(model[0])
+    return trained
+
+
+def parametrized(change: Callable[[nn.Module], Any]) -> Callable[[nn.Sequential], Any]:
     def act(model: nn.Sequential) -> list[torch.Tensor]:
         change(model[0])
         trained = train(model)
@@ -109,47 +113,26 @@ def test_a_parametrized_weight_trains_and_becomes_one_again(change: Callable[[nn
         with torch.no_grad():
             return [trained, model(X)]
 
-    model, _ = assert_as_in_memory(act)
+    return act
+
+
+@pytest.mark.parametrize(
+    "act",
+    [*map(parametrized, PARAMETRIZATIONS.values()), older_weight_norm],
+    ids=[*PARAMETRIZATIONS, "older weight norm"],
+)
+def test_a_parametrized_weight_trains_and_becomes_one_again(act):
+    """The other parameters stay on disk throughout."""
+    model = assert_as_in_memory(act)
 
     assert on_disk_names(model) >= EVERY - {"0.weight"}
 
 
-def test_the_older_weight_norm_trains_and_is_removed() -> None:
-    """With hooks, not parametrization; speech models still use it."""
-
-    def act(model: nn.Sequential) -> torch.Tensor:
-        with pytest.warns(FutureWarning):
-            nn.utils.weight_norm(model[0])
-        trained = train(model)
-        nn.utils.remove_weight_norm(model[0])
-        return trained
-
-    assert_as_in_memory(act)
+# What leaves all parameters on disk
 
 
-# Pruning
-
-
-def prune_one(model: nn.Sequential) -> None:
-    prune.l1_unstructured(model[0], "weight", amount=0.5)
-
-
-def prune_rows(model: nn.Sequential) -> None:
-    prune.ln_structured(model[0], "weight", amount=0.25, n=2, dim=0)
-
-
-def prune_at_random_and_again(model: nn.Sequential) -> None:
-    prune.random_unstructured(model[0], "weight", amount=0.3)
-    prune.random_structured(model[0], "weight", amount=0.25, dim=1)
-
-
-def prune_all_together(model: nn.Sequential) -> None:
-    prune.global_unstructured([(model[0], "weight"), (model[3], "weight")], prune.L1Unstructured, amount=0.4)
-
-
-@pytest.mark.parametrize("cut", [prune_one, prune_rows, prune_at_random_and_again, prune_all_together])
-def test_pruned_weights_train_and_their_zeros_reach_the_files(cut: Callable[[nn.Sequential], None]) -> None:
-    """After `prune.remove` the weight is a parameter on disk again, with the mask applied."""
+def pruned(cut: Callable[[Any], Any]) -> Callable[[nn.Sequential], Any]:
+    """After `prune.remove` the weight is a parameter again, with zeros where the mask has them."""
 
     def act(model: nn.Sequential) -> torch.Tensor:
         cut(model)
@@ -157,190 +140,94 @@ def test_pruned_weights_train_and_their_zeros_reach_the_files(cut: Callable[[nn.
         for layer in (model[0], model[3]):
             if prune.is_pruned(layer):
                 prune.remove(layer, "weight")
+        assert (model[0].weight == 0).any()
         return trained
 
-    model, _ = assert_as_in_memory(act)
-
-    assert (model[0].weight == 0).any()
-    assert on_disk_names(model) == EVERY
+    return act
 
 
-# Copies and averages
-
-
-@pytest.mark.parametrize("with_buffers", [False, True], ids=["parameters", "buffers"])
-def test_an_exponential_average_is_kept_on_disk(with_buffers: bool) -> None:
+def averaged(*, use_buffers: bool) -> Callable[[nn.Sequential], Any]:
     """`AveragedModel` copies the model from file to file, and updates the copy in place."""
-    on_average: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": with_buffers}
 
     def act(model: nn.Sequential) -> AveragedModel:
-        average = AveragedModel(model, **on_average)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
         train(model, 3, average.update_parameters)
+        assert on_disk_names(average.module) == on_disk_names(model)
+        assert not {p.data_ptr() for p in average.parameters()} & {p.data_ptr() for p in model.parameters()}
         return average
 
-    model, average = assert_as_in_memory(act)
-
-    assert on_disk_names(average.module) == EVERY
-    paths = {p.offload_path for p in average.parameters()} & {p.offload_path for p in model.parameters()}
-    assert not paths
+    return act
 
 
-def test_a_plain_average_updates_its_batch_norm() -> None:
-    """Stochastic weight averaging; the statistics are recomputed."""
-
-    def act(model: nn.Sequential) -> list[Any]:
-        average = AveragedModel(model)
-        train(model, 3, average.update_parameters)
-        update_bn([X], average)
-        return [average, average.eval()(X)]
-
-    assert_as_in_memory(act)
+def averaged_plainly(model: nn.Sequential) -> list[Any]:
+    """Stochastic weight averaging; the statistics of the batch norm are recomputed."""
+    average = AveragedModel(model)
+    train(model, 3, average.update_parameters)
+    update_bn([X], average)
+    return [average, average.eval()(X)]
 
 
-def test_a_deep_copy_stays_as_it_was_while_the_model_trains() -> None:
-    """Without gradients, as torch copies parameters."""
-
-    def act(model: nn.Sequential) -> list[Any]:
-        train(model, 1)
-        copied = copy.deepcopy(model)
-        train(model)
-        return [copied, [parameter.grad for parameter in copied.parameters()]]
-
-    _, (copied, _) = assert_as_in_memory(act)
-
-    assert on_disk_names(copied) == EVERY
+def copied_and_trained(model: nn.Sequential) -> list[Any]:
+    """The copy stays as it was, without gradients, as torch copies parameters."""
+    train(model, 1)
+    copied = copy.deepcopy(model)
+    train(model)
+    assert on_disk_names(copied) == on_disk_names(model)
+    return [copied, [parameter.grad for parameter in copied.parameters()]]
 
 
-def test_weights_are_set_aside_and_restored() -> None:
+def set_aside_and_restored(model: nn.Sequential) -> list[torch.Tensor]:
     """Through `.data`, as averaged weights are swapped in for evaluation."""
-
-    def act(model: nn.Sequential) -> list[torch.Tensor]:
-        model.eval()
-        aside = [parameter.data.clone() for parameter in model.parameters()]
-        for parameter in model.parameters():
-            parameter.data.mul_(2)
-        doubled = model(X)
-        for parameter, value in zip(model.parameters(), aside, strict=True):
-            parameter.data.copy_(value)
-        return [doubled, model(X)]
-
-    model, (doubled, again) = assert_as_in_memory(act)
-
-    assert on_disk_names(model) == EVERY
-    assert not torch.equal(doubled, again)
+    model.eval()
+    aside = [parameter.data.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    doubled = model(X)
+    for parameter, value in zip(model.parameters(), aside, strict=True):
+        parameter.data.copy_(value)
+    return [doubled, model(X)]
 
 
-# All parameters as one, or replaced for a call
-
-
-def test_parameters_become_a_vector_and_come_back() -> None:
+def made_a_vector(model: nn.Sequential) -> list[torch.Tensor]:
     """The vector is plain; `vector_to_parameters` stores its parts."""
-
-    def act(model: nn.Sequential) -> list[torch.Tensor]:
-        vector = parameters_to_vector(model.parameters())
-        vector_to_parameters(vector.detach() * 2, model.parameters())
-        return [vector, model(X)]
-
-    model, (vector, _) = assert_as_in_memory(act)
-
+    vector = parameters_to_vector(model.parameters())
     assert not offload.is_offloaded(vector)
-    assert on_disk_names(model) == EVERY
+    vector_to_parameters(vector.detach() * 2, model.parameters())
+    return [vector, model(X)]
 
 
-def test_a_functional_call_replaces_weights_on_disk() -> None:
+def called_with_other_weights(model: nn.Sequential) -> torch.Tensor:
     """The given values are used for the call, and the files keep theirs."""
-
-    def act(model: nn.Sequential) -> torch.Tensor:
-        model.eval()
-        doubled = {name: parameter * 2 for name, parameter in model.named_parameters()}
-        return functional_call(model, doubled, (X,))
-
-    model, _ = assert_as_in_memory(act)
-
-    assert on_disk_names(model) == EVERY
-    torch.testing.assert_close(plain_form(model), plain_form(network()), rtol=0, atol=0)
+    doubled = {name: parameter * 2 for name, parameter in model.eval().named_parameters()}
+    return functional_call(model, doubled, (X,))
 
 
-def test_models_on_disk_are_stacked_to_an_ensemble() -> None:
-    """`stack_module_state` and `vmap`."""
-
-    def act(model: nn.Sequential) -> torch.Tensor:
-        model.eval()
-        parameters, buffers = stack_module_state([model, model])
-        call = lambda weights, statistics: functional_call(model, (weights, statistics), (X,))  # noqa: E731
-        return torch.vmap(call)(parameters, buffers)
-
-    assert_as_in_memory(act)
+def stacked(model: nn.Sequential) -> torch.Tensor:
+    """An ensemble: `stack_module_state` and `vmap`."""
+    parameters, buffers = stack_module_state([model.eval(), model])
+    call = lambda weights, statistics: functional_call(model, (weights, statistics), (X,))  # noqa: E731
+    return torch.vmap(call)(parameters, buffers)
 
 
-# States
-
-
-@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
-def test_a_plain_state_is_loaded_into_a_model_on_disk(assign: bool) -> None:
-    """Copied into the files; with `assign` the given tensors are used, as in torch."""
-
-    def act(model: nn.Sequential) -> list[Any]:
-        keys = model.load_state_dict(network(seed=5).state_dict(), assign=assign)
-        return [list(keys.missing_keys), list(keys.unexpected_keys), model.eval()(X)]
-
-    model, _ = assert_as_in_memory(act)
-
-    assert on_disk_names(model) == (set() if assign else EVERY)
-
-
-def test_a_saved_state_is_plain_and_loads_into_a_model_in_memory() -> None:
-    """`torch.save`, read back with `weights_only`."""
-
-    def act(model: nn.Sequential) -> dict[str, torch.Tensor]:
-        file = io.BytesIO()
-        torch.save(model.state_dict(), file)
-        file.seek(0)
-        return dict(torch.load(file, weights_only=True))
-
-    _, state = assert_as_in_memory(act)
-
-    assert not any(offload.is_offloaded(value) for value in state.values())
-    assert network().load_state_dict(state)
-
-
-def test_a_distributed_checkpoint_is_saved_and_loaded_in_place(tmp_path: Any) -> None:
-    """`torch.distributed.checkpoint`, in one process."""
-    folders = iter((tmp_path / "plain", tmp_path / "on_disk"))
-
-    def act(model: nn.Sequential) -> torch.Tensor:
-        folder = next(folders)
+def checkpointed(model: nn.Sequential) -> torch.Tensor:
+    """`torch.distributed.checkpoint`, in one process: saved, and loaded in place."""
+    with TemporaryDirectory() as folder:
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
-        return model.eval()(X)
-
-    model, _ = assert_as_in_memory(act)
-
-    assert on_disk_names(model) == EVERY
-    torch.testing.assert_close(plain_form(model), plain_form(network()), rtol=0, atol=0)
+        dcp.load({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
+    return model.eval()(X)
 
 
-def test_a_distributed_state_dict_is_taken_and_set() -> None:
+def given_a_distributed_state(model: nn.Sequential) -> torch.Tensor:
     """`get_model_state_dict` and `set_model_state_dict`, as trainers use them."""
-
-    def act(model: nn.Sequential) -> torch.Tensor:
-        state = {name: value * 2 for name, value in get_model_state_dict(model).items()}
-        set_model_state_dict(model, state)
-        return model.eval()(X)
-
-    model, _ = assert_as_in_memory(act)
-
-    assert on_disk_names(model) == EVERY
+    state = {name: value * 2 for name, value in get_model_state_dict(model).items()}
+    set_model_state_dict(model, state)
+    return model.eval()(X)
 
 
-# Steps over all parameters at once
-
-
-def lbfgs(model: nn.Sequential) -> None:
+def stepped_by_lbfgs(model: nn.Sequential) -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
     def closure() -> torch.Tensor:
@@ -352,7 +239,7 @@ def lbfgs(model: nn.Sequential) -> None:
     optimizer.step(closure)
 
 
-def muon(model: nn.Sequential) -> None:
+def stepped_by_muon(model: nn.Sequential) -> None:
     optimizer = torch.optim.Muon([model[0].weight, model[3].weight], lr=0.1)
     model(X).square().sum().backward()
     optimizer.step()
@@ -365,32 +252,41 @@ def clipped(model: nn.Sequential) -> list[Any]:
     return [norm, [parameter.grad for parameter in model.parameters()]]
 
 
-@pytest.mark.parametrize("step", [lbfgs, muon, clipped])
-def test_steps_over_all_parameters_write_through(step: Callable[[nn.Sequential], Any]) -> None:
-    """Optimizers that split or combine parameters in their own way."""
-    model, _ = assert_as_in_memory(step)
+ACTS: dict[str, Callable[[Any], Any]] = {
+    "pruned": pruned(lambda model: prune.l1_unstructured(model[0], "weight", amount=0.5)),
+    "pruned by rows": pruned(lambda model: prune.ln_structured(model[0], "weight", amount=0.25, n=2, dim=0)),
+    "pruned at random and again": pruned(
+        lambda model: (
+            prune.random_unstructured(model[0], "weight", amount=0.3),
+            prune.random_structured(model[0], "weight", amount=0.25, dim=1),
+        )
+    ),
+    "pruned all together": pruned(
+        lambda model: prune.global_unstructured(
+            [(model[0], "weight"), (model[3], "weight")], prune.L1Unstructured, amount=0.4
+        )
+    ),
+    "averaged": averaged(use_buffers=False),
+    "averaged with buffers": averaged(use_buffers=True),
+    "averaged plainly": averaged_plainly,
+    "copied and trained": copied_and_trained,
+    "set aside and restored": set_aside_and_restored,
+    "made a vector": made_a_vector,
+    "called with other weights": called_with_other_weights,
+    "stacked": stacked,
+    "checkpointed": checkpointed,
+    "given a distributed state": given_a_distributed_state,
+    "stepped by LBFGS": stepped_by_lbfgs,
+    "stepped by Muon": stepped_by_muon,
+    "clipped": clipped,
+    "compiled": lambda model: torch.compile(model.eval(), backend="aot_eager", fullgraph=True)(X),
+    "traced": lambda model: torch.fx.symbolic_trace(model.eval())(X),
+    "fused": lambda model: nn.utils.fuse_linear_bn_eval(model.eval()[0], model[1]),
+}
 
-    assert on_disk_names(model) == EVERY
 
-
-# A model as a program
-
-
-def compiled(model: nn.Sequential) -> torch.Tensor:
-    return torch.compile(model.eval(), backend="aot_eager", fullgraph=True)(X)
-
-
-def traced(model: nn.Sequential) -> torch.Tensor:
-    return torch.fx.symbolic_trace(model.eval())(X)
-
-
-def fused(model: nn.Sequential) -> nn.Module:
-    return nn.utils.fuse_linear_bn_eval(model.eval()[0], model[1])
-
-
-@pytest.mark.parametrize("act", [compiled, traced, fused])
-def test_a_model_on_disk_is_taken_as_a_program(act: Callable[[nn.Sequential], Any]) -> None:
-    """Compiled in one graph, traced, its layers fused."""
-    model, _ = assert_as_in_memory(act)
+@pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
+def test_a_model_gives_the_same_as_in_memory_and_stays_on_disk(act):
+    model = assert_as_in_memory(act)
 
     assert on_disk_names(model) == EVERY

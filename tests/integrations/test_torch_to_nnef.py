@@ -1,7 +1,5 @@
 """torch_to_nnef: its exporter accepts our models in the ways shown on the page."""
 
-from __future__ import annotations
-
 import copy
 import tarfile
 
@@ -64,7 +62,6 @@ def values_of(files):
 def test_a_materialized_model_is_exported_as_the_plain_one(name, tmp_path):
     model, x = MODELS[name]
     offloaded = offload.disk_offload(copy.deepcopy(model), offload_buffers=True)
-
     found = exported(offload.materialize(offloaded), x, tmp_path / "offloaded.nnef")
 
     assert values_of(exported(copy.deepcopy(model), x, tmp_path / "plain.nnef")) == values_of(found)
@@ -74,7 +71,6 @@ def test_a_materialized_model_is_exported_as_the_plain_one(name, tmp_path):
 def test_values_that_are_handed_over_are_exported_bit_for_bit(name, tmp_path):
     model, x = MODELS[name]
     offloaded = offload.disk_offload(copy.deepcopy(model), offload_buffers=True)
-
     of_page("hand_over")(offloaded)
     found = exported(offloaded, x, tmp_path / "offloaded.nnef")
 
@@ -83,7 +79,6 @@ def test_values_that_are_handed_over_are_exported_bit_for_bit(name, tmp_path):
 
 def test_tied_values_that_are_handed_over_stay_tied():
     offloaded = offload.disk_offload(Tied())
-
     of_page("hand_over")(offloaded)
 
     assert offloaded.head.weight is offloaded.embedding.weight

@@ -1,7 +1,5 @@
 """Weights quantized by torchao are stored as they are, compute as in memory, and are restored."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging
@@ -80,7 +78,7 @@ def every_class_is_known_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @BOTH_DTYPES
 @EVERY_CONFIG
-def test_a_quantized_weight_on_disk_does_all_that_it_does_in_memory(config: str, dtype: torch.dtype) -> None:
+def test_a_quantized_weight_on_disk_does_all_that_it_does_in_memory(config, dtype):
     """The same result, bit for bit, or the same error as in memory."""
     in_memory = quantized(config, dtype)
     on_disk = OffloadedTensor.from_original_tensor(in_memory, "w")
@@ -91,7 +89,7 @@ def test_a_quantized_weight_on_disk_does_all_that_it_does_in_memory(config: str,
 
 @BOTH_DTYPES
 @EVERY_CONFIG
-def test_a_quantized_weight_keeps_its_class(tmp_path: Path, config: str, dtype: torch.dtype) -> None:
+def test_a_quantized_weight_keeps_its_class(tmp_path, config, dtype):
     """Materialized, copied, detached, moved, as the new value of a plain weight, and opened again."""
     value = quantized(config, dtype)
     expected = value.detach()
@@ -110,11 +108,10 @@ def test_a_quantized_weight_keeps_its_class(tmp_path: Path, config: str, dtype: 
     assert identical(weight(dtype), stored.materialize())
 
 
-def test_every_quantized_weight_is_opened_by_another_process(tmp_path: Path) -> None:
+def test_every_quantized_weight_is_opened_by_another_process(tmp_path):
     """One that has not imported torchao; from a folder as a whole, bit for bit."""
     for config in WEIGHT_ONLY:
         OffloadedTensor.from_original_tensor(quantized(config), config, tmp_path)
-
     script = """
         import sys, offload
         values = {name: value.materialize() for name, value in offload.load_file(sys.argv[1]).items()}
@@ -166,10 +163,9 @@ def layers(config: str) -> tuple[nn.Linear, nn.Linear]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("config", sorted(WEIGHT_ONLY.keys() - IN_MEMORY_ONLY))
-def test_a_compiled_layer_gives_what_it_gives_in_memory(config: str) -> None:
+def test_a_compiled_layer_gives_what_it_gives_in_memory(config):
     """In one graph, for rows and for batches of them, called again."""
     in_memory, on_disk = layers(config)
-
     compiled = torch.compile(on_disk, backend="aot_eager", fullgraph=True)
 
     with torch.no_grad(), untraced():
@@ -180,7 +176,7 @@ def test_a_compiled_layer_gives_what_it_gives_in_memory(config: str) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("config", sorted(WEIGHT_ONLY.keys() - IN_MEMORY_ONLY))
-def test_an_exported_layer_gives_what_it_gives_in_memory_or_the_error_says_what_to_do(config: str) -> None:
+def test_an_exported_layer_gives_what_it_gives_in_memory_or_the_error_says_what_to_do(config):
     in_memory, on_disk = layers(config)
     x = torch.randn(3, 256, dtype=torch.bfloat16)
 
@@ -193,7 +189,7 @@ def test_an_exported_layer_gives_what_it_gives_in_memory_or_the_error_says_what_
     assert torch.equal(in_memory(x), torch.export.export(on_disk, (x,)).module()(x))
 
 
-def test_the_repr_of_a_module_shows_its_weights() -> None:
+def test_the_repr_of_a_module_shows_its_weights():
     """torchao's own description of a layer is shown."""
     from torchao.quantization import quantize_
 
@@ -205,12 +201,11 @@ def test_the_repr_of_a_module_shows_its_weights() -> None:
     assert "qdata=" in repr(layer[0].weight)
 
 
-def test_a_view_of_a_plain_weight_is_stale_once_it_is_quantized() -> None:
+def test_a_view_of_a_plain_weight_is_stale_once_it_is_quantized():
     """It never returns the whole value in place of the part; a view of the whole goes on working."""
     stored = OffloadedTensor.from_original_tensor(weight(), "w")
     row, turned, whole = stored[3], stored.t(), stored.detach()
     value = quantized("int8").detach()
-
     stored.update_values(value)
 
     for part in (row, turned):
@@ -224,7 +219,7 @@ def test_a_view_of_a_plain_weight_is_stale_once_it_is_quantized() -> None:
 @pytest.mark.parametrize(
     ("package", "name"), [(package, name) for package, names in subclasses._KNOWN.items() for name in names]
 )
-def test_the_names_on_the_allow_list_are_those_of_classes(package: str, name: str) -> None:
+def test_the_names_on_the_allow_list_are_those_of_classes(package, name):
     """In the installed versions."""
     found = subclasses._known(f"{package}:{name}")
 
@@ -235,35 +230,32 @@ def test_the_names_on_the_allow_list_are_those_of_classes(package: str, name: st
 # Checkpoints
 
 
-def two_layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8, bias=False)).requires_grad_(False)
-
-
-def test_a_checkpoint_of_a_quantized_model_of_any_class_is_loaded_again(tmp_path: Path) -> None:
+def stored_layers(folder: Path) -> nn.Module:
+    """Two layers that torchao has quantized on disk, and saved as a checkpoint."""
     from torchao.quantization import Int8WeightOnlyConfig
 
     torch.manual_seed(0)
-    model = offload.disk_offload(two_layers(), tmp_path / "values")
-    offload.quantize_(model, Int8WeightOnlyConfig(), progress=False)
-    x, kind = torch.ones(2, 64), type(offload.materialize(model[0].weight))
-    offload.save_checkpoint(model, tmp_path / "checkpoint")
+    model = offload.disk_offload(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8, bias=False)))
+    offload.quantize_(model.requires_grad_(False), Int8WeightOnlyConfig(), progress=False)
+    offload.save_checkpoint(model, folder)
+    return model
 
-    again = offload.load_checkpoint_and_dispatch(two_layers().to("meta"), tmp_path / "checkpoint", strict=True)
+
+def test_a_checkpoint_of_a_quantized_model_of_any_class_is_loaded_again(tmp_path):
+    model, x = stored_layers(tmp_path), torch.ones(2, 64)
+    empty = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8, bias=False)).to("meta").requires_grad_(False)
+    kind = type(offload.materialize(model[0].weight))
+    again = offload.load_checkpoint_and_dispatch(empty, tmp_path, strict=True)
 
     assert torch.Tensor is not kind
     assert [kind, kind] == [type(offload.materialize(again[at].weight)) for at in (0, 2)]
     assert torch.equal(model(x), again(x))
 
 
-def test_a_checkpoint_of_another_quantized_model_is_reported(tmp_path: Path) -> None:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    model = offload.disk_offload(two_layers(), tmp_path / "values")
-    offload.quantize_(model, Int8WeightOnlyConfig(), progress=False)
-    offload.save_checkpoint(model, tmp_path / "checkpoint")
+def test_a_checkpoint_of_another_quantized_model_is_reported(tmp_path):
+    stored_layers(tmp_path)
     other = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(16, 8)).to("meta")
-
-    report = offload.load_checkpoint_in_model(other, tmp_path / "checkpoint")
+    report = offload.load_checkpoint_in_model(other, tmp_path)
 
     assert ["2.bias"] == report.missing_keys
     assert [("2.weight", (8, 32), (8, 16))] == report.mismatched_keys

@@ -1,9 +1,7 @@
 """Which tensor goes where."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Mapping
+from typing import Any
 
 import accelerate
 import pytest
@@ -14,7 +12,6 @@ from offload.errors import DeviceMapError
 from offload.models import device_map as module
 from offload.models.device_map import (
     AUTOMATIC,
-    ON_DISK,
     Place,
     execution_devices,
     infer_device_map,
@@ -49,15 +46,28 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cpu", Place(False, CPU)),
         (CPU, Place(False, CPU)),
         ("meta", Place(False, META)),
-        ("disk", Place(True, CPU)),
+        ("disk", Place(True, META)),  # where it executes by default
         ("disk:cpu", Place(True, CPU)),
     ],
 )
-def test_a_word_names_a_place(word: str, place: Place) -> None:
-    assert place == place_of(word, CPU)
+def test_a_word_names_a_place(word, place):
+    assert place == place_of(word, META)
 
 
-def test_disk_executes_on_the_cpu_where_a_build_for_cuda_finds_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device_map", "expected"),
+    [
+        ("disk:cpu", {"a.weight": Place(True, CPU), "b": Place(True, CPU)}),
+        (None, {"a.weight": Place(False, CPU), "b": Place(False, CPU)}),
+        ({"": "cpu", "a": "cpu", "a.weight": "disk:cpu"}, {"a.weight": Place(True, CPU), "b": Place(False, CPU)}),
+    ],
+    ids=["a word for all", "no map", "a tensor itself"],
+)
+def test_a_map_places_every_tensor(device_map, expected):
+    assert expected == places(list(expected), device_map)
+
+
+def test_disk_executes_on_the_cpu_where_a_build_for_cuda_finds_no_device(monkeypatch):
     """Like torch's own wheels, which name the accelerator they are built for."""
 
     def current(check_available: bool = False) -> torch.device | None:
@@ -68,68 +78,45 @@ def test_disk_executes_on_the_cpu_where_a_build_for_cuda_finds_no_device(monkeyp
     assert Place(True, CPU) == module.places(["w"], "disk")["w"]
 
 
-def test_disk_executes_on_the_default_device() -> None:
-    assert Place(True, META) == place_of(ON_DISK, META)
-
-
-def test_one_word_is_for_every_tensor() -> None:
-    assert {"a.weight": Place(True, CPU), "b": Place(True, CPU)} == places(["a.weight", "b"], "disk:cpu")
-
-
-def test_no_map_is_the_memory_of_the_cpu() -> None:
-    assert {"a.weight": Place(False, CPU)} == places(["a.weight"], None)
-
-
-def test_the_longest_prefix_wins() -> None:
+def test_the_longest_prefix_wins():
     device_map = {"": "cpu", "model": "meta", "model.layers.1": "disk:cpu"}
-
     placed = places(["head", "model.layers.0.w", "model.layers.1.w", "model.layers.10.w"], device_map)
 
     assert [Place(False, CPU), Place(False, META), Place(True, CPU), Place(False, META)] == list(placed.values())
 
 
-def test_a_tensor_itself_can_be_named() -> None:
-    assert Place(True, CPU) == places(["model.bias"], {"model": "cpu", "model.bias": "disk:cpu"})["model.bias"]
-
-
-def test_a_tensor_that_the_map_leaves_out_is_named() -> None:
-    with pytest.raises(DeviceMapError, match=r"no place for 'head\.weight'"):
-        places(["model.w", "head.weight"], {"model": "cpu"})
-
-
 @pytest.mark.parametrize("word", ["dsik", "disk:", "disk:nowhere", "", None, 3.5, "cuda:99", True, "auto", [0], -1])
-def test_an_unknown_word_is_named_with_its_module(word: object) -> None:
+def test_an_unknown_word_is_named_with_its_module(word):
     with pytest.raises(DeviceMapError, match=r"'model\.layers'"):
         places(["model.layers.w"], {"model.layers": word})  # type: ignore[dict-item]
 
 
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
-    ("word", "near"),
+    ("device_map", "words"),
     [
-        ("dsk", "disk"),
-        ("dsik", "disk"),
-        ("disc", "disk"),
-        ("CPU", None),
-        ("cpuu", "cpu"),
-        ("met", "meta"),
-        ("gpu0", None),
-        ("cuda:99", None),  # torch knows this device type, but there is none here
-        ("hpu", None),
+        ({"layers": "cpu"}, r"no place for 'head\.weight'"),
+        ({"layers": 0, "head": 2}, "2 for 'head' is not a place .*invalid device ordinal"),
+        *(({"layers": word}, f"'{word}' for 'layers' .* applies to a whole model") for word in AUTOMATIC),
     ],
 )
-def test_unknown_words_are_refused_with_a_suggestion(word: str, near: str | None) -> None:
+def test_a_map_that_cannot_be_followed_is_refused_by_name(device_map, words):
+    with pytest.raises(DeviceMapError, match=words):
+        places(["layers.w", "head.weight"], device_map)
+
+
+NEAR = {"dsk": "disk", "dsik": "disk", "disc": "disk", "CPU": None, "cpuu": "cpu", "met": "meta", "gpu0": None}
+NEAR |= {"cuda:99": None, "hpu": None}  # torch knows these device types, but there is none here
+
+
+@pytest.mark.parametrize("word", NEAR)
+def test_unknown_words_are_refused_with_a_suggestion(word):
     with pytest.raises(DeviceMapError) as caught:
         places(["w"], word)
 
-    assert (f"did you mean {near!r}?" in str(caught.value)) == (near is not None)
-    assert ("did you mean" in str(caught.value)) == (near is not None)
+    assert (f"did you mean {NEAR[word]!r}?" in str(caught.value)) == (NEAR[word] is not None)
+    assert ("did you mean" in str(caught.value)) == (NEAR[word] is not None)
     assert str(caught.value).startswith(f"{word!r} is not a place")
-
-
-@pytest.mark.parametrize("word", AUTOMATIC)
-def test_an_automatic_map_for_one_module_is_refused(word: str) -> None:
-    with pytest.raises(DeviceMapError, match=f"'{word}' for 'layers' .* applies to a whole model"):
-        places(["layers.w"], {"layers": word})
 
 
 @pytest.mark.parametrize(
@@ -145,13 +132,8 @@ def test_an_automatic_map_for_one_module_is_refused(word: str) -> None:
         ("disk:cpu", Place(True, CPU)),
     ],
 )
-def test_accelerators_have_numbers_and_names(two_gpus: None, word: str, place: Place) -> None:
+def test_accelerators_have_numbers_and_names(two_gpus, word, place):
     assert place == places(["a.w"], {"a": word})["a.w"]
-
-
-def test_a_missing_accelerator_is_named(two_gpus: None) -> None:
-    with pytest.raises(DeviceMapError, match=r"2 for 'b' is not a place .*invalid device ordinal"):
-        places(["a.w"], {"a": 0, "b": 2})
 
 
 @pytest.mark.parametrize(
@@ -164,43 +146,33 @@ def test_a_missing_accelerator_is_named(two_gpus: None) -> None:
         ({"": 1, "a": "disk"}, GPU_1),
     ],
 )
-def test_values_on_disk_execute_on_the_first_accelerator_unless_the_map_names_another(
-    two_gpus: None, device_map: Mapping[str, str], device: torch.device
-) -> None:
+def test_values_on_disk_execute_on_the_first_accelerator_unless_the_map_names_another(two_gpus, device_map, device):
     assert Place(True, device) == places(["a.w"], device_map)["a.w"]
 
 
 # What runs where
 
 
-def test_a_module_runs_where_its_tensors_are() -> None:
-    placed = {
-        "embed.w": Place(True, GPU_0),
-        "layers.0.a.w": Place(False, GPU_0),
-        "layers.0.b.w": Place(True, GPU_0),
-        "layers.1.a.w": Place(True, GPU_1),
-        "head.w": Place(False, CPU),
-    }
+def test_a_module_runs_where_its_tensors_are():
+    first = {"layers.0.a.w": Place(False, GPU_0), "layers.0.b.w": Place(True, GPU_0), "embed.w": Place(True, GPU_0)}
+    found = execution_devices({**first, "layers.1.a.w": Place(True, GPU_1), "head.w": Place(False, CPU)})
 
+    expected = dict.fromkeys(("", "embed", "layers.0", "layers.0.a", "layers.0.b"), GPU_0)
     assert {
-        "": GPU_0,
-        "embed": GPU_0,
-        "layers.0": GPU_0,
-        "layers.0.a": GPU_0,
-        "layers.0.b": GPU_0,
+        **expected,
         "layers.1": GPU_1,
         "layers.1.a": GPU_1,
         "head": CPU,
-    } == execution_devices(placed)  # but not "layers", which has both
+    } == found  # not "layers", which has both
 
 
-def test_a_module_s_own_tensors_decide_where_those_below_it_differ() -> None:
+def test_a_module_s_own_tensors_decide_where_those_below_it_differ():
     placed = {"block.scale": Place(False, GPU_1), "block.a.w": Place(False, GPU_0), "w": Place(True, GPU_0)}
 
     assert {"": GPU_0, "block": GPU_1, "block.a": GPU_0} == execution_devices(placed)
 
 
-def test_modules_on_meta_run_nowhere() -> None:
+def test_modules_on_meta_run_nowhere():
     placed = {"a.w": Place(False, META), "b.w": Place(False, GPU_1)}
 
     assert {"": GPU_1, "b": GPU_1} == execution_devices(placed)
@@ -210,7 +182,7 @@ def test_modules_on_meta_run_nowhere() -> None:
 # Unknown names
 
 
-def test_unknown_names_are_reported_with_similar_ones() -> None:
+def test_unknown_names_are_reported_with_similar_ones():
     device_map = {"": "cpu", "model.layer.0": "disk", "model.drop": "cpu", "model.w": "disk", "zzz": "cpu"}
 
     with pytest.warns(
@@ -220,7 +192,7 @@ def test_unknown_names_are_reported_with_similar_ones() -> None:
 
 
 @pytest.mark.parametrize("device_map", ["disk", 0, {"": "disk"}, {"a": "cpu", "a.w": "disk"}])
-def test_a_map_whose_names_are_all_the_model_s_warns_of_nothing(device_map: object) -> None:
+def test_a_map_whose_names_are_all_the_model_s_warns_of_nothing(device_map):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_strangers(device_map, ["", "a"], ["a.w"])  # type: ignore[arg-type]
@@ -240,7 +212,7 @@ def inferred(word: str, max_memory: object, **options: object) -> dict[str, obje
 
 
 @pytest.mark.parametrize("word", AUTOMATIC)
-def test_automatic_words_place_as_accelerate_does(word: str) -> None:
+def test_automatic_words_place_as_accelerate_does(word):
     shares = {"cpu": 200}
 
     assert accelerate.infer_auto_device_map(small(), max_memory=shares) == inferred(word, shares)
@@ -248,7 +220,7 @@ def test_automatic_words_place_as_accelerate_does(word: str) -> None:
     assert {"": "cpu"} == inferred(word, {"cpu": "1MiB"}) == inferred(word, None)
 
 
-def test_a_map_over_several_accelerators_is_planned(two_gpus: None) -> None:
+def test_a_map_over_several_accelerators_is_planned(two_gpus):
     found = inferred("sequential", {0: 200, 1: 150, "cpu": 0})
 
     assert {"0": 0, "1": 1, "2": "disk"} == found
@@ -257,19 +229,19 @@ def test_a_map_over_several_accelerators_is_planned(two_gpus: None) -> None:
     ]
 
 
-def test_classes_that_are_not_to_be_split_stay_together() -> None:
+def test_classes_that_are_not_to_be_split_stay_together():
     model = nn.Sequential(small(), small())
 
-    apart = infer_device_map(model, "sequential", max_memory={"cpu": 300}, no_split_module_classes=None, dtype=None)
-    together = infer_device_map(
-        model, "sequential", max_memory={"cpu": 500}, no_split_module_classes=["Sequential"], dtype=None
-    )
+    def placed(amount: int, classes: list[str] | None) -> Any:
+        return infer_device_map(
+            model, "sequential", max_memory={"cpu": amount}, no_split_module_classes=classes, dtype=None
+        )
 
-    assert any("." in name for name in apart)
-    assert not any("." in name for name in together)
+    assert any("." in name for name in placed(300, None))
+    assert not any("." in name for name in placed(500, ["Sequential"]))
 
 
-def test_the_dtype_once_loaded_decides_what_fits() -> None:
+def test_the_dtype_once_loaded_decides_what_fits():
     assert {"disk"} < set(inferred("auto", {"cpu": 200}).values())
     assert {"": "cpu"} == inferred("auto", {"cpu": 200}, dtype=torch.float16)
 
@@ -289,7 +261,7 @@ def test_the_dtype_once_loaded_decides_what_fits() -> None:
         ({0: 0.5}, "max_memory for 0: 0.5 is a fraction"),
     ],
 )
-def test_a_max_memory_that_makes_no_sense_is_refused(max_memory: object, words: str) -> None:
+def test_a_max_memory_that_makes_no_sense_is_refused(max_memory, words):
     with pytest.raises(DeviceMapError, match=words):
         inferred("auto", max_memory)
 
@@ -297,7 +269,7 @@ def test_a_max_memory_that_makes_no_sense_is_refused(max_memory: object, words: 
 @pytest.mark.parametrize(
     ("word", "asked"), [("auto", [False]), ("balanced", [False]), ("balanced_low_0", [True]), ("sequential", [])]
 )
-def test_accelerate_balances_the_devices(word: str, asked: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_balances_the_devices(word, asked, monkeypatch):
     low_zeros = []
 
     def balanced(model: object, shares: object, *, low_zero: bool, **_: object) -> dict[object, int]:
@@ -305,14 +277,13 @@ def test_accelerate_balances_the_devices(word: str, asked: list[bool], monkeypat
         return {"cpu": 200}
 
     monkeypatch.setattr(accelerate.utils, "get_balanced_memory", balanced)
-
     found = inferred(word, {"cpu": 10_000})
 
     assert asked == low_zeros
     assert ("disk" in found.values()) == bool(asked)
 
 
-def test_buffers_on_disk_take_no_memory_on_the_device_where_they_execute() -> None:
+def test_buffers_on_disk_take_no_memory_on_the_device_where_they_execute():
     model = small()
     model[2].register_buffer("large", torch.zeros(100))
     options = {"max_memory": {0: 250, "cpu": "1GB"}, "no_split_module_classes": None, "dtype": None}

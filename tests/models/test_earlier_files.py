@@ -1,6 +1,8 @@
 """A file left by an earlier tensor is replaced on request, and by functions that own a whole folder."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,19 +12,20 @@ import offload
 from offload import OffloadedTensor
 from offload.errors import ArgumentError, ArgumentTypeError, ForeignFileError, NameInUseError
 
-WAYS = {
-    "from_original_tensor": lambda folder, **given: OffloadedTensor.from_original_tensor(
-        torch.full((2,), 7.0), "w", folder, **given
-    ),
-    "empty": lambda folder, **given: OffloadedTensor.empty(2, name="w", offload_dir=folder, **given),
-    "zeros": lambda folder, **given: OffloadedTensor.zeros(2, name="w", offload_dir=folder, **given),
-    "ones": lambda folder, **given: OffloadedTensor.ones(2, name="w", offload_dir=folder, **given),
-    "full": lambda folder, **given: OffloadedTensor.full(2, 7.0, name="w", offload_dir=folder, **given),
-    "offloaded_like": lambda folder, **given: offload.offloaded_like(
-        lambda tensor: tensor + 7, OffloadedTensor.zeros(2, name="w", offload_dir=folder, exist_ok=True), "s", **given
-    ),
-}
+
+def of(make: str, *values: object) -> Callable[..., OffloadedTensor]:
+    return lambda folder, **given: getattr(OffloadedTensor, make)(*values, name="w", offload_dir=folder, **given)
+
+
+def like(folder: Path, **given: bool) -> Any:
+    w = OffloadedTensor.zeros(2, name="w", offload_dir=folder, exist_ok=True)
+    return offload.offloaded_like(lambda tensor: tensor + 7, w, "s", **given)
+
+
+# Each with the number that it stores.
 GIVEN = {"from_original_tensor": 7.0, "empty": 0.0, "zeros": 0.0, "ones": 1.0, "full": 7.0, "offloaded_like": 7.0}
+WAYS = {make: of(make, 2) for make in ("empty", "zeros", "ones")} | {"full": of("full", 2, 7.0), "offloaded_like": like}
+WAYS["from_original_tensor"] = of("from_original_tensor", torch.full((2,), 7.0))
 
 
 @pytest.fixture
@@ -80,30 +83,23 @@ def test_no_result_is_written_if_one_of_several_exists(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["w.s.b.safetensors", "w.safetensors"]
 
 
-def test_a_private_name_is_free_again_and_again():
-    assert [OffloadedTensor.ones(2, name="w").sum().item() for _ in range(2)] == [2.0, 2.0]
-
-
 def disk_offload(folder):
     return offload.disk_offload(nn.Linear(2, 2), folder)
 
 
 def offload_optimizer(folder):
     layer = nn.Linear(2, 2)
-    optimizer = offload.training.offload_optimizer(
-        torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9), offload_dir=folder, model=layer, min_bytes=1
-    )
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    offload.training.offload_optimizer(optimizer, offload_dir=folder, model=layer, min_bytes=1)
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     return optimizer
 
 
 def load(folder):
-    model = nn.Linear(2, 2)
-    offload.save_checkpoint(model, folder.parent / "saved")
-    loaded = offload.load_checkpoint_and_dispatch(
-        model, folder.parent / "saved", offload_dir=folder, dtype=torch.float64
-    )
+    model, saved = nn.Linear(2, 2), folder.parent / "saved"
+    offload.save_checkpoint(model, saved)
+    loaded = offload.load_checkpoint_and_dispatch(model, saved, offload_dir=folder, dtype=torch.float64)
     with torch.no_grad():
         loaded.weight.zero_()
     return loaded
@@ -128,14 +124,14 @@ def test_work_on_a_whole_folder_replaces_what_an_earlier_run_left(work, tmp_path
 )
 @pytest.mark.parametrize("make", ["empty", "zeros", "ones"])
 def test_sizes_are_taken_as_torch_takes_them(make, sizes):
+    """A shape has its name, too."""
     expected = torch.zeros(*sizes) if make == "empty" else getattr(torch, make)(*sizes)
 
     assert torch.equal(expected, getattr(OffloadedTensor, make)(*sizes, name="w").materialize())
-
-
-def test_a_shape_has_its_name():
-    assert OffloadedTensor.empty(shape=(2, 3), name="w").shape == (2, 3)
-    assert OffloadedTensor.full(shape=5, fill_value=2, name="f").tolist() == [2] * 5
+    assert (2, 3) == getattr(OffloadedTensor, make)(shape=(2, 3), name="w").shape
+    assert [2] * 5 == OffloadedTensor.full(shape=5, fill_value=2, name="f").tolist()
+    with pytest.raises(TypeError, match=r"must be torch\.dtype, not str"):
+        getattr(OffloadedTensor, make)(2, dtype="float32", name="w")
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.int8, torch.bool])
@@ -143,19 +139,15 @@ def test_ones_have_the_dtype_that_torchs_have(dtype):
     assert OffloadedTensor.ones(2, 2, dtype=dtype, name="w").dtype == torch.ones(2, 2, dtype=dtype).dtype
 
 
+WRONG = [("ab",), (2.0,), ((2, None),), ((2,), 3), ({2: 3},), (torch.tensor([2, 3]),)]
+
+
 @pytest.mark.parametrize(
     ("sizes", "error"),
     [
-        (("ab",), TypeError),
-        ((2.0,), TypeError),
-        (((2, None),), TypeError),
-        (((2,), 3), TypeError),
-        ((True,), ArgumentTypeError),
-        (((2, True),), ArgumentTypeError),
-        (({2: 3},), TypeError),
-        ((torch.tensor([2, 3]),), TypeError),
-        ((-1,), ArgumentError),
-        (((2**62, 8),), ArgumentError),
+        *((sizes, TypeError) for sizes in WRONG),
+        *((sizes, ArgumentTypeError) for sizes in ((True,), ((2, True),))),
+        *((sizes, ArgumentError) for sizes in ((-1,), ((2**62, 8),))),
     ],
 )
 @pytest.mark.parametrize("make", ["empty", "zeros", "ones", "full"])
@@ -164,8 +156,3 @@ def test_sizes_that_are_not_counts_are_refused(make, sizes, error):
 
     with pytest.raises(error):
         getattr(OffloadedTensor, make)(*given, name="w")
-
-
-def test_the_name_of_a_dtype_is_refused_as_by_torch():
-    with pytest.raises(TypeError, match=r"must be torch\.dtype, not str"):
-        OffloadedTensor.empty(2, dtype="float32", name="w")

@@ -1,7 +1,5 @@
 """Experts on disk are one act by default; `experts_implementation="offload"` asks for it."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc
@@ -18,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import offload
-from bench.architectures import prepared
+from bench.architectures import names, prepared
 from offload.errors import ChangedFileError, ReadError, RowIndexError
 from offload.integrations.compressed_tensors import quantize_checkpoint
 from offload.kernels import native
@@ -32,7 +30,7 @@ from offload.prefetch.scratch import take_scratch
 from offload.prefetch.value import SMALL, Value
 from offload.tensor import experts as acts
 from offload.tensor.backends import Compiled
-from offload.tensor.recipes import Joined
+from offload.tensor.recipes import Joined, stored_in
 from offload.tensor.views import handle_of
 from offload.torch_api import storage_id, storage_uses
 from tests.checkpoints.forms import FORMS, outcome
@@ -58,13 +56,11 @@ def loaded(name: str, folder: Path, **options: Any) -> Any:
 
 
 @contextmanager
-def only_mapped(patch: pytest.MonkeyPatch) -> Iterator[None]:
+def only_mapped() -> Iterator[None]:
     """In this context, nothing is read past the page cache."""
-    patch.setattr(loads, "direct_candidates", lambda _: [])
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loads, "direct_candidates", lambda _: [])
         yield
-    finally:
-        patch.undo()
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -131,7 +127,6 @@ def test_experts_with_many_tokens_are_multiplied_by_torch(name, tmp_path, monkey
     x, numbers, weights = routed(model.dtype, *[[0, 1]] * many, [2, 1])
     with offload.exact():
         exact = experts(x, numbers, weights)
-
     monkeypatch.setattr(Joined, "_computed", refuse)
     found = experts(x, numbers, weights)
 
@@ -142,7 +137,6 @@ def test_experts_with_many_tokens_are_multiplied_by_torch(name, tmp_path, monkey
 def test_models_give_the_same_text(tmp_path):
     model = loaded("qwen3_moe", tmp_path)
     plain = outcome(FORMS["qwen3_moe"].plain(tmp_path))
-
     found = outcome(model)
     with offload.exact():
         exact = outcome(model)
@@ -157,7 +151,6 @@ def test_models_give_the_same_text(tmp_path):
 def test_a_token_may_be_routed_to_an_expert_twice_or_to_none(tmp_path):
     experts = experts_of(loaded("qwen3_moe", tmp_path))[0]
     x, numbers, weights = routed(torch.bfloat16, [1, 1], [1, 4], [4, 4])
-
     found = experts(x, numbers, weights)
 
     once = experts(x, torch.tensor([[1, 4]] * 3), weights.float().sum(1, keepdim=True).expand(3, 2).bfloat16())
@@ -259,6 +252,18 @@ def past(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+def assert_read_past(model: Any, given: Any, past: list[int], least: int) -> None:
+    """Past the page cache, with the bits that are read through it."""
+    with only_mapped():
+        expected = [experts(*one) for experts, one in zip(experts_of(model), given, strict=True)]
+    past.clear()
+
+    found = [experts(*one) for experts, one in zip(experts_of(model), given, strict=True)]
+
+    assert all(map(torch.equal, expected, found))
+    assert least <= sum(past)
+
+
 @needs_direct_reads
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
@@ -267,14 +272,8 @@ def test_experts_that_will_not_stay_are_read_past_the_page_cache(name, tmp_path,
     model = loaded(name, tmp_path, **TIGHT)
     picks = [[number, (number + 1) % 4] for number in (2, 0, 3, 1, 2)] + [[1, 3]] * 40
     given = [routed(model.dtype, *picks, width=getattr(one, "hidden_dim", 128)) for one in experts_of(model)]
-    with only_mapped(pytest.MonkeyPatch()):
-        expected = [experts(*one) for experts, one in zip(experts_of(model), given, strict=True)]
-    past.clear()
 
-    found = [experts(*one) for experts, one in zip(experts_of(model), given, strict=True)]
-
-    assert all(map(torch.equal, expected, found))
-    assert sum(past) >= 4
+    assert_read_past(model, given, past, 4)
 
 
 @needs_direct_reads
@@ -289,14 +288,8 @@ def test_small_scales_stay_and_their_experts_are_read_past_the_page_cache(implem
     quantize_checkpoint(tmp_path / "dense", tmp_path / "fp8", "fp8", progress=False)
     model = offload.from_pretrained(tmp_path / "fp8", experts_implementation=implementation, **TIGHT)
     given = [routed(model.dtype, [3, 0], [1, 2], width=256) for _ in experts_of(model)]
-    with only_mapped(pytest.MonkeyPatch()):
-        expected = [experts(*one) for experts, one in zip(experts_of(model), given, strict=True)]
-    past.clear()
 
-    found = [experts(*one) for experts, one in zip(experts_of(model), given, strict=True)]
-
-    assert all(map(torch.equal, expected, found))
-    assert 4 * len(experts_of(model)) <= sum(past)
+    assert_read_past(model, given, past, 4 * len(given))
 
 
 @needs_direct_reads
@@ -329,11 +322,10 @@ def test_products_of_groups_take_experts_that_will_not_stay_from_past_the_page_c
     """As without that, and if they are exact, as in plain transformers."""
     model = loaded(name, tmp_path, **TIGHT)
     model.set_experts_implementation("grouped_mm")
-    with only_mapped(pytest.MonkeyPatch()), offload.exact() if exact else nullcontext():
-        expected = outcome(model)
-    past.clear()
-
     with offload.exact() if exact else nullcontext():
+        with only_mapped():
+            expected = outcome(model)
+        past.clear()
         found = outcome(model)
 
     assert torch.equal(expected.logits, found.logits)
@@ -362,16 +354,12 @@ def test_files_that_may_be_written_to_are_read_through_the_page_cache(tmp_path, 
 @torch.no_grad()
 def test_an_expert_that_is_used_again_and_again_stays(tmp_path, past):
     """And replaces what is used less, which is read past the page cache from then on. Each takes 2.25 MiB."""
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=512, moe_intermediate_size=768, num_hidden_layers=1, num_experts=4
-    )
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    model = offload.from_pretrained(
-        tmp_path, max_memory="6MiB", read_ahead="32MiB", experts_implementation="offload", dtype=torch.bfloat16
-    )
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 768, "num_hidden_layers": 1, "num_experts": 4}
+    sizes |= {"vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
+    options = {"max_memory": "6MiB", "read_ahead": "32MiB", "dtype": torch.bfloat16}
+    model = offload.from_pretrained(tmp_path, experts_implementation="offload", **options)
     [experts], given = experts_of(model), [routed(torch.bfloat16, [number], width=512) for number in range(4)]
-
     for number in (0, 1, 2, 3, *[2] * 4):
         experts(*given[number])
     past.clear()
@@ -410,7 +398,6 @@ def test_nothing_is_left_of_a_model_that_is_gone(tmp_path):
     for experts in experts_of(model):
         experts(*routed(torch.bfloat16, [0, 1]))
     values = [weakref.ref(handle_of(experts.down_proj)) for experts in experts_of(model)]
-
     del model, experts
     gc.collect()
 
@@ -421,7 +408,6 @@ def test_gradients_flow_through_frozen_experts(tmp_path):
     experts = experts_of(loaded("qwen3_moe", tmp_path))[0].requires_grad_(False)
     x, numbers, weights = routed(torch.bfloat16, [0, 1], [2, 1])
     x.requires_grad_()
-
     experts(x, numbers, weights).sum().backward()
 
     found, x.grad = x.grad, None
@@ -435,30 +421,23 @@ def test_experts_in_memory_are_computed_first_and_others_in_file_order(tmp_path,
     experts = experts_of(loaded("qwen3_moe", tmp_path))[0]
     given = routed(torch.bfloat16, [3, 0], [1, 2])
     expected = experts(*given)
-    asked, computed = [], []
+    asked, computed, plain = [], [], acts.Act._multiply
+
+    def noting(act: Any, some: Any, **how: Any) -> Any:
+        computed.append([one.number for one in some])
+        return plain(act, some, **how)
+
     monkeypatch.setattr(acts, "touch_if_resident", lambda reads: ".experts.2." in reads[0][0].name)
     monkeypatch.setattr(acts, "prefetch", lambda reads: asked.append([handle.name for handle, _ in reads]))
-    plain = acts.Act._multiply
-    monkeypatch.setattr(
-        acts.Act,
-        "_multiply",
-        lambda act, some, **how: computed.append([one.number for one in some]) or plain(act, some, **how),
-    )
+    monkeypatch.setattr(acts.Act, "_multiply", noting)
 
     assert torch.equal(expected, experts(*given))
-    [names] = asked
-    places = [experts_place(experts, name) for name in names]
-    assert 9 == len(names)
-    assert sorted(places) == places
+    stored = stored_in([handle_of(experts.gate_up_proj), handle_of(experts.down_proj)])
+    starts = {handle.name: handle.extent[0] for handle in stored}
+    [found] = asked
+    assert 9 == len(found)
+    assert sorted(found, key=starts.get) == found
     assert [[2], [0], [1], [3]] == computed
-
-
-def experts_place(experts: Any, name: str) -> int:
-    from offload.tensor.recipes import stored_in
-    from offload.tensor.views import handle_of
-
-    handles = stored_in([handle_of(experts.gate_up_proj), handle_of(experts.down_proj)])
-    return next(handle.extent[0] for handle in handles if handle.name == name)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +454,6 @@ def experts_place(experts: Any, name: str) -> int:
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "fp8-qwen3_moe"])
 def test_experts_on_disk_are_one_act_unless_something_else_is_asked_for(name, options, expected, tmp_path):
     FORMS[name].write(tmp_path)
-
     model = offload.from_pretrained(tmp_path, **FORMS[name].options, **options)
 
     assert expected == model.config._experts_implementation
@@ -486,7 +464,6 @@ def test_experts_on_disk_are_one_act_unless_something_else_is_asked_for(name, op
 def test_a_configuration_may_ask_for_another_implementation(tmp_path):
     FORMS["qwen3_moe"].write(tmp_path)
     config = Qwen3MoeConfig.from_pretrained(tmp_path, experts_implementation="grouped_mm")
-
     model = offload.from_pretrained(tmp_path, config=config)
 
     assert "grouped_mm" == model.config._experts_implementation
@@ -555,7 +532,6 @@ def test_a_new_value_of_one_expert_is_seen_and_the_others_are_as_before(name, wa
     before = experts(*given)
     new = experts.down_proj.materialize()
     new[1] = 0
-
     if way == "a new value":
         experts.down_proj.update_values(new)
     else:
@@ -592,7 +568,6 @@ def test_experts_that_do_not_tell_of_a_norm_or_of_ranks_are_preferred_and_run(tm
         monkeypatch.delattr(experts, "_is_expert_parallel", raising=False)
     model.set_experts_implementation("grouped_mm")
     monkeypatch.setattr(Compiled, "decode", refuse)
-
     prefer_experts(model)
 
     assert "offload" == model.config._experts_implementation
@@ -601,45 +576,20 @@ def test_experts_that_do_not_tell_of_a_norm_or_of_ranks_are_preferred_and_run(tm
 
 # All of transformers' mixtures
 
-ARCHITECTURES = [
-    ("mixtral", "MixtralForCausalLM"),
-    ("qwen2_moe", "Qwen2MoeForCausalLM"),
-    ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    ("qwen3_next", "Qwen3NextForCausalLM"),
-    ("deepseek_v2", "DeepseekV2ForCausalLM"),
-    ("deepseek_v3", "DeepseekV3ForCausalLM"),
-    ("gpt_oss", "GptOssForCausalLM"),
-    ("glm4_moe", "Glm4MoeForCausalLM"),
-    ("granitemoe", "GraniteMoeForCausalLM"),
-    ("granitemoeshared", "GraniteMoeSharedForCausalLM"),
-    ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
-    ("olmoe", "OlmoeForCausalLM"),
-    ("jamba", "JambaForCausalLM"),
-    ("llama4_text", "Llama4ForCausalLM"),
-    ("minimax", "MiniMaxForCausalLM"),
-    ("minimax_m2", "MiniMaxM2ForCausalLM"),
-    ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
-    ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
-    ("dots1", "Dots1ForCausalLM"),
-    ("phimoe", "PhimoeForCausalLM"),
-    ("lfm2_moe", "Lfm2MoeForCausalLM"),
-    ("nemotron_h", "NemotronHForCausalLM"),
-    ("flex_olmo", "FlexOlmoForCausalLM"),
-    ("afmoe", "AfmoeForCausalLM"),
-]
+ARCHITECTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe"]
+ARCHITECTURES += ["granitemoe", "granitemoeshared", "granitemoehybrid", "olmoe", "jamba", "llama4_text", "minimax"]
+ARCHITECTURES += ["minimax_m2", "hunyuan_v1_moe", "ernie4_5_moe", "dots1", "phimoe", "lfm2_moe", "nemotron_h"]
+ARCHITECTURES += ["flex_olmo", "afmoe"]
 
 
 @torch.no_grad()
 @pytest.mark.campaign("mixtures", only=True)
-@pytest.mark.parametrize(("name", "model_class"), ARCHITECTURES, ids=[name for name, _ in ARCHITECTURES])
-def test_each_mixture_is_exact_when_asked_and_close_otherwise(name, model_class, tmp_path):
-    subject = prepared(name, model_class, tmp_path / "source")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_each_mixture_is_exact_when_asked_and_close_otherwise(name, tmp_path):
+    subject = prepared(name, names("causal")[name], tmp_path / "source")
     plain = subject.model_class.from_pretrained(subject.folder).eval()
-    given = {"model_class": subject.model_class, "experts_implementation": "offload"}
-    has_interface = plain._can_set_experts_implementation()
-    model = offload.from_pretrained(
-        subject.folder, **(given if has_interface else given | {"experts_implementation": None})
-    )
+    implementation = "offload" if plain._can_set_experts_implementation() else None
+    model = offload.from_pretrained(subject.folder, subject.model_class, experts_implementation=implementation)
     prompt = torch.tensor([[3, 17, 42, 8, 64, 5, 91]])
     told = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = plain(prompt).logits

@@ -1,7 +1,5 @@
 """Memory and disk writes when loading a large checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct
@@ -60,14 +58,13 @@ def hollow_checkpoint(path: Path, shapes: Mapping[str, Sequence[int]], dtype: st
     return path
 
 
-def test_a_large_checkpoint_is_loaded_and_run_in_little_memory_and_without_writing(tmp_path: Path) -> None:
+def test_a_large_checkpoint_is_loaded_and_run_in_little_memory_and_without_writing(tmp_path):
     """2 GiB on disk, with less than 32 MB of anonymous memory, even after using every weight.
 
     The system may count one page of its own as written: the inode's, when it updates the access time.
     """
     large = checkpoint_of_zeros(tmp_path / "large.safetensors", LAYERS, WIDTH)
     small = checkpoint_of_zeros(tmp_path / "small.safetensors", 1, 8)
-
     measured = json.loads(run_script(SCRIPT, large, small))
 
     assert measured["result"] == 0
@@ -132,7 +129,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(shards: Path, tmp_path: Path) -> None:
+def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(shards, tmp_path):
     """One weight is 16 MiB."""
     said = json.loads(run_script(PICKLED, shards, tmp_path / "values", "float32", 16, 2048))
 
@@ -143,12 +140,9 @@ def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(sh
 
 
 @pytest.mark.parametrize("form", ["torch.save", "safetensors"])
-def test_another_dtype_is_converted_when_it_is_read_and_written_in_the_memory_of_a_block(
-    shards: Path, tmp_path: Path, form: str
-) -> None:
+def test_another_dtype_is_converted_when_it_is_read_and_written_in_the_memory_of_a_block(shards, tmp_path, form):
     """8 MiB per weight in bfloat16, 128 MiB in all."""
     source = shards if form == "torch.save" else as_safetensors(shards, tmp_path / "model.safetensors")
-
     said = json.loads(run_script(PICKLED, source, tmp_path / "values", "bfloat16", 16, 2048))
 
     assert said["right"]
@@ -185,11 +179,10 @@ EXPERTS = """
 """
 
 
-def test_a_large_mixture_of_packed_experts_is_loaded_in_little_memory_and_without_writing(tmp_path: Path) -> None:
+def test_a_large_mixture_of_packed_experts_is_loaded_in_little_memory_and_without_writing(tmp_path):
     """20 GB: 12,288 matrices in 32 layers, each with its scales. Only the progress bar is written."""
     large = fp8_experts(tmp_path / "large", 20, is_hollow=True)
     small = toy_fp8_experts(tmp_path / "small", 0, is_hollow=True)
-
     said = json.loads(run_script(EXPERTS, small, large))
 
     assert 64 == said["recipes"]

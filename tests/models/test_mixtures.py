@@ -1,9 +1,6 @@
 """Mixtures of experts from disk, with every implementation of experts, and every way of storing them."""
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +36,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_of_running_experts_gives_what_it_gives_in_memory(stored: tuple[Any, Any], way: str) -> None:
+def test_each_way_of_running_experts_gives_what_it_gives_in_memory(stored, way):
     for model in stored:
         model.set_experts_implementation(way)
     assert [way] * 2 == [model.config._experts_implementation for model in stored]
@@ -51,7 +48,7 @@ def test_each_way_of_running_experts_gives_what_it_gives_in_memory(stored: tuple
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_only_experts_with_tokens_are_decoded(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_experts_with_tokens_are_decoded(way, tmp_path, monkeypatch):
     """A token uses two of four experts: gate, up and down of each are decoded."""
     FORMS["fp8-qwen3_moe"].write(tmp_path)
     decoded: Counter[int] = Counter()
@@ -82,11 +79,10 @@ def test_only_experts_with_tokens_are_decoded(way: str, tmp_path: Path, monkeypa
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "fp8-qwen3_moe", "mxfp4-gpt_oss"])
-def test_all_values_are_under_the_models_own_budget(family: str, tmp_path: Path) -> None:
+def test_all_values_are_under_the_models_own_budget(family, tmp_path):
     """Embeddings and experts too, whose order of reads is unknown."""
     STORED[family].write(tmp_path)
     before = {id(value) for value in POOL.values()}
-
     model = offload.from_pretrained(tmp_path, max_memory="1GiB", **STORED[family].options)
     model(torch.arange(24)[None])
 

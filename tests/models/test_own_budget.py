@@ -1,8 +1,6 @@
 """A model's own budget: it has all of the model's values, and what replaces them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,36 +51,25 @@ def budgets_of(model: Any) -> set[Pool | None]:
     return {page_state_of(handle).pool for handle in stored if handle.extent[1] > SMALL}
 
 
-@torch.no_grad()
-def test_the_budget_has_embeddings_and_experts(model):
-    model(torch.arange(64)[None])
-    model.get_input_embeddings().weight.sum()
-
-    assert [1 << 30] == [pool.max_memory for pool in budgets_of(model)]
-
-
-@torch.no_grad()
-def test_the_budget_has_replaced_values(model):
-    for _, member in model.named_parameters():
+def replaced(model: Any) -> None:
+    for member in model.parameters():
         member.update_values(member.materialize() * 2)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "as loaded": lambda model: None,
+    "replaced": replaced,
+    "mapped to another dtype": lambda model: offload.map_values(lambda _, one: one.half(), model, strict_dtype=False),
+    "cast": lambda model: model.half(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_budget_has_all_values_embeddings_and_experts_too(model, change):
+    change(model)
     model(torch.arange(64)[None])
     model.get_input_embeddings().weight.sum()
-
-    assert [1 << 30] == [pool.max_memory for pool in budgets_of(model)]
-
-
-@torch.no_grad()
-def test_the_budget_has_values_mapped_to_another_dtype(model):
-    offload.map_values(lambda _, value: value.half(), model, strict_dtype=False)
-    model(torch.arange(64)[None])
-
-    assert [1 << 30] == [pool.max_memory for pool in budgets_of(model)]
-
-
-@torch.no_grad()
-def test_the_budget_has_the_values_of_a_cast_module(model):
-    model.half()
-    model(torch.arange(64)[None])
 
     assert [1 << 30] == [pool.max_memory for pool in budgets_of(model)]
 
@@ -101,7 +88,6 @@ def test_values_pinned_under_another_budget_stay_there(tmp_path):
         second = torch.nn.Sequential(first[0], torch.nn.Linear(512, 512, bias=False))
     load(first, "0.weight", "1GiB")
     offload.budget.keep_resident(first)
-
     load(second, "1.weight", "2GiB")
 
     page_state = page_state_of(handle_of(first[0].weight))

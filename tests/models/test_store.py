@@ -1,7 +1,5 @@
 """`store=True`: recipes are computed once, into files that later loads use."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -13,9 +11,9 @@ from torch import nn
 
 import offload
 from offload.errors import ArgumentError, ForeignFileError
+from offload.models import loader
 from offload.models.loader import HeldForm
 from offload.tensor.recipes import Joined
-from tests.processes import run_script
 
 FLOATS = 3 * 4 * 4  # bytes of a weight in float32
 
@@ -48,41 +46,29 @@ def assert_equal(values: dict[str, torch.Tensor], model: nn.Module) -> None:
         assert torch.equal(value.half(), model.get_parameter(name).materialize()), name
 
 
-def test_values_are_stored_once_and_used_by_later_loads(
-    values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = contents(checkpoint)
+def test_values_are_stored_once_and_used_by_later_loads(values, checkpoint, tmp_path, monkeypatch):
+    """In a folder that opens as an offload folder."""
+    before, folder = contents(checkpoint), tmp_path / "stored"
+    model, report = load(checkpoint, folder)
 
-    model, report = load(checkpoint, tmp_path / "stored")
-
-    stored = contents(tmp_path / "stored")
+    stored = contents(folder)
     assert {"referenced": HeldForm(1, FLOATS // 2), "stored": HeldForm(3, 3 * FLOATS // 2)} == report.forms
     assert [f"{number}.weight.safetensors" for number in (1, 2, 3)] == sorted(stored)
     assert_equal(values, model)
     assert before == contents(checkpoint)
+    del model
+    for name, tensor in offload.load_file(folder).items():
+        assert torch.equal(values[name].half(), tensor.materialize())
+        assert values[name].half().equal(load_file(tensor.offload_path)[name])
     monkeypatch.setattr(Joined, "value", None)
     for store in (True, False):
-        again, report = load(checkpoint, tmp_path / "stored", store=store)
+        again, report = load(checkpoint, folder, store=store)
         assert {"referenced", "stored"} == report.forms.keys()
         assert_equal(values, again)
-    assert stored == contents(tmp_path / "stored")
+    assert stored == contents(folder)
 
 
-def test_stored_values_open_as_an_offload_folder(
-    values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path
-) -> None:
-    load(checkpoint, tmp_path / "stored")
-
-    found = offload.load_file(tmp_path / "stored")
-
-    assert {"1.weight", "2.weight", "3.weight"} == found.keys()
-    assert all(torch.equal(values[name].half(), tensor.materialize()) for name, tensor in found.items())
-    assert all(values[name].half().equal(load_file(tensor.offload_path)[name]) for name, tensor in found.items())
-
-
-def test_a_value_that_was_written_to_is_stored_again(
-    values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_value_that_was_written_to_is_stored_again(values, checkpoint, tmp_path):
     model, _ = load(checkpoint, tmp_path / "stored")
     with torch.no_grad():
         model[1].weight.zero_()
@@ -93,9 +79,7 @@ def test_a_value_that_was_written_to_is_stored_again(
     assert_equal(values, load(checkpoint, tmp_path / "stored")[0])
 
 
-def test_a_changed_checkpoint_is_stored_again(
-    values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_changed_checkpoint_is_stored_again(values, checkpoint, tmp_path):
     load(checkpoint, tmp_path / "stored")
     changed = {name: value + 1 for name, value in values.items()}
     save_file(changed, checkpoint / "new.safetensors")
@@ -104,7 +88,7 @@ def test_a_changed_checkpoint_is_stored_again(
     assert_equal(changed, load(checkpoint, tmp_path / "stored")[0])
 
 
-def test_a_damaged_file_is_not_used(values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_not_used(values, checkpoint, tmp_path):
     """Nor replaced: it may be somebody else's."""
     load(checkpoint, tmp_path / "stored")
     os.truncate(tmp_path / "stored" / "2.weight.safetensors", 4100)
@@ -114,28 +98,19 @@ def test_a_damaged_file_is_not_used(values: dict[str, torch.Tensor], checkpoint:
         load(checkpoint, tmp_path / "stored")
 
 
-def test_after_a_kill_the_rest_is_stored(values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path) -> None:
-    script = """
-        import os, sys, torch, offload
-        from torch import nn
-        from offload.models import loader
+def test_after_an_interruption_the_rest_is_stored(values, checkpoint, tmp_path, monkeypatch):
+    """`test_crashes` kills at each call."""
+    store, done = loader.store_recipe, []
 
-        store_recipe, done = loader.store_recipe, []
+    def interrupted(*given):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(store(*given))
 
-        def killed(handle, mark):
-            if len(done) == 2:
-                os._exit(9)
-            store_recipe(handle, mark)
-            done.append(handle)
-
-        loader.store_recipe = killed
-        pid = os.fork()
-        if not pid:
-            model = nn.Sequential(*(nn.Linear(4, 3, False, "meta", torch.float16) for _ in range(4)))
-            offload.load_checkpoint_in_model(model, sys.argv[1], offload_dir=sys.argv[2], store=True)
-        print(os.waitpid(pid, 0)[1] >> 8)
-    """
-    assert "9" == run_script(script, checkpoint, tmp_path / "stored").strip()
+    monkeypatch.setattr(loader, "store_recipe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load(checkpoint, tmp_path / "stored")
+    monkeypatch.undo()
     before = contents(tmp_path / "stored")
 
     model, _ = load(checkpoint, tmp_path / "stored")
@@ -146,7 +121,7 @@ def test_after_a_kill_the_rest_is_stored(values: dict[str, torch.Tensor], checkp
     assert_equal(values, model)
 
 
-def test_store_needs_a_folder(checkpoint: Path) -> None:
+def test_store_needs_a_folder(checkpoint):
     for call in (offload.load_checkpoint_in_model, offload.load_checkpoint_and_dispatch):
         with pytest.raises(ArgumentError, match="offload_dir"):
             call(empty(), checkpoint, store=True)
@@ -154,9 +129,8 @@ def test_store_needs_a_folder(checkpoint: Path) -> None:
         offload.from_pretrained(checkpoint, store=True)
 
 
-def test_a_pretrained_model_is_stored(llama_folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:
+def test_a_pretrained_model_is_stored(llama_folder, tmp_path, tokens):
     expected = offload.from_pretrained(llama_folder, dtype=torch.float64)
-
     model, info = offload.from_pretrained(
         llama_folder, dtype=torch.float64, offload_dir=tmp_path, store=True, output_loading_info=True
     )
@@ -167,7 +141,7 @@ def test_a_pretrained_model_is_stored(llama_folder: Path, tmp_path: Path, tokens
         assert torch.equal(expected(tokens).logits, model(tokens).logits)
 
 
-def test_the_report_says_what_is_a_recipe_and_what_is_read(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_report_says_what_is_a_recipe_and_what_is_read(checkpoint, tmp_path):
     _, report = load(checkpoint, tmp_path / "values", store=False)
 
     assert {"cast": HeldForm(3, 3 * FLOATS), "referenced": HeldForm(1, FLOATS // 2)} == report.forms

@@ -1,7 +1,5 @@
 """Quantizing a checkpoint with the memory for one weight, killed half-way and resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -53,7 +51,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_is_quantized_in_little_memory_and_a_killed_run_ends_as_one_that_was_not(checkpoint, tmp_path):
     """Like `python -m bench.quantize` with 1 GB."""
     cache = tmp_path / "cache"
-
     printed = run_script(SCRIPT, checkpoint, tmp_path / "values", 7 * LAYERS, env={"XDG_CACHE_HOME": str(cache)})
     said = json.loads(printed.splitlines()[-1])
 

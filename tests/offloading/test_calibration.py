@@ -1,7 +1,5 @@
 """Sums larger than memory, and quantizing a model with them: the same on disk as in memory."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

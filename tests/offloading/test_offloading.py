@@ -1,7 +1,5 @@
 """Inside `offloading`, large results are on disk and equal to those in memory; nothing else changes."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -89,7 +87,6 @@ def test_a_factory_gives_the_same_values_and_random_state_as_in_memory(name):
     expected = FACTORIES[name]()
     state = torch.get_rng_state()
     torch.manual_seed(1)
-
     found = inside(FACTORIES[name])
 
     assert is_offloaded(found)
@@ -118,23 +115,17 @@ def test_a_linear_layer_has_its_weight_on_disk_with_the_values_of_one_in_memory(
     torch.manual_seed(0)
     expected = nn.Linear(64, 64)
     torch.manual_seed(0)
-
     found = inside(lambda: nn.Linear(64, 64))
+    numbers = inside(lambda: torch.tensor(X.tolist(), requires_grad=True))
 
     assert isinstance(found.weight, nn.Parameter)
-    assert is_offloaded(found.weight)
-    assert found.weight.requires_grad
     assert not is_offloaded(found.bias)
     assert torch.equal(expected.weight, found.weight.materialize())
     assert torch.equal(expected(X), found(X))
-
-
-def test_a_tensor_of_numbers_may_require_grad():
-    found = inside(lambda: torch.tensor(X.tolist(), requires_grad=True))
-
-    assert is_offloaded(found)
-    assert found.requires_grad
-    assert found.is_leaf
+    for one in (found.weight, numbers):
+        assert is_offloaded(one)
+        assert one.requires_grad
+        assert one.is_leaf
 
 
 # Ops
@@ -215,11 +206,18 @@ def test_results_of_in_place_ops_are_their_arguments_and_stay_in_memory(tmp_path
     assert [] == list(tmp_path.iterdir())
 
 
-def test_a_result_that_is_an_argument_is_left_alone():
+def test_a_result_that_is_an_argument_is_left_alone_and_one_of_a_value_on_disk_is_another():
+    w = OffloadedTensor.from_original_tensor(X, "w")
     with offload.offloading(min_bytes=SMALL):
         found = [X.to(torch.float32), X.contiguous(), X.float(), torch.asarray(X), nn.Identity()(X)]
+        copies = [w.materialize(), materialize({"w": w})["w"]]
+        cast = w.to(torch.float64)
+        cast.zero_()
 
     assert all(one is X for one in found)
+    assert all(type(one) is torch.Tensor and torch.equal(X, one) for one in copies)
+    assert torch.equal(X, w.materialize())
+    assert torch.equal(torch.zeros(64, 64, dtype=torch.float64), cast.materialize())
 
 
 def test_out_and_in_place_ops_write_to_a_tensor_on_disk():
@@ -232,25 +230,6 @@ def test_out_and_in_place_ops_write_to_a_tensor_on_disk():
     expected = X @ X + X
     expected[3:5] *= 2
     assert torch.equal(expected, out.materialize())
-
-
-def test_a_cast_of_a_tensor_on_disk_makes_another_value():
-    w = OffloadedTensor.from_original_tensor(X, "w")
-
-    with offload.offloading(min_bytes=SMALL):
-        cast = w.to(torch.float64)
-        cast.zero_()
-
-    assert torch.equal(X, w.materialize())
-    assert torch.equal(torch.zeros(64, 64, dtype=torch.float64), cast.materialize())
-
-
-def test_materialize_gives_a_plain_tensor():
-    w = OffloadedTensor.from_original_tensor(X, "w")
-
-    found = inside(lambda: [w.materialize(), materialize({"w": w})["w"]])
-
-    assert all(type(one) is torch.Tensor and torch.equal(X, one) for one in found)
 
 
 def test_gradients_equal_those_in_memory():
@@ -275,7 +254,6 @@ def test_gradients_equal_those_in_memory():
 def test_tensors_that_autograd_saves_are_on_disk():
     saved: list[torch.Tensor] = []
     x = X.clone().requires_grad_()
-
     with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
         inside(lambda: x.exp())
 
@@ -322,10 +300,16 @@ def test_the_log_says_how_each_large_result_was_made(tmp_path, caplog):
         assert any(line.startswith(words) for line in said), (words, said)
 
 
-def test_leaving_the_context_restores_everything():
+def test_leaving_the_context_restores_everything_even_inside_itself():
+    @offload.offloading(min_bytes=SMALL)
+    def nested(depth: int) -> torch.Tensor:
+        made = torch.ones(64, 64)
+        return made + nested(depth - 1) if depth else made
+
     with pytest.raises(ZeroDivisionError), offload.offloading(min_bytes=SMALL):
         torch.ones(64, 64).div_(0 // 0)
-
+    assert type(torch.ones(64, 64)) is torch.Tensor
+    assert torch.equal(torch.full((64, 64), 4.0), nested(3).materialize())
     assert type(torch.ones(64, 64)) is torch.Tensor
     assert 0 == torch._C._len_torch_dispatch_stack()
 
@@ -341,16 +325,6 @@ def test_an_inner_context_replaces_the_outer_one(tmp_path):
     assert not is_offloaded(between)
     assert tmp_path / "inner" == large.offload_dir
     assert tmp_path / "outer" == after.offload_dir
-
-
-def test_a_context_can_be_entered_inside_itself():
-    @offload.offloading(min_bytes=SMALL)
-    def nested(depth: int) -> torch.Tensor:
-        made = torch.ones(64, 64)
-        return made + nested(depth - 1) if depth else made
-
-    assert torch.equal(torch.full((64, 64), 4.0), nested(3).materialize())
-    assert type(torch.ones(64, 64)) is torch.Tensor
 
 
 def test_other_threads_are_not_affected_and_may_have_their_own_context(tmp_path):
@@ -416,22 +390,14 @@ def test_files_in_a_named_folder_stay_and_are_not_overwritten(tmp_path):
 
 
 def test_another_process_adds_to_a_folder_and_overwrites_nothing(tmp_path):
-    def act() -> None:
-        with offload.offloading(tmp_path, min_bytes=SMALL):
-            torch.ones(64, 64)
+    """Inside of the context of its parent, and in one of its own."""
 
-    act()
-    before = contents(tmp_path)
-
-    assert in_fork(act)
-    after = contents(tmp_path)
-    assert 2 == len(after)
-    assert before.items() < after.items()
-
-
-def test_a_forked_process_overwrites_nothing(tmp_path):
     def act() -> None:
         assert torch.equal(torch.full((64, 64), 7.0), torch.full((64, 64), 7.0).materialize())
+
+    def enter() -> None:
+        with offload.offloading(tmp_path, min_bytes=SMALL):
+            torch.ones(64, 64)
 
     with offload.offloading(tmp_path, min_bytes=SMALL):
         torch.ones(64, 64)
@@ -439,9 +405,11 @@ def test_a_forked_process_overwrites_nothing(tmp_path):
         ours = torch.full((64, 64), 3.0)
         before = contents(tmp_path)
         assert in_fork(act)
+    assert in_fork(enter)
 
     assert [3] == ours.unique().tolist()
     assert before.items() < contents(tmp_path).items()
+    assert len(before) + 3 == len(contents(tmp_path))
 
 
 def test_a_process_forked_while_a_thread_enters_may_enter_too():
@@ -484,19 +452,15 @@ def test_a_failing_op_leaves_no_file(tmp_path):
     assert [] == list(tmp_path.iterdir())
 
 
-def test_a_file_in_place_of_the_folder_is_an_error_before_anything_runs(tmp_path):
+def test_a_file_in_place_of_the_folder_or_an_invalid_size_is_an_error_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("mine")
 
     with pytest.raises(WriteError, match="offload_dir"), offload.offloading(tmp_path / "file"):
         raise AssertionError
-
+    for amount in ("lots", -1):
+        with pytest.raises(ValueError, match="amount of memory"), offload.offloading(min_bytes=amount):
+            raise AssertionError
     assert "mine" == (tmp_path / "file").read_text()
-
-
-@pytest.mark.parametrize("amount", ["lots", -1])
-def test_an_invalid_size_is_an_error(amount):
-    with pytest.raises(ValueError, match="amount of memory"), offload.offloading(min_bytes=amount):
-        raise AssertionError
 
 
 # Left alone
@@ -517,18 +481,13 @@ def test_fake_and_meta_tensors_are_left_alone():
     assert layer.weight.is_meta
 
 
-def test_traced_functions_are_left_alone():
-    graph = inside(lambda: make_fx(lambda x: (x @ x).relu())(X))
-
-    assert torch.equal((X @ X).relu(), graph(X))
-
-
-def test_function_transforms_give_the_same_results_as_in_memory():
+def test_function_transforms_and_traced_functions_give_the_same_results_as_in_memory():
     def transformed() -> list[torch.Tensor]:
         return [
             torch.func.vmap(lambda row: row * 2)(X),
             torch.func.grad(lambda x: (x @ x).sum())(X),
             torch.func.jvp(torch.exp, (X,), (X,))[1],
+            make_fx(lambda x: (x @ x).relu())(X)(X),
         ]
 
     expected, found = transformed(), inside(transformed)
@@ -593,7 +552,6 @@ def test_torch_load_and_safetensors_load_plain_tensors_inside(mapped, tmp_path):
     state = {"w": X, "tied": X, "row": X[3], "half": X.bfloat16()}
     torch.save(state, tmp_path / "a.pt")
     save_file({"w": X}, tmp_path / "a.safetensors")
-
     with offload.offloading(min_bytes=SMALL):
         found = torch.load(tmp_path / "a.pt", mmap=mapped)
         weight = load_file(tmp_path / "a.safetensors")["w"]

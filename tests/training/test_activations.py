@@ -1,11 +1,13 @@
 """Tensors saved by autograd go to disk and back: gradients, errors and lifetimes are those of plain tensors."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from offload.errors import SavedTensorError, WriteError
 from offload.training import activations
 from tests.engines import settled
 from tests.processes import run_script
+from tests.sizes import SIZES
 
 
 def written(folder) -> list[int]:
@@ -29,10 +32,7 @@ def written(folder) -> list[int]:
 def tiny_llama() -> nn.Module:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
-    )
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
 
 
 class Recurrent(nn.Module):
@@ -66,30 +66,25 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_gradients_equal_those_of_plain_tensors(name, tmp_path):
+def test_gradients_equal_those_of_plain_tensors(name, tmp_path, is_inside):
+    """Backward may run inside of the block, too."""
     make, loss_of = NETWORKS[name]
     torch.manual_seed(0)
     plain = make()
     model = copy.deepcopy(plain)
     loss_of(plain).backward()
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = loss_of(model)
-    count = len(written(tmp_path))
-    loss.backward()
+        count = len(written(tmp_path))
+        if is_inside:
+            loss.backward()
+    if not is_inside:
+        loss.backward()
 
     assert count > 4
     assert all(map(torch.equal, gradients(plain), gradients(model)))
-
-
-def test_backward_may_run_inside_the_block():
-    x = torch.ones(100, requires_grad=True)
-
-    with offload.training.offload_activations(min_bytes=1):
-        x.exp().sin().sum().backward()
-
-    assert torch.equal(x.exp() * x.exp().cos(), x.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
@@ -106,7 +101,6 @@ def test_values_of_any_kind_come_back_unchanged(dtype, tmp_path):
     value = value * (1 + 0.5j) if dtype.is_complex else value
     expected, x = value.clone().requires_grad_(), value.clone().requires_grad_()
     loss_of(expected).backward()
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = loss_of(x)
     count = len(written(tmp_path))
@@ -121,7 +115,6 @@ def test_values_of_any_kind_come_back_unchanged(dtype, tmp_path):
 
 def test_a_storage_is_written_once_whichever_ops_save_it(tmp_path):
     x = torch.ones(1000, requires_grad=True)
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         y = x * 2
         z = y.sin().sum() + y.cos().sum() + y.view(10, 100)[::2].exp().sum() + y[5:].tan().sum()
@@ -136,7 +129,6 @@ def test_storages_held_elsewhere_are_not_written(tmp_path):
     """A parameter, an input, a value that is held elsewhere, and one that is on disk."""
     weight, x = nn.Parameter(torch.ones(50, 50)), torch.ones(50, 50)
     stored = offload.OffloadedTensor.from_original_tensor(torch.ones(50, 50), "stored", tmp_path / "weights")
-
     with offload.training.offload_activations(offload_dir=tmp_path / "graph", min_bytes=1):
         kept = x @ weight
         loss = (kept @ stored).sum() + kept.square().sum()
@@ -149,7 +141,6 @@ def test_storages_held_elsewhere_are_not_written(tmp_path):
 
 def test_only_storages_of_at_least_min_bytes_are_written(tmp_path):
     x = torch.ones(1000, requires_grad=True)
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes="4000"):
         loss = (x * 2).sin().sum() + (x[:999] * 2).sin().sum()
 
@@ -171,7 +162,6 @@ def test_files_are_removed_with_the_graph(tmp_path):
 
 def test_nothing_is_saved_where_no_graph_is_recorded(tmp_path):
     x = torch.ones(1000, requires_grad=True)
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         with torch.no_grad():
             (x * 2).sin()
@@ -214,7 +204,6 @@ def test_a_retained_graph_is_read_again(tmp_path):
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = (x * 2).sin().sum()
     settled()
-
     loss.backward(retain_graph=True)
     first = x.grad.clone()
     loss.backward()
@@ -233,7 +222,6 @@ def test_double_backward_equals_that_of_plain_tensors(tmp_path):
 
     value = torch.linspace(0, 1, 1000)
     expected = second(value.clone().requires_grad_())
-
     with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         found = second(value.clone().requires_grad_())
 
@@ -263,41 +251,42 @@ def test_checkpoints_have_their_inputs_on_disk(use_reentrant, tmp_path):
     assert all(map(torch.equal, gradients(plain), gradients(blocks)))
 
 
-def test_autocast_casts_as_it_does_in_memory(tmp_path):
-    def loss_of(layer):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return layer(layer(torch.ones(4, 16)).relu()).float().sum()
-
-    torch.manual_seed(0)
-    layer = nn.Linear(16, 16)
-    plain = copy.deepcopy(layer)
-    loss_of(plain).backward()
-
-    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
-        loss = loss_of(layer)
-    count = len(written(tmp_path))
-    loss.backward()
-
-    assert count
-    assert all(map(torch.equal, gradients(plain), gradients(layer)))
+def compiled(function):
+    return torch.compile(function, backend="aot_eager")
 
 
-@pytest.mark.parametrize("is_inside", [True, False])
-def test_compiled_functions_may_contain_the_block_or_be_called_in_it(is_inside, tmp_path):
+def in_half(layer):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return layer(torch.ones(4, 16)).float().square().sum()
+
+
+def plainly(layer):
+    return layer(torch.ones(4, 16)).square().sum()
+
+
+def on_disk(loss_of, folder):
+    def loss(layer):
+        with offload.training.offload_activations(offload_dir=folder, min_bytes=1):
+            return loss_of(layer)
+
+    return loss
+
+
+WAYS = {
+    "autocast": (in_half, lambda folder: on_disk(in_half, folder)),
+    "the block in a compiled function": (plainly, lambda folder: compiled(on_disk(plainly, folder))),
+    "a compiled function in the block": (plainly, lambda folder: on_disk(lambda x: plainly(compiled(x)), folder)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast_and_compiled_functions_give_what_they_give_in_memory(way, tmp_path):
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     plain = copy.deepcopy(layer)
-    x = torch.ones(4, 16)
-
-    def compiled(function):
-        return torch.compile(function, backend="aot_eager")
-
-    def loss_of(x):
-        with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
-            return layer(x).square().sum() if is_inside else compiled(layer)(x).square().sum()
-
-    plain(x).square().sum().backward()
-    loss = compiled(loss_of)(x) if is_inside else loss_of(x)
+    in_memory, offloaded = WAYS[way]
+    in_memory(plain).backward()
+    loss = offloaded(tmp_path)(layer)
     count = len(written(tmp_path))
     loss.backward()
 
@@ -307,7 +296,6 @@ def test_compiled_functions_may_contain_the_block_or_be_called_in_it(is_inside, 
 
 def test_the_innermost_block_decides_folder_and_size(tmp_path):
     x = torch.ones(1000, requires_grad=True)
-
     with offload.training.offload_activations(offload_dir=tmp_path / "outer", min_bytes=1):
         shared = x * 2
         loss = shared.sin().sum()
@@ -325,27 +313,20 @@ def test_the_innermost_block_decides_folder_and_size(tmp_path):
 
 
 def test_threads_have_graphs_of_their_own(tmp_path):
-    found: dict[int, torch.Tensor] = {}
-
-    def train(number: int) -> None:
+    def trained(number: int, block: Callable[[], Any]) -> torch.Tensor:
         x = torch.full((500,), float(number), requires_grad=True)
         for _ in range(10):
-            with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
+            with block():
                 loss = (x * 2).sin().exp().sum()
             loss.backward()
-        found[number] = x.grad
+        return x.grad
 
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_disk = partial(offload.training.offload_activations, offload_dir=tmp_path, min_bytes=1)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(trained, range(4), [on_disk] * 4))
 
     for number in range(4):
-        x = torch.full((500,), float(number), requires_grad=True)
-        for _ in range(10):
-            (x * 2).sin().exp().sum().backward()
-        assert torch.equal(x.grad, found[number])
+        assert torch.equal(trained(number, nullcontext), found[number])
     assert [] == written(tmp_path)
 
 

@@ -1,6 +1,8 @@
-"""Other libraries' trainers with a model, optimizer state and activations on disk."""
+"""What other libraries train, make and load has its values on disk.
 
-from __future__ import annotations
+Other libraries' trainers have model, optimizer state and activations there; inside `offloading`, torchao's weights,
+adapters and whole models are.
+"""
 
 import copy
 from pathlib import Path
@@ -8,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import offload
 from offload import is_offloaded
+from tests.sizes import SIZES
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,7 +55,6 @@ def test_the_trainer_of_transformers_has_the_losses_of_memory(llama_folder, tmp_
         adamw(model), offload_dir=tmp_path / "live", model=model, gradients=True, min_bytes=1
     )
     expected = trained(plain, tmp_path / "plain", adamw(plain))
-
     with offload.training.offload_activations(min_bytes=1):
         found = trained(model, tmp_path / "run", optimizer)
 
@@ -115,3 +118,69 @@ def test_adapters_of_peft_train_over_a_model_on_disk_and_resume(llama_folder, tm
     assert in_memory == first + second
     assert second == losses(model, optimizer, data()[3:6])
     assert not any("base_layer" in name or "embed_tokens" in name for name in names)
+
+
+pytest.importorskip("transformers")
+
+
+def tiny() -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+
+
+def test_a_model_made_inside_is_on_disk_and_generates_the_same(tokens):
+    expected = tiny().generate(tokens, max_new_tokens=4, do_sample=False)
+    with offload.offloading(min_bytes="4KiB"):
+        model = tiny()
+        found = model.generate(tokens, max_new_tokens=4, do_sample=False)
+
+    assert torch.equal(expected, found)
+    assert all(is_offloaded(weight) for name, weight in model.named_parameters() if "norm" not in name)
+
+
+def test_adapters_that_peft_makes_and_loads_are_on_disk(tokens, tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=16, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        return peft.get_peft_model(base, config).eval()
+
+    base = tiny()
+    plain = adapted(copy.deepcopy(base))
+    expected = plain(tokens).logits
+    plain.save_pretrained(tmp_path / "adapter")
+
+    with offload.offloading(min_bytes="4KiB"):
+        made = adapted(copy.deepcopy(base))
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter")
+        loaded.load_adapter(tmp_path / "adapter", "second")
+    loaded.set_adapter("second")
+
+    for model in (made, loaded):
+        adapters = [weight for name, weight in model.named_parameters() if "lora_" in name]
+        assert adapters
+        assert all(map(is_offloaded, adapters))
+        assert torch.equal(expected, model(tokens).logits)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("start", ["memory", "disk"])
+def test_weights_that_torchao_quantizes_inside_are_on_disk(start):
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).bfloat16()
+    x = torch.randn(4, 256).bfloat16()
+    expected = copy.deepcopy(layers)
+    quantization.quantize_(expected, quantization.Int8WeightOnlyConfig())
+    model = copy.deepcopy(layers)
+    if start == "disk":
+        offload.disk_offload(model)
+    with offload.offloading(min_bytes="16KiB"):
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+
+    assert all(is_offloaded(layer.weight) for layer in (model[0], model[2]))
+    assert type(model[0].weight.materialize()) is type(expected[0].weight.data)
+    assert torch.equal(expected(x), model(x))
