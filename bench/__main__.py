@@ -33,12 +33,14 @@ from bench import (
     larger_packed,
     load,
     machine,
+    named,
     planned,
     ranks,
     report,
     routed,
     serve,
     small,
+    tables,
     update,
 )
 from bench.models import cache_folder
@@ -53,6 +55,7 @@ CASES = {
     "generate": generate.figures,
     "forms": forms.figures,
     "gguf": gguf_files.figures,
+    "named": named.figures,
     "experts": experts.figures,
     "routed": routed.figures,
     "cold": cold.figures,
@@ -68,6 +71,7 @@ CASES = {
     "update": update.figures,
     "small": small.figures,
     "cache": cache.figures,
+    "tables": tables.figures,
 }
 
 
