@@ -40,7 +40,6 @@ from bench import (
     routed,
     serve,
     small,
-    tables,
     update,
 )
 from bench.models import cache_folder
@@ -71,7 +70,6 @@ CASES = {
     "update": update.figures,
     "small": small.figures,
     "cache": cache.figures,
-    "tables": tables.figures,
 }
 
 

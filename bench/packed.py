@@ -180,7 +180,8 @@ def gpt_oss(folder: Path) -> Path:
 
     config = GptOssConfig(num_hidden_layers=24, num_local_experts=32, dtype=torch.bfloat16)
     with torch.device("meta"):
-        return _checkpoint(FORMS["MXFP4 experts"], config, AutoModelForCausalLM.from_config(config), folder)
+        model = AutoModelForCausalLM.from_config(config)
+    return _checkpoint(FORMS["MXFP4 experts"], config, model, folder)
 
 
 def _empty(model_type: str, layers: int, *, small: bool = False) -> tuple[Any, Any]:

@@ -57,7 +57,6 @@ class Scale:
         named: shapes of the models in the table of named ones.
         memory: what each of them may use, in bytes; None for all that there is.
         named_tokens: how many tokens of them, to warm up and measured, and for how long.
-        table_gigabytes: size of a table of rows in a model.
         rounds: runs per arm.
         pairs: tokens decoded in turn in one process.
         packed_pairs: the same for packed models.
@@ -94,7 +93,6 @@ class Scale:
     named: tuple[Shape, ...]
     memory: tuple[int | None, ...]
     named_tokens: Timed
-    table_gigabytes: float
     rounds: int
     pairs: int
     packed_pairs: int
@@ -142,7 +140,6 @@ FULL = Scale(
     named=NAMED,
     memory=(None, 8 << 30, 4 << 30),
     named_tokens=Timed(20, 10, seconds=8),
-    table_gigabytes=12.0,
     rounds=3,
     pairs=60,
     packed_pairs=15,
@@ -179,7 +176,6 @@ TOY = Scale(
     named=TOY_NAMED,
     memory=(None,),
     named_tokens=Timed(1, 2),
-    table_gigabytes=0.01,
     rounds=1,
     pairs=3,
     packed_pairs=3,

@@ -390,7 +390,7 @@ MOST_LINES = {
     ("offload", "py"): 44_250,  # on the way to 36,000, and then to 32,000
     ("offload", "[ch]"): 3_400,
     ("tests", "py"): 65_350,  # on the way to 52,000
-    ("bench", "py"): 8_700,
+    ("bench", "py"): 9_000,
 }
 
 
