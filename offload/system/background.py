@@ -76,10 +76,10 @@ class Background(ABC, Generic[Work]):
     def _run(self) -> None:
         while True:
             with self.lock:
-                work = self._taken()
+                work = self._pending_work()
                 while work is None:
                     was_woken = self._something.wait(IDLE) and not self._is_at_exit
-                    work = self._taken()
+                    work = self._pending_work()
                     if work is None and not was_woken:
                         self.thread = None
                         self.rest()
@@ -92,7 +92,7 @@ class Background(ABC, Generic[Work]):
                     self.wake()
                 raise
 
-    def _taken(self) -> Work | None:
+    def _pending_work(self) -> Work | None:
         return None if self._is_at_exit else self.take()
 
 
