@@ -41,6 +41,11 @@ class Group:
         }
         return counts | {name: int(stat[name]) for name in _STAT if name in stat}
 
+    def kills(self) -> int:
+        """How many processes the kernel has ended in it, for want of memory."""
+        lines = (self.folder / "memory.oom_control").read_text(encoding="utf-8").splitlines()
+        return next(int(count) for name, count in map(str.split, lines) if name == "oom_kill")
+
 
 @contextmanager
 def memory_cap(limit: int, *, kills: bool = True) -> Iterator[Group]:

@@ -202,7 +202,7 @@ def _write_shards(
     index = {}
     for number, shard in enumerate(shards):
         path = folder / f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_slices(path, shard, blocks)
+        write_slices(path, shard, blocks)
         index.update(dict.fromkeys(shard, path.name))
     total = sum(value.nbytes for value in values.values())
     described = {"metadata": {"total_size": total}, "weight_map": index}
@@ -210,7 +210,7 @@ def _write_shards(
     return folder
 
 
-def _write_slices(
+def write_slices(
     path: Path, values: Mapping[str, torch.Tensor], blocks: Mapping[torch.dtype, torch.Tensor] | None
 ) -> None:
     """A safetensors file of values with these shapes, which are slices of the block of their dtype, or holes."""

@@ -161,13 +161,27 @@ def made(form: Form, folder: Path, gigabytes: float) -> Stored:
     config, model = _empty(form.model_type, max(2, round(1e9 * gigabytes / 2 / layer)), small=not gigabytes)
     if "gguf_file" in form.options:
         return Stored(_written_gguf(config, model, folder), form.options)
+    return Stored(_checkpoint(form, config, model, folder), form.options)
+
+
+def _checkpoint(form: Form, config: Any, model: Any, folder: Path) -> Path:
+    """A folder with a checkpoint in a format, of a model without values."""
     if form.quantization is not None:
         config.quantization_config = dict(form.quantization)
     config.save_pretrained(folder)
     values = model.state_dict()
     stored = _shapes(values) if form.model_type == "gpt_oss" else names_apart(values)
-    entries = (pieces for name, shape in stored for pieces in _pieces(form, name, shape).items())
-    return Stored(_written(entries, folder), form.options)
+    return _written((pieces for name, shape in stored for pieces in _pieces(form, name, shape).items()), folder)
+
+
+def gpt_oss(folder: Path) -> Path:
+    """gpt-oss 20B as it is published, of random bits."""
+    from transformers import AutoModelForCausalLM, GptOssConfig
+
+    config = GptOssConfig(num_hidden_layers=24, num_local_experts=32, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return _checkpoint(FORMS["MXFP4 experts"], config, model, folder)
 
 
 def _empty(model_type: str, layers: int, *, small: bool = False) -> tuple[Any, Any]:

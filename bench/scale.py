@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bench.gguf_models import NAMED, TOY_NAMED, Shape
 from bench.models import (
     experts,
     fp8_experts,
@@ -26,6 +27,15 @@ from bench.models import (
     toy_sliced_llama,
     with_values_of,
 )
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How many tokens: to warm up, and measured; and for how many seconds at most, each."""
+
+    warm_up: int
+    tokens: int
+    seconds: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,9 @@ class Scale:
         packed_gigabytes: approximate size of a packed checkpoint when dense; 0 for two small layers.
         layer_counts: numbers of tokens for which the experts of a layer are measured, of `experts.TOKENS`.
         gguf_layers: layers of a Llama in a GGUF file, some 50 MB each.
+        named: shapes of the models in the table of named ones.
+        memory: what each of them may use, in bytes; None for all that there is.
+        named_tokens: how many tokens of them, to warm up and measured, and for how long.
         rounds: runs per arm.
         pairs: tokens decoded in turn in one process.
         packed_pairs: the same for packed models.
@@ -77,6 +90,9 @@ class Scale:
     packed_gigabytes: float
     layer_counts: int
     gguf_layers: int
+    named: tuple[Shape, ...]
+    memory: tuple[int | None, ...]
+    named_tokens: Timed
     rounds: int
     pairs: int
     packed_pairs: int
@@ -121,6 +137,9 @@ FULL = Scale(
     packed_gigabytes=2.0,
     layer_counts=10,
     gguf_layers=28,
+    named=NAMED,
+    memory=(None, 8 << 30, 4 << 30),
+    named_tokens=Timed(20, 10, seconds=8),
     rounds=3,
     pairs=60,
     packed_pairs=15,
@@ -154,6 +173,9 @@ TOY = Scale(
     packed_gigabytes=0.0,
     layer_counts=2,
     gguf_layers=1,
+    named=TOY_NAMED,
+    memory=(None,),
+    named_tokens=Timed(1, 2),
     rounds=1,
     pairs=3,
     packed_pairs=3,

@@ -2,24 +2,29 @@
 
 Always true:
 - a thread is begun in one call of C: an interrupt comes before it, and there is none, or after it, and there is one
-- its owner has it before it begins, and can wait for its end from then on; no process waits for it at exit
+- its owner has it before it begins, and can wait for its end from then on
 - one that works for a `Background` ends after a while without work, and a new one starts when there is work again
+- at exit, a process waits for the work of a `Background` that is under way, some seconds at most: the interpreter ends
+  a thread that asks for its lock then, and where that happens inside C++ of torch, the thread ends the process (SIGABRT)
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import weakref
 from _thread import start_new_thread
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from offload.system.locks import fork_safe_lock
 
 IDLE = 2.0  # seconds without work until the thread ends
+_AT_EXIT = 5.0  # seconds to wait for it
 
 Work = TypeVar("Work")
 
@@ -92,6 +97,8 @@ class Background(ABC, Generic[Work]):
         self.thread: Worker | None = None
         self._name = name
         self._something = threading.Condition(self.lock)
+        self._is_at_exit = False
+        atexit.register(_end, weakref.ref(self))
 
     @abstractmethod
     def take(self) -> Work | None:
@@ -109,18 +116,29 @@ class Background(ABC, Generic[Work]):
 
         Raises `RuntimeError` if the interpreter is shutting down and starts no more threads.
         """
+        if self._is_at_exit:
+            raise RuntimeError(f"{self._name}: the interpreter is shutting down")
         if self.thread is None or not self.thread.is_running:
             self.thread = Worker(self._run, self._name)
             self.thread.begin()
         self._something.notify()
 
+    def end(self) -> None:
+        """Begin nothing more, and wait for the work that is under way. Called at exit."""
+        thread = self.thread
+        if thread is not None and thread.is_running:  # not in a forked child, where the lock may be held
+            with self.lock:
+                self._is_at_exit = True
+                self._something.notify_all()
+            thread.join(_AT_EXIT)
+
     def _run(self) -> None:
         while True:
             with self.lock:
-                work = self.take()
+                work = self._pending_work()
                 while work is None:
-                    was_woken = self._something.wait(IDLE)
-                    work = self.take()
+                    was_woken = self._something.wait(IDLE) and not self._is_at_exit
+                    work = self._pending_work()
                     if work is None and not was_woken:
                         self.thread = None
                         self.rest()
@@ -132,3 +150,12 @@ class Background(ABC, Generic[Work]):
                     self.thread = None
                     self.wake()
                 raise
+
+    def _pending_work(self) -> Work | None:
+        return None if self._is_at_exit else self.take()
+
+
+def _end(background: weakref.ref[Background[Any]]) -> None:
+    known = background()
+    if known is not None:
+        known.end()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import deque
 
@@ -9,7 +11,7 @@ import pytest
 
 from offload.system import background
 from offload.system.background import Background
-from tests.processes import in_fork
+from tests.processes import ROOT, in_fork
 
 
 class Counter(Background[int]):
@@ -103,3 +105,41 @@ def test_a_forked_child_has_no_thread_and_can_make_one(counter):
         return [2] == [number for number, _ in other.done]
 
     assert in_fork(child)
+
+
+def test_a_process_that_ends_while_the_thread_is_inside_torch_ends_well():
+    """Each sort lets go of the interpreter's lock, and takes it again in a destructor that must not raise."""
+    program = """if True:
+        import threading, torch
+        from offload.system.background import Background
+
+        class Sorting(Background[int]):
+            def take(self):
+                return 1
+
+            def carry_out(self, work):
+                for _ in range(200):
+                    torch.rand(300).sort()
+                begun.set()
+
+        begun, sorting = threading.Event(), Sorting("test-sorting")
+        with sorting.lock:
+            sorting.wake()
+        begun.wait()
+    """
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    assert (0, "") == (done.returncode, done.stderr)
+
+
+def test_nothing_is_begun_once_the_process_ends(counter):
+    counter.give(1)
+    counter.wait(1)
+    thread = counter.thread
+
+    counter.end()
+
+    assert ended(thread)
+    with pytest.raises(RuntimeError, match="shutting down"):
+        counter.give(2)
