@@ -4,8 +4,8 @@ Always true:
 - a thread is begun in one call of C: an interrupt comes before it, and there is none, or after it, and there is one
 - its owner has it before it begins, and can wait for its end from then on
 - one that works for a `Background` ends after a while without work, and a new one starts when there is work again
-- at exit, a process waits for the work of a `Background` that is under way, some seconds at most: the interpreter ends
-  a thread that asks for its lock then, and where that happens inside C++ of torch, the thread ends the process (SIGABRT)
+- at exit, a process waits for the work of a `Background` that is under way, some seconds at most: a thread that asks
+  for the interpreter's lock then is ended, and inside C++ of torch that ends the process (SIGABRT)
 """
 
 from __future__ import annotations
