@@ -40,7 +40,7 @@ _OF_ROWS = 2  # dimensions
 _BFLOAT16 = 3  # the level with products of bfloat16
 _AT_LEVEL = (2, 8, 32)  # see `most_rows`
 
-_LEAST = 1 << 15  # numbers for which a second thread is worth waking
+_LEAST = 1 << 20  # numbers for which a second thread is worth waking: with fewer, waiting for it takes as long
 _BYTES_PER_NUMBER = 16  # that are copied in the time
 _forked = False
 _NO_MEMORY = "no memory for a product, or for rows"
@@ -383,9 +383,8 @@ class Product:
             part.packed, part.count, part.column = ctypes.addressof(matrix), count, height
             height += count
         self.sizes = height, columns
-        self._calls: dict[
-            object, tuple[Any, int, ProductCall]
-        ] = {}  # for usual activations: the function, and what it takes
+        # For usual activations: the function, and what it takes.
+        self._calls: dict[object, tuple[Any, int, ProductCall]] = {}
 
     def into(
         self, x: torch.Tensor, bias: torch.Tensor | None, place: torch.Tensor, *, level: int | None = None
@@ -406,7 +405,7 @@ class Product:
         (rows, step, given), (_, apart, out) = _rows_in(x, columns), _rows_in(place, height)
         require(x.shape[:-1] == place.shape[:-1] and rows <= MOST_ROWS, x.shape, "for", place.shape)
         added, kind = (None, x.dtype) if bias is None else (_address(bias, (height,)), bias.dtype)
-        multiply, call, _kept = self._prepared(step, apart, x.dtype, kind, place.dtype, level)
+        multiply, call, _kept = self._prepared(rows, step, apart, x.dtype, kind, place.dtype, level)
         if multiply(call, given, rows, added, out):
             raise MemoryError(_NO_MEMORY)
 
@@ -429,20 +428,20 @@ class Product:
             return None
         if bias is not None and not (is_usual(bias, dtype) and bias.shape == (height,) and bias.data_ptr()):
             return None
-        key = dtype, torch.get_num_threads(), _forked
+        key = dtype, torch.get_num_threads(), _forked, rows * height * columns < _LEAST
         known = self._calls.get(key)
         if known is None:
-            known = self._calls[key] = self._prepared(columns, height, dtype, dtype, dtype, None)
+            known = self._calls[key] = self._prepared(rows, columns, height, dtype, dtype, dtype, None)
         place = x.new_empty((*shape[:-1], height))
         if known[0](known[1], given, rows, None if bias is None else bias.data_ptr(), place.data_ptr()):
             raise MemoryError(_NO_MEMORY)
         return place
 
     def _prepared(
-        self, step: int, apart: int, x: torch.dtype, bias: torch.dtype, place: torch.dtype, level: int | None
+        self, rows: int, step: int, apart: int, x: torch.dtype, bias: torch.dtype, place: torch.dtype, level: int | None
     ) -> tuple[Any, int, ProductCall]:
         """The function of the library, and what it takes: its address, and what has to be alive."""
-        found, how = _chosen(self.sizes[0] * self.sizes[1], level)
+        found, how = _chosen(rows * self.sizes[0] * self.sizes[1], level)
         call = ProductCall(self.parts, self.count, step, apart, DTYPES[x], DTYPES[bias], DTYPES[place], *how)
         return found.offload_multiply, ctypes.addressof(call), call
 

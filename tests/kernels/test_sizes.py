@@ -133,6 +133,10 @@ def taken_away(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _is_taken_away(other: str) -> bool:
+    return other in ("no memory", "memory that was taken away")
+
+
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the other is no other: what is done to rows changes nothing in a vector."""
     return one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
@@ -156,10 +160,10 @@ def outcome(name: str, **others: Any) -> str:
 
 def outcome_of_other(name: str, argument: str, other: str) -> str | None:
     value = GIVEN[name][1][argument]
-    if other in ("no memory", "memory that was taken away") and not value.numel():
+    if _is_taken_away(other) and not value.numel():
         return None
     changed = OTHERS[other](value)
-    is_same = other not in ("no memory", "memory that was taken away") and same(value, changed)
+    is_same = not _is_taken_away(other) and same(value, changed)
     return None if is_same else outcome(name, **{argument: changed})
 
 
@@ -167,23 +171,33 @@ def test_each_function_that_takes_a_tensor_is_tried() -> None:
     functions = [act for name, act in vars(native).items() if inspect.isfunction(act) and name[0] != "_"]
     taking = {one.__name__ for one in functions if "torch.Tensor" in str(inspect.signature(one))}
 
-    of_logps = {"pack_logps", "unpack_logps"}
-    assert {
-        "decode",
-        "decode_turned",
-        "gather",
-        "pick",
-        "multiply",
-        "multiply_experts",
-        "memory_of",
-    } | of_logps == taking
+    of_logps, looks = {"pack_logps", "unpack_logps"}, {"is_usual"}
+    given = {"decode", "decode_turned", "gather", "pick", "multiply_experts", "memory_of"}
+    assert given | of_logps | looks == taking
 
 
-def test_addresses_are_taken_in_one_place() -> None:
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("argument", ["x", "bias"])
+def test_a_product_takes_usual_tensors_that_fit_alone(argument: str, other: str) -> None:
+    given = GIVEN["multiply"][1]
+    product, tensors = Product([(given["matrix"], ROWS)]), {name: given[name] for name in ("x", "bias")}
+    changed = OTHERS[other](tensors[argument])
+    of_other_shapes = {"fewer rows", "more rows", "a dimension less", "a dimension more"}
+    is_same = not _is_taken_away(other) and same(tensors[argument], changed)
+    fits = is_same or (argument == "x" and other in of_other_shapes)
+
+    found = product.times(**{**tensors, argument: changed}, dtype=torch.float32, most=native.MOST_ROWS)
+
+    assert (found is not None) == fits
+    assert found is None or found.shape == (*(changed if argument == "x" else given["x"]).shape[:-1], ROWS)
+    assert product.times(**tensors, dtype=torch.float32, most=4) is None
+
+
+def test_addresses_are_taken_in_one_place_and_of_usual_tensors() -> None:
     folder = Path(native.__file__).parent
     lines = [line for path in folder.glob("*.py") for line in path.read_text(encoding="utf-8").splitlines()]
 
-    assert 1 == sum("data_ptr" in line for line in lines)
+    assert 1 + 3 == sum("data_ptr" in line for line in lines)  # three in `Product.times`
     assert "data_ptr" not in (folder.parent / "tensor/experts.py").read_text(encoding="utf-8")
 
 
