@@ -106,10 +106,12 @@ def fresh_prefetcher() -> None:
 @pytest.fixture(autouse=True)
 def exact_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products with packed weights are those with dense ones, in all threads, unless a test is marked `fused`."""
-    from offload.tensor import products
+    from offload.tensor import bound, products
 
     if request.node.get_closest_marker("fused") is None:
-        monkeypatch.setattr(products, "_exact", ContextVar("exact", default=True))
+        exact = ContextVar("exact", default=True)
+        monkeypatch.setattr(products, "_exact", exact)
+        monkeypatch.setattr(bound, "exactly", exact)
 
 
 @pytest.fixture

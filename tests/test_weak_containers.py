@@ -46,6 +46,8 @@ def containers_in(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and ".Weak" in ast.unparse(node.annotation):
             yield ast.unparse(node.target).rpartition(".")[2]
+        elif isinstance(node, ast.Assign) and "weakref.Weak" in ast.unparse(node.value):
+            yield ast.unparse(node.targets[0]).rpartition(".")[2]
 
 
 def places_in(tree: ast.Module, names: set[str]) -> Iterator[str]:

@@ -76,7 +76,7 @@ class BoundWeight:
             self._reads = [read for run in runs for read in run.reads()]
             self.product, self._most_rows = product_with(runs, self._pieces), most_rows_of(runs, dtype)
         self._ranges: list[Value | None] = [None] * len(self._reads)
-        self._is_picked = all(len(part) == len(self._view_spec) for _, part in self._reads) and all(
+        self._is_picked = all(part.shape[:1] == self._view_spec.shape[:1] for _, part in self._reads) and all(
             run.rounds_once(dtype) and COMPILED.supports("pick", run, dtype, 1) for run in runs
         )
 

@@ -264,7 +264,7 @@ def deferred(source: OffloadedTensor, *, keeps_dtype: bool = False) -> DeferredT
 def refuse_to_share(tensor: torch.Tensor, name: str) -> None:
     """Raises `UnsupportedOpError` for a tensor subclass, such as torchao's: ranks can't have shards of it."""
     source = tensor.source if isinstance(tensor, DeferredTensor) else tensor
-    if is_offloaded(source) and any(handle.is_subclass for handle in stored_in([handle_of(source)])):
+    if is_offloaded(source) and handle_of(source).is_subclass:
         raise UnsupportedOpError(
             f"{name!r} is stored as a torchao tensor, which ranks can't share: load them from a dense checkpoint, or "
             "from one in FP8, compressed-tensors, GPTQ..., whose weights are decoded as they are read"
