@@ -126,7 +126,7 @@ def kv_bytes_per_token(model: Any) -> int:
     layers, heads = (getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
     if not isinstance(layers, int) or not isinstance(heads, int):
         return 0
-    width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(heads, 1)
+    width = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", 0) or 0) // max(heads, 1)
     held = getattr(text, "num_key_value_heads", None) or heads
     return 2 * layers * held * width * getattr(getattr(model, "dtype", None), "itemsize", 2)
 

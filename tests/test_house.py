@@ -83,7 +83,6 @@ GUESTS = {
     "generation.mtp": {"transformers"},
     "generation.past": {"transformers"},
     "models.device_map": {"accelerate"},
-    "models.hooks": {"accelerate"},
     "checkpoints.writing": {"huggingface_hub"},
     "planning.check": {"transformers"},
     "kernels.packed": {"gguf"},

@@ -222,12 +222,20 @@ def _attribute(holder: object, name: str) -> tuple[Callable[[], Any], Callable[[
     return partial(getattr, holder, name), partial(setattr, holder, name)
 
 
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
 _MISSING = object()
 _MOST_SEED = 2**63 - 1
 _LEAST_NORMAL = sys.float_info.min
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_deterministic, _set_deterministic),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),

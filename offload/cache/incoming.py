@@ -357,9 +357,10 @@ def _remove_others(folder: Path, before: Collection[str] | None) -> None:
     """Remove a cache that could not be filled: all files that are new, and the folder if it is new."""
     if before is None:
         shutil.rmtree(folder, ignore_errors=True)
+        return
     names: set[str] = set()
     with suppress(OSError):
-        names = set(os.listdir(folder)) - set(before or ())
+        names = set(os.listdir(folder)) - set(before)
     for name in names:
         with suppress(OSError):
             (folder / name).unlink()

@@ -239,7 +239,8 @@ def _refuse_cut_heads(model: Pretrained) -> None:
                 continue
             if weight.shape[0] % (width * ranks):
                 raise ArgumentError(
-                    f"{name}.{part} has {weight.shape[0] // width} heads, which can't be divided among {ranks} ranks"
+                    f"{name}.{part} has {weight.shape[0] // width} heads, which can't be divided among {ranks} ranks: "
+                    "take a number of ranks that divides them"
                 )
 
 

@@ -127,6 +127,7 @@ class LoadReport:
 
     @property
     def differs(self) -> bool:
+        """Whether anything did not match."""
         return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys or self.overruled_keys)
 
     def __str__(self) -> str:

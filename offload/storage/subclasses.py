@@ -157,7 +157,7 @@ def extras_of(tensor: torch.Tensor) -> dict[str, Any]:
         name: value
         for name, value in noted.items()  # of values, only numbers and texts are compared
         if name not in rebuilt
-        or (type(value) in _SIMPLE and (type(value), str(value)) != (type(rebuilt[name]), str(rebuilt[name])))
+        or (type(value) in _SIMPLE and (type(value) is not type(one := rebuilt[name]) or str(value) != str(one)))
     }
 
 

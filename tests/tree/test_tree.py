@@ -562,5 +562,33 @@ def test_links_to_folders_of_others_are_left_alone(tmp_path):
     (tmp_path / "tree" / "2").symlink_to(tmp_path / "other" / "1")
     save_tree({"x": torch.zeros(3)}, tmp_path / "tree")
 
+    assert (tmp_path / "tree" / "2").is_symlink()
     assert load_tree(tmp_path / "other")["x"].tolist() == [1.0, 1.0]
     assert load_tree(tmp_path / "tree")["x"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_file_in_the_folder_that_is_not_of_its_tree_is_copied(tmp_path):
+    """Of other numbered folders, too: a tree names only files that it wrote."""
+    for place in ("2", "mine"):
+        OffloadedTensor.from_original_tensor(torch.arange(3.0), "w", tmp_path / place)
+    before = contents(tmp_path)
+    save_tree([torch.zeros(1)], tmp_path)
+    others = [OffloadedTensor.from_file(tmp_path / place / "w.safetensors") for place in ("2", "mine")]
+    save_tree(others, tmp_path)
+
+    assert same([torch.arange(3.0)] * 2, load_tree(tmp_path))
+    assert before == {name: data for name, data in contents(tmp_path).items() if name in before}
+    shutil.rmtree(tmp_path / "2")
+    shutil.rmtree(tmp_path / "mine")
+    assert same([torch.arange(3.0)] * 2, load_tree(tmp_path))
+
+
+def test_views_of_a_loaded_tree_are_written_anew_over_it(tmp_path):
+    whole, wave = torch.arange(12.0).reshape(4, 3), torch.arange(3.0) + 1j
+    save_tree({"whole": whole, "wave": wave}, tmp_path)
+    tree = load_tree(tmp_path)
+    parts = {"row": tree["whole"][1], "turned": tree["whole"].t(), "some": tree["whole"][:, 1:]}
+    save_tree({**parts, "conj": tree["wave"].conj(), "part": tree["wave"].conj().imag}, tmp_path)
+
+    expected = {"row": whole[1], "turned": whole.t(), "some": whole[:, 1:], "conj": wave.conj(), "part": -wave.imag}
+    assert same(expected, load_tree(tmp_path))
