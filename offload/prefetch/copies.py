@@ -28,7 +28,7 @@ import torch
 from offload.errors import ReadError
 from offload.prefetch.engine import POOL, UNTRACKED, arrive, lock, range_of, replanning, track
 from offload.prefetch.plan import OnDevice, Pool
-from offload.prefetch.room import is_integrated
+from offload.prefetch.room import is_integrated, ooms_on
 from offload.prefetch.staging import Sent, Staging, send_bytes, staging_for
 from offload.prefetch.value import SMALL, Value, page_state_of
 from offload.storage.handle import Handle
@@ -84,7 +84,7 @@ class Copy(Value):
             except (torch.OutOfMemoryError, ReadError) as error:  # alone it may have room, and be readable
                 with lock():
                     for pool in _pools_on(self._device) if isinstance(error, torch.OutOfMemoryError) else ():
-                        pool.ooms += 1  # it is taken into account
+                        pool.ooms = min(pool.ooms + 1, ooms_on(self._device))  # it is taken into account
         stored = self.stored()
         if stored is None:
             return None

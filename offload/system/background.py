@@ -125,11 +125,12 @@ class Background(ABC, Generic[Work]):
 
     def end(self) -> None:
         """Begin nothing more, and wait for the work that is under way. Called at exit."""
-        thread = self.thread
-        if thread is not None and thread.is_running:  # not in a forked child, where the lock may be held
-            with self.lock:
-                self._is_at_exit = True
-                self._something.notify_all()
+        self._is_at_exit, thread = True, self.thread
+        if thread is None or not thread.is_running:  # as in a forked child, where the lock may be held
+            return
+        if self.lock.acquire(timeout=_AT_EXIT):
+            self._something.notify_all()
+            self.lock.release()
             thread.join(_AT_EXIT)
 
     def _run(self) -> None:
@@ -137,7 +138,7 @@ class Background(ABC, Generic[Work]):
             with self.lock:
                 work = self._pending_work()
                 while work is None:
-                    was_woken = self._something.wait(IDLE) and not self._is_at_exit
+                    was_woken = not self._is_at_exit and self._something.wait(IDLE) and not self._is_at_exit
                     work = self._pending_work()
                     if work is None and not was_woken:
                         self.thread = None

@@ -143,3 +143,20 @@ def test_nothing_is_begun_once_the_process_ends(counter):
     assert ended(thread)
     with pytest.raises(RuntimeError, match="shutting down"):
         counter.give(2)
+
+
+def test_a_thread_that_is_at_work_as_the_process_ends_does_not_rest_after_it(counter, monkeypatch):
+    monkeypatch.setattr(background, "IDLE", 3600)
+    may_end = threading.Event()
+    monkeypatch.setattr(counter, "carry_out", lambda _: (counter.something.release(), may_end.wait(10)))
+    counter.give(1)
+    counter.wait(1)
+    thread = counter.thread
+    ending = threading.Thread(target=counter.end)
+    ending.start()
+    while not counter._is_at_exit:
+        pass
+    may_end.set()
+    ending.join()
+
+    assert ended(thread)
