@@ -145,7 +145,7 @@ def test_nothing_is_begun_once_the_process_ends(counter):
         counter.give(2)
 
 
-def test_a_thread_that_is_at_work_as_the_process_ends_does_not_rest_after_it(counter, monkeypatch):
+def test_a_thread_that_is_at_work_as_the_process_ends_does_not_rest(counter, monkeypatch):
     monkeypatch.setattr(background, "IDLE", 3600)
     may_end = threading.Event()
     monkeypatch.setattr(counter, "carry_out", lambda _: (counter.something.release(), may_end.wait(10)))
