@@ -583,7 +583,7 @@ def test_a_file_in_the_folder_that_is_not_of_its_tree_is_copied(tmp_path):
     assert same([torch.arange(3.0)] * 2, load_tree(tmp_path))
 
 
-def test_views_of_a_loaded_tree_are_written_anew_over_the_tree(tmp_path):
+def test_views_of_a_loaded_tree_can_be_saved_over_the_tree(tmp_path):
     whole, wave = torch.arange(12.0).reshape(4, 3), torch.arange(3.0) + 1j
     save_tree({"whole": whole, "wave": wave}, tmp_path)
     tree = load_tree(tmp_path)
