@@ -162,6 +162,11 @@ class Pool:
         return self._total <= self._limit
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether there are values, and all of them fit in memory."""
+        return 0 < self._total <= self._limit
+
+    @property
     def nbytes(self) -> int:
         """Total size of values whose files are in use; may be a little high, as views can overlap."""
         return sum(value.nbytes for value in self.values() if value.has_file)

@@ -32,17 +32,18 @@ from offload.errors import OffloadError, RowIndexError
 from offload.kernels import native
 from offload.kernels.native import ExpertRows, Product, WeightedSum, most_rows
 from offload.prefetch import direct
-from offload.prefetch.copies import streams_to
+from offload.prefetch.copies import pool_on, streams_to
 from offload.prefetch.engine import compute_once, ensure_resident, is_shared, prefetch, touch_if_resident
 from offload.prefetch.loads import Arriving, load_of, parts_of_files, start_of, taken_from
 from offload.prefetch.scratch import LEAST, scratch_for
+from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor.backends import COMPILED, any_rows, product_with
 from offload.tensor.guests import CPU, sent_to
 from offload.tensor.hybrid import crosses, wins
 from offload.tensor.products import is_plain, may_be_fused, runs_of
-from offload.tensor.recipes import Piece
+from offload.tensor.recipes import Piece, stored_in
 from offload.tensor.rules import records_graph
 from offload.tensor.runs import RowRun
 from offload.tensor.views import Traced, handle_of, metadata_of, view_spec_of
@@ -121,7 +122,7 @@ def multiplied_by_experts(
         return None
     if down.dtype != x.dtype or any(type(one._handle) is Traced or one._target != device for one in (up, down)):
         return None
-    if device != CPU and not crosses(x, device):
+    if device != CPU and (not crosses(x, device) or _all_stay(device, up)):
         return None
     stack = _Stack.of(between.owner, up, down, is_turned=is_turned)
     if not stack.fits(x.shape[1], between):
@@ -129,6 +130,11 @@ def multiplied_by_experts(
     if device == CPU:
         return _done(Act(x, picks, weights, stack, between))
     return _here_and_there(x, picks, weights, stack, between, *((up.mT, down.mT) if is_turned else (up, down)))
+
+
+def _all_stay(device: torch.device, stack: OffloadedTensor) -> bool:
+    """Whether all that was sent to a device stays there: asked before the device is waited for."""
+    return pool_on(device, page_state_of(next(stored_in([handle_of(stack)]))).pool).keeps_all
 
 
 def _done(act: Act) -> torch.Tensor | None:

@@ -788,6 +788,19 @@ def test_experts_of_each_form_are_as_exact_here_and_there_as_plain_ones(
 
 @pytest.mark.fused
 @on_the_device
+def test_experts_that_all_stay_are_left_to_the_device_before_it_is_waited_for(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acts, "_here_and_there", lambda *_: pytest.fail("the device is waited for"))
+    experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
+    with offload.set_max_memory({"delayed:0": 16 << 20}):
+        experts.use(*range(8))
+
+        assert experts.sums(x, ROUTED.to(device), weights) is None
+
+
+@pytest.mark.fused
+@on_the_device
 def test_interrupts_leave_experts_here_and_there_as_they_were(
     device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -803,7 +816,7 @@ def test_interrupts_leave_experts_here_and_there_as_they_were(
     experts, x, weights = Experts(folder), torch.randn(4, 256).to(device), torch.rand(4, 2).to(device)
     given = x, ROUTED.to(device), weights
     with offload.set_max_memory({"delayed:0": 4 * 384 << 10}):
-        experts.use(0, 1, 2, 3)
+        experts.use(*range(8))
         tried = Act(lambda _: experts, lambda one: one.are_right(one.sums(*given), x, ROUTED, weights))
 
         assert 100 < meets_interrupts(tried, folder, set(), step=4)
