@@ -29,13 +29,7 @@ from offload.storage.handle import Handle
 from offload.storage.owning import allocate_value, create_value, duplicate, writable_base
 from offload.storage.subclasses import extras_of, is_subclass_value
 from offload.system.modes import no_functions, no_grad, no_modes
-from offload.tensor.arguments import (
-    checked_layout,
-    computing_device,
-    only_key,
-    refuse_new_value,
-    refuse_unstorable,
-)
+from offload.tensor.arguments import checked_layout, computing_device, only_key, refuse_new_value, refuse_unstorable
 from offload.tensor.blocks import in_shape, referenced
 from offload.tensor.guests import CPU, copied, guest, mapped_value, sent_to, value_on_cpu, where_torch_expects
 from offload.tensor.recipes import files_in
