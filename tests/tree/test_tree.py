@@ -129,7 +129,7 @@ NESTS: dict[str, Any] = {
 
 NESTS |= {
     str(dtype): {"x": torch.arange(48, dtype=torch.uint8).remainder(2).view(dtype)}
-    for dtype in {*TORCH_DTYPES.values(), torch.complex128, torch.complex32}
+    for dtype in sorted({*TORCH_DTYPES.values(), torch.complex128, torch.complex32}, key=str)
 }
 NESTS["an empty dataclass of items"] = Items("m")
 
