@@ -7,7 +7,7 @@ Always true:
 - the command reads its line, and answers `--help`, with the standard library and two small packages
 - a terminal shows that torch is being imported, in a line that is erased before anything else is printed
 - torch's threads wait for one another for a short time in the command: a token beside other programs takes a tenth of
-  the time (`tutorials/performance.md`); a program that imports `offload` decides that itself
+  the time (`tutorials/explanation/performance.md`); a program that imports `offload` decides that itself
 - no other module looks into `sys.modules`, where a library is from the moment that a thread begins to import it
 """
 

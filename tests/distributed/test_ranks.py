@@ -26,11 +26,7 @@ from transformers.distributed import DistributedConfig
 import offload
 from bench.page_cache import cached_fraction, make_cold
 from offload.budget import evict, keep_resident, memory_summary
-from offload.errors import (
-    ArgumentError,
-    ShapeMismatchError,
-    UnsupportedOpError,
-)
+from offload.errors import ArgumentError, ShapeMismatchError, UnsupportedOpError
 from offload.planning.check import tiny_checkpoint
 from offload.prefetch.pages import Range
 from offload.prefetch.value import page_state_of

@@ -22,9 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import offload
-from offload.errors import (
-    UnsupportedOpError,
-)
+from offload.errors import UnsupportedOpError
 from tests.processes import run_script
 
 

@@ -19,13 +19,7 @@ from transformers import (
 )
 
 import offload
-from offload.errors import (
-    DtypeMismatchError,
-    ForeignFileError,
-    ShapeMismatchError,
-    StaleViewError,
-    UnsupportedOpError,
-)
+from offload.errors import DtypeMismatchError, ForeignFileError, ShapeMismatchError, StaleViewError, UnsupportedOpError
 from offload.prefetch.value import page_state_of
 from offload.transformers_api import cache_option
 from tests.equal import is_equal

@@ -22,12 +22,7 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload import OffloadedTensor, save_checkpoint
 from offload.checkpoints.checkpoint import open_checkpoint
-from offload.errors import (
-    ForeignFileError,
-    UnknownSubclassError,
-    UnsupportedOpError,
-    WriteError,
-)
+from offload.errors import ForeignFileError, UnknownSubclassError, UnsupportedOpError, WriteError
 from offload.storage import write as write_module
 from offload.storage.layout import WORDS, dtype_name
 from tests.equal import assert_equal

@@ -188,6 +188,18 @@ def test_another_value_is_seen_by_the_next_product(
     assert torch.equal(F.linear(x, weight.materialize()), F.linear(x, weight))
 
 
+def test_a_piece_that_has_another_source_is_noticed(weight: OffloadedTensor, x: torch.Tensor) -> None:
+    """As after a write to the tensor that it is, which switches that one to a file of its own."""
+    F.linear(x, weight)
+    known = weight._bound
+    assert known is not None
+    assert known.multiply(x, weight) is not None
+    handle = next(stored_in([handle_of(weight)]))
+    handle.set_source(copy.copy(handle.source))
+
+    assert known.multiply(x, weight) is None
+
+
 def test_exact_products_are_those_with_the_dense_weight(weight: OffloadedTensor, x: torch.Tensor) -> None:
     with offload.exact():
         found = F.linear(x, weight)

@@ -61,6 +61,11 @@ RECORDED: dict[str, Callable[[Tensors], torch.Tensor]] = {
     "transposed and copied": lambda t: fused(t).transpose(1, 2).contiguous(),
     "a chunk": lambda t: t["gate0"].chunk(2)[1].contiguous(),
     "fused and taken apart": lambda t: fused(t).chunk(2, dim=1)[1].contiguous().chunk(EXPERTS, dim=0)[2].squeeze(0),
+    "stacked, in another order of memory, and cast": lambda t: (
+        torch.stack([torch.stack([t[f"{name}0"], t[f"{name}1"]]) for name in ("gate", "up")])
+        .clone(memory_format=torch.channels_last)
+        .to(torch.float16)
+    ),
     "reshaped": lambda t: fused(t).transpose(0, 1).reshape(-1, WIDTH),
     "viewed with other sizes": lambda t: t["gate0"].view(3, 2, WIDTH).transpose(0, 1).reshape(INNER, WIDTH),
     "cut after a cast": lambda t: t["gate0"].to(torch.float64).view(-1)[3:7],

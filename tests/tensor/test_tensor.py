@@ -26,13 +26,7 @@ import offload
 import offload.tensor.ops
 import offload.tensor.wrapper
 from offload import OffloadedTensor
-from offload.errors import (
-    DtypeMismatchError,
-    NameInUseError,
-    ShapeMismatchError,
-    StaleViewError,
-    UnsupportedOpError,
-)
+from offload.errors import DtypeMismatchError, NameInUseError, ShapeMismatchError, StaleViewError, UnsupportedOpError
 from offload.tensor.registry import FUNCTIONS
 from offload.tensor.wrapper import wrap
 from tests.equal import assert_equal
