@@ -39,18 +39,18 @@ def warm(files: Iterable[Path]) -> None:
 def make_cold(files: Sequence[Path]) -> None:
     """Drop files from the page cache.
 
-    This process's mappings of them are released first: the next access reads the file again. What another process has
-    mapped stays cached.
+    This process's mappings of them are released: the next access reads the file again. What another process has mapped
+    stays cached.
 
     Raises:
         RuntimeError: more than that is still cached.
     """
-    for address, size in _mapped(set(map(str, files))):
-        _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _DONTNEED)
     for folder in {path.parent for path in files}:
         _write_out(folder)
     left = 1.0
-    for _ in range(_TRIES):
+    for _ in range(_TRIES):  # a thread of this process may still be reading ahead
+        for address, size in _mapped(set(map(str, files))):
+            _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _DONTNEED)
         for path in files:
             _drop(path)
         left = cached_fraction(files)

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -65,8 +65,8 @@ def figures(nbytes: int, rounds: int, scratch: Path) -> list[Figure]:
         folders = {arm: Path(place, str(at)) for at, arm in enumerate(_OPENED)}
         writes = {arm: partial(_written, arm, folder, rows) for arm, folder in folders.items()}
         found = [_figure(f"cache, top-k: {rows} positions of {K} in {VOCAB} written", writes, rounds, missing)]
-        for state, prepare in (("warm", warm), ("cold", make_cold)):
-            reads = {arm: partial(_read, arm, folder, rows, prepare, count()) for arm, folder in folders.items()}
+        for state in ("warm", "cold"):
+            reads = {arm: partial(_read, arm, folder, rows, state, count()) for arm, folder in folders.items()}
             found.append(_figure(f"cache, top-k, {state}: {_BATCH} random positions", reads, rounds, missing))
         tables = {arm: _OPENED[arm](folder, rows) for arm, folder in folders.items() if arm not in missing}
         epochs = {arm: partial(_epoch, load, tables, rows, count()) for arm, load in _LOADERS.items()}
@@ -101,14 +101,14 @@ def _written(arm: str, folder: Path, rows: int) -> float:
     return seconds + time.perf_counter() - start
 
 
-def _read(
-    arm: str, folder: Path, rows: int, prepare: Callable[[Sequence[Path]], object], seeds: Iterator[int]
-) -> float:
-    """The mean of a batch, after some others where everything is in memory."""
+def _read(arm: str, folder: Path, rows: int, state: str, seeds: Iterator[int]) -> float:
+    """The mean of a batch: of a table that was just opened, and is cold; or after some others, all in memory."""
     generator, table, seconds = torch.Generator().manual_seed(next(seeds)), _OPENED[arm](folder, rows), 0.0
+    warm(files_in(folder))
     for at in range(-_READS, _READS):
-        if at in (-_READS, 0):
-            prepare(files_in(folder))
+        if state == "cold":
+            table = _OPENED[arm](folder, rows)
+            make_cold(files_in(folder))
         numbers = torch.randint(rows, (_BATCH,), generator=generator)
         start = time.perf_counter()
         batch = table[numbers]
