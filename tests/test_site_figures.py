@@ -12,7 +12,7 @@ from bench.peers import IN_MEMORY, OURS
 from bench.report import RESULTS
 from tests.processes import ROOT
 
-GGUF = "2026-11-27-packed.json"
+GGUF = "2026-11-29-packed.json"
 # For each row of the table: the file, and the case in it.
 ROWS = {
     "in memory, time per token": ("2026-11-27-loading.json", "generate: a token"),
@@ -91,6 +91,7 @@ CAPPED, LARGER = "2026-11-27-capped.json", "2026-11-27-larger.json"
 BATCHES, LARGER_BATCHES = "2026-11-27-batches.json", "2026-11-27-larger-batches.json"
 PACKED, EXPERTS = "2026-11-27-larger-packed.json", "larger-packed, 30.7 GB of experts in FP8"
 RANKS = "2026-11-27-ranks.json"
+PACKED_NAMES, BOTH = ("0.1 GB of Q4_1", "1.1 GB of Q4_K_M"), (OURS, "llama.cpp")
 TOKEN, LARGER_FIRST = "capped, 1.5x: a token", "larger, dense: first pass"
 BATCH, EIGHT = "batches, dense, 32 tokens, 16 in flight: a batch", "larger-batches, 16 tokens, 8 in flight"
 EIGHT_MADE = "larger-batches, 16 tokens and 4 generated, 8 in flight"
@@ -195,6 +196,17 @@ SENTENCES = [
         r"Without drafts a token takes ([\d.]+ s)\. With an assistant that is right in half of the positions it is "
         r"([\d.]+ s), in 80 % of them ([\d.]+ s), in 95 % of them ([\d.]+ s)\.",
         [(DRAFTS, DRAFTED.format(0.8), "no draft"), *((DRAFTS, DRAFTED.format(right), OURS) for right in RIGHT)],
+    ),
+    (
+        "tutorials/explanation/performance.md",
+        r"SmolLM2-135M, Q4_1, in memory \| (\d+ ms) \| (\d+ ms) \| "
+        r".* \(1\.1 GB\), in memory \| (\d+ ms) \| (\d+ ms) \| "
+        r".* 1,107 MB of memory \| ([\d.]+ s) \| ([\d.]+ s) \| .* 830 MB \| ([\d.]+ s) \| killed",
+        [
+            *((GGUF, ROWS[f"in memory, {name}, time per token"][1], arm) for name in PACKED_NAMES for arm in BOTH),
+            *((GGUF, "gguf, capped: a token, 1.1 GB, Q4_K_M, in 1,107 MB", arm) for arm in BOTH),
+            (GGUF, "gguf, capped: a token, 1.1 GB, Q4_K_M, in 830 MB", OURS),
+        ],
     ),
     *(
         (
