@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from offload.cache.batches import Batches, RowDataset, order_of
 from offload.cache.columns import Ragged, sent
 from offload.cache.held import HeldStore, read_file, save_file, write_file
-from offload.cache.incoming import Field, cache_of, plain_values, rows_in_batch
+from offload.cache.incoming import cache_of, plain_values, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
 from offload.cache.indexing import grouped, groups_of, rows_of
 from offload.cache.missing import fill_missing
@@ -233,8 +233,7 @@ class TensorCache:
             >>> cache[:]
             {'id': ['a', 'b'], 'reward': tensor([0.5000, 0.0000]), 'reward.present': tensor([ True, False])}
         """
-        given = {name: Field.of(column) for name, column in (schema or {}).items()}
-        rows = rows_of_records(records, given, as_names(optional) or ())
+        rows = rows_of_records(records, schema or {}, as_names(optional) or ())
         return cache_of(rows, folder, partial(cls.create, metadata=metadata, device=device))
 
     # What it is
