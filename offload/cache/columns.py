@@ -225,10 +225,7 @@ class FixedColumn:
 
 
 def as_tensor(value: object, column: Column, path: Path) -> torch.Tensor:
-    """A plain CPU tensor of the column's dtype.
-
-    Raises: DtypeMismatchError (it has another one; lists and numbers are converted).
-    """
+    """A plain CPU tensor of the column's dtype. Raises: DtypeMismatchError."""
     try:
         if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
             for part in value:

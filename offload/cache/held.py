@@ -74,10 +74,7 @@ class HeldColumn:
         return values.pin_memory() if pinned and values.device.type == "cpu" else values
 
     def whole(self) -> torch.Tensor:
-        """All rows, contiguous, on the CPU; those of a file are mapped. `torch.save` writes them and nothing else.
-
-        Raises: as `read`.
-        """
+        """All rows, contiguous, on the CPU; those of a file are mapped. `torch.save` writes them and nothing else."""
         source = self._source()
         if isinstance(source, RowFile):
             return source.whole(len(self.tensor))

@@ -269,10 +269,7 @@ def _fitting(column: Column, value: object, number: int) -> torch.Tensor:
 def cache_of(
     rows: Incoming, folder: str | os.PathLike[str] | None, create: Callable[[Path, Mapping[str, Column]], TensorCache]
 ) -> TensorCache:
-    """A cache of incoming rows, for `from_records` and `offload.integrations.cache_from`; `create` makes it.
-
-    Raises: as `TensorCache.create`, and what the batches raise; then nothing is left in `folder`.
-    """
+    """A cache of incoming rows, for `from_records` and `offload.integrations.cache_from`; `create` makes it."""
     root = private_folder() if folder is None else absolute(folder)
     with writing(root):
         path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root

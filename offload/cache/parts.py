@@ -81,10 +81,7 @@ def read_parts(
 
 
 def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
-    """Read consecutive bytes of a file into several buffers.
-
-    Raises: as `read_parts`.
-    """
+    """Read consecutive bytes of a file into several buffers. Raises: as `read_parts`."""
     wanted = sum(map(len, into))
     try:
         done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0

@@ -169,10 +169,7 @@ class RowFile:
         return self._values(words.index_select(0, rows) if isinstance(rows, torch.Tensor) else words[rows].clone())
 
     def look(self, rows: Iterable[int]) -> None:
-        """Check that these rows are in memory; for a moment, all others are assumed to be, too.
-
-        Raises: OSError (one of them is not in memory, or not in the file; or the file is shorter than its mapping).
-        """
+        """Check that these rows are in memory; for a moment, all others are assumed to be, too. Raises: OSError."""
         mapped = self.mapped
         if mapped is not None and os.fstat(self._random).st_size < self._at(len(mapped)):
             self.mapped = None  # touching the truncated part would kill the process
@@ -348,10 +345,7 @@ def _some(rows: int | slice | torch.Tensor) -> Iterable[int]:
 
 
 def look_at(fd: int, places: Iterable[int]) -> None:
-    """Check that these bytes of a file are in memory.
-
-    Raises: OSError (one of them is not in memory, or not in the file).
-    """
+    """Check that these bytes of a file are in memory. Raises: OSError."""
     for place in places:
         if not os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT):
             raise OSError(errno.ENODATA, "the file ends before its rows")

@@ -130,10 +130,7 @@ def schema_of(columns: Mapping[str, object]) -> dict[str, Column]:
 
 
 def columns_named(columns: Iterable[str] | None, schema: Mapping[str, Column], place: object) -> list[str]:
-    """The names of some columns of the cache at a place; of all if None.
-
-    Raises: ColumnError (there is no such column).
-    """
+    """The names of some columns of the cache at a place; of all if None. Raises: ColumnError."""
     named = as_names(columns)
     for name in named or ():
         if name not in schema:
@@ -245,10 +242,7 @@ class Manifest:
 
 
 def as_json(metadata: Mapping[str, object] | None, what: str = "metadata") -> dict[str, Any]:
-    """Metadata as it comes back from JSON.
-
-    Raises: ArgumentTypeError (it is not a dict); CacheError (it can't be expressed in JSON).
-    """
+    """Metadata as it comes back from JSON. Raises: ArgumentTypeError, CacheError."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):  # a list of pairs would become one

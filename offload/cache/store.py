@@ -71,10 +71,7 @@ class Store:
 
     @classmethod
     def create(cls, folder: Path, manifest: Manifest, *, exist_ok: bool) -> Store:
-        """A new folder with empty rows; or with `exist_ok` an existing one that matches.
-
-        Raises: as `TensorCache.create`; CacheError, too, if another process is creating it.
-        """
+        """A new folder with empty rows; or with `exist_ok` an existing one that matches."""
         with writing(folder):
             create_folder(folder)
             with open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
@@ -154,10 +151,7 @@ class Store:
             yield
 
     def _settle(self) -> None:
-        """Register this writer; if it is the only one, repair what killed writers left.
-
-        Raises: CorruptFileError (a file was truncated).
-        """
+        """Register this writer; if it is the only one, repair what killed writers left. Raises: CorruptFileError."""
         is_only = flock(self._states.fd, self._states.path, wait=False)
         if is_only:
             with self._held():
@@ -183,9 +177,7 @@ class Store:
     def _rows_in(self, file: FixedColumn | HeapColumn) -> int:
         """How many rows a file has, at least.
 
-        It may lack some that were added just before a power cut: none of them was filled.
-
-        Raises: CorruptFileError (it lacks more than that).
+        It may lack some that were added just before a power cut: none of them was filled. Raises: CorruptFileError.
         """
         if file.index.has(self.num_rows):
             return self.num_rows
@@ -377,10 +369,7 @@ class Store:
             self._flush_if_due()
 
     def append(self, values: Mapping[str, object]) -> range:
-        """Write after the last row; returns the new row numbers.
-
-        Raises: as `write`.
-        """
+        """Write after the last row; returns the new row numbers. Raises: as `write`."""
         self._may_write()
         places = self.places(values)
         lacking = [name for name in self._names if name not in values]

@@ -318,7 +318,9 @@ def _rows_of_group(group: Any, columns: Columns) -> Incoming:
     if columns is None:
         found = {name: part for name, part in found.items() if _is_array(name, *part, place)}
     chosen = _chosen(found, columns, place)
-    return _rows_of_parts({name: _part_of_dataset(name, *part, place) for name, part in chosen.items()}, place)
+    return _rows_of_parts(
+        {name: _part_of_dataset(name, dataset, key, place) for name, (dataset, key) in chosen.items()}, place
+    )
 
 
 def _members(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
@@ -388,10 +390,9 @@ def _part_of_dataset(name: str, dataset: Any, key: str | None, place: str) -> Pa
     _refuse_lost(name, dataset, place)
     source, dtype = (dataset.fields(key), dataset.dtype[key]) if key else (dataset, dataset.dtype)
     shape, base = dataset.shape or (), dtype.base
-    values = h5py.check_vlen_dtype(base)
+    values = None if h5py.check_string_dtype(base) is not None else h5py.check_vlen_dtype(base)
     if values is None:
-        is_text = h5py.check_string_dtype(base) is not None
-        column = JSON if is_text else (_dtype_of(name, base, place), (*shape[1:], *dtype.shape))
+        column = JSON if base.kind in "SO" else (_dtype_of(name, base, place), (*shape[1:], *dtype.shape))
         return Part(column, shape, lambda rows: _values_of(source[rows]), dataset.nbytes)
     if shape[1:] or dtype.shape:
         raise CacheError(f"{name!r} in {place} has several variable-length values per row: leave it out with columns=")

@@ -439,18 +439,11 @@ def _laid_out(td: Any, folder: Path) -> list[tuple[torch.Tensor, str]]:
 
 
 def _fill(files: Sequence[tuple[torch.Tensor, str]], threads: int) -> None:
-    with progress_in_bytes(sum(tensor.nbytes for tensor, _ in files), "saving") as advance:
-        if threads <= 1:
-            for tensor, path in files:
-                advance(_write(tensor, path))
-            return
-        with ThreadPoolExecutor(threads, "offload-save") as pool:
-            try:
-                for nbytes in pool.map(_write, *zip(*files, strict=True)):
-                    advance(nbytes)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+    total = sum(tensor.nbytes for tensor, _ in files)
+    with progress_in_bytes(total, "saving") as advance, ThreadPoolExecutor(max(threads, 1), "offload-save") as pool:
+        with closing(pool.map(_write, *zip(*files, strict=True)) if files else iter(())) as written:
+            for nbytes in written:
+                advance(nbytes)
 
 
 def _write(tensor: torch.Tensor, path: str) -> int:

@@ -38,8 +38,8 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TensorCach
             yield made
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 50])
-@pytest.mark.parametrize("size", [1, 5, N, 100])
+@pytest.mark.parametrize("prefetch", [0, 2, 50])
+@pytest.mark.parametrize("size", [1, 5, 100])
 def test_a_number_gives_all_rows_in_order(cache: TensorCache, size: int, prefetch: int) -> None:
     batches = list(cache.batches(size, prefetch=prefetch))
 
