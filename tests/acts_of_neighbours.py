@@ -249,9 +249,6 @@ OTHERS = {
     "quantize_": Act(layers, quantized, runs, crashes=FAULTS),
     "load_memmap": Act(memmapped, entries, crashes=FAULTS),
     "save_memmap": Act(lambda at: at, lambda at: save_numbered(at, 1), either_numbered, crashes=KILLED, codes=CODES),
-    "save_memmap, over another": Act(
-        begun_numbered, lambda at: save_numbered(at, 1), either_numbered, crashes=KILLED, codes=CODES
-    ),
     "memmap_like": Act(lambda folder: folder, like, crashes=FILES, codes=CODES),
     "load_memmap, written through": Act(begun_numbered, write_through, either_numbered, crashes=FAULTS, codes=CODES),
     "cache_from a folder": Act(

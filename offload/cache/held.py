@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from offload.cache.indexing import Numbers, Out, Rows
-from offload.cache.parts import Descriptors
-from offload.cache.rowfile import RowFile
+from offload.cache.rowfile import Descriptors, RowFile
 from offload.cache.schema import Column, Manifest, columns_named, schema_of
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.errors import (
@@ -62,16 +61,15 @@ class HeldColumn:
         self._rows: RowFile | torch.Tensor | None = None  # where rows are read from: the file, or its mapping
         self._of: TensorFile | None = None  # the file that `_rows` belongs to
 
-    def read(self, rows: Rows, *, pinned: bool = False) -> torch.Tensor:
+    def read(self, rows: Rows) -> torch.Tensor:
         """(rows, *row_shape): on the tensor's device; for a file, on the CPU.
 
         Raises: MissingFileError, ChangedFileError, CorruptFileError.
         """
         source = self._source()
         if isinstance(source, RowFile):
-            return source.read(rows, pinned=pinned)
-        values = source[torch.from_numpy(rows.numbers).to(source.device)]
-        return values.pin_memory() if pinned and values.device.type == "cpu" else values
+            return source.read(rows)
+        return source[torch.from_numpy(rows.numbers).to(source.device)]
 
     def whole(self) -> torch.Tensor:
         """All rows, contiguous, on the CPU; those of a file are mapped. `torch.save` writes them and nothing else."""
@@ -184,9 +182,9 @@ class HeldStore:
         tensor = self._columns[name].tensor
         return tensor.to(device) if is_offloaded(tensor) else tensor
 
-    def read(self, rows: Rows, columns: Iterable[str] | None, *, out: Out, pinned: bool, **_: object) -> dict[str, Any]:
+    def read(self, rows: Rows, columns: Iterable[str] | None, *, out: Out, **_: object) -> dict[str, Any]:
         """Like `Store.read`; no rows are missing here."""
-        found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
+        found = {name: self._columns[name].read(rows) for name in self.names(columns)}
         return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
 
     def taken(self, *_: object) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.parts import opened
+from offload.cache.rowfile import opened
 from offload.errors import CacheError, ChangedFileError, CorruptFileError
 from offload.storage.replacing import put_file
 from offload.storage.write import refuse_foreign

@@ -29,8 +29,7 @@ import torch
 
 from offload.cache.columns import FixedColumn, HeapColumn
 from offload.cache.indexing import Numbers, Out, Rows, last_of_each, plain_of, rows_of
-from offload.cache.parts import opened
-from offload.cache.rowfile import Watch
+from offload.cache.rowfile import Watch, opened
 from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest, columns_named
 from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
@@ -136,7 +135,8 @@ class Store:
                     self._files[name].index.refuse_another(self._states.filled(self._places[name]))
                     self._rows_in(self._files[name])
             self._rowfiles = {name: file.rowfile for name, file in self._files.items() if isinstance(file, FixedColumn)}
-            self._watch = Watch(self._states, (file.descriptors for file in self._files.values()))
+            files = [{self._states.path: self._states.fd}, *(file.descriptors for file in self._files.values())]
+            self._watch = Watch(files, self._states.refuse_cut)
             if writes:
                 self._settle()
         except BaseException:
@@ -287,9 +287,7 @@ class Store:
             return None
         return found if self._states.changes == changes and self._states.counts[2] == count else None
 
-    def read(
-        self, rows: Rows, columns: Iterable[str] | None, *, missing: str, out: Out, pinned: bool
-    ) -> dict[str, Any]:
+    def read(self, rows: Rows, columns: Iterable[str] | None, *, missing: str, out: Out) -> dict[str, Any]:
         """Rows of some columns, consistent: a concurrent write is seen completely or not at all.
 
         Raises: MissingRowsError, CorruptFileError.
@@ -310,7 +308,7 @@ class Store:
                 found = {}
                 for at, name in enumerate(self._names[place] for place in places):
                     cells = None if filled is None else filled[:, at]
-                    found[name] = self._files[name].read(rows, cells, (out or {}).get(name), pinned=pinned)
+                    found[name] = self._files[name].read(rows, cells, (out or {}).get(name))
             except CorruptFileError:  # or a concurrent write was read halfway
                 if self._are_still(rows, places, before, changes):
                     raise

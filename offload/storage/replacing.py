@@ -142,19 +142,18 @@ def refuse_filled(path: Path) -> None:
 
 
 @contextmanager
-def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], object] = refuse_filled) -> Iterator[Path]:
-    """A new folder beside `path` that replaces it if the block succeeds, and is removed if not.
+def replacing_folder(path: Path, size: int = 0) -> Iterator[Path]:
+    """A new folder that is put at `path` if the block succeeds, and is removed if not.
 
-    What is there is replaced in one step where the system can do that; `refuse` checks it before and after the block.
-    Raises `ForeignFileError` if it must not be replaced; `WriteError`.
+    Raises `ForeignFileError` if something other than an empty folder is there, before or after; `WriteError`.
     """
-    refuse(path)
+    refuse_filled(path)
     made_folder(path.parent, size)
     with replacing_all([path], size) as new:
         new[path].mkdir()
         yield new[path]
         sync_folder(new[path])
-        refuse(path)
+        refuse_filled(path)
 
 
 def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) -> None:

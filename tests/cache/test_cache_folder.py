@@ -214,11 +214,6 @@ def test_an_existing_cache_that_differs_is_refused_and_left_alone(folder, schema
     TensorCache.open(folder, "r+").close()  # nothing else has it open
 
 
-def test_a_cache_that_may_exist_is_created_if_it_does_not(tmp_path):
-    with TensorCache.create(tmp_path / "new", {"x": (torch.int64, ())}, 2, exist_ok=True) as cache:
-        assert [0, 1] == cache.missing_rows().tolist()
-
-
 def test_one_of_several_processes_creates_a_cache_and_the_others_open_it(tmp_path):
     def make(number):
         with TensorCache.create(tmp_path / "new", {"x": (torch.int64, ())}, 6, exist_ok=True) as cache:
@@ -335,7 +330,7 @@ def test_rows_that_were_never_filled_are_cut_off_at_closing(folder):
     assert 8 == len(TensorCache.open(folder))
 
 
-@pytest.mark.parametrize("times", [1, 127, 128])
+@pytest.mark.parametrize("times", [1, 128])
 def test_an_appended_row_that_is_written_again_when_its_writer_is_killed_stays_a_row(tmp_path, times):
     TensorCache.create(tmp_path, {"x": (torch.int64, ())}).close()
 
@@ -351,18 +346,6 @@ def test_an_appended_row_that_is_written_again_when_its_writer_is_killed_stays_a
 
     with TensorCache.open(tmp_path, "r+") as cache:
         assert (3, [1, 2]) == (len(cache), cache.missing_rows().tolist())
-
-
-@pytest.mark.timeout(20)
-def test_a_closed_cache_can_be_opened_for_writing_while_the_old_object_lives(tmp_path):
-    with TensorCache.create(tmp_path, {"x": (torch.float32, ())}, 2) as old:
-        old[0] = {"x": torch.tensor(1.0)}
-
-    with TensorCache.open(tmp_path, "r+") as cache:
-        cache[1] = {"x": torch.tensor(2.0)}
-
-    assert "closed" in repr(old)
-    assert [1.0, 2.0] == TensorCache.open(tmp_path)[:]["x"].tolist()
 
 
 def test_a_cache_is_written_to_only_when_it_is_opened_for_that(folder):

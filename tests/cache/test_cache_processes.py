@@ -159,7 +159,7 @@ def test_a_reader_survives_rows_that_were_cut_off(tmp_path):
     assert 0 == len(TensorCache.open(tmp_path))
 
     def look():
-        options = {"missing": "zeros", "out": None, "pinned": False}
+        options = {"missing": "zeros", "out": None}
         assert not reader.read(rows, None, **options)["x"].any()
 
     assert in_fork(look)

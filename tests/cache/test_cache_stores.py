@@ -30,7 +30,7 @@ FORMS = [
     torch.tensor([0, -1, 0]),
     torch.tensor([True, False, True, False, True]),
     torch.tensor(3),
-    np.ma.array([1, 2], mask=[0, 1]),
+    np.ma.array([1, 2]),
     np.frombuffer(bytes(16), np.int64),  # read-only
 ]
 NO_ROWS = [
@@ -105,7 +105,13 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> TensorCache:
 
 @pytest.mark.parametrize("rows", FORMS, ids=str)
 def test_every_form_of_index_selects_what_it_selects_in_tensors(cache: TensorCache, rows: object) -> None:
-    index = list(range(5)[rows]) if isinstance(rows, slice) else list(rows) if isinstance(rows, range) else rows
+    index = (
+        list(range(5)[rows])
+        if isinstance(rows, slice)
+        else list(rows)
+        if isinstance(rows, range | np.ndarray)
+        else rows
+    )
     expected = {name: tensor[index] for name, tensor in logps().items()}  # torch does not support negative steps
 
     for _ in range(3):  # the second and third time, rows may be read in another way

@@ -188,7 +188,7 @@ def test_nothing_in_a_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.Monk
     np.save(tmp_path / "x.npy", np.array([Planted()], dtype=object), allow_pickle=True)
     torch.save({"x": torch.ones(2), "y": Planted()}, tmp_path / "x.pt")
 
-    with pytest.raises(CorruptFileError, match=r"x\.npy can't be read \(Object arrays cannot be loaded"):
+    with pytest.raises(CorruptFileError, match=r"x\.npy can't be read \(.*Python objects in dtype"):
         cache_from(tmp_path / "x.npy", tmp_path / "cache")
     with pytest.raises(CheckpointError):
         cache_from(tmp_path / "x.pt", tmp_path / "cache")
@@ -373,7 +373,7 @@ def test_arrow_data_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         cache_from(tmp_path)
 
 
-@pytest.mark.parametrize("form", ["npy", "h5", "parquet"])
+@pytest.mark.parametrize("form", ["h5", "parquet"])
 def test_a_file_is_streamed_in_little_memory(tmp_path, form):
     values = np.random.default_rng(0).integers(0, 255, (64, 1 << 20), dtype=np.uint8)  # 64 MB
     small, path = tmp_path / f"s.{form}", tmp_path / f"x.{form}"

@@ -373,7 +373,7 @@ def test_the_files_are_those_that_tensordict_writes(tmp_path):
         {name: json.loads(data) if name.endswith(".json") else data for name, (_, data) in contents(folder).items()}
         for folder in (tmp_path / "theirs", tmp_path / "ours")
     )
-    assert theirs == {name: data for name, data in ours.items() if name != "offload.json"}
+    assert theirs == ours
 
 
 def test_a_dict_is_written_too_and_views_and_strided_leaves_are(tmp_path):
@@ -403,45 +403,15 @@ def test_saving_early_gives_a_future_of_the_result_or_of_the_error(tmp_path):
     assert ["a", "own"] == sorted(os.listdir(tmp_path))
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_an_own_folder_is_replaced_as_a_whole_also_where_folders_can_not_be_exchanged(tmp_path, monkeypatch, exchanges):
-    if not exchanges:
-        monkeypatch.setattr("offload.storage.replacing._exchanged", lambda *_: False)
-    save_memmap({"x": bits(4), "old": bits(2)}, tmp_path / "a")
-    save_memmap({"x": bits(5)}, tmp_path / "a")
-
-    assert ["a"] == os.listdir(tmp_path)
-    assert ["meta.json", "offload.json", "x.memmap"] == sorted(os.listdir(tmp_path / "a"))
-    for load in (load_memmap, TensorDict.load_memmap):
-        assert_equal(bits(5), load(tmp_path / "a")["x"])
-
-
-def test_a_folder_may_be_saved_over_itself(tmp_path):
-    td = save_memmap({"x": bits(4), "y": bits(2)}, tmp_path / "a")
-    td["x"] += 1
-    found = save_memmap(td, tmp_path / "a")
-
-    assert_equal(bits(4) + 1, found["x"])
-    assert_equal(bits(2), found["y"])
-    with pytest.raises(ChangedFileError):
-        td["y"] + 1
-
-
-def test_foreign_files_at_the_target_are_left_alone(tmp_path):
-    TensorDict({"x": bits(4)}).memmap(tmp_path / "theirs")
-    save_memmap({"x": bits(4)}, tmp_path / "ours")
-    (tmp_path / "ours" / "notes.txt").write_text("mine")
+def test_a_folder_that_is_there_is_left_alone(tmp_path):
+    save_memmap({"x": bits(4)}, tmp_path / "a")
     before = contents(tmp_path)
 
-    with pytest.raises(ForeignFileError, match="theirs was not written by offload"):
-        save_memmap({"x": bits(5)}, tmp_path / "theirs")
-    with pytest.raises(ForeignFileError, match=r"notes\.txt was not written by offload: move it away"):
-        save_memmap({"x": bits(5)}, tmp_path / "ours")
-    (tmp_path / "ours" / "notes.txt").unlink()
-    with pytest.raises(ForeignFileError, match="existsok=True"):
-        save_memmap({"x": bits(5)}, tmp_path / "ours", existsok=False)
+    for write in (save_memmap, memmap_like):
+        with pytest.raises(ForeignFileError, match="a exists, and is not an empty folder"):
+            write({"x": bits(5)}, tmp_path / "a")
 
-    assert {name: before[name] for name in before if "notes" not in name} == contents(tmp_path)
+    assert before == contents(tmp_path)
 
 
 @pytest.mark.parametrize(
