@@ -337,21 +337,10 @@ def test_entries_that_another_process_added_or_removed_are_taken_over(tmp_path):
     assert_same(TensorDict.load_memmap(tmp_path), found)
 
 
-def test_values_of_a_folder_go_into_tensors_that_are_there(tmp_path):
-    TensorDict({"x": bits(4)}).memmap(tmp_path / "a")
-    here = TensorDict({"x": OffloadedTensor.empty((4,), name="x", offload_dir=tmp_path)})
-    x = here["x"]
-    here.update_(load_memmap(tmp_path / "a"))
-
-    assert here["x"] is x
-    assert_equal(bits(4), x)
-
-
 # A folder of ours, opened by tensordict
 
 
-@pytest.mark.parametrize("threads", [0, 4])
-@pytest.mark.parametrize("where", ["plain", "offloaded"])
+@pytest.mark.parametrize(("where", "threads"), [("plain", 0), ("offloaded", 4)])
 def test_a_folder_written_here_opens_in_tensordict(tmp_path, where, threads):
     td = rich()
     td.memmap(tmp_path / "theirs")
