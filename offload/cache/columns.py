@@ -79,10 +79,7 @@ class FixedColumn:
 
     @staticmethod
     def create(folder: Path, column: Column, rows: int) -> None:
-        """A file whose rows read as zeros; takes disk space for its header only. Durable with the first row.
-
-        Raises: ForeignFileError (there is a file that offload did not write); WriteError.
-        """
+        """A file whose rows read as zeros; takes disk space for its header only. Durable with the first row."""
         path = folder / file_name(column.name)
         refuse_foreign(path)
         put_file(path, _head(column, rows), _start(column) + rows * column.row_bytes, durable=False)
@@ -182,10 +179,7 @@ class FixedColumn:
         return self.nbytes(len(rows))
 
     def read(self, rows: Rows, filled: Filled, out: torch.Tensor | None = None) -> torch.Tensor:
-        """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled` (None if all are).
-
-        Raises: CorruptFileError; ShapeMismatchError (`out` has another shape).
-        """
+        """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled` (None if all are)."""
         if out is not None:
             self._refuse_other(out, (rows.count, *self.column.row_shape))
         if filled is None:

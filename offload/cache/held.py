@@ -62,10 +62,7 @@ class HeldColumn:
         self._of: TensorFile | None = None  # the file that `_rows` belongs to
 
     def read(self, rows: Rows) -> torch.Tensor:
-        """(rows, *row_shape): on the tensor's device; for a file, on the CPU.
-
-        Raises: MissingFileError, ChangedFileError, CorruptFileError.
-        """
+        """(rows, *row_shape): on the tensor's device; for a file, on the CPU."""
         source = self._source()
         if isinstance(source, RowFile):
             return source.read(rows)
@@ -100,10 +97,7 @@ class HeldColumn:
         return self._rows
 
     def open(self, opened: dict[TensorFile, Descriptors]) -> None:
-        """Keep its file open from now on, if there is one; `opened` are those of other columns, and this one is added.
-
-        Raises: MissingFileError, ChangedFileError, CorruptFileError, ReadError.
-        """
+        """Keep its file open from now on, if there is one; `opened` are those of other columns, and this one is added."""
         if not is_offloaded(self.tensor):
             return
         tensor: OffloadedTensor = self.tensor
@@ -224,10 +218,7 @@ def _into(out: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def read_file(path: Path) -> HeldStore:
-    """The tensors in a file of any origin, in place, with the metadata that `write_file` wrote.
-
-    Raises: MissingFileError, CorruptFileError, CheckpointError; CacheError (they are not columns of the same length).
-    """
+    """The tensors in a file of any origin, in place, with the metadata that `write_file` wrote."""
     found = open_checkpoint(path)
     handles = [(value.handle(name), CPU) for name, value in found.items()]
     tensors: dict[str, torch.Tensor] = dict(zip(found, wrap_handles(handles), strict=True))
@@ -246,10 +237,7 @@ def write_file(
     blocks: Mapping[str, Iterable[torch.Tensor]],
     metadata: Mapping[str, object],
 ) -> None:
-    """Put a safetensors file of columns at `path`, atomically. `blocks`: by column, its rows in order.
-
-    Raises: ForeignFileError (there is a file that offload did not write); WriteError.
-    """
+    """Put a safetensors file of columns at `path`, atomically. `blocks`: by column, its rows in order."""
     by_size = sorted(columns, key=lambda name: -columns[name].dtype.itemsize)  # keeps every element aligned
     layouts = {name: contiguous(columns[name].dtype, (num_rows, *columns[name].row_shape)) for name in by_size}
     notes = {_NOTE: _notes(columns, metadata)}
@@ -262,7 +250,6 @@ def save_file(
     """Put a file of `torch.save` at `path`, atomically.
 
     `columns` are plain tensors that cover their storages; it is left before the file is there.
-    Raises: as `write_file`, and what `columns` raises.
     """
     refuse_foreign(path)
     with replacing(path) as new, columns as tensors, open(new.fd, "r+b", closefd=False) as file:

@@ -69,10 +69,7 @@ def rows_in_batch(nbytes: Iterable[int]) -> int:
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
-    """Values by column, as users write them, with plain tensors: neither offloaded nor nested.
-
-    Raises: CacheError (it is not a mapping); UnknownSubclassError, UnsupportedOpError (a tensor can't be stored).
-    """
+    """Values by column, as users write them, with plain tensors: neither offloaded nor nested."""
     if not isinstance(values, Mapping):
         raise CacheError(f"rows are given by column, not as a {type(values).__name__}: cache[rows] = {{name: values}}")
     plain: dict[str, Any] = dict(values)
@@ -124,10 +121,7 @@ def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def fields_of(record: object) -> dict[str, Any]:
-    """Its fields by name; those of a nested record as `outer.inner`. A dict without tensors is a value.
-
-    Raises: CacheError (it is not a record); UnsupportedOpError, UnknownSubclassError (a tensor can't be stored).
-    """
+    """Its fields by name; those of a nested record as `outer.inner`. A dict without tensors is a value."""
     found: dict[str, Any] = {}
     for name, value in _items(record):
         if _is_record(value):

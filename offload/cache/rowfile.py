@@ -102,10 +102,7 @@ class RowFile:
         writes: bool = False,
         files: Descriptors | None = None,
     ) -> None:
-        """`files`: the descriptors, if it is open.
-
-        Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError.
-        """
+        """`files`: the descriptors, if it is open."""
         files = files or Descriptors.opened(path, writes=writes)
         self.path = path
         self._start = start
@@ -133,10 +130,7 @@ class RowFile:
             self._give_to_disk(at, write_all(self.fd, data[begin * self._size : end * self._size], at))
 
     def read(self, rows: Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows in any order: (rows, *row_shape), plain, on the CPU; `out`, if given, must be contiguous.
-
-        Raises: CorruptFileError (the file is truncated); ReadError (the disk failed).
-        """
+        """Rows in any order: (rows, *row_shape), plain, on the CPU; `out`, if given, must be contiguous."""
         mapped = self.mapped  # another thread may change it meanwhile
         if mapped is not None and rows.last < mapped.size(0) and time.monotonic() < self.in_memory_until:
             return self._taken(mapped, rows, out)
@@ -178,10 +172,7 @@ class RowFile:
         return size_of(self.fd, self.path)
 
     def whole(self, count: int) -> torch.Tensor:
-        """The first rows, (count, *row_shape), over a mapping of their own, for code that goes through them once.
-
-        Raises: CorruptFileError (the file is truncated); ReadError.
-        """
+        """The first rows, (count, *row_shape), over a mapping of their own, for code that goes through them once."""
         shape, nbytes = (count, *self._row_shape), count * self._size
         if not nbytes:
             return torch.empty(shape, dtype=self._dtype, device="cpu")
@@ -400,10 +391,7 @@ def runs_of(rows: Numbers) -> Iterable[tuple[int, int, int]]:
 def read_parts(
     fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview, *, announce: bool = True
 ) -> None:
-    """Read parts of a file to places in memory: all are announced, then read in order, with small gaps between them.
-
-    Raises: CorruptFileError (the file ends too early); ReadError.
-    """
+    """Read parts of a file to places in memory: all are announced, then read in order, with small gaps between them."""
     order = np.flatnonzero(sizes)
     order = order[np.argsort(starts[order], kind="stable")]
     starts, sizes, places = starts[order], sizes[order], places[order]
@@ -465,10 +453,7 @@ def size_of(fd: int, path: Path) -> int:
 
 
 def opened(path: Path, flags: int, what: str = "a file of the cache") -> Descriptor:
-    """A regular file of a cache, opened; a symlink is followed to read, never to write.
-
-    Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError.
-    """
+    """A regular file of a cache, opened; a symlink is followed to read, never to write."""
     try:
         return open_regular(path, flags)
     except MissingFileError as error:

@@ -63,10 +63,7 @@ class States:
     """
 
     def __init__(self, folder: Path, columns: int, rows: int, *, writes: bool) -> None:
-        """With this many rows, or more.
-
-        Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError; CacheError (it is of another version).
-        """
+        """With this many rows, or more."""
         self.path = folder / FILE
         self._columns = columns
         self._least_rows = rows

@@ -288,10 +288,7 @@ class Store:
         return found if self._states.changes == changes and self._states.counts[2] == count else None
 
     def read(self, rows: Rows, columns: Iterable[str] | None, *, missing: str, out: Out) -> dict[str, Any]:
-        """Rows of some columns, consistent: a concurrent write is seen completely or not at all.
-
-        Raises: MissingRowsError, CorruptFileError.
-        """
+        """Rows of some columns, consistent: a concurrent write is seen completely or not at all."""
         if missing not in ("error", "zeros"):
             raise CacheError(f"unknown missing={missing!r}: use 'error' or 'zeros'")
         places = self.places(columns)
@@ -319,10 +316,7 @@ class Store:
 
     @contextmanager
     def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """Columns of fixed-size rows, mapped, to be gone through once.
-
-        Raises: MissingRowsError, CorruptFileError; CacheError (at the end, if rows were rewritten meanwhile).
-        """
+        """Columns of fixed-size rows, mapped, to be gone through once."""
         places, rows = self.places(columns), Rows.run(0, self.num_rows)
         self.flush_own()
         with self._held(shared=True):
@@ -417,10 +411,7 @@ class Store:
             self.flush_own()
 
     def flush(self) -> None:
-        """Put everything written, also through tensors, on the disk, and mark the rows as filled.
-
-        Raises: WriteError, MissingFileError, ChangedFileError (rows written since the last flush are missing).
-        """
+        """Put everything written, also through tensors, on the disk, and mark the rows as filled."""
         self._may_write()
         with self._flushing:
             self._flush(self._names)
@@ -451,10 +442,7 @@ class Store:
             log.debug("%s: %d rows are on the disk", self.folder, sum(len(rows) for rows, *_ in written))
 
     def close(self) -> None:
-        """Flush, release the files and, if no other process writes, record how many rows there are.
-
-        Raises: WriteError, MissingFileError, ChangedFileError (rows written since the last flush are missing).
-        """
+        """Flush, release the files and, if no other process writes, record how many rows there are."""
         if self.is_closed:
             return
         self.is_closed = True

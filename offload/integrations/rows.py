@@ -390,9 +390,10 @@ def _part_of_dataset(name: str, dataset: Any, key: str | None, place: str) -> Pa
     _refuse_lost(name, dataset, place)
     source, dtype = (dataset.fields(key), dataset.dtype[key]) if key else (dataset, dataset.dtype)
     shape, base = dataset.shape or (), dtype.base
-    values = None if h5py.check_string_dtype(base) is not None else h5py.check_vlen_dtype(base)
+    is_text = h5py.check_string_dtype(base) is not None
+    values = None if is_text else h5py.check_vlen_dtype(base)
     if values is None:
-        column = JSON if base.kind in "SO" else (_dtype_of(name, base, place), (*shape[1:], *dtype.shape))
+        column = JSON if is_text else (_dtype_of(name, base, place), (*shape[1:], *dtype.shape))
         return Part(column, shape, lambda rows: _values_of(source[rows]), dataset.nbytes)
     if shape[1:] or dtype.shape:
         raise CacheError(f"{name!r} in {place} has several variable-length values per row: leave it out with columns=")

@@ -22,27 +22,6 @@ from tests.page_cache import needs_page_cache
 
 SIZE = 10
 DTYPES = sorted(set(_NAMED.values()), key=str)
-FORMS = {
-    "int": 3,
-    "negative int": -1,
-    "0-d tensor": torch.tensor(4),
-    "numpy int": np.int32(2),
-    "slice": slice(2, 7),
-    "slice with steps": slice(1, None, 3),
-    "slice from the end": slice(-4, -1),
-    "slice beyond the end": slice(8, 100),
-    "empty slice": slice(5, 5),
-    "all": slice(None),
-    "list": [7, 1, 4],
-    "list with repeats and negatives": [3, 3, -1, 0, -10, 9],
-    "empty list": [],
-    "list of bools": [True, False] * 5,
-    "int64 tensor": torch.tensor([9, 0, 5, 5]),
-    "int32 tensor": torch.tensor([2, 3, 4], dtype=torch.int32),
-    "empty tensor": torch.empty(0, dtype=torch.int64),
-    "mask": torch.arange(SIZE) % 3 == 0,
-    "empty mask": torch.zeros(SIZE, dtype=torch.bool),
-}
 
 
 def cache_of(folder, columns, num_rows=0, **options):
@@ -68,22 +47,6 @@ def filled(tmp_path):
     with cache_of(tmp_path, {"x": (torch.float32, (3,))}, SIZE) as cache:
         cache[:] = {"x": values}
         yield cache, values
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_that_are_read_and_written_are_those_of_the_plain_tensor(filled, form):
-    cache, values = filled
-    expected = values.clone()
-    new = torch.randn_like(expected[FORMS[form]])
-    if "repeats" not in form:
-        expected[FORMS[form]] = new
-        cache[FORMS[form]] = {"x": new}
-
-    found = cache[FORMS[form]]["x"]
-
-    assert expected[FORMS[form]].shape == found.shape
-    assert torch.equal(expected[FORMS[form]], found)
-    assert torch.equal(expected, cache[:]["x"])
 
 
 @pytest.mark.parametrize("make", [torch.arange, np.arange])

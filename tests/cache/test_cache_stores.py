@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,16 +104,27 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> TensorCache:
     return KINDS[request.param](tmp_path, logps())
 
 
+def as_torch_takes_it(rows: Any) -> Any:
+    """The same index for a tensor of five rows: torch does not support negative steps."""
+    if isinstance(rows, slice):
+        return list(range(5)[rows])
+    return list(rows) if isinstance(rows, range | np.ndarray) else rows
+
+
+@pytest.mark.parametrize("rows", FORMS, ids=str)
+def test_every_form_of_index_writes_what_it_writes_to_tensors(tmp_path: Path, rows: object) -> None:
+    cache, expected = folder_of(tmp_path, logps()), logps()["hidden"]
+    new = expected[as_torch_takes_it(rows)] + 1
+    expected[as_torch_takes_it(rows)] = new
+
+    cache[rows] = {"hidden": new}
+
+    assert torch.equal(expected, cache[:]["hidden"])
+
+
 @pytest.mark.parametrize("rows", FORMS, ids=str)
 def test_every_form_of_index_selects_what_it_selects_in_tensors(cache: TensorCache, rows: object) -> None:
-    index = (
-        list(range(5)[rows])
-        if isinstance(rows, slice)
-        else list(rows)
-        if isinstance(rows, range | np.ndarray)
-        else rows
-    )
-    expected = {name: tensor[index] for name, tensor in logps().items()}  # torch does not support negative steps
+    expected = {name: tensor[as_torch_takes_it(rows)] for name, tensor in logps().items()}
 
     for _ in range(3):  # the second and third time, rows may be read in another way
         batch = cache[rows]

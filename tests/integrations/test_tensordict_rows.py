@@ -108,6 +108,10 @@ def test_hdf5_entries_that_are_not_arrays_are_skipped_by_name(tmp_path: Path, ca
     assert all(f"'{name}'" in caplog.text for name in ("version", "nothing", "to", "opaque"))
     with pytest.raises(OffloadError, match="'version': a single value"):
         cache_from(tmp_path / "x.h5", columns=["x", "version"])
+    with pytest.raises(OffloadError, match=r"'to' in .* is of dtype object, neither torch's nor text"):
+        cache_from(tmp_path / "x.h5", columns=["x", "to"])
+    with pytest.raises(OffloadError, match="'nothing': a single value"):
+        cache_from(tmp_path / "x.h5", columns=["x", "nothing"])
 
 
 def test_a_folder_to_be_filled_takes_no_disk_for_what_is_not(tmp_path: Path) -> None:
