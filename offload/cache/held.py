@@ -97,7 +97,7 @@ class HeldColumn:
         return self._rows
 
     def open(self, opened: dict[TensorFile, Descriptors]) -> None:
-        """Keep its file open from now on, if there is one; `opened` are those of other columns, and this one is added."""
+        """Keep its file open from now on, if there is one; `opened` are those of other columns, and this is added."""
         if not is_offloaded(self.tensor):
             return
         tensor: OffloadedTensor = self.tensor
