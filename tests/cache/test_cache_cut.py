@@ -234,6 +234,7 @@ def test_values_that_one_writes_and_another_finds_cut_are_not_written_over(folde
     os.truncate(folder / "t.values", before)
 
     assert refused(other.__setitem__, [5], {"t": values([5])["t"]})
+    assert refused(TensorCache.open, folder, "r+")
     assert before == (folder / "t.values").stat().st_size
     assert refused(one.flush)
     assert [0] == TensorCache.open(folder).missing_rows(["t"]).tolist()
