@@ -200,6 +200,7 @@ def save_numbered(folder: Path, number: int) -> int:
     from offload.integrations.tensordict import save_memmap
 
     values = torch.full((number % 7 + 1,), float(number))
+    shutil.rmtree(folder / "data", ignore_errors=True)  # complete, if the error came afterwards
     save_memmap({"a": values, "number": NonTensorData(number), "z": torch.tensor(number)}, folder / "data")
     return numbered(folder)
 
@@ -232,6 +233,7 @@ def save_rows(folder: Path) -> Path:
 def like(folder: Path) -> None:
     from offload.integrations.tensordict import memmap_like
 
+    shutil.rmtree(folder / "data", ignore_errors=True)
     memmap_like(rows(), folder / "data")
 
 
