@@ -204,6 +204,8 @@ def test_values_that_cannot_be_kept_are_refused(tmp_path):
         cache_from(tmp_path / "x.safetensors")
     with pytest.raises(CacheError, match="'when' in the array is of dtype datetime64"):
         cache_from(np.zeros(2, dtype=[("when", "M8[s]")]))
+    with pytest.raises(CacheError, match=r"differ in length \(there are none\)"):
+        cache_from({})
     with pytest.raises(CacheError, match="no rows can be read from int"):
         cache_from(3)
     (tmp_path / "text").write_text("hello, this is no file of tensors")
