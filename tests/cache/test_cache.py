@@ -246,6 +246,9 @@ def test_rows_that_are_not_filled_are_named(tmp_path):
         cache.require_complete()
     with pytest.raises(LookupError, match=r"2 of the requested rows .*: 8, 3\. Write them first, or read"):
         cache[[4, 8, 3]]
+    for rows in ([-1, 4], range(4, 2, -1), torch.arange(9) > 3):
+        with pytest.raises(MissingRowsError):
+            cache[rows]
     assert [44, 0] == cache.get([4, 8], missing="zeros")["x"].tolist()
     assert [0, 1, 2, 3, 5, 6, 7, 8] == cache.missing_rows().tolist()
     cache[:] = {"x": torch.arange(9)}
