@@ -106,6 +106,7 @@ BROKEN = {
     ),
     "old states": (lambda f: counted_as(f, 1), CacheError, "rows.state is of version 1, and this .* reads version 3"),
     "kind": (lambda f: edited(f, columns={"x": {"kind": "y"}}), CorruptFileError, "column 'x' is described as"),
+    "another kind": (lambda f: declared(f, kind="y"), CorruptFileError, "column 'x' is described as"),
     "no name": (lambda f: edited(f, columns={"": {"kind": "json"}}), CorruptFileError, "can't be called ''"),
     "too large": (lambda f: declared(f, row_shape=[1 << 62, 9]), CorruptFileError, "larger than any file"),
     "another dtype": (lambda f: declared(f, dtype="int32"), CorruptFileError, OTHER_ROWS),

@@ -207,6 +207,7 @@ def test_other_values_are_refused_and_nothing_is_written(cache: TensorCache) -> 
         (torch.full((1, VOCAB), torch.nan), CacheError, "there is nan"),
         (torch.full((1, VOCAB), -torch.inf), CacheError, "there is nan"),
         ([1, 2], DtypeMismatchError, "not a list"),
+        ((ids, logps, logps), DtypeMismatchError, "not a tuple"),
         ((ids > 3, logps), DtypeMismatchError, "integers and floats"),
         ((ids.expand(2, K), logps.expand(2, K)), ShapeMismatchError, "1 rows have the shape"),
     ]:
