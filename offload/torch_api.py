@@ -221,7 +221,6 @@ rebuild_from_type = _for(_PICKLED, lambda: torch._tensor._rebuild_from_type_v2)
 _TENSORDICT = "opening a folder of tensordict's"
 active_fake_mode = _for(_TENSORDICT, lambda: torch._guards.active_fake_mode)
 FakeTensorMode: Any = _for(_TENSORDICT, lambda: torch._subclasses.FakeTensorMode)
-nested_view_from_buffer = _for(_TENSORDICT, lambda: torch._nested_view_from_buffer)
 
 tensor_text: Any = _for("printing an offloaded tensor", lambda: torch._tensor_str._str)  # as repr
 

@@ -1,6 +1,6 @@
 """Acts on a cache: each row is old, new, or missing if it was being written; and the cache goes on.
 
-Part of the table in `tests/acts.py`. `tests/cache/test_cache_crash.py` kills writers.
+Part of the table in `tests/acts.py`. `tests/cache/test_cache_crash.py` kills writers at random moments.
 """
 
 from __future__ import annotations
@@ -137,6 +137,16 @@ def append(cache: TensorCache, *counts: int) -> None:
     cache.flush()
 
 
+def write(folder: Path) -> list[Any]:
+    with TensorCache.open(folder, "r+") as cache:
+        append(cache, 3)
+        return overwrite(cache)
+
+
+def is_whole_again(folder: Path) -> None:
+    is_whole(TensorCache.open(folder), range(3, 9))
+
+
 def in_place(cache: TensorCache) -> None:
     cache.column("x")[4].mul_(1)
     cache.flush()
@@ -196,6 +206,7 @@ ROWS = {
     "cache: overwrite": Act(opened, overwrite, partial(is_whole, written=range(3, 9)), crashes=CHANGED),
     "cache: append": Act(opened, lambda cache: append(cache, 9), is_whole, crashes=CHANGED),
     "cache: append beyond the room": Act(opened, lambda cache: append(cache, 12, 12), is_whole, crashes=CHANGED),
+    "cache: write": Act(folder_of, write, is_whole_again, crashes=frozenset({KILL})),
     "cache: in place": Act(opened, in_place, is_whole, crashes=CHANGED),
     "cache: close": Act(about_to_close, TensorCache.close, has_lost_nothing, crashes=CHANGED),
     "cache: fill": Act(lambda folder: folder, fill, whole_or_made_again, crashes=CHANGED),

@@ -110,22 +110,16 @@ class Disk:
         elif name in ("unlink", "unlinkat", "rmdir") and named:
             self._gone(named[-1])
         elif name.startswith("rename") and len(named) == 2:
-            self._rename(*named, exchange="RENAME_EXCHANGE" in arguments)
+            self._rename(*named)
 
-    def _rename(self, old: str, new: str, *, exchange: bool) -> None:
+    def _rename(self, old: str, new: str) -> None:
         if TEMPORARY not in new:
             for lost in sorted(self._within(self.unsynced, old)):
                 self.faults.append(f"{new} was put in place while the data of {lost} were not synced")
             for lost in sorted(self._within(self.unnamed, old) - {old}):
                 self.faults.append(f"{new} was put in place while the folder around {lost} was not synced")
-        aside = f"{new}\0"
-        if exchange:
-            self._move(new, aside)
-        else:
-            self._gone(new)
+        self._gone(new)
         self._move(old, new)
-        if exchange:
-            self._move(aside, old)
         self._appear(new, is_new=True)
 
     def _appear(self, path: str, *, is_new: bool = False) -> None:

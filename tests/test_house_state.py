@@ -28,7 +28,6 @@ OF_OTHERS = {
     ("offload.generation.chat", "_exit"): "a forked child's",
     ("offload.cli.main", "_SubParsersAction"): "argparse's",
     ("offload.cli.main", "_actions"): "argparse's",
-    ("offload.integrations.tensordict", "_on_cpu"): "an offloaded tensor's: its value past every mode",
     ("offload.integrations.tensordict", "_tensordict"): "a tensorclass's",
     ("offload.system.locks", "_at_fork_reinit"): "a lock's, for a child",
     ("offload.system.locks", "_is_owned"): "a lock's, for an interrupt",

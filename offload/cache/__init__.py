@@ -7,7 +7,7 @@
 | `store` | a folder: created, opened, read, written, closed; and the order of writes |
 | `states` | which rows are filled, and how many there are |
 | `columns` | columns with rows of fixed or varying size |
-| `rowfile` `parts` | rows of a file by index; any bytes of a file |
+| `rowfile` | rows of a file by index; any bytes of a file |
 | `held` | existing tensors, in memory or in a file, as a cache; writing such a file |
 | `incoming` | rows to be added, from records and other sources |
 | `topk` | a teacher's log-probabilities, packed |

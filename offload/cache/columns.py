@@ -33,8 +33,7 @@ import numpy.typing as npt
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.parts import size_of
-from offload.cache.rowfile import RowFile
+from offload.cache.rowfile import RowFile, size_of
 from offload.cache.schema import JSON, RAGGED, TENSOR, Column
 from offload.cache.states import States
 from offload.cache.topk import TopK, TopLogps
@@ -80,10 +79,7 @@ class FixedColumn:
 
     @staticmethod
     def create(folder: Path, column: Column, rows: int) -> None:
-        """A file whose rows read as zeros; takes disk space for its header only. Durable with the first row.
-
-        Raises: ForeignFileError (there is a file that offload did not write); WriteError.
-        """
+        """A file whose rows read as zeros; takes disk space for its header only. Durable with the first row."""
         path = folder / file_name(column.name)
         refuse_foreign(path)
         put_file(path, _head(column, rows), _start(column) + rows * column.row_bytes, durable=False)
@@ -182,20 +178,15 @@ class FixedColumn:
         self.rowfile.write(rows, values.numpy().reshape(-1).data)
         return self.nbytes(len(rows))
 
-    def read(
-        self, rows: Rows, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
-    ) -> torch.Tensor:
-        """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled` (None if all are).
-
-        Raises: CorruptFileError; ShapeMismatchError (`out` has another shape).
-        """
+    def read(self, rows: Rows, filled: Filled, out: torch.Tensor | None = None) -> torch.Tensor:
+        """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled` (None if all are)."""
         if out is not None:
             self._refuse_other(out, (rows.count, *self.column.row_shape))
         if filled is None:
-            return self.rowfile.read(rows, out, pinned=pinned)
+            return self.rowfile.read(rows, out)
         if out is None:
             shape = (len(rows), *self.column.row_shape)
-            out = torch.empty(shape, dtype=self.column.dtype, device="cpu", pin_memory=pinned)
+            out = torch.empty(shape, dtype=self.column.dtype, device="cpu")
         part = self.rowfile.read(Rows(rows.numbers[filled]))  # a writer may be cutting off others
         self._as_bytes(out).zero_()[torch.from_numpy(filled)] = self._as_bytes(part)
         return out
@@ -225,10 +216,7 @@ class FixedColumn:
 
 
 def as_tensor(value: object, column: Column, path: Path) -> torch.Tensor:
-    """A plain CPU tensor of the column's dtype.
-
-    Raises: DtypeMismatchError (it has another one; lists and numbers are converted).
-    """
+    """A plain CPU tensor of the column's dtype. Raises: DtypeMismatchError."""
     try:
         if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
             for part in value:
@@ -368,9 +356,7 @@ class HeapColumn:
         counts: Numbers = self.index.read(rows, filled).numpy()[:, 1]
         return counts
 
-    def read(
-        self, rows: Rows, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
-    ) -> list[Any] | Ragged:
+    def read(self, rows: Rows, filled: Filled, out: torch.Tensor | None = None) -> list[Any] | Ragged:
         """The rows; those that are not filled are empty. Raises: CorruptFileError."""
         if out is not None:
             raise ShapeMismatchError(
@@ -380,7 +366,7 @@ class HeapColumn:
         starts, counts = index[:, 0], index[:, 1]
         self._refuse_outside(index, self._values.size)
         sizes = counts * self._each
-        flat = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        flat = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu")
         self._values.read_runs(starts, sizes, flat, are_picked=not rows.span)
         if self.column.kind == RAGGED:
             values = flat.view(self.column.dtype) if self._each else torch.empty(0, dtype=self.column.dtype)
@@ -487,8 +473,12 @@ def _checked(value: object) -> Any:
     return value
 
 
-def sent(value: object, device: torch.device, *, pinned: bool) -> Any:
+def sent(value: Any, device: torch.device, *, pinned: bool) -> Any:
     """What was read of a column, on a device: a tensor, or rows of different lengths; others as they are."""
-    if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=pinned)
-    return Ragged(value.values.to(device, non_blocking=pinned), value.counts) if isinstance(value, Ragged) else value
+    if isinstance(value, Ragged):
+        return Ragged(sent(value.values, device, pinned=pinned), value.counts)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if pinned and value.device.type == "cpu":
+        value = value.pin_memory()
+    return value if value.device == device else value.to(device, non_blocking=pinned)

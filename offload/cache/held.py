@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from offload.cache.indexing import Numbers, Out, Rows
-from offload.cache.parts import Descriptors
-from offload.cache.rowfile import RowFile
+from offload.cache.rowfile import Descriptors, RowFile
 from offload.cache.schema import Column, Manifest, columns_named, schema_of
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.errors import (
@@ -62,22 +61,15 @@ class HeldColumn:
         self._rows: RowFile | torch.Tensor | None = None  # where rows are read from: the file, or its mapping
         self._of: TensorFile | None = None  # the file that `_rows` belongs to
 
-    def read(self, rows: Rows, *, pinned: bool = False) -> torch.Tensor:
-        """(rows, *row_shape): on the tensor's device; for a file, on the CPU.
-
-        Raises: MissingFileError, ChangedFileError, CorruptFileError.
-        """
+    def read(self, rows: Rows) -> torch.Tensor:
+        """(rows, *row_shape): on the tensor's device; for a file, on the CPU."""
         source = self._source()
         if isinstance(source, RowFile):
-            return source.read(rows, pinned=pinned)
-        values = source[torch.from_numpy(rows.numbers).to(source.device)]
-        return values.pin_memory() if pinned and values.device.type == "cpu" else values
+            return source.read(rows)
+        return source[torch.from_numpy(rows.numbers).to(source.device)]
 
     def whole(self) -> torch.Tensor:
-        """All rows, contiguous, on the CPU; those of a file are mapped. `torch.save` writes them and nothing else.
-
-        Raises: as `read`.
-        """
+        """All rows, contiguous, on the CPU; those of a file are mapped. `torch.save` writes them and nothing else."""
         source = self._source()
         if isinstance(source, RowFile):
             return source.whole(len(self.tensor))
@@ -105,10 +97,7 @@ class HeldColumn:
         return self._rows
 
     def open(self, opened: dict[TensorFile, Descriptors]) -> None:
-        """Keep its file open from now on, if there is one; `opened` are those of other columns, and this one is added.
-
-        Raises: MissingFileError, ChangedFileError, CorruptFileError, ReadError.
-        """
+        """Keep its file open from now on, if there is one; `opened` are those of other columns, and this is added."""
         if not is_offloaded(self.tensor):
             return
         tensor: OffloadedTensor = self.tensor
@@ -187,9 +176,9 @@ class HeldStore:
         tensor = self._columns[name].tensor
         return tensor.to(device) if is_offloaded(tensor) else tensor
 
-    def read(self, rows: Rows, columns: Iterable[str] | None, *, out: Out, pinned: bool, **_: object) -> dict[str, Any]:
+    def read(self, rows: Rows, columns: Iterable[str] | None, *, out: Out, **_: object) -> dict[str, Any]:
         """Like `Store.read`; no rows are missing here."""
-        found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
+        found = {name: self._columns[name].read(rows) for name in self.names(columns)}
         return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
 
     def taken(self, *_: object) -> None:
@@ -229,10 +218,7 @@ def _into(out: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def read_file(path: Path) -> HeldStore:
-    """The tensors in a file of any origin, in place, with the metadata that `write_file` wrote.
-
-    Raises: MissingFileError, CorruptFileError, CheckpointError; CacheError (they are not columns of the same length).
-    """
+    """The tensors in a file of any origin, in place, with the metadata that `write_file` wrote."""
     found = open_checkpoint(path)
     handles = [(value.handle(name), CPU) for name, value in found.items()]
     tensors: dict[str, torch.Tensor] = dict(zip(found, wrap_handles(handles), strict=True))
@@ -251,10 +237,7 @@ def write_file(
     blocks: Mapping[str, Iterable[torch.Tensor]],
     metadata: Mapping[str, object],
 ) -> None:
-    """Put a safetensors file of columns at `path`, atomically. `blocks`: by column, its rows in order.
-
-    Raises: ForeignFileError (there is a file that offload did not write); WriteError.
-    """
+    """Put a safetensors file of columns at `path`, atomically. `blocks`: by column, its rows in order."""
     by_size = sorted(columns, key=lambda name: -columns[name].dtype.itemsize)  # keeps every element aligned
     layouts = {name: contiguous(columns[name].dtype, (num_rows, *columns[name].row_shape)) for name in by_size}
     notes = {_NOTE: _notes(columns, metadata)}
@@ -267,7 +250,6 @@ def save_file(
     """Put a file of `torch.save` at `path`, atomically.
 
     `columns` are plain tensors that cover their storages; it is left before the file is there.
-    Raises: as `write_file`, and what `columns` raises.
     """
     refuse_foreign(path)
     with replacing(path) as new, columns as tensors, open(new.fd, "r+b", closefd=False) as file:

@@ -11,7 +11,6 @@ Always true:
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shutil
 import tempfile
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from offload.cache.schema import JSON, RAGGED, schema_of
+from offload.cache.schema import JSON, RAGGED, Column, column_of
 from offload.errors import CacheError
 from offload.progress import progress
 from offload.storage.folders import private_folder
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 PRESENT = ".present"
 _BATCH = 8 << 20  # bytes
-_GUESS = 1024  # bytes of a value of varying size
 _MOST_ROWS = 1024  # in a batch of records
 _MOST_BYTES = 4 << 20  # of tensors in a batch of records; peak memory is four times that
 _PLAIN = (bool, int, float, complex)
@@ -48,74 +46,21 @@ Batch: TypeAlias = "dict[str, Any]"  # by column: a tensor of all rows, or a lis
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """A column to be filled.
-
-    Attributes:
-        dtype: of a tensor's elements; None for JSON.
-        row_shape: of one row; a first size of None varies.
-        is_optional: whether a row may have no value.
-    """
-
-    dtype: torch.dtype | None
-    row_shape: tuple[int | None, ...] = ()
-    is_optional: bool = False
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.dtype is not None
-
-    @property
-    def is_ragged(self) -> bool:
-        return None in self.row_shape
-
-    @property
-    def row_bytes(self) -> int:
-        """The size of a row; a guess where it varies."""
-        if self.dtype is None or self.is_ragged:
-            return _GUESS
-        return math.prod(size or 0 for size in self.row_shape) * self.dtype.itemsize
-
-    @property
-    def marks_missing(self) -> bool:
-        """Whether another column says which rows have a value; JSON has null for that."""
-        return self.is_optional and self.is_tensor
-
-    @property
-    def column(self) -> Any:
-        """In the form that `TensorCache.create` takes."""
-        return (self.dtype, self.row_shape) if self.is_tensor else JSON
-
-    @classmethod
-    def of(cls, description: object) -> Field:
-        """A column as described by the user, as for `TensorCache.create`.
-
-        Raises: CacheError (the description is invalid).
-        """
-        [column] = schema_of({"schema": description}).values()
-        if column.top is not None:
-            raise CacheError("records don't hold top log-probabilities: make the cache with `create`, and append them")
-        if column.kind == JSON:
-            return cls(None)
-        return cls(column.dtype, (None, *column.row_shape) if column.kind == RAGGED else column.row_shape)
-
-
-@dataclass(frozen=True, slots=True)
 class Incoming:
     """The columns of incoming rows, and their batches, produced on demand."""
 
-    fields: Mapping[str, Field]
+    columns: Mapping[str, Column]
     batches: Iterator[Batch]
 
-    @property
-    def schema(self) -> dict[str, Any]:
-        """In the form that `TensorCache.create` takes, with the `.present` columns."""
-        found: dict[str, Any] = {}
-        for name, field in self.fields.items():
-            found[name] = field.column
-            if field.marks_missing:
-                found[name + PRESENT] = (torch.bool, ())
-        return found
+
+def with_marks(columns: Mapping[str, Column], optional: Collection[str]) -> dict[str, Column]:
+    """The columns, and behind each one of `optional` another that says which rows have a value."""
+    marked: dict[str, Column] = {}
+    for name, column in columns.items():
+        marked[name] = column
+        if name in optional:
+            marked[name + PRESENT] = column_of(name + PRESENT, (torch.bool, ()))
+    return marked
 
 
 def rows_in_batch(nbytes: Iterable[int]) -> int:
@@ -123,21 +68,8 @@ def rows_in_batch(nbytes: Iterable[int]) -> int:
     return max(_BATCH // max(sum(nbytes), 1), 1)
 
 
-def read_in_batches(
-    fields: Mapping[str, Field], num_rows: int, read: Callable[[str, slice], Any], nbytes: int = 0
-) -> Incoming:
-    """Rows of which `read` gives those in a slice, of the column of a name; all of them have `nbytes`, or more."""
-    known = sum(field.row_bytes for field in fields.values())
-    step = rows_in_batch([max(known, nbytes // max(num_rows, 1))])
-    parts = (slice(start, start + step) for start in range(0, num_rows, step))
-    return Incoming(fields, ({name: read(name, rows) for name in fields} for rows in parts))
-
-
 def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
-    """Values by column, as users write them, with plain tensors: neither offloaded nor nested.
-
-    Raises: CacheError (it is not a mapping); UnknownSubclassError, UnsupportedOpError (a tensor can't be stored).
-    """
+    """Values by column, as users write them, with plain tensors: neither offloaded nor nested."""
     if not isinstance(values, Mapping):
         raise CacheError(f"rows are given by column, not as a {type(values).__name__}: cache[rows] = {{name: values}}")
     plain: dict[str, Any] = dict(values)
@@ -153,17 +85,23 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
 # Records
 
 
-def rows_of(records: Iterable[object], schema: Mapping[str, Field], optional: Collection[str]) -> Incoming:
+def rows_of(records: Iterable[object], schema: Mapping[str, object], optional: Collection[str]) -> Incoming:
     """Records as rows. Raises: CacheError (there are none, a field is no column, or later a record does not fit)."""
+    described = {name: column_of(name, column) for name, column in schema.items()}
+    if any(column.top for column in described.values()):
+        raise CacheError("records don't hold top log-probabilities: make the cache with `create`, and append them")
     source = iter(records)
     first = next(source, None)
     if first is None:
-        if not schema:
+        if not described:
             raise CacheError("there are no records to infer columns from: pass schema=")
-        return Incoming(schema, iter(()))
+        return Incoming(described, iter(()))
     row = fields_of(first)
-    fields = _settled(row, schema, optional)
-    return Incoming(fields, _gathered(fields, _chunks(chain([row], map(fields_of, source)))))
+    columns = _settled(row, described, optional)
+    absent = {name for name in described if row.get(name) is None}
+    marked = {name for name in (*optional, *absent) if columns[name].kind != JSON}  # JSON has null
+    chunks = _chunks(chain([row], map(fields_of, source)))
+    return Incoming(with_marks(columns, marked), _gathered(columns, marked, chunks))
 
 
 def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -183,10 +121,7 @@ def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def fields_of(record: object) -> dict[str, Any]:
-    """Its fields by name; those of a nested record as `outer.inner`. A dict without tensors is a value.
-
-    Raises: CacheError (it is not a record); UnsupportedOpError, UnknownSubclassError (a tensor can't be stored).
-    """
+    """Its fields by name; those of a nested record as `outer.inner`. A dict without tensors is a value."""
     found: dict[str, Any] = {}
     for name, value in _items(record):
         if _is_record(value):
@@ -211,42 +146,33 @@ def _items(record: Any) -> Iterable[tuple[str, Any]]:
 def _is_record(value: Any) -> bool:
     if isinstance(value, type):
         return False
-    if dataclasses.is_dataclass(value) or _is_named_tuple(type(value)):
+    if dataclasses.is_dataclass(value) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return True
     return hasattr(value, "keys") and any(isinstance(part, _TENSORS) or _is_record(part) for part in value.values())
-
-
-def _is_named_tuple(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 # Columns
 
 
-def _settled(first: dict[str, Any], schema: Mapping[str, Field], optional: Collection[str]) -> dict[str, Field]:
-    """The fields of all records, from those of the first one; `schema` comes before it."""
+def _settled(first: dict[str, Any], schema: Mapping[str, Column], optional: Collection[str]) -> dict[str, Column]:
+    """The columns of all records, from the fields of the first one; `schema` comes before it."""
     nests = {name for name in first if any(other.startswith(f"{name}.") for other in schema)}
     names = [*dict.fromkeys([*(name for name in first if name not in nests), *schema])]
     unknown = set(optional) - set(names)
     if unknown:
         strange, known = (some(map(repr, sorted(each))) for each in (unknown, names))
         raise CacheError(f"optional= has the unknown fields {strange}: the records have {known}")
-    fields = {}
-    for name in names:
-        value = first.get(name)
-        field = schema.get(name) or _field_of(name, value)
-        fields[name] = dataclasses.replace(field, is_optional=name in optional or (name in schema and value is None))
-    return fields
+    return {name: schema.get(name) or _column_of(name, first.get(name)) for name in names}
 
 
-def _field_of(name: str, value: object) -> Field:
+def _column_of(name: str, value: object) -> Column:
     if value is None:
         how = f"schema={{{name!r}: (torch.float32, ())}}"
         raise CacheError(f"the field {name!r} is None in the first record: describe it, as in {how}")
     tensor = _as_tensor(value)
     if tensor is None:
-        return Field(None)
-    return Field(tensor.dtype, (None,) if isinstance(value, bytes) else tuple(tensor.shape))
+        return column_of(name, JSON)
+    return column_of(name, (tensor.dtype, (None,) if isinstance(value, bytes) else tuple(tensor.shape)))
 
 
 def _as_tensor(value: object) -> torch.Tensor | None:
@@ -269,57 +195,61 @@ def _as_tensor(value: object) -> torch.Tensor | None:
 # Batches
 
 
-def _gathered(fields: Mapping[str, Field], chunks: Iterable[list[dict[str, Any]]]) -> Iterator[Batch]:
+def _gathered(
+    columns: Mapping[str, Column], marked: Collection[str], chunks: Iterable[list[dict[str, Any]]]
+) -> Iterator[Batch]:
     start = 0
     for rows in chunks:
         batch: Batch = {}
         for at, row in enumerate(rows):
-            _refuse_strangers(fields, row, start + at)
-        for name, field in fields.items():
+            _refuse_strangers(columns, row, start + at)
+        for name, column in columns.items():
             values = [row.get(name) for row in rows]
-            batch[name] = _column(name, field, values, start)
-            if field.marks_missing:
+            if name in marked:
                 batch[name + PRESENT] = torch.tensor([value is not None for value in values])
+            batch[name] = _values_of(column, values, start, is_optional=name in marked)
         yield batch
         start += len(rows)
 
 
-def _refuse_strangers(fields: Mapping[str, Field], row: Mapping[str, object], number: int) -> None:
-    for name in row.keys() - fields.keys():
+def _refuse_strangers(fields: Collection[str], row: Mapping[str, object], number: int) -> None:
+    for name in row.keys() - set(fields):
         if row[name] is not None or not any(other.startswith(f"{name}.") for other in fields):
             raise CacheError(
                 f"record {number} has a field {name!r} that the first one does not have: pass schema=, with all fields"
             )
 
 
-def _column(name: str, field: Field, values: Sequence[object], start: int) -> Any:
-    if not field.is_tensor:
+def _values_of(column: Column, values: Sequence[object], start: int, *, is_optional: bool) -> Any:
+    if column.kind == JSON:
         return [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values]
-    if not field.is_optional and any(value is None for value in values):
-        number = start + next(at for at, value in enumerate(values) if value is None)
-        raise CacheError(
-            f"the field {name!r} is None in record {number}, but not in the first one: pass optional=[{name!r}]"
-        )
-    tensors = [_fitting(name, field, value, start + at) for at, value in enumerate(values)]
-    return tensors if field.is_ragged else torch.stack(tensors)
+    for at, value in enumerate(values if not is_optional else ()):
+        if value is None:
+            raise CacheError(
+                f"the field {column.name!r} is None in record {start + at}, but not in the first one: "
+                f"pass optional=[{column.name!r}]"
+            )
+    tensors = [_fitting(column, value, start + at) for at, value in enumerate(values)]
+    return tensors if column.kind == RAGGED else torch.stack(tensors)
 
 
-def _fitting(name: str, field: Field, value: object, number: int) -> torch.Tensor:
+def _fitting(column: Column, value: object, number: int) -> torch.Tensor:
     """The value as a row of its column; zeros or an empty row for None."""
-    assert field.dtype is not None
+    is_ragged = column.kind == RAGGED
     if value is None:
-        return torch.zeros([size or 0 for size in field.row_shape], dtype=field.dtype)
+        return torch.zeros([0] * is_ragged + [*column.row_shape], dtype=column.dtype)
     tensor = _as_tensor(value)
-    what, holds = f"the field {name!r} of record {number}", f"its column holds {field.dtype} of shape {field.row_shape}"
+    what = f"the field {column.name!r} of record {number}"
+    holds = f"its column holds {column.dtype} of shape {column.shape_text}"
     if tensor is None:
         raise CacheError(f"{what} is a {type(value).__name__}, but {holds}")
-    if isinstance(value, _PLAIN) and torch.can_cast(tensor.dtype, field.dtype):
+    if isinstance(value, _PLAIN) and torch.can_cast(tensor.dtype, column.dtype):
         try:
-            tensor = torch.tensor(value, dtype=field.dtype)
+            tensor = torch.tensor(value, dtype=column.dtype)
         except (ValueError, RuntimeError, OverflowError) as error:
-            raise CacheError(f"{what} is {value!r}, too large for {field.dtype}") from error
-    shape = (None, *tensor.shape[1:]) if field.is_ragged and tensor.ndim else tuple(tensor.shape)
-    if (tensor.dtype, shape) != (field.dtype, field.row_shape):
+            raise CacheError(f"{what} is {value!r}, too large for {column.dtype}") from error
+    is_row = tensor.ndim >= is_ragged and tensor.shape[is_ragged:] == column.row_shape
+    if tensor.dtype != column.dtype or not is_row:
         raise CacheError(
             f"{what} is {tensor.dtype} of shape {tuple(tensor.shape)}, but {holds}: pass schema=, with a first size of "
             "None for any length"
@@ -331,17 +261,14 @@ def _fitting(name: str, field: Field, value: object, number: int) -> torch.Tenso
 
 
 def cache_of(
-    rows: Incoming, folder: str | os.PathLike[str] | None, create: Callable[[Path, dict[str, Any]], TensorCache]
+    rows: Incoming, folder: str | os.PathLike[str] | None, create: Callable[[Path, Mapping[str, Column]], TensorCache]
 ) -> TensorCache:
-    """A cache of incoming rows, for `from_records` and `offload.integrations.cache_from`; `create` makes it.
-
-    Raises: as `TensorCache.create`, and what the batches raise; then nothing is left in `folder`.
-    """
+    """A cache of incoming rows, for `from_records` and `offload.integrations.cache_from`; `create` makes it."""
     root = private_folder() if folder is None else absolute(folder)
     with writing(root):
         path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
         before = set(os.listdir(path)) if is_folder(path) else None
-    cache = create(path, rows.schema)
+    cache = create(path, rows.columns)
     try:
         for batch in progress(rows.batches, "rows"):
             cache.append(batch)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from offload.cache.indexing import Numbers
-from offload.cache.parts import opened
+from offload.cache.rowfile import opened
 from offload.cache.store import LOCK, Store
 from offload.progress import Bar
 from offload.system.locks import lock_range, unlock_range

@@ -1,8 +1,10 @@
-"""Rows of a file by index, and the files of a cache: whether they are still the ones that were opened.
+"""Rows of a file by index, and any of its bytes.
 
 Always true:
 - a mapping is used only for what is in memory: under a memory cap, faulting in the rest goes page by page
-- what is not in memory is read with system calls, all of which are announced before the first one is waited for
+- what is not in memory is read with system calls, all of which are announced before the first one is waited for;
+  parts are returned in the requested order, and may come in any order and repeat
+- a file that ends too early is an error
 - only whole rows are written, never through a mapping
 
 A file, as one process sees it (`RowFile`):
@@ -23,16 +25,22 @@ import errno
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.parts import Descriptors, read_parts, read_run, size_of
-from offload.cache.states import States
-from offload.errors import ChangedFileError, CorruptFileError, MissingFileError, OffloadError, ReadError
+from offload.errors import (
+    ChangedFileError,
+    CorruptFileError,
+    ForeignFileError,
+    MissingFileError,
+    OffloadError,
+    ReadError,
+)
 from offload.memory import available_bytes
 from offload.prefetch.filling import Filling
 from offload.prefetch.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
@@ -40,7 +48,10 @@ from offload.storage.layout import contiguous
 from offload.storage.mapping import map_bytes
 from offload.storage.replacing import write_all
 from offload.system.reasons import explained, reading
+from offload.system.regular import Descriptor, closed_on_error, open_regular, owned
 
+_MOST_PARTS = 512  # parts per call, with the gaps between them: the system allows 1024
+_CLOSE = 4096  # gap in bytes that is read along: another call would take longer
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # rows to check for being in memory
 _STILL = 0.01  # seconds for which a mapping is assumed to be in memory after a check: one batch, or a few
 _READ_AGAIN = 8  # an uncached file is mapped once 1/8 of its bytes have been read from memory
@@ -49,6 +60,33 @@ _WRITTEN_OUT = 8 << 20  # consecutive bytes to hand to the disk while the next o
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # dtype names common to NumPy and torch
 _HUGE = 32 << 20  # bytes: smaller allocations reuse memory of the C library that has been touched
 _LONG = 1 << 20  # bytes of a run that a system call copies faster than the processor does out of small pages
+
+
+class Descriptors:
+    """Two descriptors of one file: for consecutive rows, and for random access. Closed with the last reference."""
+
+    def __init__(self, *files: Descriptor) -> None:
+        self._files = files
+        self.fd, self.random = (file.fileno() for file in files)
+        advise(self.random, 0, 0, os.POSIX_FADV_RANDOM)  # otherwise the system reads ahead after each row
+
+    @classmethod
+    def opened(cls, path: Path, *, writes: bool) -> Descriptors:
+        """Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError."""
+        file = opened(path, os.O_RDWR if writes else os.O_RDONLY)
+        with closed_on_error(file):
+            return cls(file, opened(path, os.O_RDONLY))
+
+    @classmethod
+    def reopened(cls, file: Descriptor, path: Path) -> Descriptors:
+        """For a file that is open already, whatever is at its path by now. Raises: ReadError."""
+        with closed_on_error(file), reading(path):
+            return cls(file, owned(os.open, f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
+
+    def close(self) -> None:
+        self.fd = self.random = -1  # first: the numbers may soon be other files'
+        for file in self._files:
+            file.close()
 
 
 class RowFile:
@@ -64,10 +102,7 @@ class RowFile:
         writes: bool = False,
         files: Descriptors | None = None,
     ) -> None:
-        """`files`: the descriptors, if it is open.
-
-        Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError.
-        """
+        """`files`: the descriptors, if it is open."""
         files = files or Descriptors.opened(path, writes=writes)
         self.path = path
         self._start = start
@@ -94,25 +129,22 @@ class RowFile:
             at = self._at(first)
             self._give_to_disk(at, write_all(self.fd, data[begin * self._size : end * self._size], at))
 
-    def read(self, rows: Rows, out: torch.Tensor | None = None, *, pinned: bool = False) -> torch.Tensor:
-        """Rows in any order: (rows, *row_shape), plain, on the CPU; `out`, if given, must be contiguous.
-
-        Raises: CorruptFileError (the file is truncated); ReadError (the disk failed).
-        """
+    def read(self, rows: Rows, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows in any order: (rows, *row_shape), plain, on the CPU; `out`, if given, must be contiguous."""
         mapped = self.mapped  # another thread may change it meanwhile
         if mapped is not None and rows.last < mapped.size(0) and time.monotonic() < self.in_memory_until:
-            return self._taken(mapped, rows, out, pinned=pinned)
+            return self._taken(mapped, rows, out)
         if not self._size or not rows.count:
-            return self._values(self._fresh(rows.count, pinned=pinned)) if out is None else out
+            return self._values(self._fresh(rows.count)) if out is None else out
         try:
             is_cached = self._are_cached(rows)
             mapped = self._mapped_if_warm(rows, is_cached)
             if mapped is not None:
-                return self._taken(mapped, rows, out, pinned=pinned)
+                return self._taken(mapped, rows, out)
             if not is_cached and not rows.span:
                 pages = rows.count * -(-self._size // PAGE) * PAGE
                 self._filling.missed(rows.count, pages, self.size, self._to_be_filled)
-            words = self._fresh(rows.count, pinned=pinned) if out is None else self._words_of(out)
+            words = self._fresh(rows.count) if out is None else self._words_of(out)
             self._read(rows, words, announce=not is_cached)
         except OffloadError:
             raise
@@ -140,10 +172,7 @@ class RowFile:
         return size_of(self.fd, self.path)
 
     def whole(self, count: int) -> torch.Tensor:
-        """The first rows, (count, *row_shape), over a mapping of their own, for code that goes through them once.
-
-        Raises: CorruptFileError (the file is truncated); ReadError.
-        """
+        """The first rows, (count, *row_shape), over a mapping of their own, for code that goes through them once."""
         shape, nbytes = (count, *self._row_shape), count * self._size
         if not nbytes:
             return torch.empty(shape, dtype=self._dtype, device="cpu")
@@ -169,10 +198,7 @@ class RowFile:
         return self._values(words.index_select(0, rows) if isinstance(rows, torch.Tensor) else words[rows].clone())
 
     def look(self, rows: Iterable[int]) -> None:
-        """Check that these rows are in memory; for a moment, all others are assumed to be, too.
-
-        Raises: OSError (one of them is not in memory, or not in the file; or the file is shorter than its mapping).
-        """
+        """Check that these rows are in memory; for a moment, all others are assumed to be, too. Raises: OSError."""
         mapped = self.mapped
         if mapped is not None and os.fstat(self._random).st_size < self._at(len(mapped)):
             self.mapped = None  # touching the truncated part would kill the process
@@ -180,11 +206,11 @@ class RowFile:
         look_at(self._random, map(self._at, rows))
         self.in_memory_until = time.monotonic() + _STILL
 
-    def _taken(self, mapped: torch.Tensor, rows: Rows, out: torch.Tensor | None, *, pinned: bool) -> torch.Tensor:
+    def _taken(self, mapped: torch.Tensor, rows: Rows, out: torch.Tensor | None) -> torch.Tensor:
         """Rows that are in memory, out of the mapping; a long run by a system call."""
-        if rows.span is None and out is None and not pinned:
+        if rows.span is None and out is None:
             return self._values(mapped.index_select(0, torch.from_numpy(rows.numbers)))  # faster than into others
-        into = self._fresh(rows.count, pinned=pinned) if out is None else self._words_of(out)
+        into = self._fresh(rows.count) if out is None else self._words_of(out)
         if rows.span is None:
             torch.index_select(mapped, 0, torch.from_numpy(rows.numbers), out=into)
         elif into.nbytes < _LONG:
@@ -212,11 +238,11 @@ class RowFile:
         sizes = np.broadcast_to(size, rows.count)
         read_parts(self._random, self.path, starts, sizes, places, memory, announce=announce)
 
-    def _fresh(self, count: int, *, pinned: bool) -> torch.Tensor:
+    def _fresh(self, count: int) -> torch.Tensor:
         """Memory for (rows, *words of a row). NumPy requests huge pages, which are faster to fault in."""
         shape = (count, *self._words)
-        if pinned or count * self._size < _HUGE:
-            return torch.empty(shape, dtype=self._word, device="cpu", pin_memory=pinned)
+        if count * self._size < _HUGE:
+            return torch.empty(shape, dtype=self._word, device="cpu")
         return torch.from_numpy(np.empty(shape, dtype=self._word_name))
 
     def _give_to_disk(self, at: int, nbytes: int) -> None:
@@ -301,11 +327,11 @@ def _is_in_memory(mapped: torch.Tensor) -> bool:
 class Watch:
     """The open files of a cache: whether they are still those at their paths, and the states not cut."""
 
-    def __init__(self, states: States, columns: Iterable[Mapping[Path, int]]) -> None:
-        """`columns`: a descriptor of each file of each column. Raises: ReadError."""
-        self._states = states
+    def __init__(self, files: Iterable[Mapping[Path, int]], refuse_cut: Callable[[], None]) -> None:
+        """`files`: descriptors by path; `refuse_cut`: checks the states. Raises: ReadError."""
+        self._refuse_cut = refuse_cut
         self._opened: dict[Path, os.stat_result] = {}
-        for path, fd in ((states.path, states.fd), *(file for column in columns for file in column.items())):
+        for path, fd in (file for each in files for file in each.items()):
             with reading(path):
                 self._opened[path] = os.fstat(fd)
         self._until = 0.0
@@ -316,7 +342,7 @@ class Watch:
         Raises: CorruptFileError, MissingFileError, ChangedFileError.
         """
         if now > self._until:
-            self._states.refuse_cut()  # touching a truncated part would kill the process
+            self._refuse_cut()  # touching a truncated part would kill the process
             self.refuse_replaced()
             self._until = now + _STILL
 
@@ -348,10 +374,7 @@ def _some(rows: int | slice | torch.Tensor) -> Iterable[int]:
 
 
 def look_at(fd: int, places: Iterable[int]) -> None:
-    """Check that these bytes of a file are in memory.
-
-    Raises: OSError (one of them is not in memory, or not in the file).
-    """
+    """Check that these bytes of a file are in memory. Raises: OSError."""
     for place in places:
         if not os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT):
             raise OSError(errno.ENODATA, "the file ends before its rows")
@@ -363,3 +386,81 @@ def runs_of(rows: Numbers) -> Iterable[tuple[int, int, int]]:
         return ()
     ends = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
     return zip(rows[[0, *ends]].tolist(), [0, *ends], [*ends, len(rows)], strict=True)
+
+
+def read_parts(
+    fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview, *, announce: bool = True
+) -> None:
+    """Read parts of a file to places in memory: all are announced, then read in order, with small gaps between them."""
+    order = np.flatnonzero(sizes)
+    order = order[np.argsort(starts[order], kind="stable")]
+    starts, sizes, places = starts[order], sizes[order], places[order]
+    gaps = starts[1:] - starts[:-1] - sizes[:-1]
+    breaks = (np.flatnonzero((gaps < 0) | (gaps > _CLOSE)) + 1).tolist()
+    runs = list(zip([0, *breaks], [*breaks, len(order)], strict=True)) if len(order) else []
+    first, behind = starts.tolist(), (starts + sizes).tolist()
+    if announce:
+        for begin, end in runs:
+            advise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
+    slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
+    nowhere = memoryview(bytearray(_CLOSE))  # gaps are read to it
+    for begin, end in runs:
+        for at in range(begin, end, _MOST_PARTS):
+            parts = slices[at : min(at + _MOST_PARTS, end)]
+            between = gaps[at : at + len(parts) - 1]
+            if between.any():
+                both = zip(parts, [*between.tolist(), 0], strict=True)
+                parts = [each for part, gap in both for each in (part, nowhere[:gap]) if len(each)]
+            read_run(fd, path, first[at], parts)
+
+
+def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
+    """Read consecutive bytes of a file into several buffers. Raises: as `read_parts`."""
+    wanted = sum(map(len, into))
+    try:
+        done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
+        if done < wanted:
+            _read_on(fd, path, at, into, done)
+    except OSError as error:
+        raise explained(path, error) from error
+
+
+def _read_on(fd: int, path: Path, at: int, into: Sequence[memoryview], done: int) -> None:
+    for part in into:
+        skipped = min(done, len(part))
+        done -= skipped
+        at += skipped
+        while skipped < len(part):
+            got = os.preadv(fd, [part[skipped : skipped + (1 << 30)]], at)
+            if not got:
+                raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was truncated")
+            skipped += got
+            at += got
+
+
+def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
+    """Tell the system how a file will be read; failing to do so changes no value."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, start, nbytes, advice)
+
+
+def size_of(fd: int, path: Path) -> int:
+    """The size of an open file in bytes. Raises: ReadError."""
+    try:
+        return os.fstat(fd).st_size
+    except OSError as error:
+        raise explained(path, error) from error
+
+
+def opened(path: Path, flags: int, what: str = "a file of the cache") -> Descriptor:
+    """A regular file of a cache, opened; a symlink is followed to read, never to write."""
+    try:
+        return open_regular(path, flags)
+    except MissingFileError as error:
+        reason = f"{what} is missing: copy the complete folder again"
+        raise MissingFileError(error.errno, reason, str(path)) from error
+    except ForeignFileError as error:
+        raise ForeignFileError(
+            f"{path} is a symlink, and offload does not write through it: put the file itself there, or "
+            "open the cache with mode='r'"
+        ) from error

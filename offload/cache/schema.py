@@ -116,7 +116,7 @@ def schema_of(columns: Mapping[str, object]) -> dict[str, Column]:
     """
     if not columns:
         raise CacheError("a cache needs at least one column: give {name: (dtype, row_shape)}")
-    schema = {name: _column(name, description) for name, description in columns.items()}
+    schema = {name: column_of(name, description) for name, description in columns.items()}
     for name, column in schema.items():
         try:
             file_name(name)
@@ -130,10 +130,7 @@ def schema_of(columns: Mapping[str, object]) -> dict[str, Column]:
 
 
 def columns_named(columns: Iterable[str] | None, schema: Mapping[str, Column], place: object) -> list[str]:
-    """The names of some columns of the cache at a place; of all if None.
-
-    Raises: ColumnError (there is no such column).
-    """
+    """The names of some columns of the cache at a place; of all if None. Raises: ColumnError."""
     named = as_names(columns)
     for name in named or ():
         if name not in schema:
@@ -141,12 +138,13 @@ def columns_named(columns: Iterable[str] | None, schema: Mapping[str, Column], p
     return list(schema) if named is None else named
 
 
-def _column(name: str, description: object) -> Column:
+def column_of(name: str, description: object) -> Column:
+    """The column that a user describes, as for `schema_of`. Raises: CacheError (the description is invalid)."""
     if isinstance(description, Column):
         return replace(description, name=name)
     if isinstance(description, TopK):
         sizes = (*description.shape, description.row_bytes)
-        return replace(_column(name, (torch.uint8, sizes)), top=replace(description, shape=()))
+        return replace(column_of(name, (torch.uint8, sizes)), top=replace(description, shape=()))
     if isinstance(description, str | type) and description in _WORDS:
         return Column(name, JSON, torch.uint8, ())
     if isinstance(description, tuple | list) and len(description) == 2 and isinstance(description[0], torch.dtype):
@@ -244,10 +242,7 @@ class Manifest:
 
 
 def as_json(metadata: Mapping[str, object] | None, what: str = "metadata") -> dict[str, Any]:
-    """Metadata as it comes back from JSON.
-
-    Raises: ArgumentTypeError (it is not a dict); CacheError (it can't be expressed in JSON).
-    """
+    """Metadata as it comes back from JSON. Raises: ArgumentTypeError, CacheError."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):  # a list of pairs would become one

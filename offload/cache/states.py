@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.parts import opened
+from offload.cache.rowfile import opened
 from offload.errors import CacheError, ChangedFileError, CorruptFileError
 from offload.storage.replacing import put_file
 from offload.storage.write import refuse_foreign
@@ -63,10 +63,7 @@ class States:
     """
 
     def __init__(self, folder: Path, columns: int, rows: int, *, writes: bool) -> None:
-        """With this many rows, or more.
-
-        Raises: MissingFileError, CorruptFileError, ForeignFileError, ReadError; CacheError (it is of another version).
-        """
+        """With this many rows, or more."""
         self.path = folder / FILE
         self._columns = columns
         self._least_rows = rows
@@ -84,10 +81,7 @@ class States:
 
     @staticmethod
     def create(folder: Path, columns: int, rows: int) -> None:
-        """A file in which every row is empty; takes one page of disk space.
-
-        Raises: ForeignFileError (there is something that offload did not write); WriteError.
-        """
+        """A file in which every row is empty; takes one page of disk space. Raises: ForeignFileError, WriteError."""
         path = folder / FILE
         refuse_foreign(path, MAGIC, "exists, and is left as it is: choose another folder for the cache")
         counts = np.array([VERSION, columns, rows, 0], dtype="<u8").tobytes()
@@ -164,9 +158,7 @@ class States:
     def begin(self, rows: Rows, columns: list[int]) -> Bytes:
         """Mark these cells as being written; returns what to pass to `fill`. They no longer count as filled.
 
-        Under the lock.
-
-        Raises: WriteError (the disk is full); CorruptFileError (the file was truncated).
+        Under the lock. Raises: WriteError (the disk is full); CorruptFileError (the file was truncated).
         """
         self._all()  # of a file that another process may have made longer
         self._reserve(rows.numbers)

@@ -29,8 +29,7 @@ import torch
 
 from offload.cache.columns import FixedColumn, HeapColumn
 from offload.cache.indexing import Numbers, Out, Rows, last_of_each, plain_of, rows_of
-from offload.cache.parts import opened
-from offload.cache.rowfile import Watch
+from offload.cache.rowfile import Watch, opened
 from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest, columns_named
 from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
@@ -71,10 +70,7 @@ class Store:
 
     @classmethod
     def create(cls, folder: Path, manifest: Manifest, *, exist_ok: bool) -> Store:
-        """A new folder with empty rows; or with `exist_ok` an existing one that matches.
-
-        Raises: as `TensorCache.create`; CacheError, too, if another process is creating it.
-        """
+        """A new folder with empty rows; or with `exist_ok` an existing one that matches."""
         with writing(folder):
             create_folder(folder)
             with open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT) as file:
@@ -139,7 +135,8 @@ class Store:
                     self._files[name].index.refuse_another(self._states.filled(self._places[name]))
                     self._rows_in(self._files[name])
             self._rowfiles = {name: file.rowfile for name, file in self._files.items() if isinstance(file, FixedColumn)}
-            self._watch = Watch(self._states, (file.descriptors for file in self._files.values()))
+            files = [{self._states.path: self._states.fd}, *(file.descriptors for file in self._files.values())]
+            self._watch = Watch(files, self._states.refuse_cut)
             if writes:
                 self._settle()
         except BaseException:
@@ -154,10 +151,7 @@ class Store:
             yield
 
     def _settle(self) -> None:
-        """Register this writer; if it is the only one, repair what killed writers left.
-
-        Raises: CorruptFileError (a file was truncated).
-        """
+        """Register this writer; if it is the only one, repair what killed writers left. Raises: CorruptFileError."""
         is_only = flock(self._states.fd, self._states.path, wait=False)
         if is_only:
             with self._held():
@@ -183,9 +177,7 @@ class Store:
     def _rows_in(self, file: FixedColumn | HeapColumn) -> int:
         """How many rows a file has, at least.
 
-        It may lack some that were added just before a power cut: none of them was filled.
-
-        Raises: CorruptFileError (it lacks more than that).
+        It may lack some that were added just before a power cut: none of them was filled. Raises: CorruptFileError.
         """
         if file.index.has(self.num_rows):
             return self.num_rows
@@ -295,13 +287,8 @@ class Store:
             return None
         return found if self._states.changes == changes and self._states.counts[2] == count else None
 
-    def read(
-        self, rows: Rows, columns: Iterable[str] | None, *, missing: str, out: Out, pinned: bool
-    ) -> dict[str, Any]:
-        """Rows of some columns, consistent: a concurrent write is seen completely or not at all.
-
-        Raises: MissingRowsError, CorruptFileError.
-        """
+    def read(self, rows: Rows, columns: Iterable[str] | None, *, missing: str, out: Out) -> dict[str, Any]:
+        """Rows of some columns, consistent: a concurrent write is seen completely or not at all."""
         if missing not in ("error", "zeros"):
             raise CacheError(f"unknown missing={missing!r}: use 'error' or 'zeros'")
         places = self.places(columns)
@@ -318,7 +305,7 @@ class Store:
                 found = {}
                 for at, name in enumerate(self._names[place] for place in places):
                     cells = None if filled is None else filled[:, at]
-                    found[name] = self._files[name].read(rows, cells, (out or {}).get(name), pinned=pinned)
+                    found[name] = self._files[name].read(rows, cells, (out or {}).get(name))
             except CorruptFileError:  # or a concurrent write was read halfway
                 if self._are_still(rows, places, before, changes):
                     raise
@@ -329,10 +316,7 @@ class Store:
 
     @contextmanager
     def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """Columns of fixed-size rows, mapped, to be gone through once.
-
-        Raises: MissingRowsError, CorruptFileError; CacheError (at the end, if rows were rewritten meanwhile).
-        """
+        """Columns of fixed-size rows, mapped, to be gone through once."""
         places, rows = self.places(columns), Rows.run(0, self.num_rows)
         self.flush_own()
         with self._held(shared=True):
@@ -377,10 +361,7 @@ class Store:
             self._flush_if_due()
 
     def append(self, values: Mapping[str, object]) -> range:
-        """Write after the last row; returns the new row numbers.
-
-        Raises: as `write`.
-        """
+        """Write after the last row; returns the new row numbers. Raises: as `write`."""
         self._may_write()
         places = self.places(values)
         lacking = [name for name in self._names if name not in values]
@@ -430,10 +411,7 @@ class Store:
             self.flush_own()
 
     def flush(self) -> None:
-        """Put everything written, also through tensors, on the disk, and mark the rows as filled.
-
-        Raises: WriteError, MissingFileError, ChangedFileError (rows written since the last flush are missing).
-        """
+        """Put everything written, also through tensors, on the disk, and mark the rows as filled."""
         self._may_write()
         with self._flushing:
             self._flush(self._names)
@@ -464,10 +442,7 @@ class Store:
             log.debug("%s: %d rows are on the disk", self.folder, sum(len(rows) for rows, *_ in written))
 
     def close(self) -> None:
-        """Flush, release the files and, if no other process writes, record how many rows there are.
-
-        Raises: WriteError, MissingFileError, ChangedFileError (rows written since the last flush are missing).
-        """
+        """Flush, release the files and, if no other process writes, record how many rows there are."""
         if self.is_closed:
             return
         self.is_closed = True

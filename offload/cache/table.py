@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from offload.cache.batches import Batches, RowDataset, order_of
 from offload.cache.columns import Ragged, sent
 from offload.cache.held import HeldStore, read_file, save_file, write_file
-from offload.cache.incoming import Field, cache_of, plain_values, rows_in_batch
+from offload.cache.incoming import cache_of, plain_values, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
 from offload.cache.indexing import grouped, groups_of, rows_of
 from offload.cache.missing import fill_missing
@@ -233,8 +233,7 @@ class TensorCache:
             >>> cache[:]
             {'id': ['a', 'b'], 'reward': tensor([0.5000, 0.0000]), 'reward.present': tensor([ True, False])}
         """
-        given = {name: Field.of(column) for name, column in (schema or {}).items()}
-        rows = rows_of_records(records, given, as_names(optional) or ())
+        rows = rows_of_records(records, schema or {}, as_names(optional) or ())
         return cache_of(rows, folder, partial(cls.create, metadata=metadata, device=device))
 
     # What it is
@@ -351,7 +350,7 @@ class TensorCache:
             device: where the tensors land; that of the cache if None.
             out: by column, contiguous tensors on the CPU to read into, by an index of one dimension.
             missing: "error", or "zeros" to have zeros for rows that are not filled.
-            pin_memory: read into pinned memory.
+            pin_memory: give tensors in pinned memory, but those of `out`.
             ragged: how rows of different lengths come: "list", "padded" (rows, longest, ...), or "jagged" (a nested
                 tensor, `layout=torch.jagged`).
             padding: the number that fills up the shorter rows of "padded", of `topk` both ids and log-probabilities.
@@ -377,8 +376,8 @@ class TensorCache:
                 )
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
-            found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
-            found = {name: sent(value, target, pinned=pin_memory) for name, value in found.items()}
+            found = store.read(wanted, columns, missing=missing, out=out)
+            found = {name: sent(value, target, pinned=pin_memory and out is None) for name, value in found.items()}
         form = "list" if wanted.is_one else ragged
         found = {name: _formed(value, self.schema[name].top, form, padding) for name, value in found.items()}
         return {name: row_at(value, 0) for name, value in found.items()} if wanted.is_one else found

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cache.incoming import PRESENT, Batch, Field, Incoming, cache_of, read_in_batches, rows_in_batch
+from offload.cache.incoming import PRESENT, Batch, Incoming, cache_of, rows_in_batch, with_marks
+from offload.cache.schema import JSON, RAGGED, TENSOR, Column, column_of
 from offload.cache.table import TensorCache
 from offload.errors import CacheError, CorruptFileError, MissingFileError, OffloadError
 from offload.importing import imported
@@ -39,6 +41,7 @@ log = logging.getLogger("offload.integrations")
 
 _MOST_ROWS = 4096  # of a table in a batch
 _BUFFER = 1 << 20  # bytes per read of a Parquet column
+_GUESS = 1024  # bytes of a value of varying size
 Columns = Collection[str] | None
 
 
@@ -92,16 +95,14 @@ def rows_of(source: object, columns: Columns = None) -> Incoming:
     columns = as_names(columns)
     if isinstance(source, str | os.PathLike):
         return _rows_of_path(absolute(source), columns)
-    if isinstance(source, np.ndarray):
-        return _rows_of_array(source, columns)
     is_tensordict = imported("tensordict", "is_tensor_collection")
     if is_tensordict is not None and is_tensordict(source):
         return _rows_of_tensordict(source, columns)
-    if isinstance(source, Mapping) and not _is_one(source, "h5py", "Group"):
-        return _rows_of_tensors(source, columns, "the dict")
     for package, kind, rows in _KINDS:
         if _is_one(source, package, kind):
             return rows(source, columns)
+    if isinstance(source, Mapping):
+        return _rows_of_tensors(source, columns, "the dict")
     raise CacheError(
         f"no rows can be read from {type(source).__name__}: give a path, an array, a dict of tensors, a TensorDict, a "
         "pyarrow.Table, a datasets.Dataset or an h5py.Group; TensorCache.from_records takes records one by one"
@@ -123,7 +124,7 @@ def _rows_of_path(path: Path, columns: Columns) -> Incoming:
         with _as_read(path):
             yield from rows.batches
 
-    return Incoming(rows.fields, batches())
+    return Incoming(rows.columns, batches())
 
 
 def _rows_of_file(path: Path, columns: Columns) -> Incoming:
@@ -171,29 +172,55 @@ def _chosen(found: Mapping[str, object], columns: Columns, place: str) -> dict[s
     return {name: found[name] for name in (found if columns is None else columns)}
 
 
-def _length_of(parts: Mapping[str, Any], place: str, what: str) -> int:
+# What has a length and slices
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What becomes a column.
+
+    Attributes:
+        column: its description, as for `TensorCache.create`.
+        shape: rows first; () for a single value.
+        read: the rows of a slice, as `TensorCache.append` takes them.
+        nbytes: of all rows, where the description does not tell.
+    """
+
+    column: object
+    shape: Sequence[int]
+    read: Callable[[slice], Any]
+    nbytes: int = 0
+
+
+def _rows_of_parts(parts: Mapping[str, Part], place: str) -> Incoming:
     lengths = {name: part.shape[0] if part.shape else None for name, part in parts.items()}
     if None in lengths.values() or len(set(lengths.values())) != 1:
         each = ", ".join(f"{name!r}: {'a single value' if n is None else n}" for name, n in lengths.items())
-        raise CacheError(f"the {what} in {place} differ in length ({each or 'there are none'}): choose with columns=")
-    return int(next(iter(lengths.values())) or 0)
+        raise CacheError(f"the columns of {place} differ in length ({each or 'there are none'}): choose with columns=")
+    [num_rows] = {rows for rows in lengths.values() if rows is not None}
+    columns = {name: column_of(name, part.column) for name, part in parts.items()}
+    known = sum(column.row_bytes if column.kind == TENSOR else _GUESS for column in columns.values())
+    step = rows_in_batch([max(known, sum(part.nbytes for part in parts.values()) // max(num_rows, 1))])
+    slices = (slice(start, start + step) for start in range(0, num_rows, step))
+    return Incoming(columns, ({name: part.read(rows) for name, part in parts.items()} for rows in slices))
 
 
 # Tensors
 
 
 def _rows_of_tensors(tensors: Mapping[str, object], columns: Columns, place: str) -> Incoming:
-    parts: dict[str, torch.Tensor] = _chosen(tensors, columns, place)
-    for name, part in parts.items():
-        if not isinstance(part, torch.Tensor):
-            raise CacheError(
-                f"{name!r} in {place} is a {type(part).__name__}, not a tensor: leave it out with columns=; "
-                "TensorCache.from_records takes records one by one"
-            )
-        refuse_unstorable(part, name)
-    num_rows = _length_of(parts, place, "tensors")
-    fields = {name: Field(tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in parts.items()}
-    return read_in_batches(fields, num_rows, lambda name, rows: materialize(parts[name][rows]))
+    chosen = _chosen(tensors, columns, place)
+    return _rows_of_parts({name: _part_of_tensor(name, tensor, place) for name, tensor in chosen.items()}, place)
+
+
+def _part_of_tensor(name: str, tensor: object, place: str) -> Part:
+    if not isinstance(tensor, torch.Tensor):
+        raise CacheError(
+            f"{name!r} in {place} is a {type(tensor).__name__}, not a tensor: leave it out with columns=; "
+            "TensorCache.from_records takes records one by one"
+        )
+    refuse_unstorable(tensor, name)
+    return Part((tensor.dtype, tuple(tensor.shape[1:])), tensor.shape, lambda rows: materialize(tensor[rows]))
 
 
 def _rows_of_tensordict(td: Any, columns: Columns, place: str = "the TensorDict") -> Incoming:
@@ -203,22 +230,21 @@ def _rows_of_tensordict(td: Any, columns: Columns, place: str = "the TensorDict"
     if not td.batch_size:
         raise CacheError(f"{place} has no batch_size, which is the number of rows: set batch_size=[rows]")
     ways = _chosen(dict(_leaves(td, ())), columns, place)
-    if not ways:
-        raise CacheError(f"{place} has no tensors")
-    parts, fields = {name: td.select(way) for name, way in ways.items()}, {}
-    for name, way in ways.items():
-        first = parts[name][:1].get(way)
-        fields[name] = Field(first.dtype, tuple(first.shape[1:])) if isinstance(first, torch.Tensor) else Field(None)
+    return _rows_of_parts({name: _part_of_leaf(td.select(way), way) for name, way in ways.items()}, place)
 
-    def read(name: str, rows: slice) -> Any:
-        part = parts[name][rows]
-        value = part.get(ways[name])
-        if fields[name].is_tensor:
+
+def _part_of_leaf(td: Any, way: tuple[str, ...]) -> Part:
+    def read(rows: slice) -> Any:
+        part = td[rows]
+        value = part.get(way)
+        if isinstance(value, torch.Tensor):
             return materialize(value)
         # for one row, or if it is the same for all, tensordict returns the value itself
         return value.tolist() if hasattr(value, "tolist") else [value] * len(part)
 
-    return read_in_batches(fields, int(td.batch_size[0]), read)
+    first = td[:1].get(way)
+    column = (first.dtype, tuple(first.shape[1:])) if isinstance(first, torch.Tensor) else JSON
+    return Part(column, td.batch_size, read)
 
 
 def _leaves(td: Any, way: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -240,23 +266,12 @@ def _leaves(td: Any, way: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...
 
 
 def _rows_of_npy(path: Path, columns: Columns) -> Incoming:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
-        raise CacheError(
-            f"{path} holds pickled objects, which are not loaded, or is incomplete ({error}): save it with "
-            "np.save(path, array, allow_pickle=False)"
-        ) from error
-    return _rows_of_array(array, columns, str(path))
+    return _rows_of_array(np.load(path, mmap_mode="r", allow_pickle=False), columns, str(path))
 
 
 def _rows_of_array(array: np.ndarray[Any, Any], columns: Columns, place: str = "the array") -> Incoming:
-    if not array.ndim:
-        raise CacheError(f"{place} is a single value, without rows")
-    parts = _chosen(dict(_fields(array, "")), columns, place)
-    fields = {name: _field_of(name, part.dtype, part.shape[1:], place) for name, part in parts.items()}
-    nbytes = sum(part.nbytes for part in parts.values())
-    return read_in_batches(fields, len(array), lambda name, rows: _values_of(parts[name][rows], fields[name]), nbytes)
+    chosen = _chosen(dict(_fields(array, "")), columns, place)
+    return _rows_of_parts({name: _part_of_array(name, part, place) for name, part in chosen.items()}, place)
 
 
 def _fields(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
@@ -267,22 +282,25 @@ def _fields(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.
         yield from _fields(array[name], f"{prefix}{name}.")
 
 
-def _field_of(name: str, dtype: np.dtype[Any], row_shape: tuple[int, ...], place: str) -> Field:
-    if dtype.kind in "US":
-        return Field(None)
+def _part_of_array(name: str, array: np.ndarray[Any, Any], place: str) -> Part:
+    column = JSON if array.dtype.kind in "US" else (_dtype_of(name, array.dtype, place), array.shape[1:])
+    return Part(column, array.shape, lambda rows: _values_of(array[rows]), array.nbytes)
+
+
+def _dtype_of(name: str, dtype: np.dtype[Any], place: str) -> torch.dtype:
     try:
-        return Field(torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, row_shape)
+        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     except TypeError as error:
         raise CacheError(
             f"{name!r} in {place} is of dtype {dtype}, neither torch's nor text: convert or leave it out with columns="
         ) from error
 
 
-def _values_of(rows: np.ndarray[Any, Any], field: Field) -> Any:
-    if not field.is_tensor:
-        return (np.char.decode(rows, "utf-8") if rows.dtype.kind == "S" else rows).tolist()
-    native = rows.dtype.newbyteorder("=")
-    return torch.from_numpy(np.array(rows, dtype=native, order="C", subok=False))
+def _values_of(rows: np.ndarray[Any, Any]) -> Any:
+    if rows.dtype.kind in "USO":
+        as_text = np.vectorize(lambda one: one.decode() if isinstance(one, bytes) else str(one), otypes=[object])
+        return as_text(rows).tolist()
+    return torch.from_numpy(np.array(rows, dtype=rows.dtype.newbyteorder("="), order="C", subok=False))
 
 
 # HDF5
@@ -291,13 +309,7 @@ def _values_of(rows: np.ndarray[Any, Any], field: Field) -> Any:
 def _rows_of_hdf5(path: Path, columns: Columns) -> Incoming:
     import h5py
 
-    try:
-        file = h5py.File(path, "r")
-    except OSError as error:
-        if error.errno is not None:  # from the system; errors about the content have none
-            raise explained(path, error) from error
-        raise CacheError(f"{path} can't be opened as HDF5 ({error}): download or copy the file again") from error
-    return _rows_of_group(file, columns)
+    return _rows_of_group(h5py.File(path, "r"), columns)
 
 
 def _rows_of_group(group: Any, columns: Columns) -> Incoming:
@@ -305,19 +317,10 @@ def _rows_of_group(group: Any, columns: Columns) -> Incoming:
     found = dict(_members(group))
     if columns is None:
         found = {name: part for name, part in found.items() if _is_array(name, *part, place)}
-    parts = _chosen(found, columns, place)
-    if not parts:
-        raise CacheError(f"{place} has no datasets")
-    for name, (dataset, _) in parts.items():
-        _refuse_lost(name, dataset, place)
-    num_rows = _length_of({name: dataset for name, (dataset, _) in parts.items()}, place, "datasets")
-    fields = {name: _field_in(name, dataset, key, place) for name, (dataset, key) in parts.items()}
-
-    def read(name: str, rows: slice) -> Any:
-        dataset, key = parts[name]
-        return _values_in(dataset, key, rows, fields[name])
-
-    return read_in_batches(fields, num_rows, read, sum(dataset.nbytes for dataset, _ in parts.values()))
+    chosen = _chosen(found, columns, place)
+    return _rows_of_parts(
+        {name: _part_of_dataset(name, dataset, key, place) for name, (dataset, key) in chosen.items()}, place
+    )
 
 
 def _members(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
@@ -375,60 +378,36 @@ def _is_array(name: str, dataset: Any, key: str | None, place: str) -> bool:
     if not isinstance(dataset, h5py.Dataset):  # a lost link
         return True
     dtype = (dataset.dtype[key] if key else dataset.dtype).base
-    why = None
-    if dataset.shape is None:
-        why = "is empty"
-    elif not dataset.shape:
-        why = "is a single value"
-    elif dtype.kind == "V" or h5py.check_ref_dtype(dtype) is not None:
-        why = f"is of dtype {dtype}"
-    if why:
-        log.info("%r in %s is skipped: it %s", name, place, why)
-    return why is None
+    is_array = bool(dataset.shape) and dtype.kind != "V" and h5py.check_ref_dtype(dtype) is None
+    if not is_array:
+        log.info("%r in %s is skipped: it has no rows of numbers or text", name, place)
+    return is_array
 
 
-def _field_in(name: str, dataset: Any, key: str | None, place: str) -> Field:
+def _part_of_dataset(name: str, dataset: Any, key: str | None, place: str) -> Part:
     import h5py
 
-    dtype = dataset.dtype[key] if key else dataset.dtype
-    base, row_shape = dtype.base, (*dataset.shape[1:], *dtype.shape)
-    if h5py.check_string_dtype(base) is not None:
-        return Field(None)
-    values = h5py.check_vlen_dtype(base)
+    _refuse_lost(name, dataset, place)
+    source, dtype = (dataset.fields(key), dataset.dtype[key]) if key else (dataset, dataset.dtype)
+    shape, base = dataset.shape or (), dtype.base
+    is_text = h5py.check_string_dtype(base) is not None
+    values = None if is_text else h5py.check_vlen_dtype(base)
     if values is None:
-        return _field_of(name, base, row_shape, place)
-    if row_shape:
+        column = JSON if is_text else (_dtype_of(name, base, place), (*shape[1:], *dtype.shape))
+        return Part(column, shape, lambda rows: _values_of(source[rows]), dataset.nbytes)
+    if shape[1:] or dtype.shape:
         raise CacheError(f"{name!r} in {place} has several variable-length values per row: leave it out with columns=")
-    return Field(_field_of(name, values, (), place).dtype, (None,))
-
-
-def _values_in(dataset: Any, key: str | None, rows: slice, field: Field) -> Any:
-    import h5py
-
-    source = dataset.fields(key) if key else dataset
-    base = (dataset.dtype[key] if key else dataset.dtype).base
-    if not field.is_tensor and h5py.check_string_dtype(base) is not None:
-        read = source[rows] if key else dataset.asstr()[rows]
-        as_text = np.vectorize(lambda one: one.decode() if isinstance(one, bytes) else str(one), otypes=[object])
-        return as_text(read).tolist() if len(read) else []
-    if field.is_ragged:
-        return [_values_of(row, field) for row in source[rows]]
-    return _values_of(source[rows], field)
+    column = (_dtype_of(name, values, place), (None,))
+    return Part(column, shape, lambda rows: [_values_of(row) for row in source[rows]], dataset.nbytes)
 
 
 # Arrow
 
 
 def _rows_of_parquet(paths: Collection[Path], columns: Columns) -> Incoming:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    files = []
-    for path in paths:
-        try:
-            files.append(pq.ParquetFile(path, memory_map=True, buffer_size=_BUFFER, pre_buffer=False))
-        except pa.ArrowException as error:
-            raise CacheError(f"{path} can't be read as Parquet ({error}): download or copy the file again") from error
+    files = [pq.ParquetFile(path, memory_map=True, buffer_size=_BUFFER, pre_buffer=False) for path in paths]
     schema, place = files[0].schema_arrow, str(next(iter(paths)))
     for file, path in zip(files, paths, strict=True):
         if not file.schema_arrow.equals(schema):
@@ -449,13 +428,10 @@ def _rows_of_ipc(path: Path, columns: Columns) -> Incoming:
 
     source = pa.memory_map(str(path))
     try:
-        try:
-            table = pa.ipc.open_file(source).read_all()  # mapped, except compressed ones
-        except pa.ArrowInvalid:
-            source.seek(0)
-            table = pa.ipc.open_stream(source).read_all()
-    except pa.ArrowException as error:
-        raise CacheError(f"{path} can't be read as Arrow ({error}): download or copy the file again") from error
+        table = pa.ipc.open_file(source).read_all()  # mapped, except compressed ones
+    except pa.ArrowInvalid:
+        source.seek(0)
+        table = pa.ipc.open_stream(source).read_all()
     return _rows_of_table(table, columns, str(path))
 
 
@@ -472,7 +448,7 @@ def _rows_of_dataset(dataset: Any, columns: Columns) -> Incoming:
 
 
 def _taken(table: Any, available: Collection[str], columns: Columns, place: str) -> tuple[list[str], set[str], int]:
-    _refuse_malformed(table, place)
+    table.validate()  # pyarrow follows offsets and lengths unchecked, even out of its memory
     names = list(_chosen(dict.fromkeys(available), columns, place))
     nbytes = table.select(names).get_total_buffer_size() // max(len(table), 1)
     return names, {name for name in names if table[name].null_count}, _rows_at_once(nbytes)
@@ -490,38 +466,19 @@ def _with_nulls(metadata: Any, names: Collection[str]) -> set[str]:
     return found
 
 
-def _refuse_malformed(data: Any, place: str, *, full: bool = False) -> None:
-    """Validate offsets and lengths in a file: pyarrow follows them unchecked, even out of its memory."""
-    import pyarrow as pa
-
-    try:
-        data.validate(full=full)
-    except pa.ArrowException as error:
-        raise CacheError(f"{place} is not valid Arrow ({error}): download or copy it again") from error
-
-
 def _rows_at_once(nbytes: int) -> int:
     return min(rows_in_batch([nbytes]), _MOST_ROWS)
 
 
 def _rows(schema: Any, names: Collection[str], nulls: Collection[str], batches: Iterable[Any], place: str) -> Incoming:
-    fields = {name: _field_at(name, schema.field(name).type, name in nulls, place) for name in names}
-    return Incoming(fields, (_batch(batch, fields, place) for batch in batches))
+    columns = {name: column_of(name, _described(schema.field(name).type)) for name in names}
+    marked = {name for name in nulls if columns[name].kind != JSON}
+    return Incoming(with_marks(columns, marked), (_batch(batch, columns, marked, place) for batch in batches))
 
 
-def _field_at(name: str, kind: Any, has_nulls: bool, place: str) -> Field:
-    import pyarrow as pa
-
+def _described(kind: Any) -> object:
     dtype, sizes = _layout(kind)
-    if dtype is None or None in sizes[1:]:
-        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-            return Field(torch.uint8, (None,), is_optional=has_nulls)
-        if not _is_json(kind):
-            raise CacheError(
-                f"{name!r} in {place} is of type {kind}, no numbers, text or bytes: cast or leave it out with columns="
-            )
-        return Field(None)
-    return Field(dtype, sizes, is_optional=has_nulls)
+    return JSON if dtype is None or None in sizes[1:] else (dtype, sizes)
 
 
 def _layout(kind: Any) -> tuple[torch.dtype | None, tuple[int | None, ...]]:
@@ -538,72 +495,57 @@ def _layout(kind: Any) -> tuple[torch.dtype | None, tuple[int | None, ...]]:
         return torch.bool, ()
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return getattr(torch, str(kind.to_pandas_dtype().__name__)), ()
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return torch.uint8, (None,)
     return None, ()
 
 
-def _is_json(kind: Any) -> bool:
-    import pyarrow as pa
-
-    of = pa.types
-    if any(is_kind(kind) for is_kind in (of.is_list, of.is_large_list, of.is_fixed_size_list, of.is_dictionary)):
-        return _is_json(kind.value_type)
-    if of.is_struct(kind):
-        return all(_is_json(kind.field(at).type) for at in range(kind.num_fields))
-    kinds = (of.is_string, of.is_large_string, of.is_integer, of.is_floating, of.is_boolean, of.is_null)
-    return any(is_kind(kind) for is_kind in kinds)
-
-
-def _batch(batch: Any, fields: dict[str, Field], place: str) -> Batch:
-    _refuse_malformed(batch, place, full=True)
+def _batch(batch: Any, columns: Mapping[str, Column], marked: Collection[str], place: str) -> Batch:
+    batch.validate(full=True)
     found: Batch = {}
-    for name, field in fields.items():
+    for name, column in columns.items():
         array = batch.column(name)
-        if field.is_tensor:
-            found[name] = _ragged(name, array, field, place) if field.is_ragged else _dense(name, array, field, place)
-        else:
-            found[name] = array.to_pylist()
-        if field.marks_missing:
+        found[name] = array.to_pylist() if column.kind == JSON else _tensors_of(array, column, place)
+        if name in marked:
             found[name + PRESENT] = _present(array)
     return found
-
-
-def _dense(name: str, array: Any, field: Field, place: str) -> torch.Tensor:
-    sizes = [size or 0 for size in field.row_shape]
-    values = _flat(name, array.drop_null(), field, place).view(-1, *sizes)
-    if not array.null_count:
-        return values
-    whole = torch.zeros(len(array), *sizes, dtype=field.dtype)
-    whole[_present(array)] = values
-    return whole
 
 
 def _present(array: Any) -> torch.Tensor:
     return torch.from_numpy(array.is_valid().to_numpy(zero_copy_only=False).copy())
 
 
-def _ragged(name: str, array: Any, field: Field, place: str) -> list[Any]:
+def _tensors_of(array: Any, column: Column, place: str) -> Any:
+    """Rows of an array: zeros, or empty ones, for nulls."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
         return [value or b"" for value in array.to_pylist()]
-    rest = [size or 0 for size in field.row_shape[1:]]
-    storage = array.storage if isinstance(array, pa.ExtensionArray) else array
-    lengths = pc.list_value_length(storage).fill_null(0).to_pylist()
-    return list(_flat(name, storage.drop_null(), field, place).view(-1, *rest).split(lengths))
+    values = _flat(array.drop_null(), column, place).view(-1, *column.row_shape)
+    if column.kind == RAGGED:
+        storage = array.storage if isinstance(array, pa.ExtensionArray) else array
+        return list(values.split(pc.list_value_length(storage).fill_null(0).to_pylist()))
+    if not array.null_count:
+        return values
+    whole = torch.zeros(len(array), *column.row_shape, dtype=column.dtype)
+    whole[_present(array)] = values
+    return whole
 
 
-def _flat(name: str, array: Any, field: Field, place: str) -> torch.Tensor:
+def _flat(array: Any, column: Column, place: str) -> torch.Tensor:
     import pyarrow as pa
 
     while isinstance(array, pa.ExtensionArray):
         array = array.storage
     if hasattr(array, "flatten") and pa.types.is_nested(array.type):
-        return _flat(name, array.flatten(), field, place)
+        return _flat(array.flatten(), column, place)
     if array.null_count:
-        raise CacheError(f"{name!r} in {place} has a null inside a row: fill it, or leave the column out with columns=")
+        raise CacheError(
+            f"{column.name!r} in {place} has a null inside a row: fill it, or leave the column out with columns="
+        )
     values = torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
-    assert values.dtype == field.dtype
+    assert values.dtype == column.dtype
     return values
 
 
@@ -615,6 +557,7 @@ _MARKS: Mapping[bytes, Callable[[Path, Columns], Incoming]] = {
     b"\xff\xff\xff\xff": _rows_of_ipc,  # a stream
 }
 _KINDS: tuple[tuple[str, str, Callable[[Any, Columns], Incoming]], ...] = (
+    ("numpy", "ndarray", _rows_of_array),
     ("h5py", "Group", _rows_of_group),
     ("pyarrow", "Table", _rows_of_table),
     ("datasets", "Dataset", _rows_of_dataset),

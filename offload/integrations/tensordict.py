@@ -5,9 +5,7 @@ Always true:
   its file, and values are written here, from file to file: none is in memory as a whole
 - files are referenced in place; a modified one is an error. They are written to only with mode="r+"
 - no class is imported by a name in a file, nothing is unpickled, and nothing that had to be pickled is kept
-- the result is of one folder, even if `save_memmap` puts another one in its place meanwhile
-- what is written appears complete, in one step, and was seen to open; it replaces another folder only if that was
-  written here, and no file was added to it
+- what is written appears complete, in one step, and was seen to open; it replaces nothing
 - a key names a file or folder directly inside that of its TensorDict, whatever characters it has
 
 Source of the format: what tensordict 0.15 writes and reads. A TensorDict is a folder: `<key>.memmap` has the elements
@@ -18,13 +16,10 @@ nested tensor's sizes are in `<key>.shape.memmap`. A leaf without elements has n
 from __future__ import annotations
 
 import errno
-import itertools
-import json
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,7 +31,6 @@ from offload.errors import (
     ArgumentTypeError,
     CheckpointError,
     CorruptFileError,
-    ForeignFileError,
     MissingFileError,
     OffloadError,
     UnknownTypeError,
@@ -45,17 +39,17 @@ from offload.errors import (
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import MARK, is_unicode
-from offload.storage.layout import Entry, contiguous, contiguous_stride, dtype_named
+from offload.storage.header import is_unicode
+from offload.storage.layout import Entry, contiguous, dtype_named
 from offload.storage.owning import open_value
-from offload.storage.replacing import is_filled, new_file, replacing_folder, sync_whole, write_all
-from offload.storage.state_file import Kind, read_json, state_if_ours
+from offload.storage.replacing import new_file, refuse_filled, replacing_folder, sync_whole
+from offload.storage.state_file import read_json
 from offload.system.reasons import reading
 from offload.system.regular import absolute, is_file, is_there, open_regular
 from offload.tensor.arguments import checked_device, refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
-from offload.torch_api import FakeTensorMode, active_fake_mode, nested_view_from_buffer
+from offload.torch_api import FakeTensorMode, active_fake_mode
 
 __all__ = ["load_memmap", "load_memmap_", "memmap_like", "save_memmap"]
 
@@ -109,24 +103,7 @@ def load_memmap(
     place = absolute(folder)
     leaves = _Leaves(None if device is None else checked_device(device), offload_dir, writes=mode == "r+")
     with reading(place):
-        while True:
-            before = _which(place)
-            try:
-                td = _opened(place, leaves)
-            except OffloadError:
-                if _which(place) == before:
-                    raise
-            else:
-                if _which(place) == before:
-                    return td
-
-
-def _which(folder: Path) -> tuple[int, int] | None:
-    """Identifies a folder, as opposed to a replacement at the same path."""
-    with suppress(OSError):
-        status = os.stat(folder)
-        return status.st_ino, status.st_ctime_ns
-    return None
+        return _opened(place, leaves)
 
 
 def _opened(folder: Path, leaves: _Leaves) -> Any:
@@ -252,14 +229,18 @@ class _Leaves:
                 td.set(key, self._leaf(folder, key, spec, way, td.device or torch.device("cpu")))
 
     def _leaf(self, folder: Path, key: str, spec: dict[str, Any], way: Way, device: torch.device) -> torch.Tensor:
+        from tensordict import TensorDict
+
         shape, dtype = tuple(spec["shape"]), dtype_named(spec["dtype"].removeprefix("torch."))
         assert dtype is not None  # else tensordict does not know it
         name, path = ".".join((*way, key)), _place(folder, key, ".memmap")
         has_file = spec.get("is_nested") or 0 not in shape
         if device.type == "meta" or active_fake_mode() is not None or not has_file:
             return torch.empty(shape, dtype=dtype, device=device)
-        open_leaf = self._nested if spec.get("is_nested") else self._over
-        return open_leaf(path, name, shape, dtype, device)
+        if spec.get("is_nested"):
+            around = TensorDict.load_memmap(folder, allow_pickle=False, mode="r")  # which extends no file
+            return around.get(key).to(device)  # type: ignore[no-any-return]
+        return self._over(path, name, shape, dtype, device)
 
     def _over(
         self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -269,17 +250,6 @@ class _Leaves:
             open_regular(path, os.O_RDWR).close()  # symlinks are not written through
             return wrap_handle(Handle.shared(file, name, path.parent), device)
         return wrap_handle(open_value(file, name, self.offload_dir), device)
-
-    def _nested(
-        self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        cpu = torch.device("cpu")
-        sizes = self._over(path.with_suffix(".shape.memmap"), f"{name}.shape", shape, torch.int64, cpu).tolist()
-        flat = self._over(path, name, (sum(math.prod(size) for size in sizes),), dtype, cpu)._on_cpu()
-        starts = [0, *itertools.accumulate(math.prod(size) for size in sizes)][:-1]
-        strides = torch.tensor([contiguous_stride(tuple(size)) for size in sizes]).reshape(shape)
-        args = (flat, torch.tensor(sizes).reshape(shape), strides, torch.tensor(starts))
-        return nested_view_from_buffer(*args).to(device)
 
 
 def _place(folder: Path, key: str, suffix: str) -> Path:
@@ -294,29 +264,22 @@ def _place(folder: Path, key: str, suffix: str) -> Path:
     return path
 
 
-_MARKER = "offload.json"
-_KIND = Kind(what="the list of files of a folder of offload", stamp={MARK: {"memmap": 1}})
-
-
-def save_memmap(
-    td: Any, folder: PathLike, *, num_threads: int = 0, return_early: bool = False, existsok: bool = True
-) -> Any:
+def save_memmap(td: Any, folder: PathLike, *, num_threads: int = 0, return_early: bool = False) -> Any:
     """Write a folder that `TensorDict.load_memmap` opens, in bounded memory: what is on disk goes from file to file.
 
     Args:
         td: a TensorDict, a lazy stack, a tensorclass, or a dict of tensors and dicts; leaves plain or offloaded.
             Non-tensor data has to be text, numbers, lists and dicts.
-        folder: is made, with the folders around it, and appears whole. One that this function wrote is replaced.
+        folder: is made, with the folders around it, and appears whole; one that is there has to be empty.
         num_threads: how many files are written at a time.
         return_early: give a `concurrent.futures.Future` of the result, and write in the background. The leaves are not
             to be changed until it is done.
-        existsok: False refuses to replace a folder.
 
     Returns:
         The TensorDict over the new files, as `load_memmap` returns it.
 
     Raises:
-        ForeignFileError: there is something that `save_memmap` did not write, or files were added to it.
+        ForeignFileError: there is something in the folder.
         UnsupportedOpError: a leaf, or its key, has no form in such a folder.
         UnknownTypeError: non-tensor data that JSON has no form for.
         WriteError: the disk is full, the folder is read-only...
@@ -328,10 +291,10 @@ def save_memmap(
         MemoryMappedTensor([0., 0.])
     """
     td, folder = _collection(td), absolute(folder)
-    _refuse_replacing(folder, existsok)
+    refuse_filled(folder)
 
     def save() -> Any:
-        _publish(td, folder, existsok, threads=num_threads)
+        _publish(td, folder, threads=num_threads)
         return load_memmap(folder)
 
     if not return_early:
@@ -342,14 +305,14 @@ def save_memmap(
     return future
 
 
-def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
+def memmap_like(td: Any, folder: PathLike) -> Any:
     """A folder for values like those of `td`, all zeros, to be filled; no value is read, or written.
 
     It takes disk space as it is filled, whatever the sizes. As tensordict maps the files, a disk that is full then ends
     the process; `load_memmap(folder, mode="r+")` reserves the space of a leaf first, and says so in an error.
 
     Args:
-        td, folder, existsok: as for `save_memmap`; leaves may be on the meta device.
+        td, folder: as for `save_memmap`; leaves may be on the meta device.
 
     Returns:
         The same as `TensorDict.load_memmap`: its leaves are mapped, and writing to one writes its file.
@@ -364,7 +327,7 @@ def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
     from tensordict import TensorDict
 
     folder = absolute(folder)
-    _publish(_collection(td), folder, existsok, of_zeros=True)
+    _publish(_collection(td), folder, of_zeros=True)
     return TensorDict.load_memmap(folder)
 
 
@@ -381,7 +344,7 @@ def _collection(td: Any) -> Any:
     return td
 
 
-def _publish(td: Any, folder: Path, existsok: bool, *, threads: int = 0, of_zeros: bool = False) -> None:
+def _publish(td: Any, folder: Path, *, threads: int = 0, of_zeros: bool = False) -> None:
     if not is_unicode(str(folder)):
         raise ArgumentError(f"{str(folder)!r} is not a path that tensordict can map files under: it is not UTF-8")
     leaves: list[tuple[str | Way, torch.Tensor]] = []
@@ -389,13 +352,10 @@ def _publish(td: Any, folder: Path, existsok: bool, *, threads: int = 0, of_zero
     for way, tensor in leaves:
         _refuse_leaf(way, tensor, of_zeros=of_zeros)
     size = 0 if of_zeros else sum(tensor.nbytes for _, tensor in leaves)
-    with replacing_folder(folder, size, refuse=lambda target: _refuse_replacing(target, existsok)) as temporary:
+    with replacing_folder(folder, size) as temporary:
         files = _laid_out(td, temporary)
         if not of_zeros:
             _fill(files, threads)
-        marker = {**_KIND.stamp, "files": sorted(_files_in(temporary))}
-        with new_file(temporary / _MARKER, 0) as fd:
-            write_all(fd, memoryview((json.dumps(marker) + "\n").encode()), 0)
         sync_whole(temporary)
 
 
@@ -439,18 +399,13 @@ def _laid_out(td: Any, folder: Path) -> list[tuple[torch.Tensor, str]]:
 
 
 def _fill(files: Sequence[tuple[torch.Tensor, str]], threads: int) -> None:
-    with progress_in_bytes(sum(tensor.nbytes for tensor, _ in files), "saving") as advance:
-        if threads <= 1:
-            for tensor, path in files:
-                advance(_write(tensor, path))
-            return
-        with ThreadPoolExecutor(threads, "offload-save") as pool:
-            try:
-                for nbytes in pool.map(_write, *zip(*files, strict=True)):
-                    advance(nbytes)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+    with (
+        progress_in_bytes(sum(tensor.nbytes for tensor, _ in files), "saving") as advance,
+        ThreadPoolExecutor(max(threads, 1), "offload-save") as pool,
+        closing(pool.map(lambda file: _write(*file), files)) as written,  # type: ignore[type-var]
+    ):
+        for nbytes in written:
+            advance(nbytes)
 
 
 def _write(tensor: torch.Tensor, path: str) -> int:
@@ -469,37 +424,3 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     whole, count = tensor.contiguous(), sum(part.numel() for part in tensor.unbind())
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(whole.untyped_storage(), 0, (count,), (1,))
-
-
-def _refuse_replacing(folder: Path, existsok: bool) -> None:
-    """Refuse to replace what `save_memmap` did not write; an empty folder may be filled."""
-    if not is_filled(folder):
-        return
-    if not existsok:
-        raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
-    with reading(folder):
-        known = _files_of(folder)
-        found = _files_in(folder)
-    if not known:
-        raise ForeignFileError(f"{folder} was not written by offload: it is left as it is. Take another folder.")
-    if found - known:
-        raise ForeignFileError(f"{folder / min(found - known)} was not written by offload: move it away first")
-
-
-def _files_in(folder: Path) -> set[str]:
-    """The files below a folder, and links; one that can't be looked into is an error, as it may hold others' files."""
-    found: set[str] = set()
-    with os.scandir(folder) as items:
-        for item in items:
-            if item.is_dir(follow_symlinks=False):
-                found |= {f"{item.name}/{name}" for name in _files_in(Path(item.path))}
-            else:
-                found.add(item.name)
-    return found
-
-
-def _files_of(folder: Path) -> set[str]:
-    if folder.is_symlink():
-        return set()
-    files = (state_if_ours(folder / _MARKER, _KIND) or {}).get("files")
-    return {_MARKER, *map(str, files)} if isinstance(files, list) else set()

@@ -13,7 +13,6 @@ Always true:
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import os
@@ -33,8 +32,6 @@ from offload.system.reasons import reading, writing
 from offload.system.regular import is_there, owned
 
 TEMPORARY = ".offload-tmp-"
-_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
-_AT_FDCWD = -100
 
 
 class New(NamedTuple):
@@ -91,10 +88,10 @@ def replacing_all(
         try:
             yield temporaries
             for path in others:
-                put_in_place(temporaries[path], path)
+                os.replace(temporaries[path], path)
             if others:
                 sync_folder(last.parent)
-            put_in_place(temporaries[last], last)
+            os.replace(temporaries[last], last)
         except BaseException:
             if os.path.lexists(temporaries[last]):
                 for path in others:
@@ -106,27 +103,6 @@ def replacing_all(
         placed()
     if durable:
         sync_folder(last.parent)
-
-
-def put_in_place(temporary: Path, path: Path) -> None:
-    """Put a file or a folder in place, and remove the one that was there."""
-    if not temporary.is_dir():
-        os.replace(temporary, path)
-    elif not path.is_dir() or not any(path.iterdir()):
-        os.rename(temporary, path)
-    else:
-        if not _exchanged(temporary, path):
-            log.info("%s is replaced in two steps: its file system can't exchange folders", path)
-            aside = path.with_name(f".{path.name}-before-{secrets.token_hex(4)}")  # which is never swept
-            os.rename(path, aside)
-            os.rename(temporary, path)
-            os.rename(aside, temporary)
-        remove(temporary)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Whether the system exchanged two folders in one step: Linux can, on most file systems."""
-    return not ctypes.CDLL(None).renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE)
 
 
 def is_filled(path: Path) -> bool:
@@ -142,19 +118,18 @@ def refuse_filled(path: Path) -> None:
 
 
 @contextmanager
-def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], object] = refuse_filled) -> Iterator[Path]:
-    """A new folder beside `path` that replaces it if the block succeeds, and is removed if not.
+def replacing_folder(path: Path, size: int = 0) -> Iterator[Path]:
+    """A new folder that is put at `path` if the block succeeds, and is removed if not.
 
-    What is there is replaced in one step where the system can do that; `refuse` checks it before and after the block.
-    Raises `ForeignFileError` if it must not be replaced; `WriteError`.
+    Raises `ForeignFileError` if something other than an empty folder is there, before or after; `WriteError`.
     """
-    refuse(path)
+    refuse_filled(path)
     made_folder(path.parent, size)
     with replacing_all([path], size) as new:
         new[path].mkdir()
         yield new[path]
         sync_folder(new[path])
-        refuse(path)
+        refuse_filled(path)
 
 
 def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) -> None:

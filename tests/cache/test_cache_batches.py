@@ -38,8 +38,8 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TensorCach
             yield made
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 50])
-@pytest.mark.parametrize("size", [1, 5, N, 100])
+@pytest.mark.parametrize("prefetch", [0, 2, 50])
+@pytest.mark.parametrize("size", [1, 5, 100])
 def test_a_number_gives_all_rows_in_order(cache: TensorCache, size: int, prefetch: int) -> None:
     batches = list(cache.batches(size, prefetch=prefetch))
 
@@ -185,8 +185,8 @@ def test_an_error_of_the_sampler_is_passed_on() -> None:
 
 @pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork"), (1, "spawn")])
 def test_a_data_loader_gives_the_rows(cache: TensorCache, workers: int, context: str | None) -> None:
-    if context == "spawn" and cache.folder is None:
-        pytest.skip("tensors in memory are torch's to pass on")
+    if context == "spawn" and (cache.folder is None or cache.folder.is_file()):
+        pytest.skip("one kind of cache will do: a new process takes seconds")
     data = cache.as_dataset(columns=["x", "id"])
 
     loader = DataLoader(

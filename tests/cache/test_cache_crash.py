@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.campaigns import amount, campaign
+from tests.campaigns import amount
 from tests.processes import run_script
 
 KILLS = amount("kills", 24, 500)
@@ -138,79 +138,6 @@ RANDOM = """
     print(json.dumps(said))
 """
 
-# Some moments last microseconds (longer on a slow disk), so random kills rarely hit them. A kill leaves only the files:
-# if these are as they were one line before, so is the outcome.
-LINE_BY_LINE = """
-    import fcntl, zlib
-    from tests import faults
-
-    OURS = os.sep.join(["", "offload", "cache", ""])
-
-    def write_a_little(last):
-        def trace(frame, event, arg):
-            if OURS not in frame.f_code.co_filename:
-                return None
-            if event == "line":
-                if len(order) == last:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                order.append((frame.f_code.co_filename, frame.f_lineno))
-                if last < 0:  # calls change files, and what is written through a mapping is in this one
-                    with real_open(folder + "/rows.state", "rb") as file:
-                        states = zlib.crc32(file.read(1 << 13))
-                    seen.append((states, sum(call.changes and "sync" not in call.name for call in calls)))
-            return trace
-
-        order = []
-        sys.settrace(trace)
-        writer = Writer()
-        writer.put([0, 7, 8])
-        writer.append(20)
-        writer.flush()
-        writer.put([7, 310])
-        writer.append(3)
-        writer.close()
-        writer = Writer()
-        writer.put([1])
-        writer.flush()
-        writer.append(9)
-        writer.cache._store._written, writer.pending = [], {}  # these rows are never filled, and are cut off
-        writer.close()
-        sys.settrace(None)
-        return order
-
-    def go_on():
-        writer = Writer()
-        first = len(writer.cache)
-        writer.append(50)
-        writer.flush()
-        assert writer.cache["x"][first:, 0].tolist() == tried[first : first + 50].tolist()
-        writer.close()
-
-    begin_again()
-    seen, real_open = [], open
-    with faults.watched() as calls:
-        order = write_a_little(-1)
-    others = [number for number, found in enumerate(seen) if not number or found != seen[number - 1]]
-    said = dict(lines=len(set(order)), others=len(others), kills=0)
-    for last in range(len(order)) if kills else others:
-        begin_again()
-        pid = forked(lambda: write_a_little(last))
-        assert ended(pid) == -signal.SIGKILL, last
-        try:
-            check("r")
-            with real_open(folder + "/rows.state", "r+b") as other:  # a writer that was there before: no repairs
-                fcntl.flock(other, fcntl.LOCK_SH)
-                check("r+")
-                go_on()
-            check("r+")
-            go_on()
-            check("r")
-        except BaseException as error:
-            raise AssertionError(f"killed before {order[last]}") from error
-        said["kills"] += 1
-    print(json.dumps(said))
-"""
-
 
 @pytest.mark.slow(8)
 @pytest.mark.campaign("kills")
@@ -224,14 +151,3 @@ def test_after_each_kill_what_is_filled_is_right_and_what_was_flushed_is_filled(
     assert sum(said["kills"] for said in rounds) == KILLS
     assert all(said["filled"] > 0 for said in rounds)
     assert all(said["rows"] > 300 * said["kills"] for said in rounds)  # it was killed while the cache grew, too
-
-
-@pytest.mark.slow(6)
-@pytest.mark.campaign("kills")
-@pytest.mark.timeout(1200)
-def test_a_writer_that_is_killed_at_a_line_of_its_own_leaves_a_folder_that_is_right(quick_folder):
-    """Every time a line runs, in the full campaign; else when the line before it has changed a file."""
-    said = json.loads(run_script(COMMON + LINE_BY_LINE, quick_folder, 0, int(campaign("kills")), limit=LIMIT))
-
-    assert said["lines"] > 300
-    assert said["kills"] >= said["others"] > 50

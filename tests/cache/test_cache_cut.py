@@ -28,33 +28,39 @@ FILES = [
     "raw%2findex.safetensors",
     FILE,
 ]
-ACTS = {
+READS = {
     "a column": lambda cache: cache.column("x").sum(),
-    "a row of a column": lambda cache: cache["x"][-1].sum(),
-    "in place": lambda cache: cache["x"].mul_(1),
-    "a row in place": lambda cache: cache["x"][-1].mul_(1),
     "rows": lambda cache: cache[:],
     "a row": lambda cache: cache[-1],
-    "rows of the rest": lambda cache: [cache.get([-1, 0], [name]) for name in COLUMNS],
     "missing as zeros": lambda cache: cache.get([-1, 3], missing="zeros"),
-    "write the first": lambda cache: cache.__setitem__([0, 1], values([0, 1])),
-    "write the last": lambda cache: cache.__setitem__(ROWS - 1, {n: v[0] for n, v in values([ROWS - 1]).items()}),
-    "write a column": lambda cache: cache.__setitem__([2], {"t": values([2])["t"]}),
-    "append": lambda cache: cache.append(values([ROWS])),
-    "append much": lambda cache: cache.append(values(range(ROWS, 3 * ROWS))),
-    "flush": lambda cache: cache.flush(),
+    "batches": lambda cache: list(cache.batches(len(cache))),
     "missing_rows": lambda cache: cache.missing_rows(),
     "num_filled": lambda cache: cache.num_filled,
-    "len": len,
     "lengths": lambda cache: cache.lengths("t"),
-    "repr": repr,
     "to_disk": lambda cache: cache.to_disk(cache.folder.parent / "rows.safetensors", ["x"]),
+}
+WRITES = {
+    "in place": lambda cache: cache["x"].mul_(1),
+    "write": lambda cache: cache.__setitem__([7], values([7])),
+    "append": lambda cache: cache.append(values([len(cache)])),
+    "append much": lambda cache: cache.append(values(range(len(cache), 4500))),
+    "fill": lambda cache: cache.fill(lambda rows: {"x": rows}, list(range(len(cache)))),
+    "flush": lambda cache: cache.flush(),
+}
+ACTS = {
+    **READS,
+    **WRITES,
+    "a row of a column": lambda cache: cache["x"][-1].sum(),
+    "a row in place": lambda cache: cache["x"][-1].mul_(1),
+    "rows of the rest": lambda cache: [cache.get([-1, 0], [name]) for name in COLUMNS],
+    "write the last": lambda cache: cache.__setitem__(ROWS - 1, {n: v[0] for n, v in values([ROWS - 1]).items()}),
+    "write a column": lambda cache: cache.__setitem__([2], {"t": values([2])["t"]}),
+    "len": len,
+    "repr": repr,
     "close": lambda cache: cache.close(),
     "open to read": lambda cache: TensorCache.open(cache.folder)[:],
     "open to write": lambda cache: TensorCache.open(cache.folder, "r+")[:],
 }
-
-
 READING = ["len", "missing_rows", "num_filled", "rows", "a column"]
 
 
@@ -169,7 +175,7 @@ def test_states_that_are_cut_while_open_are_an_error_and_not_a_signal(folder, si
         assert refused(ACTS[act], cache)
 
     whole = (folder / FILE).read_bytes()
-    for mode, acts in {"r": READING, "r+": [*READING, "append", "write the first", "close"]}.items():
+    for mode, acts in {"r": READING, "r+": [*READING, "append", "write", "close"]}.items():
         for act in acts:
             assert in_fork(lambda act=act, mode=mode: look(act, mode)), (act, mode)
             assert size == (folder / FILE).stat().st_size
@@ -228,6 +234,7 @@ def test_values_that_one_writes_and_another_finds_cut_are_not_written_over(folde
     os.truncate(folder / "t.values", before)
 
     assert refused(other.__setitem__, [5], {"t": values([5])["t"]})
+    assert refused(TensorCache.open, folder, "r+")
     assert before == (folder / "t.values").stat().st_size
     assert refused(one.flush)
     assert [0] == TensorCache.open(folder).missing_rows(["t"]).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import partial
 
@@ -13,7 +14,7 @@ from torch.utils.data import Dataset, StackDataset
 from offload import TensorCache, map_batches, progress
 from offload.errors import ArgumentError, ArgumentTypeError, ColumnError, MapError, ShapeMismatchError
 from tests.campaigns import amount
-from tests.processes import run_script
+from tests.processes import in_fork, run_script
 
 ROWS = 10
 
@@ -103,6 +104,17 @@ def test_rows_computed_before_an_error_are_kept_and_the_rest_is_computed_next(ca
         again.fill(failing, torch.arange(ROWS))
         assert 5 == len(seen)  # nothing was missing
         assert list(range(0, 2 * ROWS, 2)) == again[:]["x"].tolist()
+
+
+def test_rows_computed_some_seconds_before_a_kill_are_kept(cache, monkeypatch):
+    monkeypatch.setattr("offload.cache.missing._FLUSH_EVERY", 0.0)
+    cache.close()
+
+    def killed(batch):
+        return os.kill(os.getpid(), 9) if 6 in batch else doubled(batch)
+
+    assert not in_fork(lambda: TensorCache.open(cache.folder, "r+").fill(killed, torch.arange(ROWS), batch_size=3))
+    assert [6, 7, 8, 9] == TensorCache.open(cache.folder).missing_rows().tolist()
 
 
 def test_rows_that_are_there_are_left_and_so_are_other_columns(tmp_path):

@@ -14,13 +14,12 @@ import torch
 
 import offload
 from bench.page_cache import cached_fraction
-from offload import OffloadedTensor, TensorCache
+from offload import TensorCache
 from offload.cache import rowfile
 from offload.errors import CorruptFileError
 from offload.prefetch import engine, filling, pages
-from offload.system import background
 from tests.page_cache import dropped, needs_page_cache
-from tests.processes import in_fork, run_script
+from tests.processes import in_fork
 
 MIB = 1 << 20
 ROWS = 2048  # of 8 KiB
@@ -178,17 +177,6 @@ def test_a_column_that_does_not_fit_is_not_read_whole(folder, path, parts):
     assert cached_fraction([path]) < 0.3
 
 
-def test_a_column_that_does_not_fit_beside_values_is_not_read_whole(folder, path, parts, tmp_path):
-    weight = OffloadedTensor.zeros((4, MIB), name="w", offload_dir=tmp_path / "values")
-    with offload.set_max_memory("24MiB"):
-        weight.sum()
-        cache = TensorCache.open(folder)
-        cache[some(256)]
-        rest()
-
-    assert not parts
-
-
 def test_the_one_of_two_columns_that_fits_is_read_whole(tmp_path):
     schema = dict.fromkeys("xy", (torch.int32, (2048,)))
     with TensorCache.create(tmp_path / "two", schema, ROWS) as cache:
@@ -313,21 +301,6 @@ def test_a_file_that_is_cut_meanwhile_is_an_error_of_its_rows_alone(folder, path
         cache[some(256, seed=1)]
 
 
-def test_the_thread_ends(folder, path, parts, monkeypatch):
-    monkeypatch.setattr(background, "IDLE", 0.01)
-    cache = TensorCache.open(folder)
-
-    cache[some(256)]
-    rest()
-    with engine.lock():
-        thread = engine._ENGINE.reader.thread
-    if thread is not None:
-        thread.join()
-
-    assert parts
-    assert thread is None or not thread.is_alive()
-
-
 def test_a_forked_child_goes_on_by_itself(folder, path, parts):
     cache = TensorCache.open(folder)
     parts.gate.clear()
@@ -346,23 +319,3 @@ def test_a_forked_child_goes_on_by_itself(folder, path, parts):
         parts.gate.set()
     rest()
     assert_whole(cache)
-
-
-def test_a_process_ends_while_it_is_under_way(folder, path):
-    script = """
-        import sys, threading, torch
-        from offload import TensorCache
-        from offload.cache import rowfile
-        from offload.prefetch import filling
-
-        def not_there(fd, places):
-            raise OSError("not in memory")
-
-        rowfile.look_at = not_there
-        filling.populate = lambda *_: threading.Event().wait()
-        cache = TensorCache.open(sys.argv[1])
-        cache[torch.randperm(2048)[:256]]
-        print(cache._store._files["x"].rowfile._filling.is_under_way)
-    """
-
-    assert "True\n" == run_script(script, folder)

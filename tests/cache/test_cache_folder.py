@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload import TensorCache
-from offload.cache import store as store_module
 from offload.cache.states import PAGE
 from offload.errors import (
     CacheError,
@@ -107,6 +106,7 @@ BROKEN = {
     ),
     "old states": (lambda f: counted_as(f, 1), CacheError, "rows.state is of version 1, and this .* reads version 3"),
     "kind": (lambda f: edited(f, columns={"x": {"kind": "y"}}), CorruptFileError, "column 'x' is described as"),
+    "another kind": (lambda f: declared(f, kind="y"), CorruptFileError, "column 'x' is described as"),
     "no name": (lambda f: edited(f, columns={"": {"kind": "json"}}), CorruptFileError, "can't be called ''"),
     "too large": (lambda f: declared(f, row_shape=[1 << 62, 9]), CorruptFileError, "larger than any file"),
     "another dtype": (lambda f: declared(f, dtype="int32"), CorruptFileError, OTHER_ROWS),
@@ -151,16 +151,6 @@ def test_states_of_another_cache_are_refused(folder):
         TensorCache.open(folder)
 
 
-@pytest.mark.parametrize("mode", ["r", "r+"])
-def test_a_foreign_file_at_the_path_of_a_column_is_not_written(folder, mode):
-    save_file({"x": torch.ones(20000)}, folder / "x.safetensors")
-    before = (folder / "x.safetensors").read_bytes()
-
-    with pytest.raises(CorruptFileError, match=OTHER_ROWS):
-        TensorCache.open(folder, mode)
-    assert before == (folder / "x.safetensors").read_bytes()
-
-
 @pytest.mark.parametrize("place", [(0, 1 << 62), (0, (1 << 62) + 1), ((1 << 63) - 1, 1), (-1, 2)])
 def test_places_outside_of_the_values_are_an_error(folder, place):
     with open(folder / "t%2findex.safetensors", "r+b") as file:
@@ -178,15 +168,6 @@ def test_json_that_is_too_deep_is_an_error(tmp_path):
 
     with pytest.raises(CorruptFileError, match=r"note.jsonl holds a row that is not JSON"):
         TensorCache.open(tmp_path)[0]
-
-
-def test_values_that_were_cut_are_an_error_when_they_are_read(folder):
-    cut(folder / "t.values", 10)
-    cache = TensorCache.open(folder)
-
-    with pytest.raises(CorruptFileError, match=r"t.values has 10 bytes, and its rows take more: it was truncated"):
-        cache[[1, 7]]
-    assert ["number 1"] == cache.get([2], columns=["note"])["note"]
 
 
 def test_a_folder_is_made_a_cache_once(folder):
@@ -234,11 +215,6 @@ def test_an_existing_cache_that_differs_is_refused_and_left_alone(folder, schema
     TensorCache.open(folder, "r+").close()  # nothing else has it open
 
 
-def test_a_cache_that_may_exist_is_created_if_it_does_not(tmp_path):
-    with TensorCache.create(tmp_path / "new", {"x": (torch.int64, ())}, 2, exist_ok=True) as cache:
-        assert [0, 1] == cache.missing_rows().tolist()
-
-
 def test_one_of_several_processes_creates_a_cache_and_the_others_open_it(tmp_path):
     def make(number):
         with TensorCache.create(tmp_path / "new", {"x": (torch.int64, ())}, 6, exist_ok=True) as cache:
@@ -280,8 +256,11 @@ def test_a_foreign_file_is_left_as_it_is(tmp_path):
     (tmp_path / "t.values").write_text("mine")
     with pytest.raises(ForeignFileError, match=r"t.values exists, and is left as it is"):
         TensorCache.create(tmp_path, {"t": (torch.int32, (None,))}, 3)
+    (tmp_path / "rows.state").write_text("mine")
+    with pytest.raises(ForeignFileError, match=r"rows\.state exists, and is left as it is"):
+        TensorCache.create(tmp_path, {"y": (torch.int32, ())}, 3)
     assert before == (tmp_path / "x.safetensors").read_bytes()
-    assert "mine" == (tmp_path / "t.values").read_text()
+    assert ["mine"] * 2 == [(tmp_path / name).read_text() for name in ("t.values", "rows.state")]
 
 
 def test_rows_that_a_power_cut_took_from_a_column_is_restored(tmp_path):
@@ -352,7 +331,7 @@ def test_rows_that_were_never_filled_are_cut_off_at_closing(folder):
     assert 8 == len(TensorCache.open(folder))
 
 
-@pytest.mark.parametrize("times", [1, 127, 128])
+@pytest.mark.parametrize("times", [1, 128])
 def test_an_appended_row_that_is_written_again_when_its_writer_is_killed_stays_a_row(tmp_path, times):
     TensorCache.create(tmp_path, {"x": (torch.int64, ())}).close()
 
@@ -368,42 +347,6 @@ def test_an_appended_row_that_is_written_again_when_its_writer_is_killed_stays_a
 
     with TensorCache.open(tmp_path, "r+") as cache:
         assert (3, [1, 2]) == (len(cache), cache.missing_rows().tolist())
-
-
-def test_a_row_that_is_written_again_when_its_writer_is_killed_is_missing(folder):
-    def write_half():
-        cache = TensorCache.open(folder, "r+")
-        cache._store._files["note"].write = lambda *_: os.kill(os.getpid(), 9)
-        cache[[2, 5]] = values(50, 2)
-
-    assert not in_fork(write_half)
-
-    assert [0, 2, 4, 5, 6] == TensorCache.open(folder).missing_rows().tolist()
-
-
-def test_rows_that_a_disk_rejected_at_a_flush_are_missing(folder, monkeypatch):
-    def broken_disk(fd):
-        raise OSError(5, "Input/output error")
-
-    cache = TensorCache.open(folder, "r+")
-    cache[[0, 4]] = values(0, 2)
-    with monkeypatch.context() as patched:
-        patched.setattr(store_module.FixedColumn, "sync", broken_disk)
-        with pytest.raises(WriteError, match="Input/output error"):
-            cache.flush()
-    assert [0, 4, 6] == cache.missing_rows().tolist()
-
-
-@pytest.mark.timeout(20)
-def test_a_closed_cache_can_be_opened_for_writing_while_the_old_object_lives(tmp_path):
-    with TensorCache.create(tmp_path, {"x": (torch.float32, ())}, 2) as old:
-        old[0] = {"x": torch.tensor(1.0)}
-
-    with TensorCache.open(tmp_path, "r+") as cache:
-        cache[1] = {"x": torch.tensor(2.0)}
-
-    assert "closed" in repr(old)
-    assert [1.0, 2.0] == TensorCache.open(tmp_path)[:]["x"].tolist()
 
 
 def test_a_cache_is_written_to_only_when_it_is_opened_for_that(folder):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -71,22 +70,9 @@ def test_some_columns_come_in_the_order_that_was_asked_for(folder, columns):
         assert torch.equal(values([3, 1])[name], found[name])
 
 
-@pytest.mark.parametrize("numbers", [np.arange(ROWS)[::-3], np.arange(9)])
-def test_arrays_that_torch_does_not_take_name_rows_too(folder, numbers):
-    """Reversed or read-only ones: torch refuses the first, and warns about the second."""
-    numbers.flags.writeable = False
-    cache = hot(folder)
-
-    for _ in range(2):
-        assert numbers.tolist() == cache[numbers]["y"].tolist()
-
-
 @pytest.mark.parametrize(
     ("index", "how", "error", "words"),
     [
-        (True, {}, RowIndexError, ""),
-        ([True] * 3, {}, RowIndexError, ""),
-        ([1 << 70], {}, RowIndexError, ""),
         ([-ROWS - 1], {}, RowIndexError, "row -41 is out of range for a cache of 40 rows"),
         (torch.tensor([1]), {"columns": ["x", "z"]}, ColumnError, "no column 'z'"),
         (torch.tensor([1]), {"missing": "zero"}, CacheError, "unknown missing='zero'"),
@@ -184,16 +170,6 @@ def test_rows_not_in_memory_are_read_from_the_disk(folder, monkeypatch):
         cache[rows]
     assert cache._store._files["x"].rowfile.mapped is None
     assert torch.equal(values([3, 30])["x"], cache[rows]["x"])
-
-
-def test_a_truncated_file_is_an_error(folder):
-    cache = hot(folder)
-    for file in cache._store._files.values():
-        file.rowfile.in_memory_until = 0.0
-    os.truncate(folder / "x.safetensors", 0)
-
-    with pytest.raises(CorruptFileError, match="was truncated"):
-        cache[torch.tensor([3, 30])]
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

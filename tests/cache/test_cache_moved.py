@@ -14,31 +14,11 @@ import torch
 from offload import TensorCache
 from offload.cache import rowfile
 from offload.errors import ChangedFileError, MissingFileError
-from tests.cache.test_cache_cut import COLUMNS, FILES, values
+from tests.cache.test_cache_cut import COLUMNS, FILES, READS, WRITES, values
 from tests.conftest import contents
 from tests.page_cache import made_hot
-from tests.processes import in_fork
 
 ROWS = 40
-READS = {
-    "a column": lambda cache: cache.column("x").sum(),
-    "rows": lambda cache: cache[:],
-    "a row": lambda cache: cache[0],
-    "missing as zeros": lambda cache: cache.get([-1, 3], missing="zeros"),
-    "batches": lambda cache: list(cache.batches(8)),
-    "missing_rows": lambda cache: cache.missing_rows(),
-    "num_filled": lambda cache: cache.num_filled,
-    "lengths": lambda cache: cache.lengths("t"),
-    "to_disk": lambda cache: cache.to_disk(cache.folder.parent / "rows.safetensors", ["x"]),
-}
-WRITES = {
-    "in place": lambda cache: cache["x"].mul_(2),
-    "write": lambda cache: cache.__setitem__([7], values([7])),
-    "append": lambda cache: cache.append(values([ROWS])),
-    "append much": lambda cache: cache.append(values(range(ROWS, 3000))),
-    "fill": lambda cache: cache.fill(lambda rows: {"x": rows}, list(range(len(cache)))),
-    "flush": lambda cache: cache.flush(),
-}
 
 
 def made(folder: Path, times: int = 1) -> None:
@@ -151,19 +131,6 @@ def test_rows_in_memory_are_not_those_of_a_later_cache_in_the_same_folder(tmp_pa
             cache[rows]
 
 
-def test_a_worker_that_goes_on_writing_finds_out(folder):
-    cache = TensorCache.open(folder, "r+")
-    made_anew(folder)
-    now = now_at(folder)
-
-    def work():
-        with pytest.raises(ChangedFileError):
-            cache[[7]] = values([7])
-
-    assert in_fork(work)
-    assert now == now_at(folder)
-
-
 def test_a_column_that_was_taken_before_does_not_become_that_of_another_cache(folder):
     cache = TensorCache.open(folder, "r+")
     column, before = cache["x"], cache["x"].materialize()
@@ -175,16 +142,3 @@ def test_a_column_that_was_taken_before_does_not_become_that_of_another_cache(fo
             act()
     assert now == now_at(folder)
     assert not torch.equal(before, TensorCache.open(folder)["x"].materialize())
-
-
-def test_a_link_to_the_folder_that_is_moved_on_leads_elsewhere(folder):
-    link = folder.with_name("link")
-    link.symlink_to(folder)
-    cache = TensorCache.open(link, "r+")
-    cache[[7]] = values([7])
-    made(folder.with_name("other"), 100)
-    link.unlink()
-    link.symlink_to(folder.with_name("other"))
-
-    with pytest.raises(ChangedFileError):
-        cache.flush()

@@ -11,11 +11,11 @@ import torch
 
 from offload import TensorCache
 from offload.cache.states import FILE, PAGE
-from offload.errors import ChangedFileError, CorruptFileError, ForeignFileError, MissingFileError, OffloadError
+from offload.errors import ChangedFileError, CorruptFileError, ForeignFileError, OffloadError
 from offload.storage.state_file import MOST_JSON
+from tests.cache.test_cache_cut import COLUMNS, values
 from tests.processes import in_fork
 
-COLUMNS = {"x": (torch.int64, (3,)), "t": (torch.int32, (None,)), "note": "json"}
 FILES = [
     "manifest.json",
     "rows.lock",
@@ -28,19 +28,10 @@ FILES = [
 ]
 
 
-def values(count):
-    rows = range(count)
-    return {
-        "x": torch.tensor(rows)[:, None].expand(-1, 3),
-        "t": [torch.arange(row, dtype=torch.int32) for row in rows],
-        "note": [f"number {row}" for row in rows],
-    }
-
-
 @pytest.fixture
 def folder(tmp_path):
     with TensorCache.create(tmp_path / "cache", COLUMNS, 8) as cache:
-        cache[:] = values(8)
+        cache[:] = values(range(8))
     return tmp_path / "cache"
 
 
@@ -73,7 +64,7 @@ def test_the_manifest_behind_a_link_stays_as_it_is(folder):
     before = mine.read_bytes()
 
     with TensorCache.open(folder, "r+") as cache:
-        cache.append(values(2))
+        cache.append(values(range(2)))
 
     assert before == mine.read_bytes()
     assert 10 == len(TensorCache.open(folder))
@@ -93,15 +84,6 @@ def test_a_cache_is_not_made_through_links(tmp_path, name, leads):
 
     assert (leads == "to a file") == mine.exists()
     assert not mine.exists() or not mine.stat().st_size
-
-
-def test_foreign_states_stay_as_they_are(tmp_path):
-    (tmp_path / FILE).write_text("mine")
-
-    with pytest.raises(ForeignFileError, match=r"rows\.state exists, and is left as it is"):
-        TensorCache.create(tmp_path, COLUMNS, 3)
-
-    assert "mine" == (tmp_path / FILE).read_text()
 
 
 def pipe(path):
@@ -165,15 +147,15 @@ def bytes_in_place(name, data):
 def test_any_bytes_in_place_of_a_file_are_right_rows_or_an_error_that_names_it(folder, name, data, mode):
     (folder / name).write_bytes(data)
 
-    told, found = "", values(8)
+    told, found = "", values(range(8))
     try:
         found = TensorCache.open(folder, mode)[:]
     except OffloadError as error:
         told = str(error)
 
     assert not told or str(folder / name) in told
-    assert torch.equal(values(8)["x"], found["x"])
-    assert name == "note.jsonl" or values(8)["note"] == found["note"]
+    assert torch.equal(values(range(8))["x"], found["x"])
+    assert name == "note.jsonl" or values(range(8))["note"] == found["note"]
 
 
 def test_a_forked_writer_does_not_use_states_that_were_replaced(folder):
@@ -187,13 +169,3 @@ def test_a_forked_writer_does_not_use_states_that_were_replaced(folder):
 
     assert in_fork(write)
     assert "number 0" == TensorCache.open(folder)[0]["note"]
-
-
-def test_a_file_that_is_gone_is_missing(folder):
-    for name in FILES:
-        work = folder.parent / "work"
-        shutil.copytree(folder, work)
-        (work / name).unlink()
-        with pytest.raises(MissingFileError, match=name):
-            TensorCache.open(work)
-        shutil.rmtree(work)

@@ -107,14 +107,6 @@ def test_a_batch_of_empty_rows_behind_others_is_read_back(tmp_path: Path) -> Non
         assert [[0, 1, 2], []] == [row.tolist() for row in cache[:]["t"]]
 
 
-def test_it_can_be_opened_again(tmp_path: Path) -> None:
-    cache_of(samples(5), tmp_path).close()
-
-    again = TensorCache.open(tmp_path / "cache")
-
-    assert [0, 1, 2, 3, 4] == again[:]["id"].tolist()
-
-
 @pytest.mark.parametrize(
     ("records", "columns"),
     [

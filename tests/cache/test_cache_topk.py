@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +18,6 @@ from offload.errors import ArgumentError, CacheError, CorruptFileError, DtypeMis
 from offload.kernels import native
 from offload.kernels.logps import pack, unpack
 from tests.cache.stores import NUMBERS
-from tests.campaigns import amount
-from tests.processes import in_fork
 
 K, VOCAB, N = 5, 1000, 12
 
@@ -211,6 +207,7 @@ def test_other_values_are_refused_and_nothing_is_written(cache: TensorCache) -> 
         (torch.full((1, VOCAB), torch.nan), CacheError, "there is nan"),
         (torch.full((1, VOCAB), -torch.inf), CacheError, "there is nan"),
         ([1, 2], DtypeMismatchError, "not a list"),
+        ((ids, logps, logps), DtypeMismatchError, "not a tuple"),
         ((ids > 3, logps), DtypeMismatchError, "integers and floats"),
         ((ids.expand(2, K), logps.expand(2, K)), ShapeMismatchError, "1 rows have the shape"),
     ]:
@@ -258,48 +255,3 @@ def test_damaged_bytes_are_other_numbers_and_nothing_worse(monkeypatch: pytest.M
 
     assert torch.equal(found[0], unpack(packed, 3, 20, 12)[0])
     assert torch.equal(found[1].nan_to_num(1), unpack(packed, 3, 20, 12)[1].nan_to_num(1))
-
-
-POSITIONS = amount("rows", 30_000, 10_000_000)
-
-
-def teacher(rows: torch.Tensor, k: int = 64) -> TopLogps:
-    """What a teacher says at some positions: a function of their numbers."""
-    places = torch.arange(k)
-    return TopLogps((rows[:, None] * 7919 + places * 104_729) % 151_936, -(1 + rows[:, None] % 13) * places / 64.0)
-
-
-@pytest.mark.campaign("rows")
-def test_positions_of_a_writer_that_was_killed_are_right_and_the_others_are_computed(tmp_path: Path) -> None:
-    columns = {"t": topk(64, 151_936, 10)}
-    TensorCache.create(tmp_path, columns, POSITIONS).close()
-
-    def write(is_killed: bool) -> int:
-        cache, computed = TensorCache.open(tmp_path, "r+"), 0
-
-        def make(rows: torch.Tensor) -> dict[str, TopLogps]:
-            nonlocal computed
-            computed += len(rows)
-            if is_killed and computed > POSITIONS // 3:
-                cache.flush()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return {"t": teacher(rows)}
-
-        cache.fill(make, torch.arange(POSITIONS), batch_size=min(POSITIONS // 20, 20_000), progress=False)
-        cache.close()
-        return computed
-
-    assert not in_fork(lambda: write(is_killed=True))
-    with TensorCache.open(tmp_path) as cache:
-        filled = cache.num_filled
-        assert 0 < filled < POSITIONS
-    assert POSITIONS - filled == write(is_killed=False)
-
-    chance = torch.Generator().manual_seed(0)
-    with TensorCache.open(tmp_path) as cache:
-        cache.require_complete()
-        for _ in range(200):
-            rows = torch.randint(POSITIONS, (256,), generator=chance)
-            expected, found = teacher(rows), cache[rows]["t"]
-            assert torch.equal(expected.ids, found.ids)
-            assert bool(((expected.logps - found.logps).abs() <= bound(expected.logps, 10)).all())

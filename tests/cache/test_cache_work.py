@@ -13,7 +13,7 @@ from offload import TensorCache
 from offload.cache import rowfile
 from offload.cache.indexing import Rows
 from offload.cache.states import FILE, PAGE
-from offload.errors import CorruptFileError, ReadError
+from offload.errors import ReadError
 from offload.tensor.views import handle_of
 from tests.page_cache import needs_page_cache
 
@@ -147,29 +147,6 @@ def test_a_file_of_which_a_part_is_not_in_memory_is_not_mapped(tmp_path, monkeyp
     assert (absent == 6) == (cache._store._files["x"].rowfile.mapped is None)
 
 
-@needs_page_cache
-def test_missing_pages_of_a_mapped_file_are_read_and_the_mapping_stays_if_they_are_few(tmp_path, monkeypatch):
-    monkeypatch.setattr(rowfile, "_STILL", 0.0)
-    cache, rows = filled_cache(tmp_path, 512), torch.arange(0, 512, 2)
-    file = cache._store._files["x"].rowfile
-    cache[rows]
-    mapped, real = file.mapped, os.preadv
-
-    def preadv(fd, into, at, flags=0):
-        if flags:
-            raise BlockingIOError
-        return real(fd, into, at)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-
-    assert torch.equal(rows, cache[rows]["x"][:, 7])
-    assert mapped is not None
-    assert mapped is file.mapped
-    monkeypatch.setattr(rowfile, "cached_bytes", lambda *_: 0)
-    assert torch.equal(rows, cache[rows]["x"][:, 7])
-    assert file.mapped is None
-
-
 def test_rows_that_lie_close_to_each_other_are_read_in_one_call(tmp_path, calls, monkeypatch):
     monkeypatch.setattr(rowfile, "available_bytes", lambda: 0)  # nothing is mapped
     with TensorCache.create(tmp_path, {"x": (torch.int16, (40,))}, 2000) as cache:
@@ -184,21 +161,10 @@ def test_rows_that_lie_close_to_each_other_are_read_in_one_call(tmp_path, calls,
     assert looks + 6 >= len(calls["preadv"])
 
 
-@pytest.mark.parametrize("size", [0, 100, PAGE, PAGE + 100, PAGE + 8192 * 32])
-def test_rows_of_a_file_that_was_cut_are_never_others(tmp_path, size):
-    cache = filled_cache(tmp_path)
-    os.truncate(tmp_path / "x.safetensors", size)
-
-    with pytest.raises(CorruptFileError, match="was truncated"):
-        cache[torch.tensor([40, 3])]
-    if size > PAGE + 100:
-        assert [5, 3] == cache[torch.tensor([5, 3])]["x"][:, 7].tolist()
-
-
 @needs_page_cache
-@pytest.mark.parametrize("start", [1, 2, 4, 6, 8, 16])
+@pytest.mark.parametrize("start", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float32, torch.bfloat16, torch.bool])
-@pytest.mark.parametrize("row_shape", [(), (3,), (2, 1)])
+@pytest.mark.parametrize("row_shape", [(), (2, 1)])
 def test_rows_that_do_not_begin_at_a_multiple_of_their_elements_are_mapped_too(tmp_path, start, dtype, row_shape):
     values = (torch.randn(100, *row_shape) * 9).to(dtype)
     (tmp_path / "rows").write_bytes(bytes(start) + values.contiguous().view(torch.uint8).numpy().tobytes())

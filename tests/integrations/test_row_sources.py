@@ -1,21 +1,40 @@
-"""Each source of rows does what all of them do."""
+"""What every source of rows does."""
 
+from __future__ import annotations
+
+import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.integrations.row_sources import RowFileTests, RowSourceTests
+from offload.errors import CacheError, OffloadError
+from offload.integrations import cache_from
+from offload.integrations.rows import rows_of
 
 h5py = pytest.importorskip("h5py")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-Values = dict[str, np.ndarray[Any, Any]]
+Values: TypeAlias = dict[str, np.ndarray[Any, Any]]
+Make: TypeAlias = Callable[[Path, Values], Any]
+N = 17
+
+
+def columns(rows: int = N) -> Values:
+    """Columns that every source can hold, by name."""
+    numbers = np.arange(rows)
+    return {"id": numbers, "score": (numbers / 4).astype(np.float32), "pair": np.stack([numbers, -numbers], axis=1)}
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.cache.incoming._BATCH", 200)  # bytes
 
 
 def structured(values: Values) -> np.ndarray[Any, Any]:
@@ -72,7 +91,7 @@ def folder_of_a_dataset(path: Path, values: Values) -> None:
     a_dataset(values).save_to_disk(path)
 
 
-IN_MEMORY: dict[str, Callable[[Path, Values], Any]] = {
+IN_MEMORY: dict[str, Make] = {
     "array": lambda _, values: structured(values),
     "dict of tensors": lambda _, values: tensors(values),
     "HDF5 group": hdf5_group,
@@ -80,7 +99,7 @@ IN_MEMORY: dict[str, Callable[[Path, Values], Any]] = {
     "dataset": lambda _, values: a_dataset(values),
     "TensorDict": lambda _, values: a_tensordict(values),
 }
-FILES: dict[str, Callable[[Path, Values], Any]] = {
+FILES: dict[str, Make] = {
     "rows.npy": lambda path, values: np.save(path, structured(values)),
     "rows.safetensors": lambda path, values: save_file(tensors(values), path),
     "rows.pt": lambda path, values: torch.save(tensors(values), path),
@@ -94,22 +113,94 @@ FILES: dict[str, Callable[[Path, Values], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", IN_MEMORY)
-class TestSources(RowSourceTests):
-    @pytest.fixture(autouse=True)
-    def _kind(self, kind: str) -> None:
-        self.make = IN_MEMORY[kind]
+def made(folder: Path, name: str, values: Values | None = None) -> Path:
+    """A file, or a folder of files, with the columns."""
+    FILES[name](folder / name, columns() if values is None else values)
+    return folder / name
 
-    def source(self, folder: Path, values: Values) -> Any:
-        return self.make(folder, values)
+
+SOURCES: dict[str, Make] = {
+    **IN_MEMORY,
+    **{name: lambda folder, values, name=name: made(folder, name, values) for name in FILES},  # type: ignore[misc]
+}
+
+
+@pytest.fixture(params=SOURCES)
+def make(request: pytest.FixtureRequest) -> Make:
+    """Makes a source of columns; one that is a file is below the folder."""
+    return SOURCES[request.param]
+
+
+def test_all_rows_come_in_order_and_bit_for_bit(tmp_path: Path, make: Make) -> None:
+    cache = cache_from(make(tmp_path, columns()), tmp_path / "cache", metadata={"of": "rows"})
+
+    assert (N, {"of": "rows"}, set(columns())) == (cache.num_filled, cache.metadata, set(cache.schema))
+    for name, values in columns().items():
+        assert torch.equal(torch.from_numpy(values), cache[:][name])
+
+
+def test_columns_are_chosen_in_order(tmp_path: Path, make: Make) -> None:
+    cache = cache_from(make(tmp_path, columns()), columns=["score", "id"])
+
+    assert ["score", "id"] == list(cache.schema)
+    assert torch.equal(torch.from_numpy(columns()["score"]), cache[:]["score"])
+
+
+def test_a_missing_column_is_an_error_that_names_it(tmp_path: Path, make: Make) -> None:
+    with pytest.raises(CacheError, match=r"has no column 'nothing'; it has .*'id'"):
+        cache_from(make(tmp_path, columns()), tmp_path / "cache", columns=["nothing"])
+
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_source_may_have_no_rows(tmp_path: Path, make: Make) -> None:
+    cache = cache_from(make(tmp_path, columns(rows=0)))
+
+    assert 0 == len(cache)
+    assert set(columns()) <= set(cache.schema)  # Parquet without rows does not say whether it has nulls
+
+
+def test_rows_come_in_several_batches(tmp_path: Path, make: Make) -> None:
+    batches = [len(batch["id"]) for batch in rows_of(make(tmp_path, columns())).batches]
+
+    assert N == sum(batches)
+    assert 1 < len(batches)
+    assert N // 2 > max(batches)
+
+
+def files_of(path: Path) -> list[Path]:
+    return [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+
+
+def contents(path: Path) -> dict[Path, str]:
+    return {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(path)}
 
 
 @pytest.mark.parametrize("name", FILES)
-class TestFiles(RowFileTests):
-    @pytest.fixture(autouse=True)
-    def _name(self, name: str) -> None:
-        self.name = name
+def test_the_files_are_left_as_they_are(tmp_path: Path, name: str) -> None:
+    path = made(tmp_path, name)
+    before = contents(path)
 
-    def source(self, folder: Path, values: Values) -> Any:
-        FILES[self.name](folder / self.name, values)
-        return folder / self.name
+    cache_from(path, tmp_path / "cache").close()
+
+    assert before == contents(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_an_error_and_leaves_no_cache(tmp_path: Path, name: str) -> None:
+    path = made(tmp_path, name)
+    largest = max(files_of(path), key=lambda file: file.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+    with pytest.raises(OffloadError, match=path.name):
+        cache_from(path, tmp_path / "cache")
+
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    path = made(tmp_path, name)
+
+    with pytest.raises(FileNotFoundError, match="elsewhere"):
+        cache_from(path.with_name("elsewhere"))

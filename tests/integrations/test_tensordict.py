@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import sys
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -198,20 +199,11 @@ def test_a_first_write_copies_the_leaf_and_leaves_the_folder(tmp_path):
 
 def test_leaves_go_to_other_processes_by_reference(tmp_path):
     TensorDict({"x": bits(4)}).memmap(tmp_path)
-    found = load_memmap(tmp_path)
-    from multiprocessing.reduction import ForkingPickler
 
-    passed = bytes(ForkingPickler.dumps(found["x"]))
-    run_script(
-        """
-        import pickle, sys, torch, offload
-        x = pickle.loads(bytes.fromhex(sys.argv[1]))
-        assert offload.is_offloaded(x) and x.offload_path.suffix == ".memmap"
-        assert x.tolist() == eval(sys.argv[2]), x
-        """,
-        passed.hex(),
-        bits(4).tolist(),
-    )
+    passed = pickle.loads(bytes(ForkingPickler.dumps(load_memmap(tmp_path)["x"])))
+
+    assert tmp_path / "x.memmap" == passed.offload_path
+    assert_equal(bits(4), passed)
 
 
 def test_to_meta_and_under_a_fake_mode_no_file_is_looked_at(tmp_path):
@@ -345,21 +337,10 @@ def test_entries_that_another_process_added_or_removed_are_taken_over(tmp_path):
     assert_same(TensorDict.load_memmap(tmp_path), found)
 
 
-def test_values_of_a_folder_go_into_tensors_that_are_there(tmp_path):
-    TensorDict({"x": bits(4)}).memmap(tmp_path / "a")
-    here = TensorDict({"x": OffloadedTensor.empty((4,), name="x", offload_dir=tmp_path)})
-    x = here["x"]
-    here.update_(load_memmap(tmp_path / "a"))
-
-    assert here["x"] is x
-    assert_equal(bits(4), x)
-
-
 # A folder of ours, opened by tensordict
 
 
-@pytest.mark.parametrize("threads", [0, 4])
-@pytest.mark.parametrize("where", ["plain", "offloaded"])
+@pytest.mark.parametrize(("where", "threads"), [("plain", 0), ("offloaded", 4)])
 def test_a_folder_written_here_opens_in_tensordict(tmp_path, where, threads):
     td = rich()
     td.memmap(tmp_path / "theirs")
@@ -381,7 +362,7 @@ def test_the_files_are_those_that_tensordict_writes(tmp_path):
         {name: json.loads(data) if name.endswith(".json") else data for name, (_, data) in contents(folder).items()}
         for folder in (tmp_path / "theirs", tmp_path / "ours")
     )
-    assert theirs == {name: data for name, data in ours.items() if name != "offload.json"}
+    assert theirs == ours
 
 
 def test_a_dict_is_written_too_and_views_and_strided_leaves_are(tmp_path):
@@ -411,45 +392,15 @@ def test_saving_early_gives_a_future_of_the_result_or_of_the_error(tmp_path):
     assert ["a", "own"] == sorted(os.listdir(tmp_path))
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_an_own_folder_is_replaced_as_a_whole_also_where_folders_can_not_be_exchanged(tmp_path, monkeypatch, exchanges):
-    if not exchanges:
-        monkeypatch.setattr("offload.storage.replacing._exchanged", lambda *_: False)
-    save_memmap({"x": bits(4), "old": bits(2)}, tmp_path / "a")
-    save_memmap({"x": bits(5)}, tmp_path / "a")
-
-    assert ["a"] == os.listdir(tmp_path)
-    assert ["meta.json", "offload.json", "x.memmap"] == sorted(os.listdir(tmp_path / "a"))
-    for load in (load_memmap, TensorDict.load_memmap):
-        assert_equal(bits(5), load(tmp_path / "a")["x"])
-
-
-def test_a_folder_may_be_saved_over_itself(tmp_path):
-    td = save_memmap({"x": bits(4), "y": bits(2)}, tmp_path / "a")
-    td["x"] += 1
-    found = save_memmap(td, tmp_path / "a")
-
-    assert_equal(bits(4) + 1, found["x"])
-    assert_equal(bits(2), found["y"])
-    with pytest.raises(ChangedFileError):
-        td["y"] + 1
-
-
-def test_foreign_files_at_the_target_are_left_alone(tmp_path):
-    TensorDict({"x": bits(4)}).memmap(tmp_path / "theirs")
-    save_memmap({"x": bits(4)}, tmp_path / "ours")
-    (tmp_path / "ours" / "notes.txt").write_text("mine")
+def test_a_folder_that_is_there_is_left_alone(tmp_path):
+    save_memmap({"x": bits(4)}, tmp_path / "a")
     before = contents(tmp_path)
 
-    with pytest.raises(ForeignFileError, match="theirs was not written by offload"):
-        save_memmap({"x": bits(5)}, tmp_path / "theirs")
-    with pytest.raises(ForeignFileError, match=r"notes\.txt was not written by offload: move it away"):
-        save_memmap({"x": bits(5)}, tmp_path / "ours")
-    (tmp_path / "ours" / "notes.txt").unlink()
-    with pytest.raises(ForeignFileError, match="existsok=True"):
-        save_memmap({"x": bits(5)}, tmp_path / "ours", existsok=False)
+    for write in (save_memmap, memmap_like):
+        with pytest.raises(ForeignFileError, match="a exists, and is not an empty folder"):
+            write({"x": bits(5)}, tmp_path / "a")
 
-    assert {name: before[name] for name in before if "notes" not in name} == contents(tmp_path)
+    assert before == contents(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -527,55 +478,29 @@ def plain() -> TensorDict:
 MASK = torch.tensor([True, False, True, False])
 STAY = {  # offloaded leaves, without reading
     "int": lambda td: td[1],
-    "negative": lambda td: td[-1],
     "slice": lambda td: td[1:3],
-    "none": lambda td: td[None],
-    "ellipsis": lambda td: td[..., :2],
     "unbind": lambda td: td.unbind(0)[2],
     "split": lambda td: td.split(2)[1],
-    "chunk": lambda td: td.chunk(2)[0],
     "reshape": lambda td: td.reshape(2, 2),
-    "view": lambda td: td.view(2, 2),
     "permute": lambda td: td.reshape(2, 2).permute(1, 0),
-    "expand": lambda td: td[:1].expand(5),
-    "unsqueeze": lambda td: td.unsqueeze(0).squeeze(0),
     "device": lambda td: td.to("cpu"),
-    "select": lambda td: td.select("x"),
-    "exclude": lambda td: td.exclude("x"),
-    "flatten_keys": lambda td: td.flatten_keys("."),
-    "shallow clone": lambda td: td.clone(recurse=False),
-    "detach": lambda td: td.detach(),
     "lock": lambda td: td.lock_(),
     "update_": lambda td: td.update_(plain() * 3),
     "set_": lambda td: td.set_("x", torch.ones(4, 3)),
     "item": lambda td: td.__setitem__(slice(1, 3), plain()[:2] * 5) or td,
-    "zero_": lambda td: td.zero_(),
     "apply_": lambda td: td.apply_(lambda leaf: leaf.mul_(2)),
-    "add_": lambda td: td.add_(1),
     "load_state_dict": lambda td: (td.load_state_dict((plain() * 2).state_dict()), td)[1],
     "state_dict": lambda td: TensorDict({key: td.state_dict()[key] for key in ("x", "n")}),
-    "share_memory_": lambda td: td.share_memory_(),
 }
 COME = {  # plain leaves
     "mask": lambda td: td[MASK],
     "list": lambda td: td[[0, 2]],
-    "tensor": lambda td: td[torch.tensor([1, 1, 3])],
-    "range": lambda td: td[range(2)],
     "stack": lambda td: torch.stack([td, td]),
-    "stack in": lambda td: torch.stack([td, td], 1),
     "cat": lambda td: torch.cat([td, td]),
     "dtype": lambda td: td.to(torch.float64),
-    "clone": lambda td: td.clone(),
     "deepcopy": copy.deepcopy,
-    "apply": lambda td: td.apply(lambda leaf: leaf + leaf),
-    "gather": lambda td: td.gather(0, torch.tensor([1, 0, 1, 3])),
-    "repeat": lambda td: td.repeat(2),
     "mul": lambda td: td * 2,
-    "sum": lambda td: td.sum(),
-    "eq": lambda td: td == plain(),
-    "numpy": lambda td: TensorDict({"x": torch.from_numpy(td.numpy()["x"])}, [4]),
     "where": lambda td: td.where(MASK, td * 0),
-    "masked_select": lambda td: td.masked_select(MASK),
     "pickle": lambda td: pickle.loads(pickle.dumps(td)),
     "consolidate": lambda td: td.consolidate(),
     "pad": lambda td: tensordict.pad(td, [0, 1]),
@@ -618,23 +543,17 @@ def test_offloaded_parameters_stand_in_for_those_of_a_module():
         assert torch.equal(module(inputs), found)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_takes_offloaded_leaves(backend):
+def test_compiled_code_takes_offloaded_leaves():
     torch._dynamo.reset()
-    compiled = torch.compile(lambda td: (td * 2)["x"] + td["deep", "y"].sum(), backend=backend)
+    compiled = torch.compile(lambda td: (td * 2)["x"] + td["deep", "y"].sum(), backend="eager")
 
     assert torch.equal((plain() * 2)["x"] + plain()["deep", "y"].sum(), compiled(offloaded(plain())))
 
 
 SAVES = {  # as on tensordict's page about saving
     "memmap": lambda td, path: TensorDict.load_memmap((td.memmap(path), path)[1]),
-    "memmap_": lambda td, path: TensorDict.load_memmap((td.memmap_(path), path)[1]),
-    "threads": lambda td, path: TensorDict.load_memmap((td.memmap(path, num_threads=4), path)[1]),
     "early": lambda td, path: td.memmap(path, num_threads=4, return_early=True).result(),
-    "save": lambda td, path: TensorDict.load((td.save(path), path)[1]),
-    "dumps": lambda td, path: TensorDict.load((td.dumps(path), path)[1]),
     "memmap_like": lambda td, path: td.memmap_like(path).update_(td),
-    "consolidate": lambda td, path: TensorDict.from_consolidated((td.consolidate(path), path)[1]),
     "torch.save": lambda td, path: torch.load((torch.save(td, path), path)[1], weights_only=False),
     "load_memmap_": lambda td, path: (td.memmap(path), (plain() * 0).load_memmap_(path))[1],
 }

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.integrations import cache_from
-from tests.processes import run_script
+from tests.processes import in_fork
 
 tensordict = pytest.importorskip("tensordict")
 from tensordict import NonTensorStack, TensorDict, tensorclass  # noqa: E402
@@ -106,6 +108,10 @@ def test_hdf5_entries_that_are_not_arrays_are_skipped_by_name(tmp_path: Path, ca
     assert all(f"'{name}'" in caplog.text for name in ("version", "nothing", "to", "opaque"))
     with pytest.raises(OffloadError, match="'version': a single value"):
         cache_from(tmp_path / "x.h5", columns=["x", "version"])
+    with pytest.raises(OffloadError, match=r"'to' in .* is of dtype object, neither torch's nor text"):
+        cache_from(tmp_path / "x.h5", columns=["x", "to"])
+    with pytest.raises(OffloadError, match="'nothing': a single value"):
+        cache_from(tmp_path / "x.h5", columns=["x", "nothing"])
 
 
 def test_a_folder_to_be_filled_takes_no_disk_for_what_is_not(tmp_path: Path) -> None:
@@ -176,28 +182,12 @@ def test_a_link_is_not_written_through_and_another_mode_is_refused(tmp_path):
 
 def test_other_processes_write_through_too(tmp_path: Path) -> None:
     rows().memmap(tmp_path / "data")
-    run_script(
-        """
-        import sys, torch
-        import torch.multiprocessing as mp
-        from offload.integrations.tensordict import load_memmap
+    leaf = load_memmap(tmp_path / "data", mode="r+")["a"]
+    passed = pickle.loads(bytes(ForkingPickler.dumps(leaf)))
 
-        def work(leaf):
-            leaf[0] = 9
-            try:
-                leaf.update_values(torch.zeros(4, 3))
-            except NotImplementedError:
-                leaf[1] = 8
-
-        if __name__ == "__main__":
-            td = load_memmap(sys.argv[1], mode="r+")
-            for method in ("fork", "spawn"):
-                process = mp.get_context(method).Process(target=work, args=(td["a"],))
-                process.start()
-                process.join()
-                assert process.exitcode == 0 or method == "spawn", method
-        """,
-        tmp_path / "data",
-    )
+    assert in_fork(lambda: leaf[0].fill_(9))
+    passed[1] = 8
 
     assert [[9.0] * 3, [8.0] * 3] == TensorDict.load_memmap(tmp_path / "data")["a"][:2].tolist()
+    with pytest.raises(UnsupportedOpError, match="written in place by others"):
+        passed.update_values(torch.zeros(4, 3))
