@@ -123,15 +123,6 @@ def test_integers_of_8_bits_are_what_the_package_makes_of_them(tmp_path: Path) -
     assert torch.equal(expected[7:9], offload.materialize(found[7:9]))
 
 
-def test_dense_values_beside_packed_ones_are_not_changed(tmp_path: Path) -> None:
-    pieces, _ = pieces_of(8, 64)
-    others = {"norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4), "layer.bias": torch.ones(8)}
-
-    found = unpacked(stored(tmp_path, {**pieces, **others}), FOUR_BITS)
-
-    assert {"layer.weight", *others} == set(found)
-
-
 def test_a_class_of_the_packages_own_is_made_of_a_layer_in_memory() -> None:
     """torch itself refuses, without a hook, to create one from a tensor on disk."""
     bitsandbytes = pytest.importorskip("bitsandbytes")

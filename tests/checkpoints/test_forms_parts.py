@@ -1,4 +1,7 @@
-"""A part of a packed weight is that of the whole one: for every form, any sizes, groups and cuts."""
+"""A part of a packed weight is that of the whole one: for every form, any sizes, groups and cuts.
+
+Those of compressed-tensors are what the package makes of them, too.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ Made = tuple[dict[str, torch.Tensor], dict[str, Any]]  # pieces, and the configu
 Draw = Callable[[int, int], int]  # a number between the two
 
 GROUPS = (-1, 8, 16, 32, 64)
+SCALES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def finite(pieces: torch.Tensor) -> torch.Tensor:
@@ -108,6 +112,16 @@ def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"all": group}}
 
 
+def by_package(pieces: dict[str, torch.Tensor], config: dict[str, Any]) -> torch.Tensor:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme.model_validate(config["config_groups"]["all"])
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    dense: torch.Tensor = compressor.decompress(dict(pieces), scheme)["weight"]
+    return dense
+
+
 def scales_of(draw: Draw, rows: int, columns: int, size: int) -> tuple[str, int | None, tuple[int, ...]]:
     """What shares a scale, the size of its group, and the shape of the scales."""
     strategy = ("tensor", "channel", "group")[draw(0, 2)]
@@ -122,7 +136,7 @@ def words(draw: Draw) -> Made:
     is_symmetric = strategy == "tensor" or draw(0, 1) == 1
     pieces = {
         "weight_packed": random_bytes(rows, -(-columns * bits // 32), dtype=torch.int32),
-        "weight_scale": random_scales(*shape, dtype=(torch.bfloat16, torch.float32)[draw(0, 1)]),
+        "weight_scale": random_scales(*shape, dtype=SCALES[draw(0, 2)]),
         "weight_shape": torch.tensor([rows, columns]),
     }
     if not is_symmetric:
@@ -137,10 +151,11 @@ def eight_bits(draw: Draw) -> Made:
     strategy, group, shape = scales_of(draw, rows, columns, size)
     is_float = draw(0, 1) == 1
     weight = random_bytes(rows, columns, dtype=torch.float8_e4m3fn if is_float else torch.int8)
-    pieces = {"weight": finite(weight) if is_float else weight, "weight_scale": random_scales(*shape)}
-    if not is_float and draw(0, 1):
-        pieces["weight_zero_point"] = random_bytes(*shape, dtype=torch.int8, seed=3)
-    kind, form = ("float", "float-quantized") if is_float else ("int", "int-quantized")
+    scales = random_scales(*shape, dtype=SCALES[draw(0, 2)])
+    pieces = {"weight": finite(weight) if is_float else weight, "weight_scale": scales}
+    if draw(0, 1):  # in the dtype of the scale: differences of 8-bit floats are rounded to it
+        pieces["weight_zero_point"] = (random_bytes(*shape, seed=3) % 100).view(weight.dtype)
+    kind, form = ("float", "float-quantized") if is_float else ("int", ("int-quantized", "naive-quantized")[draw(0, 1)])
     said = {"num_bits": 8, "strategy": strategy, "group_size": group, "type": kind}
     return pieces, compressed(form, {**said, "symmetric": "weight_zero_point" not in pieces})
 
@@ -156,12 +171,23 @@ def eight_bits_in_blocks(draw: Draw) -> Made:
     return pieces, compressed("float-quantized", said)
 
 
+def mxfp8(draw: Draw) -> Made:
+    rows, count = draw(1, 40), draw(1, 4)
+    pieces = {
+        "weight": random_bytes(rows, 32 * count, dtype=torch.float8_e4m3fn),  # NaN, too
+        "weight_scale": random_bytes(rows, count) % 40 + 100,
+    }
+    said = {"num_bits": 8, "strategy": "group", "group_size": 32, "type": "float"}
+    return pieces, compressed("mxfp8-quantized", said)
+
+
 def nvfp4(draw: Draw) -> Made:
+    """A 0-d global scale leaves the scales in bfloat16, by torch's type promotion."""
     rows, count = draw(1, 40), draw(1, 5)
     pieces = {
         "weight_packed": random_bytes(rows, 8 * count),
         "weight_scale": random_scales(rows, count).to(torch.float8_e4m3fn),
-        "weight_global_scale": torch.tensor([3.5]),
+        "weight_global_scale": torch.full(((1,), ())[draw(0, 1)], 777.7),
     }
     said = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "type": "float"}
     return pieces, compressed("nvfp4-pack-quantized", said)
@@ -212,7 +238,7 @@ def mxfp4(draw: Draw) -> Made:
 FORMS = {
     form.__name__: form
     for form in (
-        *(gptq, awq, fp8, fp8_in_one, fp4, fbgemm, words, eight_bits, eight_bits_in_blocks, nvfp4),
+        *(gptq, awq, fp8, fp8_in_one, fp4, fbgemm, words, eight_bits, eight_bits_in_blocks, mxfp8, nvfp4),
         *(mxfp4_of_compressed_tensors, four_bits, int8, mxfp4),
     )
 }
@@ -254,6 +280,10 @@ def test_any_part_of_a_packed_weight_is_that_of_the_whole(form: str, data: st.Da
         assert dense is not None
         found = dense["layer.weight"]
         whole = found.materialize()
+        if "config_groups" in config:
+            expected = by_package(pieces, config)
+            assert (expected.dtype, expected.shape) == (whole.dtype, whole.shape)
+            assert torch.equal(bits_of(expected), bits_of(whole))
 
         for number, cut in enumerate(cuts_of(draw, tuple(whole.shape))):
             assert torch.equal(bits_of(cut(whole)), bits_of(offload.materialize(cut(found)))), number

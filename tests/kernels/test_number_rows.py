@@ -13,7 +13,6 @@ from offload.checkpoints.forms.integers import _decode_awq, _decode_gptq
 from offload.checkpoints.forms.numbers import (
     E2M1,
     lessened,
-    numbers_of,
     of_exponents,
     of_halves,
     of_words,
@@ -98,7 +97,7 @@ def halves(width: int) -> Iterator[Case]:
     yield "e2m1", NumberRows("halves_low", group=32, table=E2M1), [packed, powers], expected
     if width % 16 == 0:
         scales, whole = (some_bytes(ROWS, width // 16) % 127).view(torch.float8_e4m3fn), torch.tensor([3.7])
-        expected = scaled(of_halves(packed, E2M1), (numbers_of(scales).bfloat16() / whole).float(), 1, 16)
+        expected = scaled(of_halves(packed, E2M1), (scales.bfloat16() / whole).float(), 1, 16)
         described = NumberRows("halves_low", ("numbers", "scales", "divisor"), group=16, table=E2M1)
         yield "e2m1 in sixteens", described, [packed, scales, whole], expected
     for table in _NUMBERS.values() if width % 32 == 0 else ():

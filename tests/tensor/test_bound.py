@@ -436,16 +436,6 @@ def test_another_value_is_seen_by_the_next_pick(table: OffloadedTensor, change: 
     assert torch.equal(table.materialize()[[3, 1]], F.embedding(torch.tensor([3, 1]), table))
 
 
-def test_another_file_is_noticed_by_picks_after_a_tenth_of_a_second(table: OffloadedTensor, still_clock: Clock) -> None:
-    expected, rows = F.embedding(torch.tensor([3]), table), torch.tensor([3])
-    table.offload_path.unlink()
-
-    assert torch.equal(expected, F.embedding(rows, table))
-    still_clock.time += 0.11
-    with pytest.raises(MissingFileError):
-        F.embedding(rows, table)
-
-
 def test_a_pick_reads_no_other_rows(table: OffloadedTensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table is neither read as a whole nor counted as such."""
     asked: list[list[int]] = []
