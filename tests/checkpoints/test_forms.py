@@ -448,3 +448,16 @@ def test_with_a_dtype_save_checkpoint_writes_dense_values(tmp_path: Path) -> Non
     weight = model.model.layers[0].self_attn.o_proj.weight
     assert isinstance(weight, nn.Parameter)
     assert torch.equal(saved["model.layers.0.self_attn.o_proj.weight"], offload.materialize(weight).float())
+
+
+def test_a_class_of_the_packages_own_is_made_of_a_layer_in_memory() -> None:
+    """torch itself refuses, without a hook, to create one from a tensor on disk."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = offload.disk_offload(torch.nn.Linear(64, 64, bias=False))
+    with pytest.raises(RuntimeError, match="already associated to a python object of type OffloadedTensor"):
+        bitsandbytes.nn.Params4bit(layer.weight.data)
+
+    offload.materialize(layer)
+    made = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False)
+
+    assert torch.equal(layer.weight.data, made.data)

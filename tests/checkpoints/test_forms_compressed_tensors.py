@@ -45,6 +45,7 @@ def dense_of(folder: Path, pieces: Pieces, config: Mapping[str, Any], layer: str
         ("model.layers.0.mlp.up_proj", [["re:.*down_proj"], ["Linear"]], 4),
         ("model.layers.0.mlp.up_proj", [["Linear"], ["re:.*up_proj$"]], 4),
         ("model.layers.0.mlp.up_proj", [["Linear"], ["model.layers.0.mlp.up_proj"]], 4),
+        ("model.layers.0.mlp.up_proj", [["re:.*up_proj"], ["model.layers.0.mlp.up_proj"]], 4),
         ("model.layers.0.mlp.experts.1.up_proj", [["re:.*self_attn.*"], ["re:.*experts.*"]], 4),
         ("layers.0.mlp.up_proj", [["re:model.layers.*"], ["re:model.visual.*"]], 8),
     ],

@@ -16,7 +16,6 @@ from offload.checkpoints.forms.numbers import (
     of_exponents,
     of_halves,
     of_words,
-    product,
     scaled,
 )
 from offload.errors import ArgumentError
@@ -56,13 +55,18 @@ def small_floats(width: int) -> Iterator[Case]:
     for dtype, kind in FLOATS.items():
         packed, clean = raw.view(dtype), finite.view(dtype)
         blocks = factors(ROWS // 32, groups)
-        yield "blocks", NumberRows(kind, group=32, rows_per_scale=32), [packed, blocks], product(packed, blocks, 32, 32)
+        yield (
+            "blocks",
+            NumberRows(kind, group=32, rows_per_scale=32),
+            [packed, blocks],
+            scaled(packed.float(), blocks, 32, 32),
+        )
         rows = torch.rand(ROWS, 1).bfloat16()
-        yield "rows", NumberRows(kind), [packed, rows], product(packed, rows.float(), 1, width)
+        yield "rows", NumberRows(kind), [packed, rows], scaled(packed.float(), rows.float(), 1, width)
         one = torch.rand(1)
-        yield "one", NumberRows(kind, rows_per_scale=0), [packed, one], product(packed, one, ROWS, width)
+        yield "one", NumberRows(kind, rows_per_scale=0), [packed, one], scaled(packed.float(), one, ROWS, width)
         powers = some_bytes(ROWS, groups)
-        expected = product(clean, of_exponents(powers), 1, 32)
+        expected = scaled(clean.float(), of_exponents(powers), 1, 32)
         yield "powers of two", NumberRows(kind, group=32), [clean, powers], expected
 
 

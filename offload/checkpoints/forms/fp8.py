@@ -20,7 +20,7 @@ import torch
 
 from offload.annotations import Json
 from offload.checkpoints.forms.decoding import Format, Pieces, decoded, number_rows
-from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, product, scaled
+from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, scaled
 from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
 
@@ -90,7 +90,7 @@ def decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: in
     factors = of_exponents(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
     if is_fp4:
         return scaled(of_halves(weight, E2M1), factors, rows, columns)
-    return product(weight, factors, rows, columns)
+    return scaled(weight.to(torch.float32, copy=True), factors, rows, columns)
 
 
 def _mx_weight(pieces: Pieces) -> OffloadedTensor | None:

@@ -47,11 +47,6 @@ def _pairs_of_halves(numbers: tuple[float, ...], high_first: bool, device: torch
     return torch.stack([of_each[half] for half in halves], -1).view(torch.int64).flatten().to(device)
 
 
-def product(packed: torch.Tensor, factors: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Numbers, in float32, times the factors of their blocks; for these see `scaled`."""
-    return scaled(packed.to(torch.float32, copy=True), factors, rows, columns)
-
-
 def of_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Integers packed one after the other in the bits of 32-bit words, each minus 2 ** (bits - 1).
 
