@@ -136,7 +136,6 @@ class _Layout:
 
 
 def _layout(packed: Packed, pieces: Sequence[torch.Tensor], columns: int) -> _Layout | None:
-    """None if the kernels do not take them."""
     if isinstance(packed, WordColumns) or packed.kind not in _KINDS:
         return None
     found = packed.by_role(pieces, columns)

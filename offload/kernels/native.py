@@ -56,7 +56,6 @@ _TYPES: dict[str, type[Any]] = {
 
 
 def _fields(text: str) -> list[tuple[str, type[Any]]]:
-    """The fields of a structure, from lines of a type and names, as C declares them."""
     declared = [line.split() for line in text.strip().splitlines()]
     return [(name, _TYPES[kind]) for kind, *names in declared for name in names]
 

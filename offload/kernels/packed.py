@@ -276,7 +276,6 @@ class WordColumns:
 
 
 def _matrix(address: int, step: int, columns: int, kind: str, rows: int) -> Matrix:
-    """A matrix without factors."""
     made = Matrix(address, step, columns, _KINDS[kind], 0, _NONE, _NONE)
     made.group, made.rows_per_scale, made.divisor, made.last, made.outputs = columns, 1, 1, 1, rows
     return made

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -92,21 +92,6 @@ def kept_result(key: Hashable) -> torch.Tensor | None:
     """What `compute_once` would return without reading anything."""
     lease = lease_of_thread(_ENGINE.streams)
     return None if lease is None else lease.result(key)
-
-
-def shared(key: Hashable) -> dict[Any, Any] | None:
-    """What threads that are about to use the same values note for one another; None for a thread alone."""
-    lease = lease_of_thread(_ENGINE.streams)
-    return None if lease is None else lease.shared(key)
-
-
-def will_stay(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
-    """Whether what several views need is in memory, and will be until these threads have used it.
-
-    If the budget shrinks meanwhile, it may be dropped, and mapped pages are read again as they are touched.
-    """
-    found = [_range_of(handle, view_spec) for handle, view_spec in views]
-    return all(one is UNTRACKED or (one is not None and one.stays) for one in found)
 
 
 def touch_if_resident(views: Views) -> bool:

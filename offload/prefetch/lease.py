@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -38,7 +37,6 @@ class Lease:
         self._users: dict[Pool, Users] = {}
         self._results: dict[Hashable, torch.Tensor] = {}
         self._made: dict[Pool, int] = {}  # bytes of results, per pool
-        self._shared: dict[Hashable, dict[Any, Any]] = {}
         self._is_again = False  # whether something is computed that was computed before
         self._has_warned = self._has_ended = False
         self.keeps_results = False
@@ -79,7 +77,7 @@ class Lease:
     def move_on(self) -> None:
         """All threads have used what is held. From now on, as much is reserved in the budget."""
         with dropping_after(self._streams.reader.lock) as leaving:
-            self._results, self._shared = {}, {}
+            self._results = {}
             held, self._held = self._held, {}
             made, self._made = self._made, {}
             sizes, self._bytes = self._bytes, {}
@@ -107,10 +105,6 @@ class Lease:
     def result(self, key: Hashable) -> torch.Tensor | None:
         """A result that is kept."""
         return self._results.get(key)
-
-    def shared(self, key: Hashable) -> dict[Any, Any]:
-        """What the threads note for one another under this key; empty once the lease moves on."""
-        return self._shared.setdefault(key, {})
 
     # Under the lock
 

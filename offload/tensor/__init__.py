@@ -32,7 +32,7 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `small` | such values of up to 64 KiB, which are computed once |
 | `boxes` | contiguous parts of a value's memory |
 | `runs` | which stored rows make rows of a value: asked for by all that decodes, multiplies or picks them |
-| `backends` `steps` | what does so: C, Triton, torch; which rows torch decodes at a time |
+| `backends` | what does so: C, Triton, torch |
 | `products` `bound` | products with packed weights, computed from the packed bytes; weights that are bound; `exact` |
 | `hybrid` | whether products for an accelerator are computed where the weights lie |
 | `picks` | rows that are picked from a computed value, such as a packed embedding |

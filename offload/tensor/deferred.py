@@ -99,7 +99,6 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def _meta(self) -> torch.Tensor:
-        """A meta tensor with this tensor's own metadata."""
         return view_spec_of(self.source)
 
     @property
@@ -186,7 +185,6 @@ class DeferredTensor(torch.Tensor):
         return whole
 
     def _recipe(self) -> Joined:
-        """The recipe that puts it together."""
         with no_functions(), no_modes():
             parts, layout = self._parts(), layout_of(self._meta)
             return Joined(layout, [piece for piece, _ in parts], [start for _, start in parts])
@@ -232,13 +230,11 @@ class DeferredTensor(torch.Tensor):
 
 
 def _is_all(piece: Piece) -> bool:
-    """Whether it is the whole of its value."""
     layout, spec = piece.handle.layout, piece.view_spec
     return (tuple(spec.shape), spec.stride(), spec.dtype) == (layout.shape, layout.stride, layout.dtype)
 
 
 def _passes(dtype: torch.dtype, through: torch.dtype) -> bool:
-    """Whether a value passes unchanged through another dtype."""
     return through == dtype or through in _WIDER.get(dtype, ())
 
 
@@ -312,7 +308,6 @@ def _recorded(parts: Iterable[Part], result: torch.Tensor) -> DeferredTensor:
 
 
 def _same(_: Op, args: Args, __: Kwargs) -> Any:
-    """Another tensor over the same values."""
     tensor = args[0]
     return _view(tensor._body, tensor._cuts, tensor.source)
 
@@ -398,7 +393,6 @@ def _deferred(tensor: torch.Tensor) -> DeferredTensor:
 
 
 def _cut(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """A view of the value."""
     tensor = args[0]
 
     def cut(source: torch.Tensor) -> Any:
@@ -443,7 +437,6 @@ def _index(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """The first and end of each run of consecutive numbers."""
     begins = [at for at, number in enumerate(numbers) if at == 0 or number != numbers[at - 1] + 1]
     return [(numbers[at], numbers[end - 1] + 1) for at, end in zip(begins, [*begins[1:], len(numbers)], strict=True)]
 
@@ -500,7 +493,6 @@ def _is_number(value: object) -> bool:
 
 
 def _row_by_row(tensor: DeferredTensor, decode: Decode, meta: torch.Tensor) -> DeferredTensor:
-    """The result of a function of rows."""
     source = tensor.source
     tensor._body.own = False
     with no_functions(), no_modes():

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -336,25 +336,25 @@ def _key_of(up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> o
 _STACKS: WeakKeyDictionary[object, _Stack] = WeakKeyDictionary()
 
 
+@dataclass(slots=True, eq=False)
 class _Group:
     """An expert, and its matrices, once it is in memory; `load` is what was read of it past the page cache."""
 
-    __slots__ = ("expert", "load", "mapped", "number", "shares")
-    mapped: _Mapped
-
-    def __init__(self, number: int, expert: _Known) -> None:
-        self.number, self.expert = number, expert
-        self.load: direct.Load | None = None
-        self.shares: list[_Share] = []
+    number: int
+    expert: _Known
+    load: direct.Load | None = None
+    shares: list[_Share] = field(default_factory=list)
+    mapped: _Mapped = field(init=False)
 
 
+@dataclass(slots=True, eq=False)
 class _Share:
     """Rows that an expert is given, one after the other, and whether they are few."""
 
-    __slots__ = ("are_few", "begin", "end", "group")
-
-    def __init__(self, group: _Group, begin: int, end: int, *, are_few: bool) -> None:
-        self.group, self.begin, self.end, self.are_few = group, begin, end, are_few
+    group: _Group
+    begin: int
+    end: int
+    are_few: bool
 
 
 class Act:
@@ -497,7 +497,6 @@ class Act:
                 del group.mapped  # its memory is used again
 
     def _multiply_many(self, share: _Share) -> None:
-        """The results of an expert, by torch."""
         group, numbers = share.group, torch.full((share.end - share.begin,), share.group.number)
         x = self._x.index_select(0, self._tokens[share.begin : share.end])
         found, number = x, 0

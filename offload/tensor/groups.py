@@ -8,7 +8,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from itertools import accumulate, chain
 from typing import Any
@@ -17,16 +17,15 @@ import torch
 
 from offload.annotations import Args, Kwargs, Op
 from offload.prefetch.direct import Load
-from offload.prefetch.engine import ensure_resident, prefetch, shared, will_stay
+from offload.prefetch.engine import ensure_resident, is_shared, prefetch
 from offload.prefetch.loads import Arriving, load_of, taken_from
 from offload.storage.handle import Handle
-from offload.storage.source import Composition
 from offload.tensor.guests import CPU, mapped_value, value_on
 from offload.tensor.products import multiplied
 from offload.tensor.recipes import Piece
 from offload.tensor.registry import implements
 from offload.tensor.rules import call, guests_of, has_file, named_guests, read
-from offload.tensor.views import handle_of, metadata_of, view_spec_of
+from offload.tensor.views import handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, guest_of
 from offload.torch_api import modes_are_on
 
@@ -70,30 +69,23 @@ def _multiply_one_by_one(
     kwargs: Kwargs,
 ) -> torch.Tensor:
     """Of a recipe: from its pieces, or one matrix after the other."""
-    recipe, handle, view_spec = matrices._handle.composed, handle_of(matrices), view_spec_of(matrices)
-    assert recipe is not None
+    handle, view_spec, device = handle_of(matrices), view_spec_of(matrices), matrices._target
     is_plain = all(value is None for value in (*rest[1:], *_without_ends(kwargs).values()))
     ends, each = [*accumulate(counts.tolist())], counts.split(1)
     rest, kwargs = guests_of(rest[1:], {}), _without_ends(kwargs)
-    noted = shared((recipe, metadata_of(view_spec)))
-    known = noted or {}
-    results, begin, is_here = [], 0, matrices._target == CPU
+    results, begin = [], 0
 
     def multiply(group: int, some: torch.Tensor) -> torch.Tensor:
-        matrix = known.get(group)
-        if matrix is None and is_plain:
-            found = multiplied(some, Piece(handle, view_spec[group].t()), device=matrices._target)
+        if is_plain:
+            found = multiplied(some, Piece(handle, view_spec[group].t()), device=device)
             if found is not None:
                 return found
-        if matrix is None:
-            cut = view_spec[group : group + 1]
-            matrix = recipe.value(cut) if is_here else value_on(handle, cut, matrices._target)
-            if noted is not None and is_here and _is_staying(recipe, cut):
-                noted[group] = matrix
+        cut = view_spec[group : group + 1]
+        matrix = value_on(handle, cut, device)
         made: torch.Tensor = call(func, [some, matrix, each[group].to(rows.device), *rest], kwargs)
         return made
 
-    with closing(_arriving(handle, view_spec, groups, known, may_pass=is_here and noted is None)) as arriving:
+    with closing(_arriving(handle, view_spec, groups, may_pass=device == CPU and not is_shared())) as arriving:
         for group, load in arriving:
             with taken_from(load):
                 results.append(multiply(group, rows[begin : ends[group]]))
@@ -104,16 +96,16 @@ def _multiply_one_by_one(
 
 
 def _arriving(
-    handle: Handle, view_spec: torch.Tensor, groups: Sequence[int], known: Container[int], *, may_pass: bool
+    handle: Handle, view_spec: torch.Tensor, groups: Sequence[int], *, may_pass: bool
 ) -> Generator[tuple[int, Load | None]]:
-    """The groups, one by one; matrices that are not known yet are read ahead, those that will not stay into loads.
+    """The groups, one by one; their matrices are read ahead, those that will not stay into loads.
 
     Args:
         may_pass: whether some may be read past the page cache.
     """
     recipe = handle.composed
     assert recipe is not None
-    reads = {group: list(recipe.reads(view_spec[group : group + 1])) for group in groups if group not in known}
+    reads = {group: list(recipe.reads(view_spec[group : group + 1])) for group in groups}
     loads = {group: load for group, views in reads.items() if may_pass and views and (load := load_of(views))}
     due = [views for group, views in reads.items() if group not in loads]
     with closing(Arriving([(load, reads[group]) for group, load in loads.items()])) as past:
@@ -121,17 +113,11 @@ def _arriving(
         used = 0
         for group in groups:
             load = past.take() if group in loads else None
-            if group in reads and load is None:
+            if load is None:
                 if used and used % _AT_ONCE == 0:
                     prefetch(chain.from_iterable(due[used + _AT_ONCE : used + 2 * _AT_ONCE]))
                 used += 1
             yield group, load
-
-
-def _is_staying(recipe: Composition, view_spec: torch.Tensor) -> bool:
-    """Whether a cut that was just read or computed stays in memory for the next thread."""
-    views = list(recipe.reads(view_spec))  # none of a result that is kept
-    return not views or (recipe.stands(view_spec) and will_stay(views))
 
 
 def _stacked(matrices: list[torch.Tensor]) -> torch.Tensor:

@@ -112,7 +112,6 @@ def _mapped(piece: Piece, per: int, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _decoded(run: RowRun, decoder: Decoder, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """By the decoder."""
     alone, granule, pieces = _decoder_of_single_rows(decoder), decoder.granule, _arguments(run)
     made = torch.empty((len(rows), *run.row), dtype=run.dtypes[0], device=device)
     nbytes = made[0].nbytes * (granule if alone is None else 1)
@@ -149,7 +148,6 @@ def _rows_at(values: torch.Tensor, places: torch.Tensor, per: int = 1) -> torch.
 
 
 def _sent(takes: list[Take], device: torch.device) -> list[torch.Tensor]:
-    """What is taken of some pieces, one group after the other."""
     mapped = [
         None if per is None or piece.handle.composed is not None else _mapped(piece, per, numbers)
         for piece, per, numbers in takes

@@ -155,8 +155,6 @@ def _product_with_rows(x: torch.Tensor, weight: OffloadedTensor, bias: object) -
 
 
 def _multiplied_here_or_there(x: torch.Tensor, weight: Piece, bias: Any, device: torch.device) -> torch.Tensor | None:
-    """The product for an accelerator, wherever it is computed faster."""
-
     def here() -> torch.Tensor | None:
         found = multiplied(x.cpu(), weight, None if bias is None else bias.cpu())
         return None if found is None else sent_to(found, device)
@@ -252,11 +250,10 @@ def _product_in_parts(x: torch.Tensor, weight: OffloadedTensor, bias: Any) -> to
     with no_functions(), no_modes():
         bias = None if bias is None else guest_of(bias)
         out: torch.Tensor | None = None
-        for begin in range(0, len(weight), step):
-            end = min(begin + step, len(weight))
-            part = F.linear(x, _decoded(weight, begin, end), None if bias is None else bias[begin:end])
-            out = part.new_empty(*part.shape[:-1], len(weight)) if out is None else out
-            out[..., begin:end] = part
+        for part, rows in _parts(weight, step):
+            found = F.linear(x, rows, None if bias is None else bias[part])
+            out = found.new_empty(*found.shape[:-1], len(weight)) if out is None else out
+            out[..., part] = found
         return out
 
 
@@ -268,21 +265,17 @@ def _sum_of_parts(x: torch.Tensor, weight: OffloadedTensor) -> torch.Tensor | No
     wide = torch.promote_types(x.dtype, torch.float32)  # a sum of rounded parts would be less exact
     with no_functions(), no_modes():
         out: torch.Tensor | None = None
-        for begin in range(0, len(weight), step):
-            end = min(begin + step, len(weight))
-            rows = _decoded(weight, begin, end)
-            part = x[:, begin:end].to(wide) @ rows.to(wide)
-            out = part if out is None else out.add_(part)
+        for part, rows in _parts(weight, step):
+            found = x[:, part].to(wide) @ rows.to(wide)
+            out = found if out is None else out.add_(found)
         return None if out is None else out.to(x.dtype)
 
 
-def _decoded(weight: OffloadedTensor, begin: int, end: int) -> torch.Tensor:
-    """Some rows, where the product is computed."""
-    handle, part = handle_of(weight), view_spec_of(weight)[begin:end]
-    if weight._target != CPU:
-        return value_on(handle, part, weight._target)
-    rows: torch.Tensor = handle.composed.value(part)  # type: ignore[union-attr]
-    return rows
+def _parts(weight: OffloadedTensor, step: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows at a time, where the product is computed."""
+    for begin in range(0, len(weight), step):
+        part = slice(begin, min(begin + step, len(weight)))
+        yield part, value_on(handle_of(weight), view_spec_of(weight)[part], weight._target)
 
 
 def _rows_at_a_time(x: torch.Tensor, weight: OffloadedTensor) -> int | None:

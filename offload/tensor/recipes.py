@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -43,7 +44,6 @@ _CAST = 1 << 20  # bytes that are cast at a time
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
 _RUNS_KNOWN = 1024  # cuts of a recipe whose runs are noted: experts of a layer
 _OF_ROWS = 2  # dimensions
-_BOXES_KNOWN = 16  # boxes of a recipe whose pieces are noted: they are asked for several times while a box is read
 _GENERATION = b"1"  # change it when a decoder's numbers change: stored results are then made again
 
 Inside: TypeAlias = "tuple[Piece, torch.Tensor, Sequence[int]]"  # a piece, its cut in a box, and where that goes
@@ -320,7 +320,7 @@ class Joined(Plain):
         places: for each piece, the index of its first element in the value, which has as many dimensions.
     """
 
-    __slots__ = ("_known", "_places", "_rows")
+    __slots__ = ("_places", "_rows")
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]]) -> None:
         order = layout.order
@@ -334,10 +334,9 @@ class Joined(Plain):
         turned.sort(key=lambda one: one[0])
         super().__init__(layout, (piece for _, piece in turned))
         self._places = [place for place, _ in turned]
-        ends = [place[0] + piece.view_spec.shape[0] for place, piece in turned] if order else []
-        covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
-        self._rows = [place[0] for place in self._places] if order and covered else None  # pieces in a row
-        self._known: dict[Box, list[Inside]] = Noted()
+        rows = [(place[0], place[0] + piece.view_spec.shape[0]) for place, piece in turned] if order else []
+        in_rows = all(one == other or one[1] <= other[0] for one, other in pairwise(rows))
+        self._rows = [begin for begin, _ in rows] if in_rows else []  # that pieces begin with, if they do not overlap
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
                 handle.read_apart(Access.PICKED)
@@ -479,18 +478,13 @@ class Joined(Plain):
 
     def _inside(self, box: Box) -> list[Inside]:
         """The cut of each piece that is in a box, and where in the box it goes."""
-        known = self._known.get(box)
-        if known is None:
-            if len(self._known) >= _BOXES_KNOWN:
-                self._known.clear()
-            known = self._known[box] = list(self._cut_out(box))
-        return known
+        return list(self._cut_out(box))
 
     def _cut_out(self, box: Box) -> Iterator[Inside]:
-        first, end = 0, len(self.pieces)
-        if self._rows is not None:
-            first = max(0, bisect_right(self._rows, box.start[0]) - 1)
-            end = bisect_right(self._rows, box.start[0] + box.size[0] - 1)
+        first, end, rows = 0, len(self.pieces), self._rows
+        if rows:
+            first = bisect_left(rows, rows[bisect_right(rows, box.start[0]) - 1])
+            end = bisect_right(rows, box.start[0] + box.size[0] - 1)
         for piece, place in zip(self.pieces[first:end], self._places[first:end], strict=True):
             view_spec, at = piece.view_spec, []
             for dim, begin in enumerate(place):
@@ -533,7 +527,6 @@ def _matrices_of(view_spec: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _rows_follow(view_spec: torch.Tensor) -> bool:
-    """Whether the rows of a cut are at equal distances."""
     steps = list(zip(view_spec.shape[1:-1], view_spec.stride()[1:-1], view_spec.stride()[:-2], strict=True))
     return all(size * step == outer for size, step, outer in steps)
 

@@ -105,8 +105,6 @@ def _view_of(value: torch.Tensor, view_spec: torch.Tensor) -> torch.Tensor:
 
 
 class _Kept:
-    """All of them."""
-
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._values: WeakSet[SmallValue] = WeakSet()

@@ -39,14 +39,12 @@ class Form:
         plain: loads the folder in memory, dequantized; the reference for every weight.
         note: what is involved in loading it, and what the pieces are.
         options: for `from_pretrained`, in addition to the path: a GGUF file's name, a dtype.
-        run: loads the folder the way transformers runs it by default, if that is not `plain`.
     """
 
     write: Callable[[Path], None]
     plain: Load
     note: str
     options: Mapping[str, Any]
-    run: Load | None = None
 
 
 @dataclass(frozen=True)
@@ -656,7 +654,7 @@ def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
         return loaded(quantization=_decompressed)(folder)
 
     def form(scheme: str, form: str, model_type: str = "llama", **options: Any) -> Form:
-        return Form(_compressed(scheme, form, model_type, **options), plain, note, {}, run=loaded())
+        return Form(_compressed(scheme, form, model_type, **options), plain, note, {})
 
     group = {"group_size": 32}
     yield "ct-w4a16", form("W4A16", "pack-quantized", **group)
@@ -688,7 +686,7 @@ def _of_packages() -> Iterator[tuple[str, Form]]:
         note = (
             "Bnb8bitDeserialize(weight, SCB)" if name == "int8" else "Bnb4bitDeserialize(weight, absmax, quant_map...)"
         )
-        yield f"bnb-{name}", Form(_quantized(_bnb(**options)), _dequantized, note, {}, run=loaded())
+        yield f"bnb-{name}", Form(_quantized(_bnb(**options)), _dequantized, note, {})
     for name, config in {
         "int8": _torchao("Int8WeightOnlyConfig", set_inductor_config=False),
         "int4": _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),

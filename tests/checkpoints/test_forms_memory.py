@@ -41,37 +41,6 @@ THREE_FORWARDS = """
 """
 
 
-def w4a16(name: str, rows: int, columns: int) -> Pieces:
-    layer = name.removesuffix("weight")
-    return {
-        f"{layer}weight_packed": random_bytes(rows, columns // 8, dtype=torch.int32),
-        f"{layer}weight_scale": random_scales(rows, columns // 128, dtype=torch.bfloat16) / 100,
-        f"{layer}weight_shape": torch.tensor([rows, columns]),
-    }
-
-
-def nf4(name: str, rows: int, columns: int) -> Pieces:
-    """With packed scales."""
-    blocks = rows * columns // 64
-    state = {
-        "quant_type": "nf4",
-        "blocksize": 64,
-        "dtype": "bfloat16",
-        "shape": [rows, columns],
-        "nested_blocksize": 256,
-        "nested_dtype": "float32",
-        "nested_offset": 0.01,
-    }
-    return {
-        name: random_bytes(rows * columns // 2, 1),
-        f"{name}.absmax": random_bytes(blocks),
-        f"{name}.quant_map": torch.linspace(-1, 1, 16),
-        f"{name}.nested_absmax": random_scales(-(-blocks // 256)) / 100,
-        f"{name}.nested_quant_map": torch.linspace(-1, 1, 256),
-        f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
-    }
-
-
 def fp8(name: str, rows: int, columns: int) -> Pieces:
     return {
         name: (random_bytes(rows, columns) & 0xB7).view(torch.float8_e4m3fn),  # below 2, and finite
@@ -79,9 +48,6 @@ def fp8(name: str, rows: int, columns: int) -> Pieces:
     }
 
 
-GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
-INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}}
-FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16}
@@ -152,8 +118,6 @@ def gguf(folder: Path, **sizes: Any) -> Path:
 @pytest.mark.parametrize(
     ("write", "sizes", "layers"),
     [
-        pytest.param(packed(w4a16, INT4), LLAMA, 3, id="W4A16"),
-        pytest.param(packed(nf4, FOUR_BITS), LLAMA, 3, id="NF4"),
         pytest.param(packed(fp8, FP8), LLAMA, 2, id="FP8"),
         pytest.param(packed(fp8, FP8, "qwen3_moe"), EXPERTS, 2, id="experts of FP8"),
         pytest.param(gguf, LLAMA, 3, id="GGUF"),

@@ -13,11 +13,9 @@ from offload.checkpoints.forms.integers import _decode_awq, _decode_gptq
 from offload.checkpoints.forms.numbers import (
     E2M1,
     lessened,
-    numbers_of,
     of_exponents,
     of_halves,
     of_words,
-    product,
     scaled,
 )
 from offload.errors import ArgumentError
@@ -57,13 +55,18 @@ def small_floats(width: int) -> Iterator[Case]:
     for dtype, kind in FLOATS.items():
         packed, clean = raw.view(dtype), finite.view(dtype)
         blocks = factors(ROWS // 32, groups)
-        yield "blocks", NumberRows(kind, group=32, rows_per_scale=32), [packed, blocks], product(packed, blocks, 32, 32)
+        yield (
+            "blocks",
+            NumberRows(kind, group=32, rows_per_scale=32),
+            [packed, blocks],
+            scaled(packed.float(), blocks, 32, 32),
+        )
         rows = torch.rand(ROWS, 1).bfloat16()
-        yield "rows", NumberRows(kind), [packed, rows], product(packed, rows.float(), 1, width)
+        yield "rows", NumberRows(kind), [packed, rows], scaled(packed.float(), rows.float(), 1, width)
         one = torch.rand(1)
-        yield "one", NumberRows(kind, rows_per_scale=0), [packed, one], product(packed, one, ROWS, width)
+        yield "one", NumberRows(kind, rows_per_scale=0), [packed, one], scaled(packed.float(), one, ROWS, width)
         powers = some_bytes(ROWS, groups)
-        expected = product(clean, of_exponents(powers), 1, 32)
+        expected = scaled(clean.float(), of_exponents(powers), 1, 32)
         yield "powers of two", NumberRows(kind, group=32), [clean, powers], expected
 
 
@@ -98,7 +101,7 @@ def halves(width: int) -> Iterator[Case]:
     yield "e2m1", NumberRows("halves_low", group=32, table=E2M1), [packed, powers], expected
     if width % 16 == 0:
         scales, whole = (some_bytes(ROWS, width // 16) % 127).view(torch.float8_e4m3fn), torch.tensor([3.7])
-        expected = scaled(of_halves(packed, E2M1), (numbers_of(scales).bfloat16() / whole).float(), 1, 16)
+        expected = scaled(of_halves(packed, E2M1), (scales.bfloat16() / whole).float(), 1, 16)
         described = NumberRows("halves_low", ("numbers", "scales", "divisor"), group=16, table=E2M1)
         yield "e2m1 in sixteens", described, [packed, scales, whole], expected
     for table in _NUMBERS.values() if width % 32 == 0 else ():

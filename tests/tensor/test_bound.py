@@ -324,7 +324,7 @@ def test_other_activations_are_treated_as_without_a_bound_product(
     assert expected == found if isinstance(expected, str) else torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("other", [lambda x: x.t().contiguous().t(), lambda x: -x.neg()._neg_view(), lambda x: x[::2]])
+@pytest.mark.parametrize("other", [lambda x: x.t().contiguous().t(), lambda x: x.neg()._neg_view(), lambda x: x[::2]])
 def test_activations_that_lie_otherwise_have_the_same_products(
     weight: OffloadedTensor, layer: nn.Linear, other: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
@@ -434,16 +434,6 @@ def test_another_value_is_seen_by_the_next_pick(table: OffloadedTensor, change: 
     change(table)
 
     assert torch.equal(table.materialize()[[3, 1]], F.embedding(torch.tensor([3, 1]), table))
-
-
-def test_another_file_is_noticed_by_picks_after_a_tenth_of_a_second(table: OffloadedTensor, still_clock: Clock) -> None:
-    expected, rows = F.embedding(torch.tensor([3]), table), torch.tensor([3])
-    table.offload_path.unlink()
-
-    assert torch.equal(expected, F.embedding(rows, table))
-    still_clock.time += 0.11
-    with pytest.raises(MissingFileError):
-        F.embedding(rows, table)
 
 
 def test_a_pick_reads_no_other_rows(table: OffloadedTensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import offload
 from offload.errors import UnsupportedOpError
-from offload.tensor import recipes, rules
+from offload.tensor import recipes
 from offload.tensor.deferred import DeferredTensor, deferred
 
 
@@ -180,20 +180,6 @@ def test_data_can_be_written_and_replaced(way, stored, numbers):
     for one, other in zip(expected[:3], found[:3], strict=True):
         assert torch.equal(one, other.materialize())
     assert torch.equal(torch.full_like(plain, 9), found[4].materialize())
-
-
-@torch.no_grad()
-def test_a_stack_cut_into_many_views_is_cut_once(stored, numbers, monkeypatch):
-    """A stack of experts: not once per expert."""
-    cut = []
-    view_of = rules.view_of
-    monkeypatch.setattr(rules, "view_of", lambda *args: cut.append(args) or view_of(*args))
-
-    pieces = [piece.detach() for piece in deferred(stored["w"]).unbind(1)]
-    values = [piece.materialize() for piece in pieces]
-
-    assert all(map(torch.equal, numbers.unbind(1), values))
-    assert 4 == len(cut)
 
 
 def test_data_of_another_kind_is_refused(stored, numbers):

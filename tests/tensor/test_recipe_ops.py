@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ import offload
 from offload import OffloadedTensor
 from offload.prefetch.engine import track
 from offload.storage.handle import Access
-from offload.storage.layout import contiguous
 from offload.tensor.deferred import DeferredTensor, deferred
-from offload.tensor.recipes import Joined, Piece, Plain, Recipe
+from offload.tensor.recipes import Plain, Recipe
 from offload.tensor.views import handle_of
 
 E, N, K = 8, 48, 64
@@ -130,17 +128,6 @@ def test_a_joined_weight_multiplies_as_the_whole_one(
     assert all(torch.equal(F.linear(x, weight, bias), wanted) for _ in range(3))
 
 
-def test_an_input_of_zeros_does_not_decide_how_later_ones_are_multiplied(tmp_path: Path) -> None:
-    """Partial products of such a weight may have different bits, which zeros do not show."""
-    plain = torch.randn(2000, 8192).bfloat16()
-    parts = {f"{number}": part.clone() for number, part in enumerate(plain.split(128))}
-    save_file(parts, tmp_path / "w.safetensors")
-    stored = offload.load_file(tmp_path / "w.safetensors")
-    weight = _stored(torch.cat([deferred(stored[name]) for name in parts]))
-    for x in (torch.zeros(1, 1, 8192), *torch.randn(5, 1, 1, 8192)):
-        assert torch.equal(F.linear(x.bfloat16(), weight), F.linear(x.bfloat16(), plain))
-
-
 def test_an_expert_is_read_without_its_neighbours(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
     recipe = handle_of(matrices[0]).composed
     assert isinstance(recipe, Recipe)
@@ -156,18 +143,3 @@ def _whole(tensor: OffloadedTensor) -> Recipe:
     cast = handle_of(_stored(deferred(wide).float())).composed
     assert isinstance(cast, Recipe)
     return cast
-
-
-def test_the_memory_of_boxes_is_bounded_and_not_pickled(tmp_path: Path) -> None:
-    halves = [
-        Piece(handle_of(OffloadedTensor.from_original_tensor(torch.ones(64, 8), f"half {at}", tmp_path)))
-        for at in (0, 1)
-    ]
-    recipe = Joined(contiguous(torch.float32, (128, 8)), halves, [(0, 0), (64, 0)])
-    view_spec = torch.empty(128, 8, device="meta")
-
-    for row in range(60, 90):
-        assert torch.equal(torch.ones(2, 8), recipe.value(view_spec[row : row + 2]))
-
-    assert 0 < len(recipe._known) <= 16
-    assert {} == pickle.loads(pickle.dumps(recipe._known))

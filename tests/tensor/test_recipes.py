@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from conftest import contents
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -33,7 +32,6 @@ from offload.tensor.recipes import Piece
 from offload.tensor.runs import Decoder
 from offload.tensor.views import handle_of, meta_of
 from offload.tensor.wrapper import wrap_handle
-from tests.processes import in_fork
 
 MIB = 1 << 20
 
@@ -368,37 +366,7 @@ def test_ties_are_found_by_addresses_which_write_nothing(folder: Path) -> None:
     assert is_recipe(recipe)
 
 
-def test_tied_recipes_stay_tied_for_accelerate(folder: Path) -> None:
-    from accelerate.utils import find_tied_parameters
-
-    model = nn.Module()
-    model.a, model.b, model.c = nn.Module(), nn.Module(), nn.Module()
-    tied = nn.Parameter(made("joined", folder)[0])
-    model.a.weight = model.b.weight = tied
-    model.c.weight = nn.Parameter(made("joined", folder)[0])
-
-    assert [["a.weight", "b.weight"]] == [sorted(names) for names in find_tied_parameters(model)]
-
-
 # Processes and threads
-
-
-def _doubled(tensor: OffloadedTensor, results: mp.Queue) -> None:
-    results.put((is_recipe(tensor), (tensor.double() * 2).tolist()))
-
-
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_another_process_gets_the_reference(folder: Path, method: str) -> None:
-    recipe, plain = made("decoded, joined, cast", folder)
-    context = mp.get_context(method)
-    results = context.Queue()
-
-    child = context.Process(target=_doubled, args=(recipe[3:50], results))
-    child.start()
-    found = results.get(timeout=120)
-    child.join()
-
-    assert (True, (plain[3:50].double() * 2).tolist()) == found
 
 
 def test_a_passed_recipe_is_small_and_comes_back_as_one_value(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
@@ -410,13 +378,6 @@ def test_a_passed_recipe_is_small_and_comes_back_as_one_value(recipe: OffloadedT
     assert len(sent.getvalue()) < 8192
     assert handle_of(whole) is handle_of(row) is handle_of(recipe)
     assert torch.equal(plain[1], row.materialize())
-
-
-def test_a_forked_child_reads_and_its_parent_goes_on(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
-    assert torch.equal(plain, recipe + 0)
-
-    assert in_fork(lambda: all(torch.equal(plain, recipe + 0) for _ in range(3)))
-    assert torch.equal(plain, recipe + 0)
 
 
 def test_threads_that_compute_a_recipe_do_not_share_memory(folder: Path) -> None:
@@ -502,36 +463,6 @@ def test_experts_that_are_packed_apart_are_decoded_straight_to_their_place(
 
 
 # Compilers
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda one: one["gate0"].half(),
-        lambda one: one["gate0"].chunk(2)[1],
-        lambda one: fused(one)[1],
-        lambda one: fused(one).half().chunk(EXPERTS)[2][0],
-    ],
-    ids=["cast", "a part", "an expert", "an expert, cast"],
-)
-def test_recipes_are_compiled_and_exported(
-    folder: Path, cut: Callable[[dict[str, torch.Tensor]], torch.Tensor]
-) -> None:
-    torch._dynamo.reset()
-    plain = cut(load_file(folder / "model.safetensors"))
-    recipe = cut({name: deferred(one) for name, one in offload.load_file(folder).items()}).stored("w")  # type: ignore[attr-defined]
-    layers = [nn.Linear(WIDTH, len(plain), bias=False, dtype=plain.dtype) for _ in range(2)]
-    for layer, weight in zip(layers, (recipe, plain), strict=True):
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-    ours, theirs = layers
-    x = torch.randn(3, WIDTH, dtype=plain.dtype)
-
-    compiled = torch.compile(ours, backend="aot_eager")
-    exported = torch.export.export(ours, (x,)).module()
-
-    assert torch.equal(theirs(x), compiled(x))
-    assert torch.equal(theirs(x), exported(x))
-    assert is_recipe(ours.weight)
 
 
 def test_a_view_of_a_recipe_is_compiled(recipe: OffloadedTensor, plain: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 import offload
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
+from offload.tensor.backends import steps
 from offload.tensor.decoded import Decoded
 from offload.tensor.recipes import Joined, Piece
 from offload.tensor.runs import Decoder
@@ -53,3 +56,12 @@ def test_the_runs_of_any_rows_are_these_rows(stored: list[Handle], data: st.Data
     found = [run.rounded(one[run.first : run.first + run.count]) for run, one in zip(runs, found, strict=True)]
     assert torch.equal(joined.value(cut), torch.cat(found))
     assert [] == Piece(whole.handle, whole.view_spec[:, 1:]).runs()
+
+
+@pytest.mark.parametrize("granule", [1, 3, 4])
+@pytest.mark.parametrize("most", [1, 2, 4, 5, 9, 100])
+def test_torch_decodes_no_more_rows_at_a_time_than_asked_for_unless_a_granule_has(granule: int, most: int) -> None:
+    for is_divisible, start, count in product((True, False), range(9), range(1, 14)):
+        found = list(steps(start, count, most, Decoder(torch.cat, (granule,), granule, is_divisible)))
+
+        assert max(step.high - step.low for step in found) <= (most if is_divisible else max(most, granule))

@@ -180,7 +180,6 @@ def _of_8_bits(pieces: Pieces, weight: OffloadedTensor, scales: OffloadedTensor)
 
 
 def _decode_8_bits(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of a weight, in float32."""
     return scaled(weight.to(torch.float32), scales.view(-1, 1), 1, weight.shape[1]).mul_(_ONE_OF_127)
 
 

@@ -33,7 +33,7 @@ from offload.checkpoints.forms.decoding import (
     read_now,
 )
 from offload.checkpoints.forms.fp8 import decode
-from offload.checkpoints.forms.numbers import E2M1, lessened, numbers_of, of_halves, of_words, scaled
+from offload.checkpoints.forms.numbers import E2M1, lessened, of_halves, of_words, scaled
 from offload.kernels.packed import NumberRows
 from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
@@ -104,7 +104,6 @@ class _Scheme:
 
 
 def _read(settings: Settings) -> tuple[_Scheme, ...]:
-    """The groups of weights."""
     config = settings.get("quantization_config") or settings
     sparse = (config.get("sparsity_config") or {}).get("format") or "dense"
     if sparse != "dense":
@@ -140,7 +139,6 @@ def _matches(name: str, target: str) -> bool:
 
 
 def _weight(pieces: Pieces) -> OffloadedTensor | None:
-    """The dense weight of a layer."""
     packed, plain = pieces.get("weight_packed"), pieces.get("")
     if packed is None and plain is not None and plain.dtype not in _SMALL:
         if "weight_scale" in pieces:
@@ -268,7 +266,6 @@ class _Layer:
         )
 
     def _by_kernel(self, named: dict[str, OffloadedTensor], width: int, is_one: bool) -> NumberRows | None:
-        """How the kernels take it, if they do."""
         numbers, zeros, whole, bits = named["numbers"], named.get("zeros"), named.get("divisor"), self.scheme.bits
         rows, columns, _ = self._blocks(len(numbers), width)
         sizes = {"group": columns if columns < width else 0, "rows_per_scale": 0 if is_one else rows}
@@ -284,7 +281,6 @@ class _Layer:
         return number_rows(kind, list(named.values()), tuple(named), table=table, **sizes) if fits else None
 
     def _blocks(self, height: int, width: int) -> tuple[int, int, tuple[int, int]]:
-        """The rows and columns that share a scale, and the numbers of such blocks in both directions."""
         strategy, size = self.scheme.strategy, self.scheme.size
         if strategy == "tensor":
             return height, width, (1, 1)
@@ -320,7 +316,7 @@ def _halves(packed: torch.Tensor, scales: torch.Tensor, *others: torch.Tensor, r
     """Rows of a weight of 4-bit floats; the scales are divided by the global scale."""
     if scales.dtype == torch.uint8 and not others:
         return decode(packed, scales, rows=rows, columns=block, is_fp4=True)
-    factors = numbers_of(scales).to(torch.bfloat16)
+    factors = scales.to(torch.bfloat16)
     for whole in others:
         factors = factors / whole
     return scaled(of_halves(packed, E2M1), factors.to(torch.float32), rows, block)
@@ -332,7 +328,7 @@ def _bytes(
     """Rows of a weight with one byte per number."""
     if zeros is None:
         return decode(weight, scales, rows=rows, columns=block, is_fp4=False)
-    return _dense(numbers_of(weight), scales, zeros, rows, block)
+    return _dense(weight.to(torch.float32, copy=True), scales, zeros, rows, block)
 
 
 def _dense(

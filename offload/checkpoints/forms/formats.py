@@ -112,7 +112,6 @@ def _refuse_settings(quantization: Settings, form: Format, path: Path | None) ->
 
 
 def _has_other_bits(layers: object, bits: object) -> bool:
-    """Whether some of these layers are packed, in other bits than the rest."""
     each: list[Any] = list(layers.values()) if isinstance(layers, Mapping) else [layers]
     if not all(one is None or isinstance(one, Mapping) for one in each):
         return True

@@ -20,7 +20,7 @@ import torch
 
 from offload.annotations import Json
 from offload.checkpoints.forms.decoding import Format, Pieces, decoded, number_rows
-from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, product, scaled
+from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, scaled
 from offload.tensor.runs import Decoder
 from offload.tensor.wrapper import OffloadedTensor
 
@@ -28,9 +28,6 @@ _PACKED = (*(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torc
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _FP4_BLOCK = [1, 32]  # whatever the configuration says of other weights: transformers' `FP8Experts`
 _MX_BLOCK = 32  # inputs that share an exponent
-_OF_FLOAT16 = 0x8E00 - (1 << 16)  # where a float16 has the sign, the exponent and the fraction of a 4-bit float
-_MX_LESS = 2.0**14  # factor by which such a float16 is too small: its exponent bias differs
-_MX_LARGE = 2.0**113  # limit above which multiplying by that factor would overflow
 _MX_TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, a cache line
 
 
@@ -93,11 +90,10 @@ def decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: in
     factors = of_exponents(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
     if is_fp4:
         return scaled(of_halves(weight, E2M1), factors, rows, columns)
-    return product(weight, factors, rows, columns)
+    return scaled(weight.to(torch.float32, copy=True), factors, rows, columns)
 
 
 def _mx_weight(pieces: Pieces) -> OffloadedTensor | None:
-    """The dense weight of a layer's experts."""
     if "" in pieces and len(pieces.by_role) == 1:
         return None
     blocks, scales = stored = [pieces["blocks"], pieces["scales"]]
@@ -118,18 +114,8 @@ def _mx_weight(pieces: Pieces) -> OffloadedTensor | None:
 
 def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Rows of inputs, in float32. `blocks`: (blocks, outputs, 16) bytes. `scales`: (blocks, outputs) bytes."""
-    turned = blocks.transpose(1, 2).contiguous()  # (blocks, 16, outputs): pairs of input rows
-    bits = torch.empty(len(blocks), _MX_BLOCK // 2, 2, turned.shape[2], dtype=torch.int16, device=blocks.device)
-    bits[:, :, 0].copy_(turned & 0x0F)
-    bits[:, :, 1].copy_(turned >> 4)
-    bits.mul_(1 << 9).add_(0x7000).bitwise_and_(_OF_FLOAT16)  # the addition carries the sign to its place
-    numbers = bits.view(torch.float16).to(torch.float32).view(len(blocks), _MX_BLOCK, -1)
-    factors = of_exponents(scales).unsqueeze(1)
-    if factors.is_cpu and bool(factors.max() < _MX_LARGE):
-        factors = factors * _MX_LESS
-    else:
-        numbers.mul_(_MX_LESS)
-    return numbers.mul_(factors).flatten(0, 1)
+    numbers = of_halves(blocks.contiguous(), E2M1).mul_(of_exponents(scales).unsqueeze(-1))
+    return numbers.transpose(1, 2).flatten(0, 1)
 
 
 FORMAT = Format(

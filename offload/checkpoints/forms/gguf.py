@@ -142,7 +142,6 @@ _BEFORE = 8192  # tokens that all models of Llama 3 were trained with at first; 
 
 
 def _check_factors(config: Config, base: float, factors: torch.Tensor) -> None:
-    """Raises `ValueError` unless the configuration makes these factors."""
     from offload.transformers_api import ROPE_INIT_FUNCTIONS
 
     usual = base ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
@@ -268,7 +267,6 @@ _TURNED = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.w
 
 
 def _processed(tensor: OffloadedTensor, name: str, kind: str, settings: Settings) -> torch.Tensor:
-    """The result of that kind of processor for a dense tensor."""
     match kind.removesuffix("TensorProcessor"):
         case "Llama" if ".attn_q." in name or ".attn_k." in name:
             return _unpaired_heads(tensor, name, settings)

@@ -105,7 +105,6 @@ def _decode_awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) 
 
 
 def _awq_rows(words: torch.Tensor) -> torch.Tensor:
-    """The integers in the words, (8 * rows, inputs)."""
     words = words.contiguous()
     rows = torch.empty(len(words), 8, words.shape[1], dtype=torch.float32, device=words.device)
     for place, row in enumerate(_AWQ_ROWS):

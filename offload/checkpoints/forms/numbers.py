@@ -19,8 +19,6 @@ from functools import lru_cache
 import torch
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_LESS = 256.0  # factor by which the results of `_of_e4m3` are too small
-_LARGE = 2.0**119  # limit above which multiplying by that factor would overflow
 _ROWS = 64
 
 
@@ -47,35 +45,6 @@ def _pairs_of_halves(numbers: tuple[float, ...], high_first: bool, device: torch
     halves = [byte >> 4, byte & 15] if high_first else [byte & 15, byte >> 4]
     of_each = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     return torch.stack([of_each[half] for half in halves], -1).view(torch.int64).flatten().to(device)
-
-
-def product(packed: torch.Tensor, factors: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Numbers, in float32, times the factors of their blocks; for these see `scaled`."""
-    if packed.dtype == torch.float8_e4m3fn and _has_numbers_alone(packed) and bool(factors.abs().max() < _LARGE):
-        return scaled(_of_e4m3(packed), factors * _LESS, rows, columns)
-    return scaled(numbers_of(packed), factors, rows, columns)
-
-
-def numbers_of(packed: torch.Tensor) -> torch.Tensor:
-    """Numbers in float32. torch casts 8-bit floats one by one on the CPU (2.13)."""
-    if packed.dtype == torch.float8_e4m3fn and _has_numbers_alone(packed):
-        return _of_e4m3(packed).mul_(_LESS)
-    if packed.dtype == torch.float8_e5m2:  # the upper half of a float16
-        return packed.view(torch.int8).to(torch.int16).mul_(256).view(torch.float16).to(torch.float32)
-    return packed.to(torch.float32, copy=True)
-
-
-def _has_numbers_alone(packed: torch.Tensor) -> bool:
-    """Whether there is no NaN (127 or 255), if that can be asked."""
-    if not packed.is_cpu or packed.numel() == 0:
-        return False
-    return bool(packed.view(torch.uint8).max() < 255) and bool(packed.view(torch.int8).max() < 127)
-
-
-def _of_e4m3(packed: torch.Tensor) -> torch.Tensor:
-    """Numbers divided by 256: their bits moved to those of a float16, whose exponent is one bit longer."""
-    moved = packed.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(~(1 << 14))  # the sign is there twice
-    return moved.view(torch.float16).to(torch.float32)
 
 
 def of_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -117,7 +86,6 @@ def _powers(device: torch.device) -> torch.Tensor:
 
 
 def _bytes(packed: torch.Tensor) -> torch.Tensor:
-    """All bytes, flat."""
     flat = packed.reshape(-1)
     if flat.stride() != (1,):  # that of one number may be any
         flat = flat.clone(memory_format=torch.contiguous_format)

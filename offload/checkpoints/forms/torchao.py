@@ -56,7 +56,6 @@ def _notes(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def _names(metadata: Mapping[str, str]) -> list[str]:
-    """The tensors listed in the metadata."""
     try:
         names = json.loads(metadata.get(PARTS_NOTE, "[]"))
         return [str(name) for name in names]

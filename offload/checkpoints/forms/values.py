@@ -112,7 +112,6 @@ def values_in(
 def _refuse_scaled(
     source: Checkpoint, values: Mapping[str, torch.Tensor], model: Pretrained | None, method: str | None = None
 ) -> None:
-    """As `refuse_scaled`, for what a model is to be filled with."""
     is_stored = {name: is_offloaded(value) and handle_of(value).composed is None for name, value in values.items()}
     dtypes = {name: value.dtype for name, value in values.items() if is_stored[name] and value.dtype in _BYTES}
     if dtypes:
