@@ -10,8 +10,8 @@ The checks, each of which runs an op on plain tensors and on tensors of the subc
 - `inplace`, `inference inplace`: the argument itself comes back, it and its aliases hold the new values, and the
   version counter moves
 - `out`: the same of `out=`, whatever its size and strides were
-- `trainable`, `frozen`, `second order`: gradients, also beside tensors that require none, and gradients of these
-- `tangents`, `inplace tangents`: forward-mode differentiation
+- `trainable`, `frozen`: gradients, also beside tensors that require none
+- `tangents`: forward-mode differentiation
 """
 
 from __future__ import annotations
@@ -424,18 +424,9 @@ def frozen_but_one(kind: Kind, sample: Sample) -> tuple[Sample, Sample] | None:
 
 def check_tangents(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
     """Forward-mode differentiation gives the same tangents as with plain tensors."""
-    return compare_tangents(kind, op, op, samples)
-
-
-def check_inplace_tangents(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
-    """Like tangents, for an in-place op: the arguments get the new ones."""
-    return compare_tangents(kind, op, op.get_inplace(), samples)
-
-
-def compare_tangents(kind: Kind, op: OpInfo, function: Op | None, samples: Iterable[Sample]) -> Count:
-    if function is None or not op.supports_forward_ad:
+    if not op.supports_forward_ad:
         return Count()
-    call = partial(pushed_forward, function)
+    call = partial(pushed_forward, op)
     return compared(call, kind.pairs(samples), lambda expected, actual, *_: kind.same(kind, expected, actual))
 
 
@@ -458,32 +449,10 @@ def _dual(x: Any) -> Any:
     return forward_ad.make_dual(x, torch.randn(x.shape, dtype=x.dtype)) if is_inexact(x) else x
 
 
-def check_second_order(kind: Kind, op: OpInfo, samples: Iterable[Sample]) -> Count:
-    """Gradients of gradients are the same as for plain tensors."""
-    if not op.supports_gradgrad:
-        return Count()
-    call = partial(backward_twice, op)
-    return compared(call, kind.pairs(samples), lambda expected, actual, *_: kind.same(kind, expected, actual))
-
-
-def backward_twice(op: OpInfo, sample: Sample) -> list[torch.Tensor | None]:
-    """The gradients, and those of a scalar computed from them."""
-    inputs, outputs = requiring_grad(sample), requiring_grad(sample.passed_to(op))
-    torch.default_generator.manual_seed(2)
-    seeds = [torch.randn(leaf.shape, dtype=leaf.dtype, requires_grad=True) for leaf in outputs]
-    first = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, create_graph=True)
-    followed = requiring_grad(first)
-    weights = [torch.randn(gradient.shape, dtype=gradient.dtype) for gradient in followed]
-    second: Any = torch.autograd.grad(followed, [*inputs, *seeds], weights, allow_unused=True) if followed else ()
-    return [None if gradient is None else gradient.detach() for gradient in (*first, *second)]
-
-
 DERIVATIVES: dict[str, Callable[..., Count]] = {
     "trainable": check_trainable,
     "frozen": check_frozen,
-    "second order": check_second_order,
     "tangents": check_tangents,
-    "inplace tangents": check_inplace_tangents,
 }
 CHECKS: dict[str, Callable[..., Count]] = {
     "forward": check_forward,

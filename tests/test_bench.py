@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from bench import cache, memory_cap, page_cache, report
-from bench.apart import run_apart, stepping_apart
-from bench.limits import MIB, DirectReader, write_durably
+from bench.apart import run_apart
+from bench.limits import MIB
 from bench.models import bytes_of_a_pass, bytes_of_a_token, toy_sliced_experts, toy_sliced_llama
 from bench.peers import IN_MEMORY, OURS, WAYS, absent
 from bench.rounds import Figure, in_turn
@@ -137,20 +137,6 @@ def test_a_failure_in_another_process_or_its_end_is_raised_here():
         run_apart(os._exit, 9)
 
 
-def test_steps_in_another_process_are_taken_one_at_a_time():
-    with stepping_apart(_count_from, 3) as step:
-        (first, process), (second, same) = step(), step()
-
-    assert [3, 4] == [first, second]
-    assert process == same != os.getpid()
-
-
-def _count_from(start):
-    while True:
-        yield start, os.getpid()
-        start += 1
-
-
 def test_warm_files_are_cached_and_cold_files_are_not(file):
     page_cache.warm([file])
     assert page_cache.cached_fraction([file]) == 1
@@ -162,20 +148,6 @@ def test_warm_files_are_cached_and_cold_files_are_not(file):
 
     assert page_cache.cached_fraction([file]) == 0
     assert file.read_bytes() == bytes(3 * MIB + 5)
-
-
-def test_a_direct_reader_reads_to_the_end(file):
-    try:
-        assert DirectReader(2, MIB).seconds([file, file]) > 0
-    except OSError:
-        pytest.skip("this file system has no O_DIRECT")
-
-
-def test_a_durable_write_replaces_the_whole(file):
-    write_durably(memoryview(b"new"), file)
-
-    assert file.read_bytes() == b"new"
-    assert [file] == [*file.parent.iterdir()]
 
 
 @needs_memory_cap
@@ -217,20 +189,3 @@ def test_a_token_needs_the_experts_that_it_is_routed_to(tmp_path):
 
     assert bytes_of_a_pass(dense) == bytes_of_a_token(dense)
     assert layers * (8 - 4) * each == bytes_of_a_pass(experts) - bytes_of_a_token(experts)
-
-
-def test_a_store_that_takes_long_is_not_read_to_the_end():
-    asked = []
-
-    def part(start, stop):
-        asked.append((start, stop))
-        return values_of(torch.arange(start, stop), 1 << 20)
-
-    def batch(rows):
-        asked.append(len(rows))
-        return values_of(rows, 4)
-
-    cache.read_batches(Reader(batch, part), cache.Table(rows=512, columns=4, batches=2, seconds=0.0))
-    cache.read_all(Reader(batch, part), cache.Table(rows=4, columns=1 << 20, batches=2, seconds=0.0))
-
-    assert [256, (0, 2)] == asked

@@ -66,16 +66,3 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_deprecated_is_used(way, tmp_path):
     run_script(f"{BEFORE}\n    {WAYS[way].strip()}", inputs_in(tmp_path), tmp_path)
-
-
-def test_a_deprecated_name_fails(tmp_path):
-    from offload.transformers_api import cache_option
-
-    if cache_option() != "cache":
-        pytest.skip("this transformers has the earlier name alone")
-    old = "model(text, past_key_values=offload.integrations.kv_cache(model))"
-    logged = "model(text, use_cache=True).past_key_values"
-
-    for one in (old, logged):
-        with pytest.raises(AssertionError, match="deprecated"):
-            run_script(f"{BEFORE}\n    with torch.no_grad(): {one}", inputs_in(tmp_path), tmp_path)

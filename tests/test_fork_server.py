@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fork_server import IMPORTED, ForkServer
+from tests.fork_server import ForkServer
 from tests.processes import _OWN, OF_THIS_PROCESS, run_module, run_script
 
 # KMP_*: up to transformers 5.20, importing a model imports scikit-learn, which sets them.
@@ -38,13 +38,6 @@ def test_a_script_finds_what_it_finds_in_an_interpreter_of_its_own():
     assert fresh == forked
 
 
-def test_the_modules_are_those_that_the_imports_of_the_server_load():
-    script = f"import sys, {', '.join(IMPORTED)}; print(*sorted(sys.modules))"
-    forked, fresh = (set(run_script(script, fresh=fresh).split()) for fresh in (False, True))
-
-    assert fresh | {"tests"} == forked | {"tests"}
-
-
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -62,22 +55,6 @@ def test_a_script_ends_with_its_code(code, expected):
     run_script(code, expected=expected)
 
     assert "next\n" == run_script("print('next')")
-
-
-def test_a_script_ends_like_any_process(tmp_path):
-    script = """
-        import atexit, threading, torch, offload
-        w = offload.OffloadedTensor.from_original_tensor(torch.ones(3), "w")
-        print(w.offload_path)
-        atexit.register(print, "at exit", end="")
-        print("end")
-        threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
-    """
-    path, *lines = run_script(script, env={"TMPDIR": str(tmp_path)}).split("\n")
-
-    assert ["end", "thread", "at exit"] == lines
-    assert tmp_path == Path(path).parent.parent
-    assert [] == os.listdir(tmp_path)
 
 
 def test_a_module_runs_as_with_python_m(tmp_path):

@@ -38,16 +38,6 @@ def test_everything_for_an_accelerator_goes_through_on_the_stand_in(tmp_path, de
     assert 0 == code
 
 
-def test_the_error_of_a_step_is_in_the_result(tmp_path):
-    def fail() -> gpu.Facts:
-        raise RuntimeError("no device")
-
-    found = gpu.in_child(fail, tmp_path / "log", 60, is_dry=False)
-
-    assert "RuntimeError: no device" == found["error"]
-    assert "Traceback" in (tmp_path / "log").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("act", [lambda: time.sleep(1000), lambda: os._exit(3)], ids=["hangs", "ends"])
 def test_a_step_that_does_not_answer_is_an_error_in_the_result(tmp_path, act):
     found = gpu.in_child(act, tmp_path / "log", 0.3, is_dry=False)  # type: ignore[arg-type]

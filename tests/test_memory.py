@@ -315,12 +315,11 @@ ROWS = """
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="reads /proc")
-@pytest.mark.parametrize("name", ["full", "empty"])
-def test_rows_set_in_place_write_their_own_pages_and_not_the_value(tmp_path, name):
+def test_rows_set_in_place_write_their_own_pages_and_not_the_value(tmp_path):
     """Sixteen rows of 16 KiB in a value of 64 MiB; the slack is what the kernel reads around a page in one piece."""
     rows = 16 * 4096 * 4
-    written = json.loads(run_script(ROWS, tmp_path))[name]
+    written = json.loads(run_script(ROWS, tmp_path)).values()
 
-    if not written:
+    if not all(written):
         pytest.skip("what goes to this file system is not counted")
-    assert rows <= written <= 4 * rows
+    assert all(rows <= nbytes <= 4 * rows for nbytes in written)

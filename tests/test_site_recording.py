@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from rich.filesize import decimal
 
-from bench.recording import COMMANDS, DRAWING, Record, Terminal, drawn, read
+from bench.recording import COMMANDS, DRAWING, Record, drawn, read
 from tests.processes import ROOT
 
 PAGES = ["README.md", "tutorials/index.md"]
@@ -45,26 +45,3 @@ def test_a_line_is_shown_as_long_as_it_was():
     assert ["called", "passing", None] == [part.get("class") for part in parts]
     moves = ["hidden 0.0s", "shown 2.5s 1.0s", "hidden 3.5s"]
     assert moves == [part.get("style", "").removeprefix("animation:") for part in parts]
-
-
-@pytest.mark.parametrize(
-    ("sent", "lines"),
-    [
-        ("ab\r\ncd", ["ab", "cd"]),
-        ("abcdef", ["abcd", "ef"]),
-        ("abc\rX", ["Xbc"]),
-        ("abc\r\x1b[2K\x1b[1mxy\x1b[0m", ["xy"]),
-        ("abc\r\n\x1b[1A\x1b[2Kx", ["x", ""]),
-        ("abc\r\x1b[K", [""]),
-    ],
-)
-def test_the_terminal_writes_at_the_cursor(sent, lines):
-    terminal = Terminal(4)
-    terminal.feed(sent)
-
-    assert lines == terminal.lines
-
-
-def test_the_terminal_refuses_unknown_sequences():
-    with pytest.raises(ValueError, match="not known"):
-        Terminal(4).feed("\x1b[5J")

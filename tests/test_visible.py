@@ -1,7 +1,6 @@
 """Control characters in names from files are visible: in errors, in reports, and in what commands print."""
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,11 +121,3 @@ def test_a_model_whose_text_has_them_does_not_move_the_cursor(capsys, monkeypatc
     show(NAME + "\n")
 
     assert SHOWN in capsys.readouterr().out
-
-
-def test_the_log_of_the_package_has_a_formatter_that_shows_them():
-    from offload.cli.output import _Visible
-
-    record = logging.LogRecord("offload", logging.INFO, "", 0, "%s", (NAME,), None)
-
-    assert SHOWN == _Visible("%(message)s").format(record)

@@ -1,10 +1,9 @@
 """Weak containers, which raise an error if one thread changes them while another iterates over them."""
 
-import ast
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,72 +18,8 @@ from offload.prefetch.plan import OnDevice
 from offload.system.locks import _LOCKS
 from offload.training import offload_activations
 from tests.engines import settled
-from tests.test_house import MODULES, dotted, room
 
-# Where the package iterates over a weak container, and why that does not change meanwhile.
-SEEN = "a lock that is held whenever it changes: seen below"
-PLACES = {
-    "offload.prefetch.filling._fits": "the engine's lock",
-    "offload.prefetch.plan._due_of_blocks": SEEN,
-    "offload.prefetch.plan._limit_now": SEEN,
-    "offload.prefetch.plan._some_of": "called by `reconsider`, as `_limit_now`",
-    "offload.prefetch.plan.admit": "called where `reconsider` is",
-    "offload.prefetch.plan.all": SEEN,
-    "offload.prefetch.plan.room": "the engine's lock",
-    "offload.prefetch.plan.values": SEEN,
-    "offload.prefetch.staging.pinned": "the lock of its path",
-    "offload.system.locks._renew": "a forked child has one thread",
-    "offload.training.activations._expect": SEEN,
-    "offload.training.activations.look": SEEN,
-}
-ITERATORS = ("list", "tuple", "set", "dict", "sorted", "sum", "any", "all", "max", "min", "union", "rescale")
 READS, CHANGES = ("__iter__", "keys", "values", "items"), ("add", "__setitem__", "setdefault", "pop")
-
-
-def containers_in(tree: ast.Module) -> Iterator[str]:
-    """The names of variables and attributes that are weak containers."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and ".Weak" in ast.unparse(node.annotation):
-            yield ast.unparse(node.target).rpartition(".")[2]
-        elif isinstance(node, ast.Assign) and "weakref.Weak" in ast.unparse(node.value):
-            yield ast.unparse(node.targets[0]).rpartition(".")[2]
-
-
-def places_in(tree: ast.Module, names: set[str]) -> Iterator[str]:
-    """The functions that iterate over one of these."""
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef):
-            iterated = (one for node in ast.walk(function) for one in iterated_by(node))
-            if any(names & {*ast.unparse(one).partition("(")[0].split(".")[-2:]} for one in iterated):
-                yield function.name
-
-
-def iterated_by(node: ast.AST) -> Iterator[ast.expr]:
-    if isinstance(node, ast.For | ast.comprehension):
-        yield node.iter
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ITERATORS:
-        yield from node.args
-    elif isinstance(node, ast.Starred | ast.YieldFrom):
-        yield node.value
-
-
-def test_places_that_iterate_over_a_weak_container_are_listed():
-    trees = {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
-    names: dict[str, set[str]] = defaultdict(set)
-    for module, tree in trees.items():
-        names[room(module)].update(containers_in(tree))
-    found = {f"{module}.{place}" for module, tree in trees.items() for place in places_in(tree, names[room(module)])}
-
-    assert set(PLACES) == found
-
-
-def test_the_finder_finds_iterations():
-    lines = ["class C:", "    def f(self): self.a: weakref.WeakSet[C] = weakref.WeakSet()", "def g(c): list(c.a)"]
-    lines += ["def h(c): return [*c.a]", "def i(c): return {x for x in sorted(c.a.values())}", "def j(c): len(c.a)"]
-    tree = ast.parse("\n".join(lines))
-
-    assert {"a"} == set(containers_in(tree))
-    assert ["g", "h", "i"] == list(places_in(tree, {"a"}))
 
 
 class Log:
@@ -151,7 +86,5 @@ def test_a_weak_container_that_is_iterated_changes_under_the_same_lock(tmp_path,
         (tmp_path / str(number)).mkdir()
         act(tmp_path / str(number))
 
+    assert 3 < len(log.read.keys() & log.changed.keys())
     assert [] == log.unguarded()
-    assert {place for place, why in PLACES.items() if why == SEEN} <= {
-        place for acts in log.read.values() for place, _ in acts
-    }

@@ -27,8 +27,7 @@ from offload.tensor.registry import INNER, implements, overrides
 from offload.tensor.replacing import become, redress, store
 from offload.tensor.rules import (
     call,
-    decompose_in_sight,
-    decompose_with_views,
+    decompose,
     guests_of,
     guests_that_ask_for_grad,
     has_file,
@@ -45,13 +44,18 @@ from offload.tensor.rules import (
 from offload.tensor.views import Traced, handle_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, guest_of, wrap
 from offload.torch_api import (
+    TRACER_KEY,
     DisableTorchFunctionSubclass,
+    DispatchKey,
     are_swappable,
     dtensor_class,
+    exclude_key,
     higher_order_ops,
     is_sharding,
     is_traced,
     is_view,
+    kernel_of,
+    keys_kept,
     modes_are_on,
     tree_flatten,
     tree_unflatten,
@@ -139,7 +143,8 @@ def embed(func: Op, args: Args, kwargs: Kwargs) -> Any:
     table = args[1] if len(args) > 1 else kwargs["weight"]
     writes = len(args) > 3 or kwargs.get("max_norm") is not None
     with DisableTorchFunctionSubclass():
-        is_here = _is_picked_here(table) and not (writes or modes_are_on() or records_graph(args, kwargs))
+        is_plain_on_cpu = has_file(table) and table._target == CPU and not table._handle.is_subclass
+        is_here = is_plain_on_cpu and not (writes or modes_are_on() or records_graph(args, kwargs))
         if not is_here or table._handle.composed is not None:
             found = func(*args, **kwargs)
             if is_here:
@@ -153,14 +158,20 @@ def embed(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 @implements(aten.convolution.default)
 def convolve(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`torch.jit.trace` records the op that it decomposes into, not this one."""
-    return decompose_in_sight(func, args, kwargs) if is_traced() else read(func, args, kwargs)
+    """`torch.jit.trace`, re-enabled here, records the op that it decomposes into, not this one."""
+    if not is_traced():
+        return read(func, args, kwargs)
+    with keys_kept():
+        exclude_key(TRACER_KEY, False)
+        return kernel_of(func)(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 @implements(aten.linear.default, aten.matmul.default)
 def multiply(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """In inference mode they arrive whole, and use another kernel if a weight requires grad."""
-    return decompose_with_views(func, args, kwargs)
+    """In inference mode they arrive whole, and use another kernel if a weight requires grad: views know of it here."""
+    with keys_kept():
+        exclude_key(DispatchKey.ADInplaceOrView, False)
+        return decompose(func, args, kwargs)
 
 
 # Ops that need a tensor's metadata, not its value
@@ -229,9 +240,7 @@ def move_with_version(func: Op, args: Args, kwargs: Kwargs) -> Any:
         moved = func(*args, **kwargs)
         if type(moved) is not OffloadedTensor or moved is args[0] or is_followed(moved):
             return moved
-        if moved._handle is not args[0]._handle:  # a cast, whose result has a file of its own
-            return moved
-        if not are_swappable(args[0], moved):
+        if moved._handle is not args[0]._handle or not are_swappable(args[0], moved):  # a cast has a file of its own
             return moved
         alias = args[0].detach()
         redress(alias, moved._view_spec, moved._target)
@@ -301,10 +310,9 @@ def _pick_what_is_carried_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
     again = again.view(found.shape).to(table._target)
     given = [few, *args[1:]]
     given[place] = [again, *args[place][1:]] if func is aten.index.Tensor else again
-    named = {} if func is aten.embedding.default else kwargs  # the padding index, which only backward needs
-    if func is aten.embedding.default:
-        given = given[:2]
-    return call(func, guests_of(given, {}), named_guests(named, {}))
+    if func is aten.embedding.default:  # the rest is the padding index and so on, which only backward needs
+        return call(func, guests_of(given[:2], {}), {})
+    return call(func, guests_of(given, {}), named_guests(kwargs, {}))
 
 
 def _is_of_rows(func: Op, args: Args) -> bool:
@@ -324,10 +332,6 @@ _NUMBERS = (torch.int64, torch.int32)
 _PICKS = {aten.embedding.default: 1, aten.index_select.default: 2, aten.index.Tensor: 1}  # which argument has the rows
 
 
-def _is_picked_here(table: Any) -> bool:
-    return has_file(table) and table._target == CPU and not table._handle.is_subclass
-
-
 def _sent_to_cpu(values: Iterable[object]) -> list[Any]:
     return [
         value.to(CPU) if isinstance(value, torch.Tensor) else _sent_to_cpu(value) if isinstance(value, list) else value
@@ -338,10 +342,8 @@ def _sent_to_cpu(values: Iterable[object]) -> list[Any]:
 # Ops that change which memory a tensor is over
 
 
-@implements(aten.resize_.default, aten.resize_as_.default)
-def resize(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Tagged as a view, but may need another storage, and so another file."""
-    return write(func, args, kwargs)
+# Tagged as views, but may need another storage, and so another file
+implements(aten.resize_.default, aten.resize_as_.default)(write)
 
 
 @implements(

@@ -15,6 +15,7 @@ import os
 import pickle
 import weakref
 from collections import ChainMap
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -92,19 +93,42 @@ class Reference:
     entry: Entry | None
     part: Entry | None
 
+    @property
+    def key(self) -> Hashable:
+        return self.path, self.name, self.part
+
+    def opened(self) -> Handle:
+        """A handle for the file in this process."""
+        file = TensorFile.open(self.path) if self.entry is None else TensorFile.raw(self.path, self.entry)
+        if self.identity is None:
+            return Handle.shared(file, self.name, self.folder)
+        if file.identity != self.identity:
+            raise ChangedFileError(
+                f"tensor {self.name!r}: {self.path} has changed since it was passed "
+                "(size, modification time or inode): load the checkpoint again"
+            )
+        if self.part is not None:
+            return Handle.reference_part(file, self.part, self.folder)
+        return Handle.reference(file, self.name, self.folder)
+
 
 @dataclass(frozen=True)
 class ComposedReference:
-    """How to compute a value that has no file; `number` distinguishes it from others."""
+    """How to compute a value that has no file; `key` distinguishes it from others."""
 
     composed: Composition
     name: str
     folder: Path | None
-    number: tuple[int, int]
+    key: Hashable
 
     @property
     def layout(self) -> Layout:
         return self.composed.layout
+
+    def opened(self) -> Handle:
+        handle = Handle.compose(self.composed, self.name, self.folder)
+        _NUMBERS[handle] = self.key
+        return handle
 
 
 def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
@@ -132,14 +156,14 @@ def _reference(handle: Handle) -> Reference | ComposedReference:
     source = handle.source
     if isinstance(source, Composition):
         with _LOCK:
-            number = _NUMBERS.setdefault(handle, (os.getpid(), next(_COUNT)))
-            _COMPOSED[number] = handle
-        return ComposedReference(source, handle.name, handle.folder, number)
-    identity = None if source.owned else source.file.identity
-    entry = source.entry if source.file.is_raw else None
-    reference = Reference(source.file.path, handle.name, handle.folder, source.layout, identity, entry, source.part)
+            key = _NUMBERS.setdefault(handle, (os.getpid(), next(_COUNT)))
+        reference: Reference | ComposedReference = ComposedReference(source, handle.name, handle.folder, key)
+    else:
+        identity = None if source.owned else source.file.identity
+        entry, path = source.entry if source.file.is_raw else None, source.file.path
+        reference = Reference(path, handle.name, handle.folder, source.layout, identity, entry, source.part)
     with _LOCK:
-        _PASSED[reference.path, reference.name, reference.part] = handle
+        _PASSED[reference.key] = handle
     return reference
 
 
@@ -155,19 +179,11 @@ def _rebuild_piece(reference: Reference | ComposedReference, cut: Any) -> Piece:
 
 def _handle(reference: Reference | ComposedReference) -> Handle:
     """The value's handle in this process, shared by all tensors over it."""
-    if isinstance(reference, ComposedReference):
-        with _LOCK:
-            handle = _COMPOSED.get(reference.number)
-            if handle is None:
-                handle = Handle.compose(reference.composed, reference.name, reference.folder)
-                _COMPOSED[reference.number] = handle
-                _NUMBERS[handle] = reference.number
-            return handle
     with _LOCK:
-        known = _PASSED.get((reference.path, reference.name, reference.part))
-        handle = known if known is not None and known.path == reference.path else _opened(reference)
-        _PASSED[reference.path, reference.name, reference.part] = handle
-        return handle
+        known = _PASSED.get(reference.key)
+        if known is None or (isinstance(reference, Reference) and known.path != reference.path):
+            known = _PASSED[reference.key] = reference.opened()
+        return known
 
 
 def _rebuild(
@@ -184,26 +200,9 @@ def _rebuild(
     return dressed(wrap(handle, view_spec, target), requires_grad=requires_grad, is_parameter=is_parameter)
 
 
-def _opened(reference: Reference) -> Handle:
-    """A handle for the file in this process."""
-    where, entry = reference.path, reference.entry
-    file = TensorFile.open(where) if entry is None else TensorFile.raw(where, entry)
-    if reference.identity is None:
-        return Handle.shared(file, reference.name, reference.folder)
-    if file.identity != reference.identity:
-        raise ChangedFileError(
-            f"tensor {reference.name!r}: {reference.path} has changed since it was passed "
-            "(size, modification time or inode): load the checkpoint again"
-        )
-    if reference.part is not None:
-        return Handle.reference_part(file, reference.part, reference.folder)
-    return Handle.reference(file, reference.name, reference.folder)
-
-
 _LOCK = fork_safe_lock()
-_PASSED: weakref.WeakValueDictionary[tuple[Path, str, Entry | None], Handle] = weakref.WeakValueDictionary()
-_COMPOSED: weakref.WeakValueDictionary[tuple[int, int], Handle] = weakref.WeakValueDictionary()
-_NUMBERS: weakref.WeakKeyDictionary[Handle, tuple[int, int]] = weakref.WeakKeyDictionary()
+_PASSED: weakref.WeakValueDictionary[Hashable, Handle] = weakref.WeakValueDictionary()
+_NUMBERS: weakref.WeakKeyDictionary[Handle, Hashable] = weakref.WeakKeyDictionary()
 _COUNT = count()
 ForkingPickler.register(OffloadedTensor, _reduce)
 ForkingPickler.register(Piece, _reduce_piece)

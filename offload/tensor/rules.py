@@ -27,7 +27,6 @@ from offload.tensor.replacing import redress, store
 from offload.tensor.views import Traced, cut, is_part, metadata_of, view_spec_of, view_with
 from offload.tensor.wrapper import OffloadedTensor, accelerator_of, wrap, wrap_traced
 from offload.torch_api import (
-    TRACER_KEY,
     DisableTorchFunctionSubclass,
     DispatchKey,
     InferenceMode,
@@ -161,20 +160,6 @@ def decompose(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return call(kernel_of(func), (DispatchKey.CompositeImplicitAutograd, *args), kwargs)
 
 
-def decompose_with_views(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Like `decompose`, and views know whether their base requires grad, as outside of this."""
-    with keys_kept():
-        exclude_key(_VIEWS, False)
-        return decompose(func, args, kwargs)
-
-
-def decompose_in_sight(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Like `decompose`, for an op with a kernel of its own: `torch.jit.trace`, re-enabled here, records the parts."""
-    with keys_kept():
-        exclude_key(TRACER_KEY, False)
-        return kernel_of(func)(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-
-
 @cache
 def written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that an op mutates."""
@@ -240,7 +225,6 @@ def call(func: Op, args: Sequence[object], kwargs: Kwargs) -> Any:
 
 
 _LAZY_KEYS = (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor)
-_VIEWS = DispatchKey.ADInplaceOrView
 
 
 def read(func: Op, args: Args, kwargs: Kwargs, memo: dict[int, torch.Tensor] | None = None) -> Any:

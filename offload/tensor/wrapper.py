@@ -624,9 +624,8 @@ def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def _more(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
     """The attributes of `source` that `target` lacks."""
-    is_offloaded = type(source) is OffloadedTensor
-    noted = set_by_others(source) if type(source) is OffloadedTensor else extras_of(source)
-    keeps_tensors = is_offloaded or not is_subclass_value(source)  # a subclass may also keep its values as attributes
+    noted = set_by_others(source) if is_offloaded(source) else extras_of(source)
+    keeps_tensors = is_offloaded(source) or not is_subclass_value(source)  # some keep their values as attributes
     return {
         name: value
         for name, value in noted.items()

@@ -435,16 +435,6 @@ def test_a_process_forked_while_a_thread_enters_may_enter_too():
     assert ended_well
 
 
-def test_a_private_file_is_removed_with_its_tensor():
-    with offload.offloading(min_bytes=SMALL):
-        made = torch.ones(64, 64)
-        path = made.offload_path
-        assert path.exists()
-        del made
-
-    assert not path.exists()
-
-
 def test_a_failing_op_leaves_no_file(tmp_path):
     with offload.offloading(tmp_path, min_bytes=SMALL), pytest.raises((RuntimeError, IndexError)):
         torch.index_select(X, 0, torch.full((64,), 99))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import func
+from torch import func, nn
 from torch.autograd import forward_ad, functional
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +19,9 @@ from tests.equal import assert_equal
 VALUE = torch.arange(1.0, 17).view(4, 4) / 7
 TANGENT = torch.eye(4) + 0.5
 OTHER = torch.linspace(-1, 1, 4)
+
+
+LAYER = nn.Linear(4, 4, bias=False)
 
 
 def stored(value: torch.Tensor = VALUE) -> OffloadedTensor:
@@ -47,6 +50,9 @@ DERIVATIVES: dict[str, Callable[[torch.Tensor], Any]] = {
     "jacfwd": lambda w: func.jacfwd(matrix)(w),
     "jacrev": lambda w: func.jacrev(matrix)(w),
     "hessian": lambda w: func.hessian(cube)(w),
+    "vmap": lambda w: func.vmap(lambda column: column.cumsum(0), in_dims=1)(w),
+    "vmap of gradients": lambda w: func.vmap(func.grad(lambda t, row: F.linear(row, t).sum()), (None, 0))(w, TANGENT),
+    "functional call": lambda w: func.functional_call(LAYER, {"weight": w}, (OTHER,)),
     "linearize": lambda w: func.linearize(matrix, w)[1](TANGENT),
     "of a frozen weight": lambda w: func.jacfwd(lambda x: F.linear(x, w) * w)(OTHER),
     "forward, of a frozen weight": lambda w: functional.jacobian(

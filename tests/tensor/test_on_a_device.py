@@ -74,26 +74,83 @@ def crossing(act: Callable[[], object]) -> int:
     return int(delayed.ops.sent() - before)
 
 
+MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "its name": lambda w: w.to("delayed"),
+    "its number": lambda w: w.to(device="delayed:0"),
+    "with the dtype": lambda w: w.to("delayed", torch.float32),
+    "the op": lambda w: torch.ops.aten._to_copy(w, device="delayed"),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
 @on_the_device
-def test_packed_values_stay_within_the_budget_of_the_device(device: torch.device, folder: Path) -> None:
-    """With half of the packed bytes as a budget, a pass sends half of them; and it has room in its budget."""
-    delayed.ops.late(50)
-    weights = packed_layers(folder, device)
-    expected = [weight.to("cpu").materialize() for weight in weights]
-    scales = LAYERS * 4 * (SIDE // 128) ** 2
+def test_a_move_gives_the_same_file_with_another_target(device: torch.device, folder: Path, move: str) -> None:
+    """Nothing is read: the file is moved away meanwhile. Writes through one are visible in the other."""
+    w = OffloadedTensor.from_original_tensor(torch.ones(6, 8), "w", folder)
+    w.offload_path.rename(folder / "kept")
+    moved = MOVES[move](w)
+    back = moved.cpu()
+    (folder / "kept").rename(w.offload_path)
 
-    def run() -> None:
-        for weight, value in zip(weights, expected, strict=True):
-            assert torch.equal(value, guest_of(weight).cpu())
+    assert all(map(offload.is_offloaded, (moved, back)))
+    assert (device, CPU, CPU) == (moved.device, back.device, w.device)
+    assert w.offload_path == moved.offload_path
+    w.add_(1)
+    moved[0].zero_()
+    assert [0.0, 2.0, 2.0] == w[:3, 0].tolist() == moved[:3, 0].tolist() == back[:3, 0].tolist()
 
-    with offload.set_max_memory({"delayed:0": LAYERS // 2 * MIB + scales}), offload.budget.set_read_ahead(False):
-        before = delayed.ops.allocated()
-        first, second, third = crossing(run), crossing(run), crossing(run)
-        stays = delayed.ops.allocated() - before
 
-    assert LAYERS * MIB + scales == first
-    assert LAYERS // 2 * MIB == second == third
-    assert LAYERS // 2 * MIB <= stays <= LAYERS // 2 * MIB + 2 * MIB
+@on_the_device
+def test_a_module_moves_with_its_weights_on_disk(device: torch.device, folder: Path) -> None:
+    layer = torch.nn.Linear(8, 6, bias=False)
+    expected = layer.weight.detach().clone()
+    layer = offload.disk_offload(layer, folder)
+    path, moved = layer.weight.offload_path, layer.weight.to(device)
+    assert (True, False) == (moved.requires_grad, moved.is_leaf)
+    del moved
+
+    assert 0 == crossing(lambda: layer.to(device))
+
+    assert isinstance(layer.weight, torch.nn.Parameter)
+    assert offload.is_offloaded(layer.weight)
+    assert (device, path) == (layer.weight.device, layer.weight.offload_path)
+    assert torch.equal(expected, layer.to("cpu").weight.detach().materialize())
+
+
+@on_the_device
+def test_a_tensor_is_made_for_a_device_and_sent_there_by_an_op(device: torch.device, folder: Path) -> None:
+    made: list[OffloadedTensor] = []
+    make = lambda: made.append(OffloadedTensor.full((6, 8), 5.0, name="w", device="delayed"))  # noqa: E731
+
+    assert 0 == crossing(make)
+    assert device == made[0].device == OffloadedTensor.from_file(made[0].offload_path, device="delayed").device
+    assert [[5.0] * 8] * 6 == made[0].cpu().tolist()
+    row = made[0][2]
+    assert (device, (8,)) == (row.device, tuple(row.shape))
+    assert 8 * 4 == crossing(row.exp)
+
+
+PICKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "embedding": lambda w: F.embedding(torch.tensor([0, 3, 3]), w),
+    "index_select": lambda w: torch.index_select(w, 0, torch.tensor([5, 1])),
+    "rows": lambda w: w[torch.tensor([4, 0])],
+    "elements": lambda w: w[torch.tensor([4, 0]), torch.tensor([1, 1])],
+    "gather": lambda w: w.gather(dim=0, index=torch.tensor([[2] * 8])),
+}
+
+
+@pytest.mark.parametrize("pick", PICKS)
+@on_the_device
+def test_picked_rows_are_sent_alone(device: torch.device, folder: Path, pick: str) -> None:
+    """They are picked where the file is; the table is not sent."""
+    values, found = torch.randn(6, 8), []
+    table = on_disk(folder, "table", values)
+
+    sent = crossing(lambda: found.append(PICKS[pick](table)))
+
+    expected = PICKS[pick](values)
+    assert torch.equal(expected, found[0].cpu())
+    assert expected.nbytes == sent
 
 
 @on_the_device
@@ -209,17 +266,6 @@ def test_an_op_that_never_fits_is_an_error_though_values_are_sent_ahead_of_it(
                 guest_of(weight)
         with pytest.raises(torch.OutOfMemoryError, match="never"):
             retry_on_oom(device, act)
-
-
-@on_the_device
-def test_the_summary_has_the_budget_of_a_device_before_a_value_is_sent(device: torch.device, folder: Path) -> None:
-    weight = on_disk(folder, "w", torch.ones(1 << 18))
-
-    with offload.set_max_memory({"delayed:0": 5 * MIB}):
-        told = offload.memory_summary()
-
-    assert offload.is_offloaded(weight)
-    assert (5 * MIB, 0) == told.on_devices[str(device)]
 
 
 @on_the_device

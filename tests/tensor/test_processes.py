@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 import offload
 from offload import OffloadedTensor
@@ -449,16 +449,6 @@ def test_a_data_loader_reads_rows(way: str | None, plain: torch.Tensor) -> None:
 
     assert all(type(batch) is torch.Tensor for batch in batches)
     assert_equal(plain, torch.cat(batches))
-
-
-def test_a_tensor_dataset_may_be_on_disk(plain: torch.Tensor) -> None:
-    """Like any other tensor."""
-    labels = torch.arange(64)
-    loader = DataLoader(TensorDataset(offloaded(plain), offloaded(labels, "labels")), batch_size=32, num_workers=1)
-    rows, numbers = zip(*loader, strict=True)
-
-    assert_equal(plain, torch.cat(rows))
-    assert_equal(labels, torch.cat(numbers))
 
 
 def test_a_worker_may_send_offloaded_tensors_on(plain: torch.Tensor) -> None:

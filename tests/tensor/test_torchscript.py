@@ -10,21 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import offload
 from offload import OffloadedTensor
-from tests import ops
 from tests.equal import assert_equal
-from tests.op_census import OFFLOADED, close
-from tests.ops import Sample
 from tests.processes import run_script
-from tests.tensor.test_op_census import OPS, dtypes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 
 # A composite op that takes another branch, with other last bits, for subclasses.
-CLOSE = {"linalg.cond", "linalg.lstsq", "norm.nuc"}
 
 INPUT = torch.linspace(-1, 1, 60).view(4, 3, 5)
 IMAGES = torch.linspace(-1, 1, 300).view(2, 3, 5, 10)
@@ -54,46 +48,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
 NOT_SCRIPTED = {"recurrent"}  # torch scripts `flatten_parameters`, which looks at the storage of each weight
 
 
-def function_of(op: Any, sample: Sample) -> tuple[Any, list[torch.Tensor]]:
-    """An op as a function of these tensors, which occur in a sample."""
-    leaves, spec = tree_flatten(sample)
-    places = [place for place, leaf in enumerate(leaves) if ops.is_plain(leaf)]
-
-    def call(*tensors: torch.Tensor) -> Any:
-        given = {**dict(enumerate(leaves)), **dict(zip(places, tensors, strict=True))}
-        return tree_unflatten([given[place] for place in range(len(leaves))], spec).passed_to(op)
-
-    return call, [leaves[place] for place in places]
-
-
 def traced(function: Any, tensors: list[torch.Tensor]) -> Any:
     """A trace without torch's own check: that compares source lines, too, with a trace over plain clones."""
     torch.default_generator.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.jit.trace(function, tuple(tensors), check_trace=False)
-
-
-@pytest.mark.campaign("ops", only=True)
-@pytest.mark.parametrize("name", OPS)
-def test_a_trace_over_offloaded_tensors_computes_the_same_as_one_over_plain_tensors(name: str) -> None:
-    """It runs on plain and on offloaded tensors."""
-    op = OPS[name]
-    samples = ops.samples_of(op, dtypes_of(op)[0], requires_grad=False)
-    for expected_of, actual_of in OFFLOADED.pairs(ops.spread(samples, name, most=1)):
-        call, tensors = function_of(op, expected_of)
-        over_plain, error = ops.attempt(traced, call, tensors)
-        if error is not None or not tensors:
-            pytest.skip("torch can't trace it")
-        stored = [leaf for leaf in tree_leaves(actual_of) if isinstance(leaf, OffloadedTensor)]
-        over_stored = traced(call, stored)
-        expected = ops.succeed(over_plain, *tensors)
-        for arguments in (tensors, stored):
-            actual = ops.succeed(over_stored, *arguments)
-            if name in CLOSE:
-                close(OFFLOADED, tree_leaves(expected), tree_leaves(actual))
-            else:
-                OFFLOADED.assert_same(expected, actual, values=name not in ops.ARBITRARY, strides=False)
 
 
 def in_memory_and_on_disk(name: str) -> tuple[nn.Module, nn.Module, torch.Tensor]:
