@@ -168,6 +168,17 @@ def test_08_size_and_stride_that_change_inside_an_op_are_seen(change, plain):
     assert plain.flatten()[:known].tolist() == w.flatten()[:known].tolist()
 
 
+@pytest.mark.parametrize(
+    "op",
+    [torch.linalg.pinv, lambda m: torch.sin(m.conj()), lambda m: m.conj() @ m.mH, lambda m: torch.neg(m.conj().imag)],
+)
+def test_11_lazy_conjugation_and_negation_are_understood(op):
+    """Inside an op as outside."""
+    matrix = torch.randn(4, 4, dtype=torch.complex64)
+
+    assert_equal(op(matrix), op(offloaded(matrix)))
+
+
 @pytest.mark.parametrize("op", [torch.ops.aten.pinverse, torch.ops.aten.linalg_pinv, torch.ops.aten.fft_hfft])
 def test_11_lazy_conjugation_is_understood_inside_a_composite_op(op):
     """In inference mode these arrive whole in Python dispatch, and conjugate inside."""
@@ -175,6 +186,15 @@ def test_11_lazy_conjugation_is_understood_inside_a_composite_op(op):
 
     with torch.inference_mode():
         assert_equal(op(matrix), op(offloaded(matrix)))
+
+
+def test_12_tensor_split_takes_an_offloaded_tensor(plain):
+    """It reads the indices from memory, below every dispatcher."""
+    where = torch.tensor([1, 4])
+    pieces = torch.tensor_split(offloaded(plain), offloaded(where, "where"))
+
+    for expected, piece in zip(torch.tensor_split(plain, where), pieces, strict=True):
+        assert_equal(expected, piece)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
