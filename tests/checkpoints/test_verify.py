@@ -15,7 +15,6 @@ from offload import OffloadedTensor, cli
 from offload.checkpoints.verify import Finding, verify
 from offload.errors import CheckpointError, ReadError
 from tests import faults
-from tests.processes import run_module
 
 INDEXES = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
 
@@ -47,13 +46,18 @@ def found(path: Path) -> list[tuple[str, str, bool]]:
     return [(finding.path.name, finding.what, finding.is_error) for finding in verify(path).findings]
 
 
-def test_a_complete_checkpoint_passes_and_is_not_changed(folder: Path, suffix: str) -> None:
+def test_a_complete_checkpoint_passes_in_one_line_and_is_not_changed(
+    folder: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = contents(folder)
 
     for path, tensors in ((folder, 3), (folder / INDEXES[suffix], 3), (folder / f"two{suffix}", 2)):
         verdict = verify(path)
         assert verdict.is_whole
         assert ([], tensors) == (verdict.findings, verdict.tensors)
+    assert 0 == cli.main(["verify", str(folder)])
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{folder}: whole (2 files, 3 tensors, ")
     assert before == contents(folder)
 
 
@@ -68,13 +72,19 @@ def test_a_cut_file_is_found(folder: Path, suffix: str) -> None:
         assert is_error
 
 
-def test_a_missing_shard_is_found(folder: Path, suffix: str) -> None:
+def test_a_missing_shard_is_found_and_the_command_fails(
+    folder: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / f"one{suffix}").unlink()
 
     [(name, what, is_error)] = found(folder)
     assert f"one{suffix}" == name
     assert "missing" in what
     assert is_error
+    assert 1 == cli.main(["verify", str(folder)])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["error", f"one{suffix}"] and "missing" in line for line in lines if line.strip())
+    assert lines[-1].startswith(f"{folder}: 1 error (")
 
 
 def test_all_defects_are_found_at_once(folder: Path, suffix: str) -> None:
@@ -90,7 +100,9 @@ def test_all_defects_are_found_at_once(folder: Path, suffix: str) -> None:
     assert any(name == "other.index.json" and "is not an index of shards" in what for name, what, _ in findings)
 
 
-def test_a_tensor_that_the_index_has_elsewhere_or_not_at_all_is_a_warning(folder: Path, suffix: str) -> None:
+def test_a_tensor_that_the_index_has_elsewhere_or_not_at_all_is_a_warning(
+    folder: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(folder / f"one{suffix}", a=torch.ones(300), b=torch.ones(2), more=torch.ones(1))
 
     verdict = verify(folder)
@@ -101,6 +113,10 @@ def test_a_tensor_that_the_index_has_elsewhere_or_not_at_all_is_a_warning(folder
         Finding(path, f"holds 'b', which {index} places in two{suffix}", is_error=False),
         Finding(path, f"holds 'more', which {index} does not name", is_error=False),
     ] == verdict.findings
+    assert 0 == cli.main(["verify", str(folder)])
+    out = capsys.readouterr().out
+    assert "warning" in out
+    assert out.splitlines()[-1].startswith(f"{folder}: whole (")
 
 
 def test_an_index_that_leads_outside_is_found(folder: Path, suffix: str) -> None:
@@ -168,48 +184,14 @@ def test_a_file_with_contradicting_notes_is_found(
     assert words in capsys.readouterr().err
 
 
-def test_an_empty_folder_and_a_missing_file_are_reported(tmp_path: Path) -> None:
+def test_an_empty_folder_and_a_missing_file_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckpointError, match="holds no tensors"):
         verify(tmp_path)
+    assert 1 == cli.main(["verify", str(tmp_path)])
+    assert "holds no tensors" in capsys.readouterr().err
     [(name, what, _)] = found(tmp_path / "nowhere.bin")
     assert "nowhere.bin" == name
     assert "missing" in what
-
-
-def test_the_command_says_in_one_line_that_all_is_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 0 == cli.main(["verify", str(folder)])
-
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"{folder}: whole (2 files, 3 tensors, ")
-
-
-def test_the_command_lists_what_is_wrong_and_fails(folder: Path, suffix: str) -> None:
-    (folder / f"one{suffix}").unlink()
-
-    done = run_module("offload", "verify", folder)
-
-    lines = done.stdout.splitlines()
-    assert 1 == done.returncode
-    assert any(line.split()[:2] == ["error", f"one{suffix}"] and "missing" in line for line in lines if line.strip())
-    assert lines[-1].startswith(f"{folder}: 1 error (")
-
-
-def test_the_command_lists_warnings_and_does_not_fail(
-    folder: Path, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(folder / f"one{suffix}", a=torch.ones(300), more=torch.ones(1))
-
-    assert 0 == cli.main(["verify", str(folder)])
-
-    out = capsys.readouterr().out
-    assert "warning" in out
-    assert out.splitlines()[-1].startswith(f"{folder}: whole (")
-
-
-def test_the_command_says_that_nothing_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 1 == cli.main(["verify", str(tmp_path)])
-
-    assert "holds no tensors" in capsys.readouterr().err
 
 
 def test_a_temporary_read_error_is_not_a_finding(tmp_path: Path) -> None:
