@@ -19,7 +19,7 @@ ROWS = {
     "in memory, peak of anonymous memory": ("2026-11-27-loading.json", "generate: peak anonymous memory"),
     "in memory, 1.1 GB of Q4_K_M, time per token": (GGUF, "gguf: a token, 1.1 GB, Q4_K_M, bfloat16"),
     "in memory, 0.1 GB of Q4_1, time per token": (GGUF, "gguf: a token, SmolLM2-135M, Q4_1, bfloat16"),
-    "256 random rows of 8 KiB of a cache, cold": ("2026-11-27-cache.json", "cache, cold: 256 random rows of 8192 B"),
+    "256 random rows of 8 KiB of a cache, cold": ("2026-11-29-cache.json", "cache, cold: 256 random rows of 8192 B"),
     "cold, the first pass, one token": ("2026-11-27-cold.json", "cold, first pass: prompt of 1"),
     "a model of 30 GB, nothing set, time per token": ("2026-11-27-larger.json", "larger, dense: a token"),
     "a model of 30 GB, bytes read per token": ("2026-11-27-larger.json", "larger, dense: bytes read, a token"),
