@@ -56,7 +56,7 @@ class ModelSizes:
         packed_experts: stored size of routed experts that are packed.
         share: fraction of the experts that a token is routed to.
         kv_per_token: keys and values per token of context; None if unknown.
-        ops: called in a pass, in each of which some time is Python's; 0 if unknown.
+        ops: called in a pass, without views, in each of which some time is Python's; 0 if unknown.
         file: the largest of its files, if local.
         generates: whether it continues text, as `offload generate` needs.
     """
@@ -215,14 +215,14 @@ def _form(config: Any, entries: Mapping[str, StoredTensor]) -> str:
 
 
 class _Ops(TorchDispatchMode):
-    """Counts ops."""
+    """Counts ops, except views, which take next to no time; a product counts as two, as its result is shaped."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 
 

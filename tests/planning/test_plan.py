@@ -385,12 +385,13 @@ def test_the_error_asks_for_the_disk_rate_if_it_can_not_be_measured(
 
 
 def test_a_pass_has_as_many_ops_as_the_model_calls(saved: Any) -> None:
-    """Whatever the sizes: a second layer calls what the first one does."""
+    """Whatever the sizes: a second layer calls what the first one does. Its views, some 40, do not count."""
     ops = [sizes_of(saved(LlamaConfig(**{**HALF, "num_hidden_layers": layers}))).ops for layers in (1, 2, 3)]
     wide = sizes_of(saved(LlamaConfig(**{**HALF, "intermediate_size": 512}))).ops
 
     assert 0 < ops[0]
-    assert ops[1] - ops[0] == ops[2] - ops[1] > 7 * 2  # seven products, each with a view
+    assert ops[1] - ops[0] == ops[2] - ops[1]
+    assert 7 * 2 < ops[1] - ops[0] < 80  # seven products, each with a result that is shaped
     assert ops[1] == wide
 
 
