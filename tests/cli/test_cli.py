@@ -84,8 +84,9 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(with_words: Path) -> 
     )
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter: of Python in a locale without UTF-8
-@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize(  # surrogateescape: of Python in a locale without UTF-8
+    ("errors", "options"), [("strict", []), ("surrogateescape", []), ("strict", ["--json"])]
+)
 def test_words_that_standard_output_can_t_encode_are_escaped(errors: str, options: list[str], with_words: Path) -> None:
     words = with_words / "tokenizer.json"
     words.write_text(re.sub(r'"w(\d+)"', '"\u017e\\1"', words.read_text(encoding="utf-8")), encoding="utf-8")
@@ -541,6 +542,9 @@ WRONG = [
     ("convert a b", ["--dtype", ""], "'' is not a floating-point dtype"),
     ("convert a b", ["--max-shard-size", "much"], "'much' is not a size"),
     ("serve model", ["--port", "70000"], "'70000' is not a port"),
+    *(("chat model", [word], " is not a number") for word in ("--temperature=-1", "--temperature=hot", "--top-p=nan")),
+    ("chat model", ["--top-p", "2"], "'2' is not a number from 0 to 1"),
+    *(("chat model", [f"--seed={seed}"], "is not a seed") for seed in ("-1", "1e3", "1" + 18 * "0")),
     ("convert", ["", "new"], "'' is not a path"),
     *((command, [""], "'' is not a path") for command in ("inspect", "verify", "cache info", "doctor")),
 ]
