@@ -26,6 +26,7 @@ from offload.planning.check import tiny_checkpoint
 from offload.storage.replacing import TEMPORARY, process_tag
 from tests.checkpoints.gguf_files import write_gguf
 from tests.processes import run_module
+from tests.serving.servers import tiny_tokenizer
 
 
 def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(
@@ -320,14 +321,10 @@ def test_generate_runs_a_gguf_file_with_the_tokenizer_in_it(
     assert expected.tolist() == json.loads(capsys.readouterr().out)["tokens"]
 
 
-def _tokenizer(folder: Path, count: int = 96, **special: str) -> Any:
-    """A tokenizer of some words, saved beside the model."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(count)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", **special)
+def _tokenizer(folder: Path) -> Any:
+    """A tokenizer of 96 words without a chat template, saved beside the model."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     return tokenizer
 
