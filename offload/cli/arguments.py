@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_MOST = 2**31 - 1
 _HOTTEST = 100
 
 
@@ -44,11 +43,14 @@ def prompt(text: str) -> str:
     return text
 
 
-def count(text: str) -> int:
-    """A count, at least 1."""
-    if not text.isdecimal() or len(text) > len(str(_MOST)) or not 1 <= int(text) <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 1 to {_MOST}")
+def _whole(text: str, least: int, most: int, what: str = "a") -> int:
+    if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what} number from {least} to {most}")
     return int(text)
+
+
+def count(text: str) -> int:
+    return _whole(text, 1, 2**31 - 1)
 
 
 def draft(text: str) -> int | None:
@@ -73,17 +75,12 @@ def share(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    """A seed of random numbers."""
-    if not text.isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a seed: a number of up to 18 digits")
-    return int(text)
+    return _whole(text, 0, 10**18 - 1, "a seed: a")
 
 
 def port(text: str) -> int:
     """A port to listen at; 0 for a free one."""
-    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a port: a number from 0 to 65535")
-    return int(text)
+    return _whole(text, 0, 65535, "a port: a")
 
 
 def dtype(text: str) -> torch.dtype:

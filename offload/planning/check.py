@@ -29,13 +29,6 @@ def check() -> Iterator[tuple[str, str | None]]:
 
     Yields:
         What was compared, and how it failed; None if it did not.
-
-    Example:
-        >>> for what, failure in check():
-        ...     print(what, failure or "equal", sep=": ")
-        a dense model: equal
-        a mixture of experts: equal
-        packed weights: equal
     """
     for what, compare in _CHECKS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -79,10 +72,6 @@ def tiny_checkpoint(
     return folder
 
 
-def _dense(folder: Path) -> None:
-    _compare(tiny_checkpoint(folder, **_SIZES), {})
-
-
 def _experts(folder: Path) -> None:
     experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
     same: dict[str, Any] = {"experts_implementation": "grouped_mm"}
@@ -107,37 +96,23 @@ def _packed(folder: Path) -> None:
     _compare(folder, {"quantization_config": FineGrainedFP8Config(dequantize=True)}, exact=True)
 
 
-_CHECKS: dict[str, Callable[[Path], None]] = {
-    "a dense model": _dense,
-    "a mixture of experts": _experts,
-    "packed weights": _packed,
-}
-
-
 @torch.no_grad()
 def _compare(folder: Path, in_memory: dict[str, Any], **on_disk: Any) -> None:
-    """
-    Args:
-        in_memory, on_disk: options for the one and the other `from_pretrained`.
-
-    Raises:
-        AssertionError: logits, or generated tokens, differ.
-    """
+    """With options for the one and the other `from_pretrained`; AssertionError if logits or generated tokens differ."""
     from transformers import AutoModelForCausalLM
 
     tokens = torch.arange(7)[None]  # (1, 7)
     plain = AutoModelForCausalLM.from_pretrained(folder, **in_memory).eval()
     model = from_pretrained(folder, **on_disk).eval()
-    for of_model in (_logits, _generated):
-        expected, found = of_model(plain, tokens), of_model(model, tokens)
-        assert torch.equal(expected, found), f"{of_model.__name__[1:]} differ"
+    assert torch.equal(plain(tokens).logits, model(tokens).logits), "logits differ"
+    expected, answer = (
+        one.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0) for one in (plain, model)
+    )
+    assert torch.equal(expected, answer), "generated tokens differ"
 
 
-def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(tokens).logits
-    return logits
-
-
-def _generated(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    answer: torch.Tensor = model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    return answer
+_CHECKS: dict[str, Callable[[Path], None]] = {
+    "a dense model": lambda folder: _compare(tiny_checkpoint(folder, **_SIZES), {}),
+    "a mixture of experts": _experts,
+    "packed weights": _packed,
+}

@@ -32,29 +32,17 @@ _SLOW = 1.0  # seconds per token that nobody waits for
 
 @dataclass(frozen=True)
 class Way:
-    """A way of running a model.
-
-    Attributes:
-        what: a description.
-        stays: bytes of its files that stay in memory.
-        reads: bytes read per pass.
-        sends: bytes that cross the bus to an accelerator per pass.
-        tokens: per pass.
-        pass_seconds: per pass.
-        first_seconds: for the first pass, with nothing in memory.
-        bound: what takes longest: "reading", "sending" or "computing".
-        command: a shell command for it, or a line of Python.
-    """
+    """A way of running a model. Sizes in bytes, all but `stays` per pass."""
 
     what: str
-    stays: int
+    stays: int  # of its files, in memory
     reads: int
-    sends: int
+    sends: int  # across the bus to an accelerator
     tokens: int
     pass_seconds: float
-    first_seconds: float
-    bound: str
-    command: str
+    first_seconds: float  # for the first pass, with nothing in memory
+    bound: str  # by what takes longest: "reading", "sending" or "computing"
+    command: str  # of a shell, or a line of Python
 
     @property
     def token_seconds(self) -> float:
@@ -64,34 +52,19 @@ class Way:
 
 @dataclass(frozen=True)
 class Plan:
-    """Whether a model runs on this machine, and how fast. Sizes in bytes, rates in bytes per second.
-
-    Attributes:
-        model: what it holds.
-        budget: what may stay in memory: of weights, if it was set, else with keys and values.
-        disk_rate: of reading.
-        computing: of the device.
-        tokens: of a batch, whose keys and values are kept.
-        context_bytes: what those take.
-        runs: whether there is memory for keys and values.
-        device_memory: what is free on the accelerator that computes; None on the CPU.
-        fits: whether all of the model stays in memory, that of the accelerator if there is one, in the form that it is
-            stored in.
-        as_it_is: one pass per token, of the model as it is stored.
-        ways: others that are quicker: with more requests in flight.
-    """
+    """Whether a model runs on this machine, and how fast. Sizes in bytes, rates in bytes per second."""
 
     model: ModelSizes
-    budget: int
+    budget: int  # what may stay in memory: of weights, if it was set, else with keys and values
     disk_rate: float
     computing: Computing
-    tokens: int
-    context_bytes: int | None
-    device_memory: int | None
-    runs: bool
-    fits: bool
-    as_it_is: Way
-    ways: tuple[Way, ...]
+    tokens: int  # of a batch, whose keys and values are kept
+    context_bytes: int | None  # what those take
+    device_memory: int | None  # what is free on the accelerator that computes; None on the CPU
+    runs: bool  # whether there is memory for keys and values
+    fits: bool  # whether all of the model, as it is stored, stays in memory: that of the accelerator, if there is one
+    as_it_is: Way  # one pass per token, of the model as it is stored
+    ways: tuple[Way, ...]  # others that are quicker: with more requests in flight
 
     @property
     def answer(self) -> str:
@@ -215,10 +188,9 @@ def plan(
     measured = rate or disk_rate_at(sizes.file)
     options = _options(max_memory, device)
     estimate = Estimate(sizes, left, measured, computing, stays)
-    as_it_is, together = (
-        estimate.of("as it is", _generating(sizes, options), batch),
-        _together(estimate, batch, options),
-    )
+    alone, many = _commands(sizes, options)
+    as_it_is = estimate.of("as it is", alone, batch)
+    together = estimate.of(f"{IN_FLIGHT} requests in flight", many, batch, IN_FLIGHT)
     fits = sizes.stored <= (left if stays is None else stays)
     has_use = not fits or sizes.form not in DENSE  # else plain transformers are as fast
     return Plan(
@@ -297,17 +269,11 @@ class Estimate:
         return max(streaming, 2 * batch * sizes.multiplied(1) / rates.multiplies) + sizes.ops * rates.call
 
 
-def _together(estimate: Estimate, batch: int, options: str) -> Way:
-    """More requests in flight; `options` are those of the command."""
-    name = shlex.quote(estimate.sizes.name)
-    command = f"offload batch {name} requests.jsonl answers.jsonl{options} --in-flight {IN_FLIGHT}"
-    if not estimate.sizes.generates:
-        command = f"offload.map_batches(fn, batches, model, in_flight={IN_FLIGHT}), in Python"
-    return estimate.of(f"{IN_FLIGHT} requests in flight", command, batch, IN_FLIGHT)
-
-
-def _generating(sizes: ModelSizes, options: str) -> str:
-    """The command for one request, or for a model that does not continue text, how to load it in Python."""
+def _commands(sizes: ModelSizes, options: str) -> tuple[str, str]:
+    """For one request, and for many; of a model that does not continue text, lines of Python."""
     if not sizes.generates:
-        return f"model = offload.from_pretrained({sizes.name!r}), in Python"
-    return f'offload generate {shlex.quote(sizes.name)}{options} --prompt "..."'
+        load = f"model = offload.from_pretrained({sizes.name!r}), in Python"
+        return load, f"offload.map_batches(fn, batches, model, in_flight={IN_FLIGHT}), in Python"
+    name = shlex.quote(sizes.name)
+    many = f"offload batch {name} requests.jsonl answers.jsonl{options} --in-flight {IN_FLIGHT}"
+    return f'offload generate {name}{options} --prompt "..."', many

@@ -46,50 +46,28 @@ _LEAST = 16 << 20  # smallest size in bytes that gives a useful measurement
 
 @dataclass(frozen=True)
 class Disk:
-    """Measurements of a folder's disk. Rates in bytes per second.
-
-    Attributes:
-        folder: the folder.
-        free: bytes that can still be written there.
-        writes: write rate, synced.
-        reads: rate of reading that back, after dropping it from the page cache.
-        reads_direct: rate past the page cache (O_DIRECT); None if the file system refuses it.
-    """
+    """Measurements of a folder's disk. Rates in bytes per second; None where they could not be measured."""
 
     folder: Path
-    free: int
-    writes: float | None
-    reads: float | None
-    reads_direct: float | None
+    free: int  # bytes that can still be written there
+    writes: float | None  # synced
+    reads: float | None  # of that, after dropping it from the page cache
+    reads_direct: float | None  # past the page cache (O_DIRECT), which some file systems refuse
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found. Sizes in bytes.
+    """What `diagnose` found. Sizes in bytes."""
 
-    Attributes:
-        versions: of Python, and of the packages that are installed.
-        newer: packages that are newer than all releases that were tested, with the newest of these.
-        kernels: how packed weights are decoded here.
-        devices: the accelerators, each with its memory.
-        on_devices: how much of the values on disk may stay on each if no budget is set, beside keys and values.
-        memory: of the machine.
-        available: what this process can still take.
-        limit: what its control group still allows; None without a limit.
-        budget: how much of the values on disk may stay in memory if `max_memory` is not set.
-        read_ahead: how much is read ahead if that is not set.
-        disk: what was measured of the disk.
-    """
-
-    versions: dict[str, str]
-    newer: dict[str, str]
-    kernels: str
-    devices: dict[str, int]
-    on_devices: dict[str, int]
-    memory: int
-    available: int
-    limit: int | None
-    budget: int
+    versions: dict[str, str]  # of Python, and of the packages that are installed
+    newer: dict[str, str]  # than all releases that were tested: packages, with the newest of these
+    kernels: str  # how packed weights are decoded here
+    devices: dict[str, int]  # the accelerators, each with its memory
+    on_devices: dict[str, int]  # how much of the values on disk may stay on each by default, beside keys and values
+    memory: int  # of the machine
+    available: int  # to this process
+    limit: int | None  # what its control group still allows; None without a limit
+    budget: int  # how much of the values on disk may stay in memory by default
     read_ahead: int
     disk: Disk
 
@@ -104,12 +82,6 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
     Raises:
         MissingFileError: there is no such folder.
         WriteError: nothing can be written there.
-
-    Example:
-        >>> import tempfile
-        >>> diagnosis = diagnose(tempfile.mkdtemp(), nbytes=16 << 20)
-        >>> diagnosis.budget <= diagnosis.available <= diagnosis.memory
-        True
     """
     place = absolute(folder)
     if not place.is_dir():
@@ -120,7 +92,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
         versions=(versions := _installed()),
         newer=_newer_than_tested(versions),
         kernels=f"{description()}; on a GPU: {accelerated.description()}",
-        devices=_devices(),
+        devices={str(device): int(torch.accelerator.get_memory_info(device)[1]) for device in usable_devices()},
         on_devices={str(device): room_on(device) for device in usable_devices()},
         memory=total_bytes(),
         available=available_bytes(),
@@ -133,22 +105,13 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
 
 @dataclass(frozen=True)
 class Computing:
-    """Measurements of a compute device, in a model's dtype.
+    """Measurements of a compute device, in a model's dtype, per second."""
 
-    Attributes:
-        streams: bytes of weights per second in a matrix-vector product, limited by memory bandwidth.
-        multiplies: floating-point operations per second in a product with many rows.
-        packed: packed bytes per second, of a form, that are multiplied by one row; where there are no kernels for it,
-            that are decoded.
-        call: seconds that an op takes from Python, whatever it computes.
-        sends: bytes per second from main memory to an accelerator; None on the CPU.
-    """
-
-    streams: float
-    multiplies: float
-    packed: float
-    call: float
-    sends: float | None = None
+    streams: float  # bytes of weights in a matrix-vector product, limited by memory bandwidth
+    multiplies: float  # floating-point operations in a product with many rows
+    packed: float  # packed bytes of a form that are multiplied by one row; that are decoded, if no kernel does that
+    call: float  # seconds that an op takes from Python, whatever it computes
+    sends: float | None = None  # bytes from main memory to an accelerator; None on the CPU
 
 
 _ENOUGH = 0.25  # seconds to measure something for
@@ -163,10 +126,6 @@ def computing_rates(device: torch.device, form: str = "") -> Computing:
     Args:
         device: where to compute.
         form: in which weights are packed: a kind of blocks of GGUF files, or a method; "" for some in 4 bits.
-
-    Example:
-        >>> computing_rates(torch.device("cpu")).streams > 0
-        True
     """
     linear = torch.nn.functional.linear
     with torch.no_grad(), torch.device(device):
@@ -266,10 +225,6 @@ def _minor(release: str) -> list[int]:
     return [int(part) for part in release.split(".")[:2]]
 
 
-def _devices() -> dict[str, int]:
-    return {str(device): int(torch.accelerator.get_memory_info(device)[1]) for device in usable_devices()}
-
-
 def _measured(folder: Path, nbytes: int) -> Disk:
     free = shutil.disk_usage(folder).free
     size = min(nbytes, free // 4) // _BLOCK * _BLOCK
@@ -279,7 +234,8 @@ def _measured(folder: Path, nbytes: int) -> Disk:
     try:
         with writing(path, size):
             writes = _rate(size, lambda: _write(path, size))
-        _forget(path)
+        with owned(os.open, path, os.O_RDONLY) as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         reads = _rate(size, lambda: _read(path, 0, size))
         with suppress(OSError):  # the file system does not support O_DIRECT
             return Disk(folder, free, writes, reads, _rate(size, lambda: _read(path, os.O_DIRECT, size)))
@@ -314,9 +270,3 @@ def _read(path: Path, flags: int, size: int) -> None:
                     os.preadv(fd, [buffer], at)
 
         read_in_parallel(0, size, _BLOCK, read)
-
-
-def _forget(path: Path) -> None:
-    """Drop a file from the page cache."""
-    with owned(os.open, path, os.O_RDONLY) as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,41 +42,23 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model, in bytes where not noted otherwise.
+    """The sizes of a model, in bytes where not noted otherwise."""
 
-    Attributes:
-        name: as requested.
-        form: of most bytes: "bfloat16", "fp8"...
-        parameters: number of weights.
-        looked_up: those in tables from which a token needs one row.
-        routed: those in routed experts.
-        stored: total size of its files.
-        rows: stored size of tables from which a token needs one row.
-        experts: stored size of routed experts.
-        packed: stored size of other values that are packed.
-        packed_experts: stored size of routed experts that are packed.
-        share: fraction of the experts that a token is routed to.
-        kv_per_token: keys and values per token of context; None if unknown.
-        ops: called in a pass, in each of which some time is Python's; 0 if unknown.
-        file: the largest of its files, if local.
-        generates: whether it continues text, as `offload generate` needs.
-    """
-
-    name: str
-    form: str
-    parameters: int
-    looked_up: int
-    routed: int
-    stored: int
-    rows: int
-    experts: int
-    packed: int
-    packed_experts: int
-    share: float
-    kv_per_token: int | None
-    ops: int
-    file: Path | None
-    generates: bool = True
+    name: str  # as requested
+    form: str  # of most bytes: "bfloat16", "fp8"...
+    parameters: int  # number of weights
+    looked_up: int  # those in tables from which a token needs one row
+    routed: int  # those in routed experts
+    stored: int  # total size of its files
+    rows: int  # of that, tables from which a token needs one row
+    experts: int  # routed experts
+    packed: int  # other values that are packed
+    packed_experts: int  # routed experts that are packed
+    share: float  # fraction of the experts that a token is routed to
+    kv_per_token: int | None  # keys and values per token of context; None if unknown
+    ops: int  # called in a pass, without views, in each of which some time is Python's; 0 if unknown
+    file: Path | None  # the largest, if local
+    generates: bool = True  # text, as `offload generate` needs
 
     def needed(self, tokens: int) -> int:
         """Bytes needed for a pass over this many tokens, if they are routed at random."""
@@ -122,7 +105,7 @@ def sizes_of(name_or_path: PathLike, *, trust_remote_code: bool = False, **hub_o
         opened = open_checkpoint(place)
         entries = {key: StoredTensor(_dtype_of(value), value.nbytes) for key, value in opened.items()}
         files = {file.path: file.identity.size for value in opened.values() for file in value.files}
-        largest = max(files, key=lambda path: files[path], default=None)
+        largest = max(files, key=files.__getitem__, default=None)
         return sizes_from(name, place, entries, largest, trust_remote_code=trust_remote_code)
     folder, headers = headers_of(name, **hub_options)
     found = {key: StoredTensor(*place) for key, place in headers.items()}
@@ -144,22 +127,17 @@ def sizes_from(
     form: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelSizes:
-    """The sizes of a model, from the configuration in a folder and the entries of its files.
+    """The sizes of a model, from the configuration in a folder and the entries of its files, by name.
 
-    Args:
-        name: of the model.
-        folder: with the configuration.
-        entries: what is stored, by name.
-        largest: the largest file, if local.
-        form: None to derive it from the configuration and the entries.
-        trust_remote_code: whether code in the folder may run.
+    `form` is None to derive it from these.
     """
     model, config, _ = model_on_meta(folder, stored=len(entries), trust_remote_code=trust_remote_code)
     text = config.get_text_config(decoder=True)
     tables = _tables(model)
+    picked = {*tables, *({_GGUF_TABLE} if _GGUF_HEAD in entries else ())}
     kv_per_token, ops = _empty_passes(model)
     experts = {key: entry for key, entry in entries.items() if _is_expert(key)}
-    rows = {key: entry for key, entry in entries.items() if key in tables or _is_table(key, entries)}
+    rows = {key: entry for key, entry in entries.items() if key in picked}
     return ModelSizes(
         name=name,
         form=form or _form(config, entries),
@@ -199,30 +177,25 @@ def _tables(model: nn.Module) -> set[str]:
     return {key for key in found if head is None or model.get_parameter(key) is not head}
 
 
-def _is_table(key: str, entries: Mapping[str, StoredTensor]) -> bool:
-    """Whether an entry of a GGUF file is the embedding, and not also the output layer."""
-    return key == _GGUF_TABLE and _GGUF_HEAD in entries
-
-
 def _form(config: Any, entries: Mapping[str, StoredTensor]) -> str:
     quantization = quantization_of(config)
     if quantization is not None:
         return str(quantization.get("format") or method_of(quantization))
-    by_dtype: dict[str, int] = {}
+    by_dtype: Counter[str] = Counter()
     for entry in entries.values():
-        by_dtype[entry.dtype] = by_dtype.get(entry.dtype, 0) + entry.nbytes
-    return max(by_dtype, key=lambda dtype: by_dtype[dtype])
+        by_dtype[entry.dtype] += entry.nbytes
+    return by_dtype.most_common(1)[0][0]
 
 
 class _Ops(TorchDispatchMode):
-    """Counts ops."""
+    """Counts ops, except views, which take next to no time; a product counts as two, as its result is shaped."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 
 

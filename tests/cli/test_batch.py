@@ -14,27 +14,18 @@ from offload.cli import main
 from offload.cli.requests import lines_of, parsed
 from offload.generation import chat as chats
 from tests.campaigns import amount
-from tests.cli.test_cli import _tokenizer
 from tests.processes import run_module, run_script
+from tests.serving.servers import TEMPLATE, saved, tiny_tokenizer
 
 KILLS = amount("kills", 4, 60)
-TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a 96-word tokenizer and a chat template."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    place = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 96}
-    config = LlamaConfig(**shape, num_attention_heads=2, max_position_embeddings=64, eos_token_id=95)
-    LlamaForCausalLM(config).save_pretrained(place)
-    tokenizer = _tokenizer(place, eos_token="w95")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(place)
+    place = saved(tmp_path_factory.mktemp("model"), tiny_tokenizer(eos_token="w95"), eos_token_id=95)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     return place
 
 
@@ -207,12 +198,9 @@ def test_without_a_chat_template_messages_are_refused_in_a_sentence(folder, tmp_
 
 
 def test_a_request_that_the_model_rejects_does_not_stop_the_others(folder, tmp_path):
-    bad = [
-        request(1, temperature=1e-45, max_tokens=2),
-        request(2, temperature=1, top_p=0, max_tokens=2),
-        request(3, seed=2**70),
-    ]
-    source = written(tmp_path / "in.jsonl", [*bad, request(4)])
+    bad = ({"temperature": 1e-45, "max_tokens": 2}, {"temperature": 1, "top_p": 0, "max_tokens": 2}, {"seed": 2**70})
+    asked = [request(at, **body) for at, body in enumerate(bad, 1)]
+    source = written(tmp_path / "in.jsonl", [*asked, request(4)])
 
     run(folder, source, tmp_path / "out.jsonl")
 

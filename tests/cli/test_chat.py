@@ -10,32 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from offload import cli
 from offload.generation.answering import Answering
-from tests.cli.test_cli import TEMPLATE, _tokenizer
+from tests.cli.test_cli import TEMPLATE
+from tests.serving.servers import saved, tiny_tokenizer
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
 Type = Callable[..., str]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=96, eos_token_id=None, **SIZES)).save_pretrained(tmp_path / "model")
-    tokenizer = _tokenizer(tmp_path / "model", 96)
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return saved(tmp_path / "model", tokenizer)
 
 
 @pytest.fixture
@@ -91,12 +80,9 @@ def test_a_model_whose_keys_and_values_can_not_be_kept_chats(
 ) -> None:
     """A state-space model; with a folder that is named, it is an error."""
     folder = tmp_path / "mamba"
-    MambaForCausalLM(
-        MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, eos_token_id=None)
-    ).save_pretrained(folder)
-    tokenizer = _tokenizer(folder, 96)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    config = MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, eos_token_id=None)
+    MambaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     said = []
     for options in ([], ["--prompt-cache", str(tmp_path / "kept")]):
         monkeypatch.setattr(sys, "stdin", io.StringIO("w5\nw6\n"))
@@ -138,23 +124,12 @@ def test_a_seed_gives_the_same_answer_again_and_temperatures_give_others(
 def test_a_model_without_a_chat_template_does_not_chat(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _tokenizer(folder, 96)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").unlink()
     monkeypatch.setattr(sys, "stdin", io.StringIO("w5\n"))
 
     assert 1 == cli.main(["chat", str(folder)])
 
     assert " has no chat template: offload generate continues a text" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words", ["--temperature -1", "--temperature hot", "--top-p nan", "--top-p 2", "--seed -1", "--seed 1e3"]
-)
-def test_sampling_takes_numbers(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["chat", "model", *words.replace(" -1", "=-1").split()])
-
-    assert " is not a " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -165,6 +140,7 @@ def test_sampling_takes_numbers(words: str, capsys: pytest.CaptureFixture[str]) 
         ("generate model --prompt x --max-memry=3", "--max-memory"),
         ("cache inf x", "info"),
         ("convert a b --to safetensor", "safetensors"),
+        ("xyzzy", ""),
     ],
 )
 def test_a_mistyped_word_is_answered_with_the_one_that_is_near(
@@ -173,11 +149,5 @@ def test_a_mistyped_word_is_answered_with_the_one_that_is_near(
     with pytest.raises(SystemExit, match="2"):
         cli.main(words.split())
 
-    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
-
-
-def test_a_word_that_is_near_to_nothing_has_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["xyzzy"])
-
-    assert "did you mean" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.endswith(f"; did you mean {meant}?\n") if meant else "did you mean" not in said

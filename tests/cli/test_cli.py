@@ -26,6 +26,7 @@ from offload.planning.check import tiny_checkpoint
 from offload.storage.replacing import TEMPORARY, process_tag
 from tests.checkpoints.gguf_files import write_gguf
 from tests.processes import run_module
+from tests.serving.servers import tiny_tokenizer
 
 
 def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(
@@ -84,8 +85,9 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(with_words: Path) -> 
     )
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter: of Python in a locale without UTF-8
-@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize(  # surrogateescape: of Python in a locale without UTF-8
+    ("errors", "options"), [("strict", []), ("surrogateescape", []), ("strict", ["--json"])]
+)
 def test_words_that_standard_output_can_t_encode_are_escaped(errors: str, options: list[str], with_words: Path) -> None:
     words = with_words / "tokenizer.json"
     words.write_text(re.sub(r'"w(\d+)"', '"\u017e\\1"', words.read_text(encoding="utf-8")), encoding="utf-8")
@@ -319,14 +321,10 @@ def test_generate_runs_a_gguf_file_with_the_tokenizer_in_it(
     assert expected.tolist() == json.loads(capsys.readouterr().out)["tokens"]
 
 
-def _tokenizer(folder: Path, count: int = 96, **special: str) -> Any:
-    """A tokenizer of some words, saved beside the model."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(count)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", **special)
+def _tokenizer(folder: Path) -> Any:
+    """A tokenizer of 96 words without a chat template, saved beside the model."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -541,6 +539,9 @@ WRONG = [
     ("convert a b", ["--dtype", ""], "'' is not a floating-point dtype"),
     ("convert a b", ["--max-shard-size", "much"], "'much' is not a size"),
     ("serve model", ["--port", "70000"], "'70000' is not a port"),
+    *(("chat model", [word], " is not a number") for word in ("--temperature=-1", "--temperature=hot", "--top-p=nan")),
+    ("chat model", ["--top-p", "2"], "'2' is not a number from 0 to 1"),
+    *(("chat model", [f"--seed={seed}"], "is not a seed") for seed in ("-1", "1e3", "1" + 18 * "0")),
     ("convert", ["", "new"], "'' is not a path"),
     *((command, [""], "'' is not a path") for command in ("inspect", "verify", "cache info", "doctor")),
 ]

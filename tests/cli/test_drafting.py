@@ -10,26 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import MambaConfig, MambaForCausalLM
 
 from offload import budget, cli
-from tests.cli.test_cli import _tokenizer
+from tests.serving.servers import saved, tiny_tokenizer
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
 ASKED = ["--prompt", "w5 w6 w7 w5 w6", "--max-new-tokens", "12", "--json"]
-
-
-def saved(folder: Path, words: int = 96, kind: Any = LlamaForCausalLM, config: Any = LlamaConfig) -> str:
-    torch.manual_seed(0)
-    sizes = SIZES if kind is LlamaForCausalLM else {"hidden_size": 32, "num_hidden_layers": 1}
-    kind(config(vocab_size=words, eos_token_id=None, **sizes)).save_pretrained(folder)
-    _tokenizer(folder, words)
-    return str(folder)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    return saved(tmp_path / "model")
+    return str(saved(tmp_path / "model", tiny_tokenizer()))
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
@@ -48,9 +39,9 @@ def test_drafts_of_a_fixed_length_give_one_token_more_per_pass(folder: str, caps
 
 
 def test_an_assistant_may_have_another_vocabulary(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    other = saved(tmp_path / "other", words=97)
+    other = saved(tmp_path / "other", tiny_tokenizer(["<more>"]))
 
-    assert answer(capsys, folder)["tokens"] == answer(capsys, folder, "--assistant", other)["tokens"]
+    assert answer(capsys, folder)["tokens"] == answer(capsys, folder, "--assistant", str(other))["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +97,9 @@ def test_a_cache_that_can_not_be_had_here_is_an_error_in_a_sentence(
 def test_a_model_whose_states_can_t_be_taken_back_refuses_an_assistant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    model = saved(tmp_path / "mamba", kind=MambaForCausalLM, config=MambaConfig)
+    model = str(tmp_path / "mamba")
+    MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1)).save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
 
     assert 1 == cli.main(["generate", model, "--assistant", model, *ASKED[:-1]])
     assert "leave out --assistant" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from offload.cli.main import parser
 from tests.processes import run_module, run_script
+from tests.serving.servers import tiny_tokenizer
 
 NAME = "model.layers.10.block_sparse_moe.experts.7.down_projection_of_the_feed_forward_part.weight"
 
@@ -160,9 +161,7 @@ def test_imports_are_not_reported_in_a_pipe(tmp_path: Path, term: str) -> None:
 
 
 def test_opening_a_model_leaves_no_progress_bars_on_a_terminal(llama_folder: Path, tmp_path: Path) -> None:
-    from tests.cli.test_cli import _tokenizer
-
-    _tokenizer(shutil.copytree(llama_folder, tmp_path / "model"))
+    tiny_tokenizer().save_pretrained(shutil.copytree(llama_folder, tmp_path / "model"))
 
     said = "\n".join(_on_a_terminal("generate", str(tmp_path / "model"), "--prompt", "w1", "--max-new-tokens", "2"))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,7 @@ import pytest
 import torch
 
 import offload
-from tests.processes import ended
-from tests.serving.servers import Server, saved, started
+from tests.serving.servers import Server, running, saved
 
 pytest.importorskip("lm_eval")
 
@@ -64,11 +61,8 @@ def of_english(folder: Path) -> Path:
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "with a first token"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     place = tmp_path_factory.mktemp("served")
-    running = started(of_english(saved(place / "tiny", tokenizer(begins=request.param))), place / "log")
-    yield running
-    os.kill(running.pid, signal.SIGTERM)
-    assert 0 == ended(running.pid), running.log.read_text()
-    assert "Traceback" not in running.log.read_text()
+    with running(of_english(saved(place / "tiny", tokenizer(begins=request.param))), place / "log") as server:
+        yield server
 
 
 def asked(kind: str, *arguments: Any) -> list[Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import string
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +14,7 @@ import pytest
 import torch
 
 from tests.campaigns import amount
-from tests.processes import ended
-from tests.serving.servers import Server, saved, started
+from tests.serving.servers import Server, running, saved
 
 SPECIAL = ["<s>", "<|end|>", "<|sep|>"]  # the first one begins each text, the second one ends an answer
 PIECES = [*string.ascii_lowercase, " ", " the", "ing", " a", "end", "xyz", ". ", "<|"]
@@ -67,11 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "log"
-    running = started(folder, log)
-    yield running
-    os.kill(running.pid, signal.SIGTERM)
-    assert 0 == ended(running.pid), log.read_text()
-    assert "Traceback" not in log.read_text()
+    with running(folder, log) as server:
+        yield server
 
 
 def requested(draw: random.Random) -> dict[str, Any]:
