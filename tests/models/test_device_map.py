@@ -129,7 +129,6 @@ def test_unknown_words_are_refused_with_a_suggestion(word):
         (GPU_1, Place(False, GPU_1)),
         ("disk:cuda:1", Place(True, GPU_1)),
         ("disk:cuda", Place(True, GPU_0)),
-        ("disk:cpu", Place(True, CPU)),
     ],
 )
 def test_accelerators_have_numbers_and_names(two_gpus, word, place):
@@ -153,30 +152,31 @@ def test_values_on_disk_execute_on_the_first_accelerator_unless_the_map_names_an
 # What runs where
 
 
-def test_a_module_runs_where_its_tensors_are():
-    first = {"layers.0.a.w": Place(False, GPU_0), "layers.0.b.w": Place(True, GPU_0), "embed.w": Place(True, GPU_0)}
-    found = execution_devices({**first, "layers.1.a.w": Place(True, GPU_1), "head.w": Place(False, CPU)})
-
-    expected = dict.fromkeys(("", "embed", "layers.0", "layers.0.a", "layers.0.b"), GPU_0)
-    assert {
-        **expected,
-        "layers.1": GPU_1,
-        "layers.1.a": GPU_1,
-        "head": CPU,
-    } == found  # not "layers", which has both
-
-
-def test_a_module_s_own_tensors_decide_where_those_below_it_differ():
-    placed = {"block.scale": Place(False, GPU_1), "block.a.w": Place(False, GPU_0), "w": Place(True, GPU_0)}
-
-    assert {"": GPU_0, "block": GPU_1, "block.a": GPU_0} == execution_devices(placed)
-
-
-def test_modules_on_meta_run_nowhere():
-    placed = {"a.w": Place(False, META), "b.w": Place(False, GPU_1)}
-
-    assert {"": GPU_1, "b": GPU_1} == execution_devices(placed)
-    assert {} == execution_devices({"a.w": Place(False, META)})
+@pytest.mark.parametrize(
+    ("placed", "expected"),
+    [
+        (
+            {
+                "layers.0.a.w": Place(False, GPU_0),
+                "layers.0.b.w": Place(True, GPU_0),
+                "embed.w": Place(True, GPU_0),
+                "layers.1.a.w": Place(True, GPU_1),
+                "head.w": Place(False, CPU),
+            },
+            dict.fromkeys(("", "embed", "layers.0", "layers.0.a", "layers.0.b"), GPU_0)
+            | {"layers.1": GPU_1, "layers.1.a": GPU_1, "head": CPU},
+        ),
+        (
+            {"block.scale": Place(False, GPU_1), "block.a.w": Place(False, GPU_0), "w": Place(True, GPU_0)},
+            {"": GPU_0, "block": GPU_1, "block.a": GPU_0},
+        ),
+        ({"a.w": Place(False, META), "b.w": Place(False, GPU_1)}, {"": GPU_1, "b": GPU_1}),
+        ({"a.w": Place(False, META)}, {}),
+    ],
+    ids=["all in one place, or nothing", "its own tensors decide", "meta beside another", "meta alone"],
+)
+def test_a_module_runs_where_its_tensors_are(placed, expected):
+    assert expected == execution_devices(placed)
 
 
 # Unknown names
