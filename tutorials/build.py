@@ -49,24 +49,22 @@ GROUPS = {
 }
 """The public names of the package itself, by the page that describes them."""
 
-RESULTS = "bench/results/2026-11-27-"
+RESULTS = "bench/results/2026-11-"
 SUMMARY = (
-    ("packed.json", "gguf: a token, 1.1 GB, Q4_K_M, bfloat16"),
-    ("packed.json", "gguf: a token, SmolLM2-135M, Q4_1, bfloat16"),
-    ("larger.json", "larger, dense: a token"),
-    ("larger.json", "larger, dense: bytes read, a token"),
-    ("capped.json", "capped, 1.5x: a token"),
-    ("capped.json", "capped, 1.5x: bytes read, a token"),
-    ("cold.json", "cold, first pass: prompt of 1"),
-    ("cold.json", "cold, later: prompt of 1"),
-    ("batches.json", "batches, dense, 32 tokens, 16 in flight: a batch"),
-    ("routed.json", "routed: bytes read by one token of a mixture of experts, cold"),
-    ("loading.json", "generate: load"),
-    ("loading.json", "generate: bytes written by loading"),
-    ("loading.json", "generate: a token"),
-    ("loading.json", "generate: peak anonymous memory"),
-    ("cache.json", "cache, cold: 256 random rows of 8192 B"),
-    ("cache.json", "cache, warm: 256 random rows of 8192 B"),
+    ("27-larger.json", "larger, dense: a token"),
+    ("27-larger.json", "larger, dense: bytes read, a token"),
+    ("27-capped.json", "capped, 1.5x: a token"),
+    ("27-capped.json", "capped, 1.5x: bytes read, a token"),
+    ("27-cold.json", "cold, first pass: prompt of 1"),
+    ("27-cold.json", "cold, later: prompt of 1"),
+    ("27-batches.json", "batches, dense, 32 tokens, 16 in flight: a batch"),
+    ("27-routed.json", "routed: bytes read by one token of a mixture of experts, cold"),
+    ("27-loading.json", "generate: load"),
+    ("27-loading.json", "generate: bytes written by loading"),
+    ("27-loading.json", "generate: a token"),
+    ("27-loading.json", "generate: peak anonymous memory"),
+    ("29-cache.json", "cache, cold: 256 random rows of 8192 B"),
+    ("29-cache.json", "cache, warm: 256 random rows of 8192 B"),
 )
 """The figures that a reader wants first: a result file, and a case in it."""
 
