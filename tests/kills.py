@@ -16,7 +16,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from offload import OffloadedTensor, TensorCache, load_tree, save_tree
 from offload.errors import ChangedFileError, MissingFileError
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from tests.acts_of_neighbours import begun_numbered, numbered, save_numbered
 from tests.crashes import left_in, use_again
 from tests.processes import ended, forked, in_fork, kill
 
@@ -193,12 +191,6 @@ def _read_rows(path: Path) -> int | None:
     return int(cache.metadata["number"])
 
 
-def _read_numbered(folder: Path) -> int | None:
-    with suppress(ChangedFileError):  # it was replaced after it was opened
-        return numbered(folder)
-    return None
-
-
 def _begun(save: Callable[[Path, int], object], name: str) -> Callable[[Path], Path]:
     return lambda folder: (save(folder / name, 0), folder / name)[1]
 
@@ -213,6 +205,5 @@ NUMBERED = {
     "a small value": _value_of(1 << 10, lambda weight: lambda: the_number(weight.materialize())),
     "a large value": _value_of(1 << 21, lambda weight: lambda: the_number(weight.materialize())),
     "a tree": Numbered(_begun(_save_tree, "tree"), _save_tree, lambda folder: lambda: _read_tree(folder)),
-    "a folder of tensordict": Numbered(begun_numbered, save_numbered, lambda folder: lambda: _read_numbered(folder)),
     "a file of rows": Numbered(_begun(_save_rows, "x.pt"), _save_rows, lambda path: lambda: _read_rows(path)),
 }
