@@ -70,18 +70,18 @@ class autograd_mode(InferenceMode):
             raise
 
 
-class no_inference(autograd_mode):
-    """Turns off inference mode, in which tensors are made that can't be trained later. Create it in the `with`."""
-
-    def __init__(self) -> None:
-        super().__init__(inference=False)
+# Functions: an object whose own `__init__` is interrupted at its end would outlive the mode around it, and put that
+# mode's state back later.
 
 
-class no_grad(autograd_mode):
-    """Turns off gradients; inference mode stays as it was. Create it in the `with`."""
+def no_inference() -> autograd_mode:
+    """Turns off inference mode, in which tensors are made that can't be trained later. Call it in the `with`."""
+    return autograd_mode(inference=False)
 
-    def __init__(self) -> None:
-        super().__init__(inference=torch.is_inference_mode_enabled(), grad=False)
+
+def no_grad() -> autograd_mode:
+    """Turns off gradients; inference mode stays as it was. Call it in the `with`."""
+    return autograd_mode(inference=torch.is_inference_mode_enabled(), grad=False)
 
 
 def inside(guard: Callable[[], AbstractContextManager[None]]) -> Callable[[F], F]:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from offload.system.modes import no_functions, no_modes
+from offload.system.modes import no_functions, no_grad, no_inference, no_modes
+from tests.crashes import Act
+from tests.interrupts import meets_interrupts
 
 
 @pytest.mark.parametrize("graph", [True, False])
@@ -44,3 +46,13 @@ def test_a_tensor_is_a_plain_one_in_other_modes(mode):
         assert torch.ones(1).device.type == "meta" or type(torch.ones(1)) is not torch.Tensor
     assert torch.Tensor is type(made)
     assert 1 == made.item()
+
+
+@pytest.mark.parametrize("inner", [no_grad, no_inference, no_modes])
+@pytest.mark.parametrize("outer", [no_grad, no_inference, no_modes])
+def test_an_interrupt_in_a_mode_within_another_leaves_the_state_around_both(tmp_path, outer, inner):
+    def act(_: object) -> None:
+        with outer(), inner():
+            pass
+
+    assert 0 < meets_interrupts(Act(lambda folder: folder, act), tmp_path, set())
