@@ -32,17 +32,29 @@ _SLOW = 1.0  # seconds per token that nobody waits for
 
 @dataclass(frozen=True)
 class Way:
-    """A way of running a model. Sizes in bytes, all but `stays` per pass."""
+    """A way of running a model.
+
+    Attributes:
+        what: a description.
+        stays: bytes of its files that stay in memory.
+        reads: bytes read per pass.
+        sends: bytes that cross the bus to an accelerator per pass.
+        tokens: per pass.
+        pass_seconds: per pass.
+        first_seconds: for the first pass, with nothing in memory.
+        bound: what takes longest: "reading", "sending" or "computing".
+        command: a shell command for it, or a line of Python.
+    """
 
     what: str
-    stays: int  # of its files, in memory
+    stays: int
     reads: int
-    sends: int  # across the bus to an accelerator
+    sends: int
     tokens: int
     pass_seconds: float
-    first_seconds: float  # for the first pass, with nothing in memory
-    bound: str  # by what takes longest: "reading", "sending" or "computing"
-    command: str  # of a shell, or a line of Python
+    first_seconds: float
+    bound: str
+    command: str
 
     @property
     def token_seconds(self) -> float:
@@ -52,19 +64,34 @@ class Way:
 
 @dataclass(frozen=True)
 class Plan:
-    """Whether a model runs on this machine, and how fast. Sizes in bytes, rates in bytes per second."""
+    """Whether a model runs on this machine, and how fast. Sizes in bytes, rates in bytes per second.
+
+    Attributes:
+        model: what it holds.
+        budget: what may stay in memory: of weights, if it was set, else with keys and values.
+        disk_rate: of reading.
+        computing: of the device.
+        tokens: of a batch, whose keys and values are kept.
+        context_bytes: what those take.
+        runs: whether there is memory for keys and values.
+        device_memory: what is free on the accelerator that computes; None on the CPU.
+        fits: whether all of the model stays in memory, that of the accelerator if there is one, in the form that it is
+            stored in.
+        as_it_is: one pass per token, of the model as it is stored.
+        ways: others that are quicker: with more requests in flight.
+    """
 
     model: ModelSizes
-    budget: int  # what may stay in memory: of weights, if it was set, else with keys and values
+    budget: int
     disk_rate: float
     computing: Computing
-    tokens: int  # of a batch, whose keys and values are kept
-    context_bytes: int | None  # what those take
-    device_memory: int | None  # what is free on the accelerator that computes; None on the CPU
-    runs: bool  # whether there is memory for keys and values
-    fits: bool  # whether all of the model, as it is stored, stays in memory: that of the accelerator, if there is one
-    as_it_is: Way  # one pass per token, of the model as it is stored
-    ways: tuple[Way, ...]  # others that are quicker: with more requests in flight
+    tokens: int
+    context_bytes: int | None
+    device_memory: int | None
+    runs: bool
+    fits: bool
+    as_it_is: Way
+    ways: tuple[Way, ...]
 
     @property
     def answer(self) -> str:
