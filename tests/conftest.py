@@ -74,6 +74,16 @@ def known_objects_stay() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that another test compiled."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def _seconds(item: pytest.Item) -> float:
     marker = item.get_closest_marker("slow")
     return marker.args[0] if marker else 0.0

@@ -239,7 +239,7 @@ class _Leaves:
             return torch.empty(shape, dtype=dtype, device=device)
         if spec.get("is_nested"):
             around = TensorDict.load_memmap(folder, allow_pickle=False, mode="r")  # which extends no file
-            return around.get(key).to(device)  # type: ignore[no-any-return]
+            return around.get(key).as_subclass(torch.Tensor).to(device)  # type: ignore[no-any-return]
         return self._over(path, name, shape, dtype, device)
 
     def _over(

@@ -72,6 +72,12 @@ def test_batches_land_on_the_device(cache: TensorCache) -> None:
     assert {"meta"} == {batch["x"].device.type for batch in cache.batches(5, device="meta")}
 
 
+def test_batches_are_pinned_if_that_is_asked_for(cache: TensorCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: torch.full_like(self, 7))
+
+    assert cache.get([0, 1], columns=["x"], pin_memory=True)["x"].eq(7).all()
+
+
 def test_an_error_comes_where_its_batch_would_have_come(cache: TensorCache) -> None:
     batches = cache.batches([[0], [1], [99], [2]], columns="id")
 

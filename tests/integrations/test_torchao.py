@@ -128,14 +128,6 @@ IN_MEMORY_ONLY = {"codebook"}  # compilers make nothing of it in memory either
 EXPORTED = {"float8", "float8-e5m2", "float8-tensor", "nvfp4"}
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Nothing that another test compiled."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @contextmanager
 def untraced() -> Iterator[None]:
     """Compiling without torch's structured trace: it prints weights, and torchao's gguf class has no repr (0.18).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,9 @@ from offload import OffloadedTensor
 from offload.tensor.deferred import deferred
 from tests.equal import assert_equal
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 BACKENDS = ["eager", "aot_eager"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """Without anything compiled by another test."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Small(nn.Module):

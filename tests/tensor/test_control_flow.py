@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,15 +16,9 @@ import offload
 from offload import OffloadedTensor
 from tests.equal import assert_equal
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 Case = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """Without anything compiled by another test."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @torch.compiler.nested_compile_region

@@ -282,6 +282,15 @@ HARMS: dict[str, tuple[Callable[[list[OffloadedTensor]], object], type[Exception
 }
 
 
+def test_a_value_that_moved_is_not_the_one_that_was_sent(tmp_path: Path, plain: torch.Tensor) -> None:
+    safetensors.torch.save_file({"w": plain}, tmp_path / "w.safetensors")
+    tensor = OffloadedTensor.from_file(tmp_path / "w.safetensors", offload_dir=tmp_path / "own")
+    data = ForkingPickler.dumps(tensor)
+    tensor.update_values(torch.zeros_like(plain))
+
+    assert_equal(plain, pickle.loads(data))
+
+
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_file_that_is_not_as_it_was_sent_is_an_error(
     harm: str, dumps: Callable[[Any], bytes], tmp_path: Path, plain: torch.Tensor

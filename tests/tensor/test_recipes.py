@@ -67,7 +67,7 @@ def is_kept(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("nothing_small")
 
 
-@pytest.fixture(params=["joined", "cast", "decoded", "decoded, joined, cast", "turned"])
+@pytest.fixture(params=["joined", "uneven", "cast", "decoded", "decoded, joined, cast", "turned"])
 def both(request: pytest.FixtureRequest, folder: Path, is_kept: None) -> tuple[OffloadedTensor, torch.Tensor]:
     """A recipe, and the equivalent plain tensor."""
     return made(request.param, folder)
@@ -91,8 +91,9 @@ def made(kind: str, folder: Path) -> tuple[OffloadedTensor, torch.Tensor]:
             value = torch.cat([deferred(value), deferred(value)[7:40]]).bfloat16().stored("w")  # type: ignore[attr-defined]
             expected = torch.cat([expected, expected[7:40]]).bfloat16()
         return value, expected
-    waiting = fused({name: deferred(tensor) for name, tensor in stored.items()})
-    expected = fused(numbers)
+    join = uneven if kind == "uneven" else fused
+    waiting = join({name: deferred(tensor) for name, tensor in stored.items()})
+    expected = join(numbers)
     if kind == "cast":
         waiting, expected = waiting.half(), expected.half()
     if kind == "turned":
@@ -110,6 +111,10 @@ def decoded(packed: OffloadedTensor, scales: OffloadedTensor) -> OffloadedTensor
 def fused(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     gate, up = (torch.stack([tensors[f"{name}{expert}"] for expert in range(EXPERTS)]) for name in ("gate", "up"))
     return torch.cat([gate, up], dim=1)  # (experts, 2 * inner, width)
+
+
+def uneven(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensors["gate0"], torch.cat([tensors["up0"][:5], tensors["up1"][5:]])], dim=1)
 
 
 def is_recipe(tensor: torch.Tensor) -> bool:
