@@ -35,7 +35,7 @@ exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line;
 130 interrupted"""
 
 
-_WRONG = re.compile(r"invalid choice: '([^']+)'|unrecognized arguments: (?:[^-]\S* )*(-\S+)")
+_CHOICE = re.compile(r"invalid choice: '([^']+)'")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,11 +84,18 @@ def parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """A parser that says what a mistyped command or option may be meant for (argparse does in Python 3.14)."""
 
+    _line: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._line = sys.argv[1:] if args is None else [*args]
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        wrong = _WRONG.search(message)
-        word = (wrong[1] or wrong[2].partition("=")[0]) if wrong else ""
-        close = difflib.get_close_matches(word, set(self._names()), 1)
-        super().error(message + "".join(f"; did you mean {name}?" for name in close))
+        known = {*self._names()}
+        words = [word.partition("=")[0] for word in self._line if word.startswith("--")] + _CHOICE.findall(message)
+        close = (difflib.get_close_matches(word, known, 1) for word in words if word not in known)
+        meant = next(filter(None, close), ())
+        super().error(message + "".join(f"; did you mean {name}?" for name in meant))
 
     def _names(self) -> Iterator[str]:
         for action in self._actions:

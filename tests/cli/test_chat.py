@@ -138,6 +138,7 @@ def test_a_model_without_a_chat_template_does_not_chat(
         ("generat model --prompt x", "generate"),
         ("generate model --prompt x --max-new-tokn 3", "--max-new-tokens"),
         ("generate model --prompt x --max-memry=3", "--max-memory"),
+        ("generate model --promt x", "--prompt"),
         ("cache inf x", "info"),
         ("convert a b --to safetensor", "safetensors"),
         ("xyzzy", ""),
