@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 RECORD, DRAWING = RESULTS / "recording.json", RESULTS / "recording.svg"
 LIMIT = 500_000_000
 COMMANDS = ("offload plan {model}", 'offload generate {model} --prompt "What is the capital of France?"')
-_COLUMNS, _ROWS, _FONT, _LINE, _EDGE = 80, 40, 13, 19, 14
+_COLUMNS, _ROWS, _FONT, _LINE, _EDGE = 92, 40, 13, 19, 14
 _SPINNER = re.compile("[⠁-⣿]")
 _DIM, _GREY = "\x1b[2m", "\x1b[90m"  # pyte does not know the first
 _STYLE = (
@@ -151,7 +151,7 @@ def _still(line: Line) -> Line:
     pieces = [(_SPINNER.sub("⠿", text), style) for text, style in line]
     while pieces and not pieces[-1][0].strip():
         pieces.pop()
-    return pieces
+    return [*pieces[:-1], *((text.rstrip(), style) for text, style in pieces[-1:])]
 
 
 def drawn(record: Record) -> str:
