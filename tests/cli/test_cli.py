@@ -423,7 +423,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("begin", "words", "told"), REFUSED)
-def test_what_can_not_be_done_is_refused_and_leaves_nothing(begin, words, told, tmp_path, capsys, monkeypatch):
+def test_a_command_that_can_not_be_followed_is_refused_and_leaves_nothing(
+    begin, words, told, tmp_path, capsys, monkeypatch
+):
     begin(tmp_path)
     monkeypatch.chdir(tmp_path)
     before, names = contents(tmp_path), os.listdir(tmp_path)
