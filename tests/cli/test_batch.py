@@ -135,7 +135,7 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(batch):
 def test_answers_are_greedy_where_the_model_s_settings_ask_for_beams(folder, batch, tmp_path):
     asked = {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True}
     models = folder, with_settings(folder, tmp_path / "beams", **asked)
-    plain, beams = (batch([request(at) for at in range(3)], model=model, name=model.name) for model in models)
+    plain, beams = (batch([request(at) for at in range(3)], model=model, name=f"of {model.name}") for model in models)
 
     assert 0 == plain.code == beams.code
     assert plain.texts == beams.texts

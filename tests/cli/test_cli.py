@@ -369,6 +369,7 @@ def _bert(folder: Path) -> None:
     BertModel(BertConfig(vocab_size=96, **sizes)).save_pretrained(folder / "model")
     _tokenizer(folder / "model")
     (folder / "in").write_text('{"prompt": "w1"}\n')
+    (folder / "out").touch()
 
 
 def _one_value(folder: Path, config: str = "{}", **notes: str) -> None:
@@ -402,12 +403,8 @@ REFUSED = [
     (_with_a_tokenizer, "generate model --prompt w5 --system w9 --raw", "--system is for a model with a chat template"),
     (_bert, "generate model --prompt w1", "is a BertModel, which does not continue text"),
     (_bert, "batch model in out", "is a BertModel, which does not continue text"),
-    (_one_value, "convert model model/model.safetensors/x", "could not be made"),
-    (
-        _one_value,
-        "convert model model/model.safetensors/x/y",
-        "a file is where a folder should be: take another folder",
-    ),
+    (_one_file, "convert x.safetensors x.safetensors/x", "a file is where a folder should be: take another folder"),
+    (_one_file, "convert x.safetensors x.safetensors/x/y", "could not be made"),
     (_beside(lambda new: new.write_text("mine")), "convert x.safetensors new", "new exists"),
     (_beside(lambda new: (new / "deep").mkdir(parents=True)), "convert x.safetensors new", "new exists"),
     (_beside(lambda new: new.symlink_to(tempfile.mkdtemp(dir=new.parent))), "convert x.safetensors new", "new exists"),
