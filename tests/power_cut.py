@@ -11,7 +11,6 @@ Always true:
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,8 +101,7 @@ def written_by(tried: Act, place: Path) -> Disk:
 
 def _path(where: Any) -> str:
     """Of a path, a descriptor, or an open file."""
-    if isinstance(where, io.FileIO):
-        where = where.fileno()
+    where = where.fileno() if hasattr(where, "fileno") else where
     return os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else os.path.abspath(os.fspath(where))
 
 
