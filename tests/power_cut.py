@@ -70,7 +70,7 @@ class Disk:
         return {path for path, stat in files.items() if stat.st_size and stat.st_ino not in self._synced}
 
     def _rename(self, old: str, new: str) -> None:
-        if TEMPORARY not in new:
+        if TEMPORARY not in new and _within({new}, self._root):
             for lost in sorted(_within(self.unsynced, old) | self._not_synced(old)):
                 self.faults.append(f"{new} was put in place while the data of {lost} were not synced")
             for lost in sorted(_within(self.unnamed, old) - {old}):
@@ -91,6 +91,7 @@ class Disk:
 
 def written_by(tried: Act, place: Path) -> Disk:
     """The disk after an act, which is given a folder that is not there yet, in one that is not there either."""
+    place.mkdir()
     given = tried.begin(place / "deep" / "er")
     disk = Disk(place)
     with faults.seen(disk.see):

@@ -103,7 +103,7 @@ _LATER = {"x.safetensors", "t%2findex.safetensors", "note%2findex.safetensors"}
 @pytest.mark.parametrize("name", meeting(POWER_CUT))
 def test_files_are_synced_before_they_are_put_in_place(name, private_place):
     """No file is renamed before its data are on the disk, no folder before all in it; new folders around them stay."""
-    disk = written_by(ACTS[name], private_place)
+    disk = written_by(ACTS[name], private_place / "named")
 
     later = _LATER if name.startswith("cache: ") else set()
     assert [] == [fault for fault in disk.faults if Path(fault.split(" was put ")[0]).name not in later]
@@ -112,11 +112,10 @@ def test_files_are_synced_before_they_are_put_in_place(name, private_place):
 
 
 def test_a_writer_that_does_not_sync_is_found(private_place):
-    writer = Act(lambda folder: folder.parent, lambda folder: put_file(folder / "x", b"data", durable=False))
-    (private_place / "deep").mkdir()
-    disk = written_by(writer, private_place)
+    writer = Act(lambda folder: folder.parent.parent, lambda folder: put_file(folder / "x", b"data", durable=False))
+    disk = written_by(writer, private_place / "named")
 
     [fault] = disk.faults
-    path = str(private_place / "deep" / "x")
+    path = str(private_place / "named" / "x")
     assert fault.startswith(f"{path} was put in place while the data of ")
     assert ({path}, {path}) == (disk.unsynced, disk.unnamed)
