@@ -37,7 +37,7 @@ from tests.crashes import Act, not_kept_open
 
 _PACKAGE = str(Path(offload.__file__).parent) + os.sep
 _LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
-_DELICATE = ("system/modes", "system/locks", "prefetch")
+_DELICATE = ("system/modes", "system/locks", "system/regular", "prefetch")
 Place = tuple[CodeType, int]
 
 
@@ -145,7 +145,7 @@ def meets_interrupts(tried: Act, place: Path, seen: set[Place], step: int = 1) -
 
 
 def is_delicate(code: CodeType) -> bool:
-    """Whether it changes thread or process state: modes, locks, read-ahead."""
+    """Whether it changes thread or process state: modes, locks, descriptors, read-ahead."""
     return code.co_filename.removeprefix(_PACKAGE).startswith(_DELICATE)
 
 
