@@ -122,7 +122,7 @@ STATE = {
     "offload.tensor.processes._NUMBERS": "what tells a value without a file from others, in other processes",
     "offload.tensor.processes._PASSED": "what came from another process is one value here",
     "offload.tensor.processes._pickler": "the class of what is installed",
-    "offload.tensor.small._ALL_KEPT": "small computed values, as long as what computes them lives",
+    "offload.tensor.small.SMALL_VALUES": "small computed values, as long as what computes them lives",
     "offload.prefetch.scratch._SCRATCH": "memory that is used again, by whoever computes or loads a value next",
     "offload.tensor.rules._returned_arguments": "pure: of an op's schema",
     "offload.tensor.rules.is_composite": "pure: of an op",
