@@ -7,8 +7,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from offload.annotations import Args, Kwargs, Op
@@ -22,9 +21,17 @@ OUT = "out="  # a call with `out=`
 INNER = "inner"  # a call on a value of a tensor subclass
 
 
-def _register(table: dict[object, Any], *keys: object) -> Callable[[Rule], Rule]:
-    """Register a rule; raises `ArgumentError` if one of the ops already has one."""
+def implements(*ops: object) -> Callable[[Rule], Rule]:
+    """Register the rule of aten ops, below autograd; raises `ArgumentError` if one of them has a rule already."""
+    return _registrar(RULES, ops)
 
+
+def overrides(*functions: object) -> Callable[[Rule], Rule]:
+    """Like `implements`, for functions of torch's Python interface, above autograd."""
+    return _registrar(FUNCTIONS, functions)
+
+
+def _registrar(table: dict[object, Any], keys: Iterable[object]) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         for key in keys:
             if key in table:
@@ -33,7 +40,3 @@ def _register(table: dict[object, Any], *keys: object) -> Callable[[Rule], Rule]
         return rule
 
     return register
-
-
-implements = partial(_register, RULES)  # for aten ops, below autograd
-overrides = partial(_register, FUNCTIONS)  # for functions of torch's Python interface, above autograd

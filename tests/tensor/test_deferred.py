@@ -516,6 +516,16 @@ def test_rows_of_a_written_value_go_to_the_named_folder(stored, numbers, tmp_pat
 
 
 @torch.no_grad()
+def test_rows_of_a_value_that_may_be_written_to_are_set_in_another_file(numbers):
+    source = offload.OffloadedTensor.from_original_tensor(numbers, "w")
+    tensor = deferred(source)
+    tensor[0] = 5.0
+    source.zero_()
+
+    assert [[5.0] * 4, *numbers.tolist()[1:]] == tensor.materialize().tolist()
+
+
+@torch.no_grad()
 def test_a_row_of_a_table_in_which_one_was_set_is_looked_up_alone(tmp_path, monkeypatch):
     """The others are not read, and no memory is allocated for them."""
     table = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)

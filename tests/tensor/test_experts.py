@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from offload import OffloadedTensor
 from offload.prefetch.pages import Range
 from offload.tensor import groups as of_groups
+from offload.tensor.deferred import deferred
 from offload.tensor.views import handle_of
 from tests.page_cache import dropped, needs_page_cache
 
@@ -80,8 +81,12 @@ def test_gradients_are_those_in_memory(
         assert torch.equal(expected, got)  # type: ignore[arg-type]
 
 
-def test_a_grouped_product_without_rows_is_empty(plain: torch.Tensor, cold: OffloadedTensor) -> None:
-    result = F.grouped_mm(torch.empty(0, WIDTH), cold.transpose(-2, -1), offs=torch.zeros(EXPERTS, dtype=torch.int32))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grouped_product_without_rows_is_empty(cold: OffloadedTensor, dtype: torch.dtype) -> None:
+    """Also of experts that are cast as they are read."""
+    experts = deferred(cold).to(dtype).stored("experts").transpose(-2, -1)  # type: ignore[attr-defined]
+
+    result = F.grouped_mm(torch.empty(0, WIDTH, dtype=dtype), experts, offs=torch.zeros(EXPERTS, dtype=torch.int32))
 
     assert (0, INNER) == tuple(result.shape)
 

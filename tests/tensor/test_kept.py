@@ -576,7 +576,7 @@ def test_a_file_is_looked_at_ten_times_a_second_at_most(
 
 
 @pytest.mark.parametrize("ask", [budget.evict, lambda _: offload.set_max_memory(0)])
-def test_what_is_kept_goes_when_memory_is_asked_back(kept: Kept, ask: Callable[[Any], Any]) -> None:
+def test_kept_memory_goes_when_it_is_asked_back(kept: Kept, ask: Callable[[Any], Any]) -> None:
     expected = kept.use(kept.tensor)
     undo = ask(kept.tensor)
 
