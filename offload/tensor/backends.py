@@ -127,16 +127,31 @@ class Step(NamedTuple):
 def steps(start: int, count: int, most: int, decoder: Decoder) -> Iterator[Step]:
     """The steps that compute `count` rows from row `start` on, of one element if the value is a stack.
 
-    `most` is the number of rows to compute at a time: whole granules, and at least one.
+    Args:
+        start, count: the rows that are wanted.
+        most: number of rows to compute at a time.
+        decoder: says what can be computed alone.
     """
-    granule, end, low = decoder.granule, start + count, start
-    first, span = start // granule, max(1, most // granule) * granule
+    granule, per, is_divisible = decoder.granule, decoder.per, decoder.is_divisible
+    end, first, is_inside = start + count, start // granule, is_divisible and most < granule
+    span = granule if is_inside else max(1, most // granule) * granule
+    low = start
     while low < end:
         begin = low // granule
-        high = min(end, begin * granule + span)
+        high = min(end, begin * granule + span, low + most) if is_inside else min(end, begin * granule + span)
         stop = -(-high // granule)
-        ranges = (None if rows is None else ((begin - first) * rows, (stop - first) * rows) for rows in decoder.per)
-        yield Step(low - start, high - start, tuple(ranges), low - begin * granule)
+        is_part = is_divisible and stop - begin == 1
+        before = low - begin * granule  # rows of the granule
+        taken: list[tuple[int, int] | None] = []
+        for rows in per:
+            if rows is None:
+                taken.append(None)
+            elif is_part and rows >= granule:
+                at, each = (begin - first) * rows, rows // granule
+                taken.append((at + before * each, at + (before + high - low) * each))
+            else:
+                taken.append(((begin - first) * rows, (stop - first) * rows))
+        yield Step(low - start, high - start, tuple(taken), 0 if is_part else before)
         low = high
 
 
