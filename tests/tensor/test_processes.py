@@ -24,6 +24,7 @@ import offload
 from offload import OffloadedTensor
 from offload.errors import ChangedFileError, MissingFileError
 from offload.tensor import processes
+from offload.tensor.deferred import deferred
 from offload.tensor.wrapper import set_by_others
 from tests.equal import assert_equal
 from tests.processes import run_script
@@ -412,11 +413,14 @@ def test_a_data_loader_reads_rows(way: str | None, plain: torch.Tensor) -> None:
     assert_equal(plain, torch.cat(batches))
 
 
-def test_a_worker_may_send_offloaded_tensors_on(plain: torch.Tensor) -> None:
+@pytest.mark.parametrize("is_recipe", [False, True])
+def test_a_worker_may_send_offloaded_tensors_on(plain: torch.Tensor, is_recipe: bool) -> None:
     """Views of a table of this process come back as views of it."""
-    w = offloaded(plain)
-    loader = DataLoader(Rows(w), batch_size=None, num_workers=1)
+    stored, expected = offloaded(plain), plain.double() if is_recipe else plain
+    w: Any = deferred(stored).double().stored("w") if is_recipe else stored  # type: ignore[attr-defined]
+    loader = DataLoader(Rows(w), batch_size=None, num_workers=1, multiprocessing_context=context_of("forkserver"))
+
     rows = list(loader)
 
-    assert all(offload.is_offloaded(row) and row.offload_path == w.offload_path for row in rows)
-    assert_equal(plain, torch.stack(rows))
+    assert all(row._handle is w._handle for row in rows)
+    assert_equal(expected, torch.stack(rows))

@@ -633,8 +633,10 @@ def test_materialize_brings_a_module_back_into_memory(plain: torch.Tensor) -> No
     module = nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 6))
     module[0].weight = module[1].weight = nn.Parameter(offloaded(plain), requires_grad=False)
     module[0].register_buffer("steps", offloaded(torch.tensor(3), "steps"))
+    module[0].weight.grad = grad = torch.ones(6, 8)
 
     assert module is offload.materialize(module)
+    assert grad is module[0].weight.grad
     assert module[0].weight is module[1].weight
     assert type(module[0].weight) is nn.Parameter
     assert not module[0].weight.requires_grad
