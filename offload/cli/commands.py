@@ -215,7 +215,7 @@ COMMANDS = {
     "inspect": Command(files, "list the tensors of a checkpoint", "path --json"),
     "verify": Command(files, "check that a checkpoint is complete", "path --json"),
     "cache info": Command(rows, "print what a cache of rows holds", "path@cache --json"),
-    "cache verify": Command(rows, "check that a cache of rows is complete", "path@cache --json"),
+    "cache verify": Command(rows, "check that a cache of rows is undamaged", "path@cache --json"),
     "cache export": Command(rows, "write a cache of rows to one file", "path@cache target@export --columns"),
     "doctor": Command(machine, "show what this machine can do", "folder --check --json"),
 }
