@@ -23,7 +23,7 @@ ROWS = {
 ARMS = {
     "transformers, on disk": "transformers",
     "plain transformers": IN_MEMORY,
-    "not repacked": "llama.cpp, not repacked",
+    "llama.cpp, not repacked": "llama.cpp, not repacked",
     **{arm: arm for arm in ("compressed-tensors", "llama.cpp", "h5py", "tensordict")},
 }
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": 1e9}

@@ -421,7 +421,7 @@ class TensorCache:
 
         Args:
             sampler: how many rows a batch has, for all rows, each once; or what names the rows of each batch, as
-                `torch.utils.data.BatchSampler` does.
+                `torch.utils.data.BatchSampler` does: to be resumed it must name the same again, so not at random.
             shuffle: a seed: with the epoch it determines the order of the rows, on every machine; None for their own.
             drop_last: whether to leave out the rows that don't make a whole batch for each rank.
             rank, world_size: which of so many ranks takes these batches; each takes its share of every step. If fewer
