@@ -192,7 +192,7 @@ class DeferredTensor(torch.Tensor):
     def _parts(self, dtype: torch.dtype | None = None) -> Sequence[Part]:
         """What it is put together from, for a value of this dtype (None: its own): pieces and their places.
 
-        A cast is a piece itself if it is cast again: in two steps, as requested.
+        One that narrows its pieces is a piece itself if it is cast again: in two steps, as requested.
         """
         source = self.source
         piece = Piece(handle_of(source), view_spec_of(source))
@@ -201,7 +201,7 @@ class DeferredTensor(torch.Tensor):
         composed = piece.handle.composed
         if self._body.made and type(composed) is Joined and _is_all(piece):
             now = source.dtype
-            if dtype in (None, now) or all(one.view_spec.dtype == now for one in composed.pieces):
+            if dtype in (None, now) or all(_passes(one.view_spec.dtype, now) for one in composed.pieces):
                 return composed.placed
         return [(piece, (0,) * piece.view_spec.dim())]
 
@@ -232,6 +232,10 @@ class DeferredTensor(torch.Tensor):
 def _is_all(piece: Piece) -> bool:
     layout, spec = piece.handle.layout, piece.view_spec
     return (tuple(spec.shape), spec.stride(), spec.dtype) == (layout.shape, layout.stride, layout.dtype)
+
+
+def _passes(dtype: torch.dtype, through: torch.dtype) -> bool:
+    return through == dtype or through in _WIDER.get(dtype, ())
 
 
 def _in_its_own_file(recipe: Joined, name: str, offload_dir: str | os.PathLike[str] | None) -> OffloadedTensor | None:
@@ -531,6 +535,11 @@ def _back_on_disk(result: torch.Tensor) -> torch.Tensor:
     return result if is_small and not is_offloaded(result) else _deferred(result)
 
 
+_WIDER = {  # dtypes through which a value of this one passes unchanged
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
 _RULES: dict[object, Rule] = {
     **dict.fromkeys((_aten.detach.default, _aten.alias.default), _same),
     _aten.clone.default: _clone,

@@ -478,7 +478,9 @@ class Joined(Plain):
 
     def _inside(self, box: Box) -> list[Inside]:
         """The cut of each piece that is in a box, and where in the box it goes."""
-        found: list[Inside] = []
+        return list(self._cut_out(box))
+
+    def _cut_out(self, box: Box) -> Iterator[Inside]:
         first, end, rows = 0, len(self.pieces), self._rows
         if rows:
             first = bisect_left(rows, rows[bisect_right(rows, box.start[0]) - 1])
@@ -494,8 +496,7 @@ class Joined(Plain):
                 if high - low < view_spec.shape[dim]:
                     view_spec = view_spec.narrow(dim, low - begin, high - low)
             else:
-                found.append((piece, view_spec, at))
-        return found
+                yield piece, view_spec, at
 
 
 def _put_in_places(whole: torch.Tensor, inside: Iterable[Inside]) -> None:
