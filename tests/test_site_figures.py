@@ -77,8 +77,8 @@ def test_the_table_of_named_models_equals_the_result():
     arms = (OURS, "llama.cpp", "llama.cpp, not repacked")
 
     assert len(rows) == 14
-    for model, memory, *cells in rows:
-        found = figure(f"{model}, {memory}")
+    for name, *cells in rows:
+        found = figure(name)
         for arm, said in zip(arms, cells, strict=True):
             if said[:1].isdigit():
                 assert are_one(said, median(found["values"][arm]))
