@@ -109,7 +109,11 @@ OPTIONS = {
     "--top-p": _takes(share, "of the most likely tokens to sample among (default: 1)"),
     "--seed": _takes(seed, "of sampling (default: a random one)"),
     "--assistant": _takes(None, "a smaller model that drafts tokens (default: none)", "DIRECTORY", metavar="SMALL"),
-    "--draft": _takes(draft, "tokens of a draft (default: auto, as many as pay)", default="auto"),
+    "--draft": _takes(
+        draft,
+        "tokens of a draft, from the text so far without --assistant; 0: none (default: auto, as many as pay)",
+        default="auto",
+    ),
     "input": _takes(path, "JSON lines: custom_id, and messages or a prompt; - for standard input", "FILE"),
     "output": _takes(path, "where answers are appended, as JSON lines", "FILE"),
     "--errors": _takes(path, "for bad lines (default: OUTPUT.errors.jsonl)"),

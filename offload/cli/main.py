@@ -28,7 +28,7 @@ _EPILOG = """examples:
   offload batch MODEL requests.jsonl answers.jsonl
   offload quantize MODEL model-int8 --int8
 
-MODEL is a folder with a checkpoint, or a model on the hub.
+MODEL is a folder with a checkpoint, a GGUF file, or a model on the hub.
 offload COMMAND --help lists a command's options.
 
 exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line;
@@ -98,12 +98,14 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + "".join(f"; did you mean {name}?" for name in meant))
 
     def _names(self) -> Iterator[str]:
+        """Of its options and their choices, and those of the command on its line; else of all commands."""
         for action in self._actions:
             yield from action.option_strings
-            yield from action.choices or ()
-            if isinstance(action, argparse._SubParsersAction):
-                for command in action.choices.values():
-                    yield from command._names()
+            if isinstance(action, argparse._SubParsersAction) and (given := action.choices.keys() & {*self._line}):
+                for command in given:
+                    yield from action.choices[command]._names()
+            else:
+                yield from action.choices or ()
 
 
 def _allow_everywhere(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
