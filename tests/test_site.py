@@ -79,6 +79,11 @@ def test_every_link_within_the_site_leads_somewhere(site, pages):
     assert [] == lost
 
 
+def test_comments_that_stand_for_content_are_replaced(site, pages):
+    assert [] == [path for path, page in pages.items() if re.search("<!-- (?!not run|cuts?:)", page.text)]
+    assert "<td>Qwen2.5 7B, Q4_K_M (4.7 GB)</td>" in pages[site / "index.html"].text
+
+
 def test_nothing_is_loaded_from_elsewhere(site, pages):
     elsewhere = {load for page in pages.values() for load in page.loads if urlsplit(load).netloc}
 

@@ -248,7 +248,14 @@ def test_a_column_that_is_left_out_is_an_error_unless_it_is_there(tmp_path):
         cache.fill(lambda batch: {"a": batch}, torch.arange(4.0))
     cache.fill(lambda batch: {"a": batch}, torch.arange(4.0), columns=["a"])
     cache.fill(lambda batch: {"b": -batch}, torch.arange(4.0), batch_size=3)
+    assert not len(cache.missing_rows())
 
+    def writes_itself(batch):
+        cache[batch] = {"b": batch.float()}
+        return {"a": batch.float()}
+
+    cache = TensorCache.create(tmp_path / "own", dict.fromkeys("ab", (torch.float32, ())), num_rows=4)
+    cache.fill(writes_itself, torch.arange(4), batch_size=3)
     assert not len(cache.missing_rows())
 
 
