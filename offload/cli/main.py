@@ -92,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         known = {*self._names()}
-        words = [word.partition("=")[0] for word in self._line if word.startswith("--")] + _CHOICE.findall(message)
+        words = _CHOICE.findall(message) + [word.partition("=")[0] for word in self._line if word.startswith("--")]
         close = (difflib.get_close_matches(word, known, 1) for word in words if word not in known)
         meant = next(filter(None, close), ())
         super().error(message + "".join(f"; did you mean {name}?" for name in meant))
