@@ -111,7 +111,7 @@ OPTIONS = {
     "--assistant": _takes(None, "a smaller model that drafts tokens (default: none)", "DIRECTORY", metavar="SMALL"),
     "--draft": _takes(
         draft,
-        "of a draft, also from the text (default: auto)",
+        "tokens to draft, also from the text (default: auto)",
         default="auto",
     ),
     "input": _takes(path, "JSON lines: custom_id, and messages or a prompt; - for standard input", "FILE"),
