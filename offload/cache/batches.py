@@ -4,7 +4,7 @@ Always true:
 - the order of an epoch is a function of the seed, the epoch and the number of rows: of no generator and no release
 - a step takes the next rows of that order, and each rank its share of them: each row comes once per epoch
 - a state is where the batches that were given end: what was read ahead is read again
-- a sampler is iterated in the consumer's thread
+- a sampler is iterated in the consumer's thread; resumed, it gives the rows that it gave, or an error is raised
 - at most `prefetch` batches wait in addition to the one in use
 - a read error is raised where its batch would have come; iterating again tries that batch again, unless the sampler is
   an iterator, which has gone on
@@ -19,10 +19,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -99,11 +100,16 @@ class Order:
         return at + rows * self.rank // self.world_size, at + rows * (self.rank + 1) // self.world_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Given:
-    """Batches whose rows a sampler gives: their places are counted in batches."""
+    """Batches whose rows a sampler gives: their places are counted in batches.
+
+    Attributes:
+        marks: a checksum of the rows that came before each place in this epoch, or in that of a loaded state.
+    """
 
     sampler: Iterable[object]
+    marks: dict[int, int] = field(default_factory=dict)
     num_rows = seed = None
     step = 1
 
@@ -111,12 +117,26 @@ class Given:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def batches(self, _: int, first: int, steps: Iterator[int]) -> Iterator[Any]:
-        """Those that come after so many, and the next step. Raises: CacheError (several workers would share them)."""
+        """Those that come after so many, and the next step.
+
+        Raises:
+            CacheError: several workers would share them, or those before are not what they were.
+        """
         if _worker()[1] > 1:
             raise CacheError("a sampler may differ from worker to worker: give a number of rows, and shuffle=")
         source = iter(self.sampler)
-        is_used_up = source is self.sampler  # and then goes on by itself
-        return map(_copied, islice(source, 0 if is_used_up else first + next(steps), None))
+        skipped = 0 if source is self.sampler else first + next(steps)  # an iterator goes on by itself
+        mark, known, self.marks = 0, self.marks.get(skipped), {0: 0}
+        for at, rows in enumerate(source):
+            if at == skipped and known not in (None, mark):
+                raise CacheError(
+                    "the sampler gives other rows than before, as one at random does: keep its batches (list(sampler)), "
+                    "seed its generator, or give a number of rows, and shuffle="
+                )
+            mark = crc32(repr(rows.tolist() if hasattr(rows, "tolist") else rows).encode(), mark)
+            self.marks[at + 1] = mark
+            if at >= skipped:
+                yield _copied(rows)
 
 
 def order_of(
@@ -280,7 +300,9 @@ class Batches(IterableDataset[dict[str, Any]]):
         if workers > 1:
             return {**state, "steps": self._steps, "workers": workers, "step": order.step}
         row = self._first + (self._steps if steps is None else steps) * order.step
-        return {**state, "row": row if order.num_rows is None else min(row, order.num_rows)}
+        if isinstance(order, Given):
+            return {**state, "row": row, "mark": order.marks.get(row)}
+        return {**state, "row": min(row, order.num_rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was taken. The batch size and the number of ranks and of workers may be others.
@@ -302,6 +324,8 @@ class Batches(IterableDataset[dict[str, Any]]):
                 f"this state is of other batches: {wrong or 'it has negative numbers'}. One that workers have given "
                 "goes with as many workers and ranks; `state_dict(steps)` of the batches themselves with any number"
             )
+        if isinstance(self._order, Given):
+            self._order.marks = {row: mark} if isinstance(mark := state.get("mark"), int) else {}
         self.epoch, self._first, self._steps, self._reads, self._is_over = epoch, row, steps, None, False
 
     def __getstate__(self) -> dict[str, Any]:

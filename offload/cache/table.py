@@ -421,7 +421,7 @@ class TensorCache:
 
         Args:
             sampler: how many rows a batch has, for all rows, each once; or what names the rows of each batch, as
-                `torch.utils.data.BatchSampler` does: to be resumed it must name the same again, so not at random.
+                `torch.utils.data.BatchSampler` does: to be resumed it must name the same again.
             shuffle: a seed: with the epoch it determines the order of the rows, on every machine; None for their own.
             drop_last: whether to leave out the rows that don't make a whole batch for each rank.
             rank, world_size: which of so many ranks takes these batches; each takes its share of every step. If fewer
@@ -433,8 +433,8 @@ class TensorCache:
             An iterator over the batches of an epoch, as `get` gives them; iterating again gives the next epoch.
 
         Raises:
-            CacheError: a batch of no rows; a seed or ranks for a sampler. The rest as `get`, where the batch would have
-                come.
+            CacheError: a batch of no rows; a seed or ranks for a sampler; one that is resumed, and gives other rows. The
+                rest as `get`, where the batch would have come.
 
         Example:
             >>> from offload import TensorCache

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from offload import TensorCache
 from offload.cache.batches import Batches, shuffled
@@ -207,6 +207,25 @@ def test_a_sampler_that_gives_the_same_again_can_be_resumed(cache: TensorCache) 
         cache.batches(iter(sampler)).state_dict()
     with pytest.raises(CacheError, match="a sampler may differ from worker to worker"):
         list(DataLoader(cache.batches(sampler), batch_size=None, num_workers=2))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_sampler_that_gives_other_rows_is_not_resumed(cache: TensorCache, prefetch: int) -> None:
+    def batches(seed: int) -> Batches:
+        order = RandomSampler(range(N), generator=torch.Generator().manual_seed(seed))
+        return cache.batches(BatchSampler(order, 4, drop_last=False), prefetch=prefetch)
+
+    stopped, resumed = batches(1), batches(1)
+    first = [next(stopped) for _ in range(3)]
+    state = json.loads(json.dumps(stopped.state_dict()))
+    resumed.load_state_dict(state)
+    assert list(range(N)) == sorted(rows_of(first) + rows_of(resumed))
+    assert list(range(N)) == sorted(rows_of(resumed)), "the next epoch has an order of its own"
+
+    for other in (batches(2), resumed):
+        other.load_state_dict(state)
+        with pytest.raises(CacheError, match="the sampler gives other rows than before"):
+            next(other)
 
 
 def test_a_batch_that_could_not_be_read_is_tried_again(cache: TensorCache, monkeypatch: pytest.MonkeyPatch) -> None:
