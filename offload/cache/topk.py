@@ -3,7 +3,7 @@
 Always true:
 - a row is stored as bytes of one size, as `offload.kernels.logps` lays them out, from the largest to the smallest
 - ids are read as they were written; a log-probability is off by half a step at most, or by a part in 2^11 of it
-- NaN, +inf, and ids that the vocabulary does not have are refused
+- NaN, what is over 0 by more than rounding, and ids that the vocabulary does not have are refused
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.tensor.arguments import checked_count
 
 _BITS = range(8, 13)
 _MOST_IDS = 1 << 31
-_LARGEST = torch.finfo(torch.float16).max
+_LEAST, _MOST = torch.finfo(torch.float16).min, 0.1  # what half precision rounds 0 to is below
 
 
 class TopLogps(NamedTuple):
@@ -57,7 +57,7 @@ class TopK:
 
         Raises:
             ShapeMismatchError, DtypeMismatchError
-            CacheError: there are NaN, or numbers or ids that are too large.
+            CacheError: there are NaN, numbers that are no log-probabilities, or ids that are too large.
         """
         ids, logps = self._pair(value, name)
         if ids.shape != logps.shape or ids.shape[-1:] != (self.k,):
@@ -101,10 +101,10 @@ class TopK:
             return
         if least == -torch.inf and most == most:
             least = float(logps.where(logps > -torch.inf, 0).amin())
-        if not -_LARGEST <= least <= most <= _LARGEST:
+        if not _LEAST <= least <= most <= _MOST:
             raise CacheError(
-                f"column {name!r}: log-probabilities are numbers of {-_LARGEST:.0f} or more, or -inf, and there is "
-                f"{most if not most <= _LARGEST else least}"
+                f"column {name!r}: log-probabilities go from {_LEAST:.0f} to 0, or are -inf, and there is "
+                f"{most if not most <= _MOST else least}: take log_softmax of logits, or give all of them"
             )
 
     def read(self, packed: torch.Tensor) -> TopLogps:

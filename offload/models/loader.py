@@ -104,7 +104,7 @@ class LoadReport:
     Attributes:
         missing_keys: tensors of the model that the checkpoint does not have.
         unexpected_keys: tensors of the checkpoint that the model does not have.
-        mismatched_keys: name, shape in the checkpoint, shape in the model.
+        mismatched_keys: name, shape in the checkpoint, shape in the model; only in the text of an error.
         overruled_keys: tensors of the checkpoint that are not used, since the model ties them to another one, which the
             checkpoint has with other values: the name, and the name of that one, the last, as torch's own loading uses.
         forms: how many values are "referenced" in the checkpoint, "stored" from recipes in the `offload_dir`, "in files
@@ -167,7 +167,7 @@ def load_checkpoint_and_dispatch(
         offload_dir: where values go that are stored or later written to; None for a private folder.
         dtype: of the floating-point values; None for that of the model's tensors. Others are converted when they are
             read.
-        strict: missing, unexpected and mismatched keys are errors.
+        strict: missing and unexpected keys are errors, too.
         max_memory: what of the values on disk may stay in memory between ops, for this model (`offload.set_max_memory`
             for all); with an automatic device map, what may be placed on each device, as in accelerate.
         read_ahead: see `offload.budget.set_read_ahead`, for this model.
@@ -182,7 +182,8 @@ def load_checkpoint_and_dispatch(
         The same model.
 
     Raises:
-        MissingFileError, CorruptFileError, ReadError, CheckpointError, DeviceMapError
+        MissingFileError, CorruptFileError, ReadError, DeviceMapError
+        CheckpointError: shapes differ; it is another model's checkpoint; nothing was changed.
         ValueError: `dtype` is not a floating-point one, or values should be stored without an `offload_dir`.
         MetaTensorError: tensors are left without data; the message names them.
         UnsupportedOpError: hooks of accelerate, or another library, hold the model's values.
@@ -226,7 +227,7 @@ def load_checkpoint_in_model(
     store: bool = False,
     **others: object,
 ) -> LoadReport:
-    """Fill a model's parameters and persistent buffers from a checkpoint; what does not match is left as it was.
+    """Fill a model's parameters and persistent buffers from a checkpoint; what it does not have is left as it was.
 
     Args and errors: as `load_checkpoint_and_dispatch`.
 
@@ -273,7 +274,8 @@ def disk_offload(
             where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied,
             and its first write goes to the folder.
         execution_device: where ops run; None for the device that each tensor is on.
-        offload_buffers: buffers too.
+        offload_buffers: buffers too. Without, the folder has none: one that is to be loaded again, as of a BatchNorm's
+            running mean, needs them.
 
     Returns:
         The same model.
@@ -383,17 +385,16 @@ def _fill(
         filled = {key: source[key].layout for slot, key in keyed if key is not None and slot.held.is_floating_point()}
         stored_as = {key: layout.dtype for key, layout in filled.items() if layout is not None}
         refuse_scaled(source, stored_as, set(report.unexpected_keys))
-    if strict and report.differs:
+    if report.mismatched_keys or (strict and report.differs):
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
     if keyed and all(key is None for _, key in keyed):
         raise CheckpointError(
             f"{source.path} belongs to another model than this {type(model).__name__}: no name matches ({report})"
         )
-    skipped = {name for name, _, _ in report.mismatched_keys}
     wanted = {
         key: (slot, place_of_slot(slot, placed, offload_buffers=offload_buffers))
         for slot, key in keyed
-        if key is not None and key not in skipped and placed[slot.name].device.type != "meta"
+        if key is not None and placed[slot.name].device.type != "meta"
     }
     devices = {key: place.device for key, (_, place) in wanted.items()}
     tensors = source.tensors(offload_dir, devices) if fitted is None else fitted.tensors
@@ -410,7 +411,9 @@ def _fill(
     if fitted is not None:
         fitted.note(model)
     if report.differs:
-        log.warning("%s: %s", source.path, report)
+        lacks_buffers = source.is_offload_folder and any(key is None and not slot.is_parameter for slot, key in keyed)
+        hint = "; disk_offload(..., offload_buffers=True) writes buffers, too" if lacks_buffers else ""
+        log.warning("%s: %s%s", source.path, report, hint)
     return report
 
 

@@ -270,10 +270,9 @@ def test_another_dtype_is_converted_when_it_is_read(net, checkpoint, tmp_path):
     assert torch.equal(net.first.weight.half() + 1, loaded.first.weight.materialize())
 
 
-def test_mismatches_are_reported_and_are_errors_strictly_before_anything_is_loaded(checkpoint, tmp_path):
+def test_keys_that_differ_are_reported_or_refused_before_anything_is_loaded(checkpoint, tmp_path):
     state, odd = load_in_memory(checkpoint), tmp_path / "odd.safetensors"
     state["stranger"] = state.pop("first.bias")
-    state["norm.bias"] = torch.zeros(9)
     save_file(state, odd)
     model = Net()
     before = model.first.weight
@@ -281,12 +280,25 @@ def test_mismatches_are_reported_and_are_errors_strictly_before_anything_is_load
 
     assert ["first.bias"] == report.missing_keys
     assert ["stranger"] == report.unexpected_keys
-    assert [("norm.bias", (9,), (8,))] == report.mismatched_keys
-    mismatch = r"1 mismatched: norm\.bias \(checkpoint \(9,\), model \(8,\)\)"
-    words = rf"odd\.safetensors does not fit this Net: 1 missing: first\.bias; 1 unexpected: stranger; {mismatch}"
-    with pytest.raises(CheckpointError, match=words):
+    names = r"odd\.safetensors does not fit this Net: 1 missing: first\.bias; 1 unexpected: stranger"
+    with pytest.raises(CheckpointError, match=names):
         offload.load_checkpoint_and_dispatch(model, odd, strict=True)
+    save_file(state | {"norm.bias": torch.zeros(9)}, odd)
+    mismatch = r"1 mismatched: norm\.bias \(checkpoint \(9,\), model \(8,\)\)"
+    with pytest.raises(CheckpointError, match=rf"{names}; {mismatch}"):
+        offload.load_checkpoint_and_dispatch(model, odd)
     assert before is model.first.weight
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_a_folder_without_buffers_says_how_they_come_there(offload_buffers, tmp_path, caplog):
+    model, again = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    model(torch.ones(2, 3))
+    offload.disk_offload(model, tmp_path / "kept", offload_buffers=offload_buffers)
+    offload.load_checkpoint_and_dispatch(again, tmp_path / "kept")
+
+    assert offload_buffers == torch.equal(model.running_mean, again.running_mean)
+    assert offload_buffers != ("num_batches_tracked; disk_offload(..., offload_buffers=True)" in caplog.text)
 
 
 def test_nothing_may_stay_without_data(checkpoint, tmp_path):
