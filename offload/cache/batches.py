@@ -130,8 +130,8 @@ class Given:
         for at, rows in enumerate(source):
             if at == skipped and known not in (None, mark):
                 raise CacheError(
-                    "the sampler gives other rows than before, as one at random does: keep its batches (list(sampler)), "
-                    "seed its generator, or give a number of rows, and shuffle="
+                    "the sampler gives other rows than before, as one at random does: keep a list of its batches, seed "
+                    "its generator, or give a number of rows, and shuffle="
                 )
             mark = crc32(repr(rows.tolist() if hasattr(rows, "tolist") else rows).encode(), mark)
             self.marks[at + 1] = mark

@@ -228,6 +228,7 @@ class Manifest:
         if wanted.num_rows and wanted.num_rows != self.num_rows:
             wrong.append(f"it has {self.num_rows} rows, expected {wanted.num_rows}")
         wrong += self._others(wanted.metadata)
+        wrong += [f"it has metadata {key!r} as well" for key in self.metadata if key not in wanted.metadata]
         if wrong:
             raise CacheError(
                 f"the cache in {folder} is not as requested: {'; '.join(wrong)}. Open it as it is with "

@@ -88,7 +88,7 @@ class Store:
         if not exist_ok:
             raise CacheError(
                 f"{folder} already has a cache, or another process is creating one: open it with TensorCache.open, "
-                "pass exist_ok=True, or choose another folder"
+                "or TensorCache.create(..., exist_ok=True), or choose another folder"
             )
         store = cls.open(folder, None, writes=True)
         try:
@@ -238,10 +238,10 @@ class Store:
     def _fixed(self, name: str) -> FixedColumn:
         self.places([name])
         column = self._files[name]
-        if not isinstance(column, FixedColumn):
+        if not isinstance(column, FixedColumn) or self.schema[name].top:
             raise UnsupportedOpError(
-                f"column {name!r} of {self.folder} has rows of different lengths, which do not form one tensor: "
-                "read it by rows"
+                f"column {name!r} of {self.folder} has rows of different lengths, or packed ones, which do not form "
+                "one tensor: read it by rows"
             )
         return column
 

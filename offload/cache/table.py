@@ -433,8 +433,8 @@ class TensorCache:
             An iterator over the batches of an epoch, as `get` gives them; iterating again gives the next epoch.
 
         Raises:
-            CacheError: a batch of no rows; a seed or ranks for a sampler; one that is resumed, and gives other rows. The
-                rest as `get`, where the batch would have come.
+            CacheError: a batch of no rows; a seed or ranks for a sampler; one that is resumed, and gives other rows.
+                The rest as `get`, where the batch would have come.
 
         Example:
             >>> from offload import TensorCache
@@ -609,6 +609,7 @@ class TensorCache:
 
         Raises:
             ColumnError
+            UnsupportedOpError: its rows differ in length, or are packed, as those of `topk`.
             WriteError: at the first in-place op, if the disk has no room for all rows.
         """
         return self._open().tensor(name, self.device)

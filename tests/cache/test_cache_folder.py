@@ -27,6 +27,7 @@ from offload.errors import (
 from tests.conftest import contents
 from tests.processes import in_fork, run_on_a_small_disk
 
+METADATA = {"model": "tiny", "layers": [1, 2]}
 COLUMNS = {"x": (torch.int64, (300,)), "t": (torch.int32, (None,)), "note": "json"}
 
 
@@ -42,7 +43,7 @@ def values(first, count):
 @pytest.fixture
 def folder(tmp_path):
     """A cache with 8 rows, 5 of them filled."""
-    with TensorCache.create(tmp_path / "cache", COLUMNS, 8, metadata={"model": "tiny", "layers": [1, 2]}) as cache:
+    with TensorCache.create(tmp_path / "cache", COLUMNS, 8, metadata=METADATA) as cache:
         cache[[1, 2, 3, 5, 7]] = values(0, 5)
     return tmp_path / "cache"
 
@@ -171,7 +172,7 @@ def test_json_that_is_too_deep_is_an_error(tmp_path):
 
 
 def test_a_folder_is_made_a_cache_once(folder):
-    with pytest.raises(CacheError, match=f"{folder} already has a cache, .* pass exist_ok=True"):
+    with pytest.raises(CacheError, match=f"{folder} already has a cache, .* exist_ok=True"):
         TensorCache.create(folder, COLUMNS, 8)
     assert 5 == TensorCache.open(folder).num_filled
 
@@ -180,9 +181,9 @@ def test_a_folder_is_made_a_cache_once(folder):
 def test_a_cache_that_is_there_and_agrees_is_opened_to_be_written(folder, num_rows):
     reordered = dict(reversed(COLUMNS.items()))
 
-    with TensorCache.create(folder, reordered, num_rows, exist_ok=True, metadata={"model": "tiny"}) as cache:
+    with TensorCache.create(folder, reordered, num_rows, exist_ok=True, metadata=METADATA) as cache:
         assert ("r+", 8, [0, 4, 6]) == (cache.mode, len(cache), cache.missing_rows().tolist())
-        assert {"model": "tiny", "layers": [1, 2]} == cache.metadata
+        assert METADATA == cache.metadata
         cache[0] = {name: values[0] for name, values in cache[[1]].items()}
 
     assert [4, 6] == TensorCache.open(folder).missing_rows().tolist()
@@ -201,7 +202,8 @@ def test_a_cache_that_is_there_and_agrees_is_opened_to_be_written(folder, num_ro
         (COLUMNS | {"t": "json"}, 8, {}, r"column 't' is ragged \(None,\) torch.int32, expected json"),
         (COLUMNS | {"y": "json"}, 8, {}, "it has no column 'y'"),
         ({"x": COLUMNS["x"]}, 8, {}, "it has a column '.*' as well"),
-        (COLUMNS, 8, {"model": "large"}, "'model' is 'tiny', expected 'large'"),
+        (COLUMNS, 8, METADATA | {"model": "large"}, "'model' is 'tiny', expected 'large'"),
+        (COLUMNS, 8, {"model": "tiny"}, "it has metadata 'layers' as well"),
     ],
 )
 def test_an_existing_cache_that_differs_is_refused_and_left_alone(folder, schema, num_rows, metadata, said):

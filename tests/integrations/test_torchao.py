@@ -248,5 +248,7 @@ def test_a_checkpoint_of_another_quantized_model_is_reported(tmp_path):
     stored_layers(tmp_path)
     other = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(16, 8)).to("meta")
 
-    with pytest.raises(CheckpointError, match=r"missing: 2\.bias; .*2\.weight \(checkpoint \(8, 32\), model \(8, 16\)\)"):
+    with pytest.raises(
+        CheckpointError, match=r"missing: 2\.bias; .*2\.weight \(checkpoint \(8, 32\), model \(8, 16\)\)"
+    ):
         offload.load_checkpoint_in_model(other, tmp_path)
