@@ -261,6 +261,7 @@ def disk_offload(
     *,
     execution_device: torch.device | str | int | None = None,
     offload_buffers: bool = False,
+    **others: object,
 ) -> Models:
     """Move the parameters of a model to disk, one by one.
 
@@ -276,6 +277,7 @@ def disk_offload(
         execution_device: where ops run; None for the device that each tensor is on.
         offload_buffers: buffers too. Without, the folder has none: one that is to be loaded again, as of a BatchNorm's
             running mean, needs them.
+        others: as of `load_checkpoint_and_dispatch`.
 
     Returns:
         The same model.
@@ -292,6 +294,7 @@ def disk_offload(
         >>> type(model.weight.data).__name__
         'OffloadedTensor'
     """
+    refuse_others("disk_offload", others)
     components = getattr(model, "components", None)
     if not isinstance(model, nn.Module) and isinstance(components, Mapping):
         for name, part in components.items():
