@@ -104,6 +104,12 @@ def size(text: str) -> str:
     return text
 
 
+def memory(text: str) -> str | float:
+    """A number of bytes, or a fraction of what is available."""
+    is_fraction = text.replace(".", "", 1).isdecimal() and 0 < float(text) < 1
+    return float(text) if is_fraction else size(text)
+
+
 def device(text: str) -> torch.device:
     """A device that ops can run on."""
     from offload.errors import DeviceError

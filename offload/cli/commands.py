@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from offload.cli import batch, files, machine, models, plan, rows, serve
-from offload.cli.arguments import count, device, draft, dtype, number, path, port, prompt, seed, share, size
+from offload.cli.arguments import count, device, draft, dtype, memory, number, path, port, prompt, seed, share, size
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Option:
 _METAVARS: Mapping[object, str] = {
     **dict.fromkeys((count, draft, seed), "N"),
     **dict.fromkeys((number, share), "X"),
-    size: "SIZE",
+    **dict.fromkeys((memory, size), "SIZE"),
     path: "PATH",
     prompt: "TEXT",
 }
@@ -88,8 +88,10 @@ OPTIONS = {
     "model": _takes(None, "a folder with a checkpoint, a GGUF file, or a model on the hub", "DIRECTORY"),
     "--device": _takes(device, "cpu, cuda, cuda:1... (default: an accelerator, if any)"),
     "--dtype": _takes(dtype, "of the weights: bfloat16, float16, float32... (default: as configured)"),
-    "--max-memory": _takes(size, "how much of the weights may stay in memory: 8GiB (default: as much as is available)"),
-    "--device-memory": _takes(size, "the same, on an accelerator: 20GiB (default: what is free, less a tenth)"),
+    "--max-memory": _takes(
+        memory, "how much of the weights may stay in memory: 8GiB, 0.5 (default: what is available)"
+    ),
+    "--device-memory": _takes(memory, "the same, on an accelerator: 20GiB, 0.5 (default: what is free, less a tenth)"),
     "--offload-dir": _takes(path, "for weights that change (default: a temporary one)"),
     "--store": _is("write decoded weights to --offload-dir (default: no)"),
     "--revision": _takes(None, "branch, tag or commit on the hub (default: main)"),

@@ -91,21 +91,24 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        for command in self._commands():
+            command.error(message)
         known = {*self._names()}
         words = _CHOICE.findall(message) + [word.partition("=")[0] for word in self._line if word.startswith("--")]
         close = (difflib.get_close_matches(word, known, 1) for word in words if word not in known)
         meant = next(filter(None, close), ())
         super().error(message + "".join(f"; did you mean {name}?" for name in meant))
 
-    def _names(self) -> Iterator[str]:
-        """Of its options and their choices, and those of the command on its line; else of all commands."""
+    def _commands(self) -> Iterator[argparse.ArgumentParser]:
+        """Those on its line."""
         for action in self._actions:
-            yield from action.option_strings
-            if isinstance(action, argparse._SubParsersAction) and (given := action.choices.keys() & {*self._line}):
-                for command in given:
-                    yield from action.choices[command]._names()
-            else:
-                yield from action.choices or ()
+            if isinstance(action, argparse._SubParsersAction):
+                yield from (action.choices[word] for word in self._line if word in action.choices)
+
+    def _names(self) -> Iterator[str]:
+        """Of its options, their choices, and its commands."""
+        for action in self._actions:
+            yield from (*action.option_strings, *(action.choices or ()))
 
 
 def _allow_everywhere(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -290,11 +290,12 @@ def model_on_meta(
 def _refuse_without_config(folder: Path, config: Config | None) -> None:
     if config is None and is_folder(folder):
         with reading(folder):
-            has_config = (folder / "config.json").is_file()
+            has_config, ggufs = (folder / "config.json").is_file(), sorted(one.name for one in folder.glob("*.gguf"))
         if not has_config:
             raise CheckpointError(
-                f"{folder} has no config.json, so it is not a transformers model: name a GGUF file itself, pass "
-                "config=, or fill a model of your own with offload.load_checkpoint_and_dispatch"
+                f"{folder} has no config.json, so it is not a transformers model: name a GGUF file itself"
+                f"{f' ({some(ggufs)})' if ggufs else ''}, pass config=, or fill a model of your own with "
+                "offload.load_checkpoint_and_dispatch"
             )
 
 

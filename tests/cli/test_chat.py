@@ -132,6 +132,7 @@ def test_a_model_without_a_chat_template_does_not_chat(folder, capsys, monkeypat
         ("generate model --prompt x --max-memry=3", "--max-memory"),
         ("generate model --promt x", "--prompt"),
         ("serve model --prot 3", "--port"),
+        ("serve model --prt=3", "--port"),
         ("cache inf x", "info"),
         ("convert a b --to safetensor", "safetensors"),
         ("xyzzy", ""),

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.models import smollm2
 from offload import cli
 from offload.checkpoints.checkpoint import open_checkpoint
+from offload.cli.main import parser
 from offload.planning.check import tiny_checkpoint
 from offload.storage.replacing import TEMPORARY, process_tag
 from tests.checkpoints.gguf_files import write_gguf
@@ -455,10 +456,17 @@ def test_verify_as_json_lists_the_findings(tmp_path, capsys):
     assert "cut off" in finding["what"]
 
 
+@pytest.mark.parametrize(("text", "meant"), [("8GiB", "8GiB"), ("4096", "4096"), ("0.5", 0.5), (".25", 0.25)])
+def test_memory_is_bytes_or_a_fraction(text, meant):
+    assert meant == parser().parse_args(["plan", "model", "--max-memory", text]).max_memory
+
+
 GENERATE = "generate model --prompt w1"
 WRONG = [
     (GENERATE, ["--max-memory", "much"], "'much' is not a size"),
     (GENERATE, ["--max-memory", "9" * 400], "is not a size"),
+    (GENERATE, ["--max-memory", "-0.5"], "usage: offload generate"),
+    (GENERATE, ["--frob"], "usage: offload generate"),
     (GENERATE, ["--device", "toaster"], "finds no device 'toaster' here"),
     (GENERATE, ["--device", ""], "finds no device"),
     (GENERATE, ["--device", "meta"], "ops can't run on 'meta'"),
