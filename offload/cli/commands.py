@@ -88,9 +88,7 @@ OPTIONS = {
     "model": _takes(None, "a folder with a checkpoint, a GGUF file, or a model on the hub", "DIRECTORY"),
     "--device": _takes(device, "cpu, cuda, cuda:1... (default: an accelerator, if any)"),
     "--dtype": _takes(dtype, "of the weights: bfloat16, float16, float32... (default: as configured)"),
-    "--max-memory": _takes(
-        memory, "how much of the weights may stay in memory: 8GiB, 0.5 (default: what is available)"
-    ),
+    "--max-memory": _takes(memory, "how much of the weights may stay in memory: 8GiB, 0.5 (default: what is free)"),
     "--device-memory": _takes(memory, "the same, on an accelerator: 20GiB, 0.5 (default: what is free, less a tenth)"),
     "--offload-dir": _takes(path, "for weights that change (default: a temporary one)"),
     "--store": _is("write decoded weights to --offload-dir (default: no)"),
@@ -101,6 +99,7 @@ OPTIONS = {
     "--system": _takes(prompt, "instructions before the message (default: none)"),
     "--raw": _is("continue the prompt as it is, without a template"),
     "--max-new-tokens": _takes(count, "of an answer, where a request does not say", default=1024),
+    "--max-new-tokens@chat": _takes(count, "of an answer, at most", default=1024),
     "--max-new-tokens@generate": _takes(count, "at most", default=64),
     "--max-new-tokens@batch": _takes(count, "of an answer, where a line does not say", default=256),
     "--prompt-cache": _takes(path, "keep keys and values of prompts there (default: none)"),
@@ -127,9 +126,7 @@ OPTIONS = {
     "--name": _takes(None, "what clients call the model (default: the name of its folder or file)"),
     "--host": _takes(None, "address to listen at", default=serve.LOOPBACK),
     "--port": _takes(port, "to listen at; 0 for a free one", default=8000),
-    "--api-key": _takes(
-        None, f"that clients must have; others here see a command line, not ${serve.KEY} (default: that)"
-    ),
+    "--api-key": _takes(None, f"that clients must send (default: ${serve.KEY}, which other users can't see)"),
     "--allow-origin": _takes(
         None, "of pages in browsers, https://chat.example.org (default: none)", action="append", default=[]
     ),
@@ -138,7 +135,7 @@ OPTIONS = {
     # A plan
     "--batch": _takes(count, "sequences at a time", default=1),
     "--context": _takes(count, "tokens of each", default=1024),
-    "--disk-rate": _takes(size, "bytes per second: 2GB (default: measured)"),
+    "--disk-rate": _takes(size, "bytes that the disk reads in a second: 2GB (default: measured)"),
     # What is written
     "target": _takes(path, "the new folder", "DIRECTORY"),
     "target@export": _takes(path, "the new file, with the suffix .safetensors or .pt"),
@@ -194,7 +191,7 @@ COMMANDS = {
     "chat": Command(
         models,
         "talk with a language model",
-        f"{_RUNS} --system --max-new-tokens --temperature@chat --top-p --seed {_KEEPS} {_DRAFTS}",
+        f"{_RUNS} --system --max-new-tokens@chat --temperature@chat --top-p --seed {_KEEPS} {_DRAFTS}",
     ),
     "batch": Command(
         batch,
