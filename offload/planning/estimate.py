@@ -131,6 +131,8 @@ class Plan:
             yield "note", "keys and values leave no memory for the weights: shorten the context, or keep them on disk,"
             yield "", f"which adds up to {_in_words(self.context_bytes / self.disk_rate)} of reading per step:"
             yield "", f"model.generate(..., {cache_option()}=offload.integrations.kv_cache(model))"
+        if self.computing.is_shared:
+            yield "note", "other programs keep the processors busy: without them it may be several times as fast"
         for one in self.ways:
             yield "faster", f"{_in_words(one.token_seconds)} per token, with {one.what}:"
             yield "", one.command

@@ -112,6 +112,7 @@ class Computing:
     packed: float  # packed bytes of a form that are multiplied by one row; that are decoded, if no kernel does that
     call: float  # seconds that an op takes from Python, whatever it computes
     sends: float | None = None  # bytes from main memory to an accelerator; None on the CPU
+    is_shared: bool = False  # whether as many other programs run as there are processors, or more
 
 
 _ENOUGH = 0.25  # seconds to measure something for
@@ -127,10 +128,11 @@ def computing_rates(device: torch.device, form: str = "") -> Computing:
         device: where to compute.
         form: in which weights are packed: a kind of blocks of GGUF files, or a method; "" for some in 4 bits.
     """
+    is_shared = os.getloadavg()[0] >= (os.cpu_count() or 1)  # of the last minute, before anything is measured
     streams, multiplies, calling = _dense_rates(device)
     sends = None if device.type == "cpu" else bus_rate(device)
     packed = _packed_rate(form, torch.zeros(1, _COLUMNS, dtype=torch.bfloat16, device=device))
-    return Computing(streams, multiplies, packed, calling, sends)
+    return Computing(streams, multiplies, packed, calling, sends, is_shared)
 
 
 def _dense_rates(device: torch.device) -> tuple[float, float, float]:

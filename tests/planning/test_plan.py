@@ -221,6 +221,14 @@ def test_the_command_prints_a_plan_in_words_and_as_json(saved: Any, capsys: pyte
     assert json.loads(last)["as_it_is"]["reads"] == sizes_of(folder).needed(1)
 
 
+@pytest.mark.parametrize("running", [0.5, 64.0])
+def test_a_plan_says_when_other_programs_compute(saved: Any, running: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.getloadavg", lambda: (running, 0, 0))
+
+    assert (running >= 64) == ("other programs keep" in str(offload.plan(saved(LlamaConfig(**HALF)), disk_rate=1000)))
+
+
 def test_the_commands_of_a_plan_have_the_options_that_it_was_made_with(saved: Any) -> None:
     folder = saved(LlamaConfig(**HALF))
 
