@@ -40,6 +40,7 @@ from bench import (
     routed,
     serve,
     small,
+    tables,
     update,
 )
 from bench.models import cache_folder
@@ -69,6 +70,7 @@ CASES = {
     "ranks": ranks.figures,
     "update": update.figures,
     "small": small.figures,
+    "tables": tables.figures,
     "cache": cache.figures,
 }
 

@@ -56,6 +56,7 @@ class Scale:
         gguf_layers: layers of a Llama in a GGUF file, some 50 MB each.
         named: shapes of the models in the table of named ones.
         memory: what each of them may use, in bytes; None for all that there is.
+        table_gigabytes: size of a table of rows in a model.
         named_tokens: how many tokens of them, to warm up and measured, and for how long.
         rounds: runs per arm.
         pairs: tokens decoded in turn in one process.
@@ -93,6 +94,7 @@ class Scale:
     named: tuple[Shape, ...]
     memory: tuple[int | None, ...]
     named_tokens: Timed
+    table_gigabytes: float
     rounds: int
     pairs: int
     packed_pairs: int
@@ -140,6 +142,7 @@ FULL = Scale(
     named=NAMED,
     memory=(None, 8 << 30, 4 << 30),
     named_tokens=Timed(20, 10, seconds=8),
+    table_gigabytes=20.0,
     rounds=3,
     pairs=60,
     packed_pairs=15,
@@ -176,6 +179,7 @@ TOY = Scale(
     named=TOY_NAMED,
     memory=(None,),
     named_tokens=Timed(1, 2),
+    table_gigabytes=0.01,
     rounds=1,
     pairs=3,
     packed_pairs=3,

@@ -24,7 +24,19 @@ from tests.processes import ROOT
 
 CASES = (
     *("dispatch", "load", "decode", "generate", "forms", "gguf", "experts", "routed", "cold", "capped", "larger"),
-    *("larger-packed", "drafts", "plan", "batches", "larger-batches", "serve", "ranks", "update", "small", "cache"),
+    *(
+        "larger-packed",
+        "drafts",
+        "plan",
+        "batches",
+        "larger-batches",
+        "serve",
+        "ranks",
+        "update",
+        "small",
+        "tables",
+        "cache",
+    ),
 )
 LACKING = (  # may be missing on another machine
     *("is not installed", "cannot grow", "memory cgroup", "O_DIRECT", "stay cached", "no room"),
