@@ -117,7 +117,7 @@ def written(figures: Sequence[Figure], scale: Scale, out: Path) -> list[Path]:
     facts = {"scale": scale.name, "rounds": scale.rounds, **machine.facts(cache_folder())}
     facts["bytes a second"] = machine.rates(scale.model())
     out.mkdir(parents=True, exist_ok=True)
-    paths = [report.write_json(figures, facts, out / f"{stem}.json"), report.draw_bars(figures, out / f"{stem}.png")]
+    paths = [report.write_json(figures, facts, out / f"{stem}.json")]
     for number, figure in enumerate(figure for figure in figures if figure.traces):
         paths.append(report.draw_memory(figure.traces, figure.case, out / f"{stem}-memory-{number + 1}.png"))
     return paths

@@ -72,30 +72,6 @@ def as_json(figure: Figure) -> dict[str, Any]:
     return {key: value for key, value in asdict(figure).items() if key != "traces"} | ratios
 
 
-def draw_bars(figures: Sequence[Figure], path: Path) -> Path:
-    """One chart per figure: a bar per arm, a line for the limit."""
-    pyplot = _pyplot()
-    rows = -(-len(figures) // 2)
-    picture, grid = pyplot.subplots(rows, 2, figsize=(14, 2.2 * rows), layout="constrained", squeeze=False)
-    for axes, figure in zip(grid.flat, figures, strict=False):
-        _draw_figure(axes, figure)
-    for axes in list(grid.flat)[len(figures) :]:
-        axes.set_axis_off()
-    return _save(picture, path)
-
-
-def _draw_figure(axes: Any, figure: Figure) -> None:
-    medians = {arm: median(values) for arm, values in figure.values.items()}
-    bars = axes.barh(list(medians), list(medians.values()), color=["C0" if arm == OURS else "C7" for arm in medians])
-    axes.bar_label(bars, [_value([value], figure.unit) for value in medians.values()], padding=3)
-    if figure.limit:
-        axes.axvline(median(figure.limit), color="C3", linestyle="--")
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set_title(figure.case, loc="left", fontsize="medium")
-    axes.set_xlabel(f"{figure.unit}; dashed: {figure.limit_name}" if figure.limit else figure.unit)
-
-
 def draw_memory(traces: Mapping[str, Trace], title: str, path: Path) -> Path:
     """Anonymous memory over time, one line per arm."""
     picture, axes = _pyplot().subplots(figsize=(8, 4), layout="constrained")

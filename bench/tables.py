@@ -9,12 +9,12 @@ Always true:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -37,13 +37,15 @@ _SHAPES = {"a token, 1 row": 1, "a token, 8 rows": 8, "a prompt of 256 tokens": 
 _TIMES, _WARM_UP = 40, 5
 
 
-@dataclass(frozen=True)
-class TablesTrial:
+class TablesTrial(NamedTuple):
     """Median seconds and bytes read of a pass, and anonymous memory above the start."""
 
     seconds: float
     bytes_read: float
     peak_bytes: int
+
+
+_MEASURED = tuple(zip(("", ", bytes read", ", peak anonymous memory"), "sBB", map(itemgetter, range(3)), strict=True))
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
@@ -65,15 +67,10 @@ def _figures(what: str, picks: int, path: Path, scale: Scale) -> list[Figure]:
 
     done = in_turn({name: partial(arm, name) for name in (OURS, _MAPPED, _IN_MEMORY)}, scale.rounds, {})
     limits = done.take(_IN_MEMORY)
-    case = f"tables, {path.stat().st_size / 1e9:.1f} GB: {{}}{what}"
-
-    def figure(of: str, unit: str, value: Callable[[TablesTrial], float]) -> Figure:
-        return Figure(case.format(of), unit, done.values(value), list(map(value, limits)), _IN_MEMORY, done.missing)
-
+    case = f"tables, {path.stat().st_size / 1e9:.1f} GB: {what}"
     return [
-        figure("", "s", lambda one: one.seconds),
-        figure("bytes read, ", "B", lambda one: one.bytes_read),
-        figure("peak anonymous memory, ", "B", lambda one: one.peak_bytes),
+        Figure(f"{case}{of}", unit, done.values(value), list(map(value, limits)), _IN_MEMORY, done.missing)
+        for of, unit, value in _MEASURED
     ]
 
 
