@@ -84,6 +84,11 @@ def test_comments_that_stand_for_content_are_replaced(site, pages):
     assert "<td>Qwen2.5 7B, Q4_K_M (4.7 GB)</td>" in pages[site / "index.html"].text
 
 
+def test_lists_and_tables_are_not_lines_of_a_paragraph(pages):
+    lines = re.compile(r"<p>(?:(?!</p>).)*\n(?:[-*] |\d+\. |\|)", re.DOTALL)
+    assert [] == [path for path, page in pages.items() if lines.search(page.text)]
+
+
 def test_nothing_is_loaded_from_elsewhere(site, pages):
     elsewhere = {load for page in pages.values() for load in page.loads if urlsplit(load).netloc}
 
