@@ -22,7 +22,7 @@ from offload.system.modes import no_functions, no_modes
 from offload.tensor.boxes import recut
 from offload.torch_api import version_of
 
-MOST = 64 << 10  # bytes of a value
+MOST = 512 << 10  # bytes of a value: the router of a mixture has as many
 _ALL = 64 << 20  # bytes of all of them
 
 
