@@ -473,25 +473,6 @@ def test_a_damaged_block_is_computed_again(model, prompts, caplog):
         assert "computed again" not in caplog.text
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 512], ids=str)
-@pytest.mark.parametrize("apart", [1, 5])
-def test_a_block_whose_parts_changed_places_is_computed_again(llama, prompts, caplog, size, apart):
-    """Words, rows or sectors: nothing is missing, and nothing new is there."""
-    tokens = ids(100)
-    expected = answer(llama.generate, tokens)
-    answer(prompts.generate, llama, tokens)
-    (path,) = blocks(prompts)
-    begin = path.stat().st_size - 4096  # the values of the last layer
-    data = bytearray(path.read_bytes())
-    one, other = (slice(begin + number * size, begin + (number + 1) * size) for number in (0, apart))
-    assert data[one] != data[other]
-    data[one], data[other] = data[other], data[one]
-    path.write_bytes(data)
-
-    assert torch.equal(expected, answer(prompts.generate, llama, tokens))
-    assert "does not match its checksum" in caplog.text
-
-
 @pytest.mark.parametrize("left", [0, 1, 3000, -1])
 def test_a_truncated_block_is_computed_again(llama, prompts, left):
     tokens = ids(200)
