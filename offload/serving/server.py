@@ -3,7 +3,8 @@
 Always true:
 - the port is taken before the model is opened: one in use is an error at once
 - at SIGTERM or SIGINT no answer is begun any more; those in progress finish, or are cut with a finish_reason
-- a connection that asks for nothing is closed, and so is one too many; the process's signal handlers are put back
+- a connection too many is answered with 503, since the model's files need descriptors, too
+- the process's signal handlers are put back
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from contextlib import suppress
 from types import FrameType
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from offload.errors import ArgumentError
 from offload.serving.app import App
 from offload.serving.engine import Engine
 
-_PATIENCE = 30.0  # seconds in which a connection asks for something
+_PATIENCE = 30  # seconds in which a connection asks for something more
 _AFTER_CUT = 15  # seconds for clients to read the ends of answers that were cut
 _log = logging.getLogger("offload.serving")
 
@@ -52,14 +52,15 @@ def serve(app: App, engine: Engine, at: socket.socket, *, grace: float, ready: C
     """Answer requests until a signal comes; then those in progress have `grace` seconds, and all is closed."""
     config = uvicorn.Config(
         app,
-        http=_Connection,
+        http="h11",
         ws="none",
         loop="asyncio",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=int(_PATIENCE),
+        timeout_keep_alive=_PATIENCE,
+        limit_concurrency=resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2,
         timeout_graceful_shutdown=int(grace) + _AFTER_CUT,
     )
     server = _Server(config, engine, grace, ready)
@@ -89,30 +90,3 @@ class _Server(uvicorn.Server):
         """The first signal ends the server, the second one at once. None is noted, which uvicorn would raise again."""
         self.force_exit = self.should_exit
         self.should_exit = True
-
-
-class _Connection(H11Protocol):
-    """A connection that is closed if it asks for nothing for a while, or does not finish what it asks."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._was_idle = False
-        self._look_later()
-        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:  # the model's files need some
-            transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        super().connection_lost(exc)
-
-    def _look_later(self) -> None:
-        self._timer = self.loop.call_later(_PATIENCE, self._look)
-
-    def _look(self) -> None:
-        cycle: RequestResponseCycle | None = self.cycle
-        is_idle = cycle is None or cycle.response_complete
-        if is_idle and self._was_idle:
-            self.transport.close()
-            return
-        self._was_idle = is_idle
-        self._look_later()

@@ -1,4 +1,4 @@
-"""`offload serve`, asked by the clients that people have: openai, litellm, langchain, curl."""
+"""`offload serve`, asked by openai's client, and by others that are no good."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -100,34 +99,6 @@ def test_requests_at_once_share_the_passes_and_each_gets_its_own_answer(server, 
     assert passes < tokens / 2
 
 
-def test_litellm_and_langchain_get_the_text(server, model):
-    litellm = pytest.importorskip("litellm")
-    langchain = pytest.importorskip("langchain_openai")
-    url = f"{server.url}/v1"
-
-    said = litellm.completion(
-        "openai/tiny", CHAT["messages"], api_base=url, api_key="none", max_tokens=6, temperature=0
-    )
-    chat = langchain.ChatOpenAI(model="tiny", base_url=url, api_key="none", max_tokens=6, temperature=0)
-
-    expected = words(greedy(model, [3, 4], 6))
-    assert expected == said.choices[0].message.content
-    assert expected == chat.invoke("w3 w4").content
-    assert expected == "".join(part.content for part in chat.stream("w3 w4"))
-
-
-def test_curl_gets_events(server):
-    body = json.dumps({"prompt": "w3", "max_tokens": 2, "stream": True})
-
-    done = subprocess.run(
-        ["curl", "-sN", f"{server.url}/v1/completions", "-H", JSON, "-d", body], capture_output=True, text=True
-    )
-
-    events = [line.removeprefix("data: ") for line in done.stdout.split("\n\n") if line]
-    assert "[DONE]" == events.pop()
-    assert "length" == json.loads(events[-1])["choices"][0]["finish_reason"]
-
-
 # What is asked for
 
 
@@ -171,6 +142,20 @@ def test_a_seed_gives_the_same_sample_and_answers_of_one_request_differ(server):
     assert many["choices"][0]["text"] == first["choices"][0]["text"]
     assert first["choices"][0]["text"] == again["choices"][0]["text"]
     assert 3 == len({choice["text"] for choice in many["choices"]})
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.4}, {"repetition_penalty": 30.0}], ids=str
+)
+def test_a_sample_is_the_one_that_generate_draws(server, model, fields):
+    drawn = {"temperature": 2.0, **fields}
+    asked = {"prompt": [[3, 4]], "max_tokens": 12, "seed": 7, **drawn}
+
+    _, said = server.post("/v1/completions", asked)
+
+    torch.manual_seed(7)
+    tokens = model.generate(torch.tensor([[3, 4]]), do_sample=True, max_new_tokens=12, pad_token_id=0, **drawn)
+    assert words(tokens[0, 2:].tolist()) == said["choices"][0]["text"].strip()
 
 
 WRONG = {
