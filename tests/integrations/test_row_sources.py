@@ -17,6 +17,7 @@ from offload.errors import CacheError, OffloadError
 from offload.integrations import cache_from
 from offload.integrations.rows import rows_of
 
+h5py = pytest.importorskip("h5py")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
@@ -61,6 +62,17 @@ def a_tensordict(values: Values) -> Any:
     return pytest.importorskip("tensordict").TensorDict(tensors(values), batch_size=[len(values["id"])])
 
 
+def hdf5_group(folder: Path, values: Values) -> Any:
+    file = h5py.File(folder / "rows.h5", "w")
+    file.update({f"group/{name}": part for name, part in values.items()})
+    return file["group"]
+
+
+def hdf5_file(path: Path, values: Values) -> None:
+    with h5py.File(path, "w") as file:
+        file.update(values)
+
+
 def arrow_file(path: Path, values: Values, form: Callable[..., Any]) -> None:
     table = arrow_table(values)
     with pa.OSFile(str(path), "wb") as sink, form(sink, table.schema) as file:
@@ -82,6 +94,7 @@ def folder_of_a_dataset(path: Path, values: Values) -> None:
 IN_MEMORY: dict[str, Make] = {
     "array": lambda _, values: structured(values),
     "dict of tensors": lambda _, values: tensors(values),
+    "HDF5 group": hdf5_group,
     "Arrow table": lambda _, values: arrow_table(values),
     "dataset": lambda _, values: a_dataset(values),
     "TensorDict": lambda _, values: a_tensordict(values),
@@ -90,6 +103,7 @@ FILES: dict[str, Make] = {
     "rows.npy": lambda path, values: np.save(path, structured(values)),
     "rows.safetensors": lambda path, values: save_file(tensors(values), path),
     "rows.pt": lambda path, values: torch.save(tensors(values), path),
+    "rows.h5": hdf5_file,
     "rows.arrow": lambda path, values: arrow_file(path, values, pa.ipc.new_file),
     "rows.arrows": lambda path, values: arrow_file(path, values, pa.ipc.new_stream),
     "rows.parquet": lambda path, values: pq.write_table(arrow_table(values), path, row_group_size=5),
