@@ -6,6 +6,7 @@ Always true:
 - numbers become tensors, lists of varying size rows of varying size; text, structs and deeper lists become JSON
 - a part of a part becomes a column `outer.inner`; an array without fields becomes `values`
 - a null is a missing value: `<column>.present` is False, with zeros or an empty row; in a JSON column it is null
+- in HDF5 no link is followed, and a dataset whose values are in other files, for which HDF5 may give zeros, is refused
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def cache_from(
     | source | columns |
     | --- | --- |
     | `.npy` (structured too), `numpy.ndarray` | its fields; `values` for an array without |
+    | HDF5, an open `h5py.File` or `h5py.Group` | its arrays, of one length; links and the rest are skipped |
     | Parquet, a folder of it, Arrow, Feather, `pyarrow.Table` | its columns |
     | what `Dataset.save_to_disk` wrote, `datasets.Dataset` | its columns |
     | `.safetensors`, a dict of tensors from `torch.save`, a dict of tensors | its tensors, of one length |
@@ -101,7 +103,7 @@ def rows_of(source: object, columns: Columns = None) -> Incoming:
         return _rows_of_tensors(source, columns, "the dict")
     raise CacheError(
         f"no rows can be read from {type(source).__name__}: give a path, an array, a dict of tensors, a TensorDict, a "
-        "pyarrow.Table or a datasets.Dataset; TensorCache.from_records takes records one by one"
+        "pyarrow.Table, a datasets.Dataset or an h5py.Group; TensorCache.from_records takes records one by one"
     )
 
 
@@ -299,6 +301,59 @@ def _values_of(rows: np.ndarray[Any, Any]) -> Any:
     return torch.from_numpy(np.array(rows, dtype=rows.dtype.newbyteorder("="), order="C", subok=False))
 
 
+# HDF5
+
+
+def _rows_of_hdf5(path: Path, columns: Columns) -> Incoming:
+    import h5py
+
+    return _rows_of_group(h5py.File(path, "r"), columns)
+
+
+def _rows_of_group(group: Any, columns: Columns) -> Incoming:
+    import h5py
+
+    place, found = f"{group.file.filename}{group.name}", {}
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            found.update({f"{name}.{field}" if field else name: (item, field) for field in item.dtype.names or (None,)})
+
+    group.visititems(visit)
+    if columns is None:
+        found = {name: part for name, part in found.items() if _is_array(name, *part, place)}
+    chosen = _chosen(found, columns, place)
+    return _rows_of_parts({name: _part_of_dataset(name, *part, place) for name, part in chosen.items()}, place)
+
+
+def _is_array(name: str, dataset: Any, field: str | None, place: str) -> bool:
+    import h5py
+
+    dtype = (dataset.dtype[field] if field else dataset.dtype).base
+    is_array = bool(dataset.shape) and dtype.kind != "V" and h5py.check_ref_dtype(dtype) is None
+    if not is_array:
+        log.info("%r in %s is skipped: it has no rows of numbers or text", name, place)
+    return is_array
+
+
+def _part_of_dataset(name: str, dataset: Any, field: str | None, place: str) -> Part:
+    import h5py
+
+    if dataset.is_virtual or dataset.external:
+        raise CacheError(f"the values of {name!r} in {place} are in other files: read those, or name columns=")
+    source, dtype = (dataset.fields(field), dataset.dtype[field]) if field else (dataset, dataset.dtype)
+    shape, base = dataset.shape or (), dtype.base
+    is_text = h5py.check_string_dtype(base) is not None
+    values = None if is_text else h5py.check_vlen_dtype(base)
+    if values is None:
+        column = JSON if is_text else (_dtype_of(name, base, place), (*shape[1:], *dtype.shape))
+        return Part(column, shape, lambda rows: _values_of(source[rows]), dataset.nbytes)
+    if shape[1:] or dtype.shape:
+        raise CacheError(f"{name!r} in {place} has several variable-length values per row: leave it out with columns=")
+    column = (_dtype_of(name, values, place), (None,))
+    return Part(column, shape, lambda rows: [_values_of(row) for row in source[rows]], dataset.nbytes)
+
+
 # Arrow
 
 
@@ -448,6 +503,7 @@ def _flat(array: Any, column: Column, place: str) -> torch.Tensor:
 
 
 _MARKS: Mapping[bytes, Callable[[Path, Columns], Incoming]] = {
+    b"\x89HDF\r\n\x1a\n": _rows_of_hdf5,
     np.lib.format.MAGIC_PREFIX: _rows_of_npy,
     b"PAR1": lambda path, columns: _rows_of_parquet([path], columns),
     b"ARROW1": _rows_of_ipc,
@@ -455,6 +511,7 @@ _MARKS: Mapping[bytes, Callable[[Path, Columns], Incoming]] = {
 }
 _KINDS: tuple[tuple[str, str, Callable[[Any, Columns], Incoming]], ...] = (
     ("numpy", "ndarray", _rows_of_array),
+    ("h5py", "Group", _rows_of_group),
     ("pyarrow", "Table", _rows_of_table),
     ("datasets", "Dataset", _rows_of_dataset),
 )

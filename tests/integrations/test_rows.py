@@ -15,6 +15,7 @@ from offload.integrations import cache_from
 from offload.integrations.rows import rows_of
 from tests.processes import run_script
 
+h5py = pytest.importorskip("h5py")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
@@ -67,6 +68,38 @@ def test_a_plain_array_is_a_column(tmp_path: Path, order: Any) -> None:
     assert torch.equal(torch.from_numpy(values.copy()), cache[:]["values"])
     assert {"from": "numpy"} == cache.metadata
     assert torch.equal(torch.from_numpy(values.copy()), cache_from(np.load(tmp_path / "rows.npy", "r"))[:]["values"])
+
+
+def test_hdf5(tmp_path: Path) -> None:
+    rows = structured()
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["group/x"] = np.random.default_rng(0).random((N, 2, 3))
+        file["half"] = rows["v"]
+        file["flag"] = rows["in"]["ok"]
+        file["text"] = rows["in"]["name"].tolist()
+        file["fixed"] = rows["raw"]
+        file["table"] = rows[["id", "v"]]
+        lengths = file.create_dataset("lengths", (N,), dtype=h5py.vlen_dtype(np.int32))
+        for number in range(N):
+            lengths[number] = np.arange(number % 4)
+        file.create_dataset("packed", data=np.arange(N), chunks=(3,), compression="gzip")
+
+        group = cache_from(file["group"])[:]
+        found = cache_from(file, tmp_path / "open")[:]
+        x = file["group/x"][:]
+    again = cache_from(tmp_path / "rows.h5")[:]
+
+    assert torch.equal(torch.from_numpy(x), group["x"])
+    assert set(found) == set(again)
+    assert torch.equal(torch.from_numpy(x), again["group/x"])
+    assert torch.equal(torch.from_numpy(rows["v"].copy()), again["half"])
+    assert torch.equal(torch.from_numpy(rows["v"].copy()), again["table.v"])
+    assert torch.equal(torch.arange(N), again["table.id"])
+    assert torch.equal(torch.arange(N), again["packed"])
+    assert rows["in"]["ok"].tolist() == again["flag"].tolist()
+    assert rows["in"]["name"].tolist() == again["text"]
+    assert [raw.decode() for raw in rows["raw"]] == again["fixed"]
+    assert [list(range(number % 4)) for number in range(N)] == [row.tolist() for row in again["lengths"]]
 
 
 def table() -> Any:
@@ -182,6 +215,40 @@ def test_values_that_cannot_be_kept_are_refused(tmp_path):
         cache_from(tmp_path)
 
 
+def test_hdf5_data_that_cannot_be_kept_is_refused_or_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """HDF5 gives zeros for a virtual dataset whose source is gone."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["a"], file["b"], file["version"], file["nothing"] = np.arange(3), np.zeros(2), 7, h5py.Empty("f4")
+        file.create_dataset("to", (3,), dtype=h5py.ref_dtype)
+        file["opaque"], file["kind"], file["link"] = np.zeros(3, dtype="V5"), np.dtype("f4"), h5py.SoftLink("a")
+        file.create_dataset("outside", (3,), "f8", external=[(tmp_path / "raw", 0, 24)])[:] = 1
+        layout = h5py.VirtualLayout(shape=(3,), dtype="f8")
+        layout[:] = h5py.VirtualSource("gone.h5", "x", shape=(3,))
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("deep", (3, 2), dtype=h5py.vlen_dtype(np.int32))
+    refused = {
+        "outside": "the values of 'outside' in .* are in other files",
+        "virtual": "the values of 'virtual' in .* are in other files",
+        "b": r"differ in length \('a': 3, 'b': 2\)",
+        "version": "'version': a single value",
+        "nothing": "'nothing': a single value",
+        "to": "'to' in .* is of dtype object, neither torch's nor text",
+        "deep": "'deep' in .* has several variable-length values per row",
+        "link": "has no column 'link'",
+    }
+    for name, words in refused.items():
+        with pytest.raises(CacheError, match=words):
+            cache_from(tmp_path / "x.h5", columns=["a", name])
+    with h5py.File(tmp_path / "x.h5", "a") as file:
+        for name in ("b", "outside", "virtual", "deep"):
+            del file[name]
+    with caplog.at_level("INFO", "offload"):
+        rows = cache_from(tmp_path / "x.h5")[:]
+
+    assert {"a": [0, 1, 2]} == {name: values.tolist() for name, values in rows.items()}
+    assert all(f"'{name}'" in caplog.text for name in ("version", "nothing", "to", "opaque"))
+
+
 @pytest.mark.parametrize("form", ["file", "stream"])
 @pytest.mark.parametrize("columns", [None, ["l"], ["s"]])
 def test_places_outside_of_an_arrow_file_are_an_error(tmp_path: Path, form: str, columns: list[str] | None) -> None:
@@ -200,12 +267,46 @@ def test_places_outside_of_an_arrow_file_are_an_error(tmp_path: Path, form: str,
     assert not (tmp_path / "cache").exists()
 
 
+def _hdf5(path: Path, values: np.ndarray[Any, Any]) -> None:
+    with h5py.File(path, "w") as file:
+        file["inner/x"] = values
+
+
 def _table(values: np.ndarray[Any, Any]) -> Any:
     return pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])})
 
 
 def _parquet(path: Path, values: np.ndarray[Any, Any]) -> None:
     pq.write_table(_table(values), path, row_group_size=4, use_dictionary=False, compression="none")
+
+
+def _arrow(path: Path, values: np.ndarray[Any, Any]) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _table(values).schema) as file:
+        file.write_table(_table(values))
+
+
+WRITERS: dict[str, Any] = {"npy": np.save, "h5": _hdf5, "parquet": _parquet, "arrow": _arrow}
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path, form):
+    path = tmp_path / f"x.{form}"
+    WRITERS[form](path, np.arange(1000).reshape(1000, 1))
+    data = bytearray(path.read_bytes())
+    if form == "npy":
+        data = data.replace(b"{'descr'", b"{{{{{{{{")
+    elif form == "h5":
+        data = data.replace(b"TREE", b"EERT")
+    elif form == "parquet":
+        data[4:400] = b"\xff" * 396
+    else:
+        data[-200:-10] = b"\xff" * 190
+    path.write_bytes(data)
+
+    words = rf"(?s)x\.{form} can't be read \(.*\): is it complete\? Download or copy it again"
+    with pytest.raises(CorruptFileError, match=words):
+        cache_from(path, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_shard_of_parquet_may_have_no_row_groups(tmp_path: Path) -> None:
@@ -230,11 +331,12 @@ def test_arrow_data_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         cache_from(tmp_path)
 
 
-def test_a_file_is_streamed_in_little_memory(tmp_path):
+@pytest.mark.parametrize("form", ["h5", "parquet"])
+def test_a_file_is_streamed_in_little_memory(tmp_path, form):
     values = np.random.default_rng(0).integers(0, 255, (64, 1 << 20), dtype=np.uint8)  # 64 MB
-    small, path = tmp_path / "s.parquet", tmp_path / "x.parquet"
-    _parquet(small, values[:2])
-    _parquet(path, values)
+    small, path = tmp_path / f"s.{form}", tmp_path / f"x.{form}"
+    WRITERS[form](small, values[:2])
+    WRITERS[form](path, values)
     script = """
         import sys
         from offload.integrations import cache_from
