@@ -233,7 +233,6 @@ def exposition(engine: Engine) -> str:
     """The figures in the form that Prometheus reads; rates and shares follow from them there."""
     done = engine.figures()
     figures: dict[str, float] = {
-        **{f'requests_total{{reason="{reason}"}}': count for reason, count in sorted(done.answers.items())},
         "prompt_tokens_total": done.prompt_tokens,
         "tokens_total": done.tokens,
         "passes_total": done.passes,
@@ -244,4 +243,9 @@ def exposition(engine: Engine) -> str:
         "budget_bytes": sum(pool.capacity for pool in Pool.all() if pool.values()),
         "resident_bytes": memory_summary().resident,
     }
-    return "".join(f"offload_{name} {value:.17g}\n" for name, value in figures.items())
+    lines = ["# TYPE offload_requests_total counter"]
+    lines += [f'offload_requests_total{{reason="{reason}"}} {count}' for reason, count in sorted(done.answers.items())]
+    for name, value in figures.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# TYPE offload_{name} {kind}", f"offload_{name} {value:.17g}"]
+    return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ import torch
 
 import offload
 from offload.cli import main
+from offload.serving import server as serving
 from tests.processes import ended
 from tests.serving.servers import Server, greedy, running, saved, started, tiny_tokenizer, words
 
 openai = pytest.importorskip("openai")
-JSON = "content-type: application/json"
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +239,21 @@ def test_clients_that_send_garbage_or_nothing_hold_up_no_other(server):
     for one in idle:
         one.close()
     assert 200 == status
+
+
+@pytest.mark.parametrize(("patience", "most", "first"), [(0.1, 1000, 0), (1000, 4, 4)])
+def test_connections_that_ask_for_nothing_or_are_too_many_are_closed(
+    patience, most, first, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(serving, "_PATIENCE", patience)
+    monkeypatch.setattr(serving, "resource", SimpleNamespace(getrlimit=lambda _: (2 * most,), RLIMIT_NOFILE=0))
+    with running(folder, tmp_path / "log") as small:
+        host, port = small.url.removeprefix("http://").split(":")
+        idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(6)]
+
+        assert {b""} == {one.recv(1) for one in idle[first:]}
+        for one in idle:
+            one.close()
 
 
 def test_a_full_queue_is_a_429(folder, tmp_path):
