@@ -7,7 +7,7 @@ Always true:
 - writers exclude each other; readers wait for nobody
 - what is written never exceeds the budget: the block that was not used for longest goes first, later ones of a prompt
   before earlier ones
-- a block that does not match its checksum, a CRC of its bytes, is not found
+- a block that does not match its checksum, a CRC of its forms and bytes, is not found
 """
 
 from __future__ import annotations
@@ -75,6 +75,10 @@ class Form(NamedTuple):
         return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
 
+def _checksum(forms: list[Form], states: torch.Tensor) -> int:
+    return crc32(bytes_of(states), crc32(repr(forms).encode()))
+
+
 class Block:
     """Keys and values of some tokens, on their way into memory; `check` waits for them."""
 
@@ -110,7 +114,7 @@ class Block:
             bring_in(self._bytes.data_ptr(), self._bytes.nbytes)
         except OSError as error:
             raise CorruptFileError(f"{self.path} can't be read ({error.strerror})") from error
-        if crc32(bytes_of(self._bytes)) != self._checksum:
+        if _checksum(self.forms, self._bytes) != self._checksum:
             raise CorruptFileError(f"{self.path} is damaged: it does not match its checksum")
 
     def states(self, layer: int) -> States:
@@ -199,7 +203,7 @@ class Blocks:
             whole[at : at + layer.nbytes] = flat
             at += layer.nbytes
         noted_forms = [[form.heads, form.key, form.value, dtype_name(form.dtype)] for form in forms]
-        noted = {"identity": identity, "tokens": tokens, "forms": noted_forms, "crc32": crc32(bytes_of(whole))}
+        noted = {"identity": identity, "tokens": tokens, "forms": noted_forms, "crc32": _checksum(forms, whole)}
         layouts = {_KEY: Layout(torch.uint8, (nbytes,), (1,))}
         if not quota.make(build(layouts, {_NOTE: noted}).size):
             return False

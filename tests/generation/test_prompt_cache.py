@@ -473,6 +473,17 @@ def test_a_damaged_block_is_computed_again(model, prompts, caplog):
         assert "computed again" not in caplog.text
 
 
+def test_a_block_whose_header_names_another_form_is_computed_again(llama, prompts):
+    """Of the same size."""
+    answer(prompts.generate, llama, ids(100))
+    (path,) = blocks(prompts)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'float32\\"', b'int32\\"  '))
+
+    assert data != path.read_bytes()
+    assert 0 == known(prompts, llama, ids(100))
+
+
 @pytest.mark.parametrize("left", [0, 1, 3000, -1])
 def test_a_truncated_block_is_computed_again(llama, prompts, left):
     tokens = ids(200)
