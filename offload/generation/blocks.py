@@ -100,8 +100,6 @@ class Block:
             forms = [_form(form) for form in noted["forms"]]
             if noted["identity"] != identity or noted["tokens"] != tokens:
                 raise CorruptFileError(f"{path} is the block of other tokens, or of another model")
-            if sum(form.nbytes for form in forms) != file.entry(_KEY).layout.nbytes:
-                raise CorruptFileError(f"{path} does not have the size that its header says")
             return cls(file, forms, noted["crc32"])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, CorruptFileError):

@@ -91,8 +91,9 @@ class _StoredLayer:
 
     @property
     def has_all(self) -> bool:
-        """Whether it has seen the first `until` tokens once, and no others in their place."""
-        return self._seen >= self._until
+        """Whether it has seen the first `until` tokens once, and has them, and no others in their place."""
+        length: int = self.get_seq_length()  # type: ignore[attr-defined]
+        return min(self._seen, length) >= self._until
 
     def passed(self, start: int, end: int) -> States:
         """Keys and values of some of the first tokens, (batch, heads, tokens, size)."""

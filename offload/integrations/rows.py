@@ -313,7 +313,8 @@ def _rows_of_hdf5(path: Path, columns: Columns) -> Incoming:
 def _rows_of_group(group: Any, columns: Columns) -> Incoming:
     import h5py
 
-    place, found = f"{group.file.filename}{group.name}", {}
+    place = f"{group.file.filename}{group.name}"
+    found: dict[str, tuple[Any, str | None]] = {}
 
     def visit(name: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset):

@@ -450,6 +450,18 @@ def test_a_cache_that_was_reset_is_not_kept_even_with_other_tokens_since(model, 
     assert [] == blocks(prompts)
 
 
+@pytest.mark.parametrize("others", [0, 80])
+def test_a_cache_that_was_cropped_into_its_prompt_is_not_kept(llama, prompts, others):
+    past = prompts.past_for(llama, ids(100))
+    logits(llama, ids(100), past)
+    past.crop(50)
+    if others:
+        llama(ids(others, seed=1), **{CACHE: past})
+    prompts.keep(past)
+
+    assert [] == blocks(prompts)
+
+
 # The folder
 
 
@@ -511,6 +523,7 @@ def test_the_least_recently_used_blocks_go(llama, tmp_path):
     answer(prompts.generate, llama, ids(200))
     size = sum(path.stat().st_size for path in blocks(prompts))
     bounded = PromptCache(prompts.folder, max_disk=2 * size + size // 2)
+    assert 192 == known(bounded, llama, ids(200))  # later reads alone leave the time of access as it is (relatime)
     answer(bounded.generate, llama, ids(200, seed=1))
     assert 192 == known(bounded, llama, ids(200))
 
@@ -532,7 +545,7 @@ def test_a_prompt_larger_than_the_budget_is_kept_in_part(llama, tmp_path):
 
 
 def test_a_block_that_is_removed_meanwhile_is_still_used(model, prompts):
-    tokens = ids(200)
+    tokens = ids(200, rows=2)
     expected = logits(model, tokens, prompts.past_for(model, tokens))
     answer(prompts.generate, model, tokens)
     past = prompts.past_for(model, tokens)
