@@ -324,7 +324,9 @@ def _rows_of_group(group: Any, columns: Columns) -> Incoming:
     if columns is None:
         found = {name: part for name, part in found.items() if _is_array(name, *part, place)}
     chosen = _chosen(found, columns, place)
-    return _rows_of_parts({name: _part_of_dataset(name, *part, place) for name, part in chosen.items()}, place)
+    return _rows_of_parts(
+        {name: _part_of_dataset(name, dataset, field, place) for name, (dataset, field) in chosen.items()}, place
+    )
 
 
 def _is_array(name: str, dataset: Any, field: str | None, place: str) -> bool:

@@ -105,5 +105,6 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _close_if_unused(self) -> None:
-        if self.cycle is None:
+        request: object = self.cycle  # None, although uvicorn's annotation says otherwise
+        if request is None:
             self.transport.close()

@@ -159,6 +159,19 @@ def test_a_sample_is_the_one_that_generate_draws(server, model, fields):
     assert words(tokens[0, 2:].tolist()) == said["choices"][0]["text"].strip()
 
 
+def test_a_token_that_ends_answers_does_so_unless_it_is_ignored(model, tmp_path):
+    tokens = greedy(model, [3, 4], 8)
+    count = tokens.index(tokens[2])
+    place = saved(tmp_path / "ending", tiny_tokenizer(), eos_token_id=tokens[2])
+    asked = {"prompt": "w3 w4", "max_tokens": 8, "temperature": 0}
+    with running(place, tmp_path / "log") as ending:
+        answers = [ending.post("/v1/completions", {**asked, "ignore_eos": way})[1] for way in (False, True)]
+
+    [(ended, ignoring)] = zip(*(answer["choices"] for answer in answers), strict=True)
+    assert (words(tokens[:count]), "stop") == (ended["text"].strip(), ended["finish_reason"])
+    assert (words(tokens), "length") == (ignoring["text"].strip(), ignoring["finish_reason"])
+
+
 WRONG = {
     "no JSON": (b'{"prompt":', 400, None),
     "deep JSON": (b"[" * 100_000, 400, None),
