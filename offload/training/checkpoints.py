@@ -292,5 +292,5 @@ def _refuse_other_model(values: StateDict, saved: StateDict, left_out: set[str],
 
 def _form_of(value: object) -> str:
     if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
+        return "not a tensor"
     return f"{value.dtype} of shape {tuple(value.shape)}"

@@ -419,6 +419,32 @@ def test_an_interrupt_stops_every_batch(model):
         list(map_batches(fn, range(4), model, in_flight=4))
 
 
+@torch.no_grad()
+def test_another_interrupt_leaves_no_thread_behind(model):
+    """While waiting for batches to end."""
+    has_left = threading.Event()
+
+    def fn(at: int) -> int:
+        try:
+            for _ in range(1 + at):
+                model(tokens(1)[0])
+        finally:
+            if at == 1:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                has_left.wait(10)
+        return at
+
+    results = map_batches(fn, range(8), model, in_flight=4)
+    next(results)
+    running = [thread for thread in threading.enumerate() if thread.name.startswith("offload-batch")]
+    with pytest.raises(KeyboardInterrupt):
+        results.close()
+    has_left.set()
+
+    assert len(running) >= 3
+    assert all_end(running)
+
+
 def all_end(threads: list[threading.Thread]) -> bool:
     for thread in threads:
         thread.join(10)

@@ -105,6 +105,14 @@ def test_old_measurements_are_forgotten():
     assert (1.0, 9.0) == (costs.seconds(1), costs.seconds(30))
 
 
+def test_longer_passes_are_not_taken_for_quicker_ones():
+    costs = PassCosts()
+    costs.learn(1, 2.0)
+    costs.learn(8, 1.0)
+
+    assert 1.0 == costs.seconds(64)
+
+
 @pytest.mark.parametrize(
     ("text", "most", "found", "matched"),
     [
