@@ -22,14 +22,12 @@ TESTED = ("5.17", "5.24")  # the oldest and the newest release with which all te
 
 _MODULES = {
     "activations": "SiLUActivation",
-    "cache_utils": "DynamicLayer DynamicSlidingWindowLayer MtpCache",
+    "cache_utils": "DynamicLayer DynamicSlidingWindowLayer",
     "conversion_mapping": "get_model_conversion_mapping",
     "core_model_loading": (
-        "PrefixChange WeightConverter WeightRenaming convert_and_load_state_dict_in_model dot_natural_key "
-        "rename_source_key revert_weight_conversion"
+        "PrefixChange WeightConverter WeightRenaming dot_natural_key rename_source_key revert_weight_conversion"
     ),
     "dynamic_module_utils": "custom_object_save",
-    "generation.candidate_generator": "MTPCandidateGenerator",
     "integrations.gguf": (
         "GGUF_CONFIG_ARCHS get_gguf_config get_gguf_conversion_mapping is_gguf_arch_supported read_gguf_metadata"
     ),
@@ -39,9 +37,8 @@ _MODULES = {
     "integrations.sdpa_attention": "sdpa_attention_forward",
     "masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
     "modeling_gguf_pytorch_utils": "TENSOR_PROCESSORS TensorProcessor get_gguf_hf_weights_map load_gguf_checkpoint",
-    "modeling_layers": "MtpModel",
     "modeling_rope_utils": "ROPE_INIT_FUNCTIONS",
-    "modeling_utils": "ALL_ATTENTION_FUNCTIONS LoadStateDictConfig",
+    "modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "quantizers": "AutoHfQuantizer HfQuantizer",
     "utils.logging": "disable_progress_bar",
 }
@@ -58,10 +55,7 @@ ATTRIBUTES = {
     "GenerationMixin": "_assisted_decoding _get_candidate_generator",
 }
 # Those that may be missing: set while loading, on parts of some models, or not in every release.
-OPTIONAL_ATTRIBUTES = (
-    "_apply_gate _eos_token_tensor _is_expert_parallel _layer_type _process_model_before_weight_loading "
-    "_weight_conversions"
-)
+OPTIONAL_ATTRIBUTES = "_apply_gate _eos_token_tensor _is_expert_parallel _layer_type _weight_conversions"
 CACHES = ("cache", "past_key_values")  # since 5.24; before, and in code that comes with a model
 
 

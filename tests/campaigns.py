@@ -27,7 +27,6 @@ CAMPAIGNS = {
     "kills": "writers are killed at every line, and at hundreds of random moments",
     "mixtures": "experts in every form that checkpoints store them in",
     "ops": "torch's whole databases of ops and modules: more samples and dtypes, traces",
-    "requests": "200 random requests to a server, alone and sixteen at a time",
     "rows": "a cache of ten million rows, and batches that are stopped at 1,000 moments",
     "shapes": "10,000 shapes of packed rows, 100,000 with flipped bits, and one of more than 2^31 numbers",
 }

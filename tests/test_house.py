@@ -53,7 +53,6 @@ GUESTS = {
     "checkpoints.forms.gguf": {"transformers"},
     "checkpoints.forms.torchao": {"torchao"},
     "generation.identity": {"transformers"},
-    "generation.mtp": {"transformers"},
     "generation.past": {"transformers"},
     "models.device_map": {"accelerate"},
     "checkpoints.writing": {"huggingface_hub"},

@@ -59,7 +59,7 @@ STATE = {
     """,
     "calls that are under way": "generation.alike._AT_WORK models.filling._LOADINGS",
     "known of a model, a module or a file for as long as that lives": """
-        generation.candidates._MEASURED generation.mtp._LAYERS storage.file._OPENED tensor.experts._STACKS
+        generation.candidates._MEASURED storage.file._OPENED tensor.experts._STACKS
         tensor.small._ALL_KEPT
     """,
     "a class made of each class of a neighbour's, or of what is installed": """
@@ -77,7 +77,6 @@ STATE = {
     "filled when the package is imported, and then as it is": """
         models.pretrained._FEATURES tensor.registry.FUNCTIONS tensor.registry.RULES
     """,
-    "whether torch's hook is on: it stays": "offloading.context._watching",
     "memory, and the bus, are the process's": """
         prefetch.copies._RECENT prefetch.engine.POOL prefetch.filling._FILLINGS prefetch.plan._POOLS
         prefetch.scratch._SCRATCH prefetch.staging._RATES prefetch.staging._STAGINGS storage.handle._MAPPED

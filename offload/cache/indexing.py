@@ -22,7 +22,7 @@ from offload.errors import RowIndexError
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
 Out: TypeAlias = "Mapping[str, torch.Tensor] | None"  # what is read into, by column
 _FORMS = (
-    "an int, a slice, a range, integers or whole floats of any dtype in a tensor, an array or a list (of any shape to "
+    "an int, a slice, a range, integers of any dtype in a tensor, an array or a list (of any shape to "
     "read rows, else 1-D), or a mask of bools"
 )
 
@@ -174,12 +174,10 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDA
     """An array of bool or integers, with at most one dimension."""
     try:
         if isinstance(index, torch.Tensor):
-            array = (index if index.dtype == torch.int64 and index.is_cpu else _whole(index.detach().cpu())).numpy()
+            array = (index if index.is_cpu else index.cpu()).numpy()
         elif isinstance(index, np.ndarray):
             array = np.require(np.asarray(index), requirements=["C", "W"])  # as torch requires them
             array = array if min(array.strides, default=0) >= 0 else array.copy()  # of one row, backwards
-            if array.dtype.kind == "f":
-                array = _whole(torch.from_numpy(array)).numpy()
         else:
             array = np.asarray(index if len(index) else np.empty(0, dtype=np.int64))
     except (ValueError, TypeError, RuntimeError):  # ragged lists; a tensor that NumPy can't represent
@@ -190,14 +188,6 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[object]) -> npt.NDA
         kind = f"shape {array.shape}, {array.dtype}"
         raise RowIndexError(f"{_short(index)} ({kind}) is not an index of rows: give {_FORMS}")
     return array
-
-
-def _whole(index: torch.Tensor) -> torch.Tensor:
-    """Floats with integer values as integers: some code stores row indices together with float values."""
-    if not index.is_floating_point():
-        return index
-    numbers = index.double().nan_to_num(nan=0.5).clamp(-(2.0**62), 2.0**62)
-    return numbers.long() if bool((numbers == numbers.trunc()).all()) else index
 
 
 def _checked(numbers: npt.NDArray[Any], size: int) -> tuple[Numbers, int | None]:

@@ -18,9 +18,8 @@ Always true:
 | `features` | `generate` of models from disk, with drafts, and `generate(..., prompt_cache=)` |
 | `candidates` | drafts for one call of `generate`, in transformers' interface, also from the text; their length |
 | `alike` | passes in which a row does not depend on those beside it |
-| `mtp` | the layers with which a checkpoint drafts for its own model |
 | `prompt_cache` | `PromptCache`: finds the longest known beginning of a prompt, and keeps what a run computed |
-| `past` | a cache of transformers whose first tokens come from blocks, layer by layer |
+| `past` | a cache of transformers whose first tokens come from blocks |
 | `blocks` | the folder: a file per block of tokens, found by hash, under a budget of disk |
 | `identity` | what distinguishes a model from all others that could give other keys and values |
 """

@@ -4,10 +4,10 @@ Always true:
 - a block is found by the hash of its model, its tokens, and all tokens before it: prompts share what they have in
   common; model and tokens are in the file as well, and are compared
 - a file gets its name when it is whole and on the disk; what a killed writer leaves is removed by the next one
-- writers exclude each other; readers wait for nobody: a block that is removed while it is used stays mapped
+- writers exclude each other; readers wait for nobody
 - what is written never exceeds the budget: the block that was not used for longest goes first, later ones of a prompt
   before earlier ones
-- a block that does not match its checksums, a CRC of the bytes of each layer, is not used
+- a block that does not match its checksum, a CRC of its forms and bytes, is not found
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from itertools import accumulate
@@ -75,14 +75,21 @@ class Form(NamedTuple):
         return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
 
+def _checksum(forms: list[Form], states: torch.Tensor) -> int:
+    return crc32(bytes_of(states), crc32(repr(forms).encode()))
+
+
 class Block:
-    def __init__(self, file: TensorFile, forms: list[Form], sums: list[int]) -> None:
+    """Keys and values of some tokens, on their way into memory; `check` waits for them."""
+
+    def __init__(self, file: TensorFile, forms: list[Form], checksum: int) -> None:
         self.forms = forms
         self.path = file.path
         self._file = file  # keeps the mapping
         self._bytes = file.tensor(file.entry(_KEY), shared=False)
-        self._sums = sums
+        self._checksum = checksum
         self._begins = [0, *accumulate(form.nbytes for form in forms)]
+        announce(self._bytes.data_ptr(), self._bytes.nbytes)
 
     @classmethod
     def open(cls, path: Path, identity: str, tokens: list[int]) -> Block:
@@ -93,36 +100,25 @@ class Block:
             forms = [_form(form) for form in noted["forms"]]
             if noted["identity"] != identity or noted["tokens"] != tokens:
                 raise CorruptFileError(f"{path} is the block of other tokens, or of another model")
-            sums, nbytes = noted["crc32"], sum(form.nbytes for form in forms)
-            if nbytes != file.entry(_KEY).layout.nbytes or len(forms) != len(sums):
-                raise CorruptFileError(f"{path} does not have the size that its header says")
-            return cls(file, forms, sums)
+            return cls(file, forms, noted["crc32"])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, CorruptFileError):
                 raise
             raise CorruptFileError(f"{path} has no header of a block ({first_line(error)})") from error
 
-    def announce(self, first: int, end: int) -> None:
-        announce(*self._range(first, end))
-
-    def bring_in(self, first: int, end: int) -> None:
-        """Read the states of some layers, and wait; `CorruptFileError` if the disk does not return them."""
+    def check(self) -> None:
+        """Read it; `CorruptFileError` if the disk does not return it, or something else than what was written."""
         try:
-            bring_in(*self._range(first, end))
+            bring_in(self._bytes.data_ptr(), self._bytes.nbytes)
         except OSError as error:
             raise CorruptFileError(f"{self.path} can't be read ({error.strerror})") from error
-
-    def _range(self, first: int, end: int) -> tuple[int, int]:
-        begins = self._begins
-        begin, end = begins[min(first, len(self.forms))], begins[min(end, len(self.forms))]
-        return self._bytes.data_ptr() + begin, end - begin
+        if _checksum(self.forms, self._bytes) != self._checksum:
+            raise CorruptFileError(f"{self.path} is damaged: it does not match its checksum")
 
     def states(self, layer: int) -> States:
         """Keys and values of a layer, (1, heads, TOKENS, size), over the mapped file: do not write to them."""
         form, begin = self.forms[layer], self._begins[layer]
         part = self._bytes[begin : begin + form.nbytes]
-        if crc32(bytes_of(part)) != self._sums[layer]:
-            raise CorruptFileError(f"{self.path} is damaged: layer {layer} does not match its checksum")
         keys, values = part.view(form.dtype).split([form.heads * TOKENS * size for size in (form.key, form.value)])
         shape = (1, form.heads, TOKENS)
         return keys.view(*shape, form.key), values.view(*shape, form.value)
@@ -151,25 +147,33 @@ class Blocks:
         write_state(self.folder / MANIFEST, _KIND, {})
 
     def find(self, identity: str, tokens: list[int]) -> list[Block]:
-        """The blocks that are there for the beginning of a prompt; they count as just used."""
-        found: list[Block] = []
+        """The blocks that are there for the beginning of a prompt, read and checked; they count as just used."""
+        found = list(self._opened(identity, tokens))
+        for depth, block in enumerate(found):
+            try:
+                block.check()
+            except CorruptFileError as error:
+                self._leave_out(block.path, error)
+                return found[:depth]
+            _touch(block.path)
+        return found
+
+    def _opened(self, identity: str, tokens: list[int]) -> Iterator[Block]:
         for depth, name in enumerate(_names(identity, tokens)):
             path = self.folder / name
             try:
-                found.append(Block.open(path, identity, _tokens_of(tokens, depth)))
+                yield Block.open(path, identity, _tokens_of(tokens, depth))
             except MissingFileError:
-                break
+                return
             except FileError as error:
-                log.warning("%s: its tokens are computed again", error)
-                if isinstance(error, CorruptFileError):
-                    self.drop(path)
-                break
-            _touch(path)
-        return found
+                self._leave_out(path, error)
+                return
 
-    def drop(self, path: Path) -> None:
-        with suppress(FileError), self._lock.held():
-            remove(path)
+    def _leave_out(self, path: Path, error: FileError) -> None:
+        log.warning("%s: its tokens are computed again", error)
+        if isinstance(error, CorruptFileError):
+            with suppress(FileError), self._lock.held():
+                remove(path)
 
     def put(self, identity: str, tokens: list[int], states: Callable[[int], list[States]]) -> None:
         """Keep missing blocks, as far as the budget allows; `states(number)` has a block's keys and values by layer."""
@@ -191,14 +195,13 @@ class Blocks:
         forms = [Form.of(keys, values) for keys, values in states]
         nbytes = sum(form.nbytes for form in forms)
         whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        at, sums = 0, []
+        at = 0
         for layer, (keys, values) in zip(forms, states, strict=True):
             flat = torch.cat([part.detach().to("cpu").reshape(-1) for part in (keys, values)]).view(torch.uint8)
             whole[at : at + layer.nbytes] = flat
-            sums.append(crc32(bytes_of(flat)))
             at += layer.nbytes
         noted_forms = [[form.heads, form.key, form.value, dtype_name(form.dtype)] for form in forms]
-        noted = {"identity": identity, "tokens": tokens, "forms": noted_forms, "crc32": sums}
+        noted = {"identity": identity, "tokens": tokens, "forms": noted_forms, "crc32": _checksum(forms, whole)}
         layouts = {_KEY: Layout(torch.uint8, (nbytes,), (1,))}
         if not quota.make(build(layouts, {_NOTE: noted}).size):
             return False

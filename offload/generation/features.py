@@ -1,7 +1,7 @@
 """`generate` of models from disk: methods that a class of models gets, for drafts and kept prompts.
 
 Always true:
-- without an assistant, a lookup or layers that draft, and without a prompt cache, they do what those of the class do
+- without an assistant or a lookup, and without a prompt cache, they do what those of the class do
 - drafts begin after what is known of a prompt, as all else does
 """
 
@@ -16,7 +16,6 @@ import torch
 from offload.budget import filled_devices
 from offload.generation.alike import alike_rows
 from offload.generation.candidates import drafts_for
-from offload.generation.mtp import mtp_candidates
 from offload.generation.prompt_cache import BEGINS, PromptCache
 from offload.models.pretrained import feature
 from offload.transformers_api import given_cache
@@ -36,8 +35,6 @@ def drafting(kind: Any) -> dict[str, Any]:
     @wraps(kind._get_candidate_generator)
     def _get_candidate_generator(self: Any, *args: object, **options: object) -> Any:
         given = inspect.signature(kind._get_candidate_generator).bind(self, *args, **options).arguments
-        if getattr(given["generation_config"], "use_mtp", None):
-            return mtp_candidates(self, given)
         return drafts_for(self, partial(kind._get_candidate_generator, self), given)
 
     return {one.__name__: one for one in (_assisted_decoding, _get_candidate_generator)}

@@ -45,8 +45,7 @@ class PromptCache:
     """A folder that keeps the keys and values of prompts, for later runs and other prompts that begin alike.
 
     The keys and values of a prompt are kept in blocks of 64 tokens. A later prompt, of this or of another process,
-    begins with the blocks that it has in common with those that are there, and only what follows is computed. The
-    blocks are mapped, so that processes share their memory.
+    begins with the blocks that it has in common with those that are there, and only what follows is computed.
 
     A block belongs to its tokens, to all tokens before it, and to its model: to the class, configuration, weights,
     adapters and device, and to the versions of torch and transformers. Those of another model, revision, dtype or rope
@@ -123,8 +122,8 @@ class PromptCache:
         if identity is not None and not is_new:
             chains = self._known(identity, rows)
         many = [chain for chain in chains for _ in range(copies)]
-        prefix = Prefix(model, input_ids.repeat_interleave(copies, 0), many, self._blocks.drop)
-        past = past_of(model.config, prefix, input_ids.shape[1])
+        prefix = Prefix(many)
+        past = past_of(model.config, prefix, model.device, input_ids.shape[1])
         past.prompt = _Prompt(identity, rows, copies, prefix)
         log.info("%d of %d tokens of the prompt are known", prefix.length, input_ids.shape[1])
         return past
@@ -155,7 +154,7 @@ class PromptCache:
         prompt = getattr(past, "prompt", None)
         if not isinstance(prompt, _Prompt):
             raise ArgumentTypeError(f"keep takes what past_for returned, not {type(past).__name__}")
-        if prompt.identity is None or prompt.prefix.is_damaged or not all(layer.has_all for layer in past.layers):
+        if prompt.identity is None or not all(layer.has_all for layer in past.layers):
             return
         for row, tokens in enumerate(prompt.rows):
 

@@ -2,8 +2,8 @@
 
 Always true:
 - the pieces, joined, are the text of all tokens up to the first stop string
-- a piece never ends inside a character, nor inside what may become a stop string; where the tokenizer takes out spaces
-  before punctuation, nor inside what later tokens may still change
+- a piece never ends inside a character, nor inside what may become a stop string
+- no space is taken out before punctuation, as some tokenizers do afterwards: what is given does not change any more
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of a part of a character
-_CHANGING = 8  # characters at the end of a text whose spaces depend on what follows, at most
 
 
 class Text:
@@ -27,26 +26,19 @@ class Text:
         self._tokenizer, self._stops, self._ends, self._skips = tokenizer, stops, ends, skips
         self._start = self._done = 0  # tokens before which text does not matter any more, and that were given
         self._held: list[tuple[str, bool]] = []  # letters that may become a stop string; whether they are text
-        self._cleans, self._cleaned = _cleans_up(tokenizer), 0  # the latter: characters that were given
 
     def add(self, token: int) -> str:
         """Add a token; returns the text that is certain now."""
         self.tokens.append(token)
         if token in self._ends:
             return ""
-        hidden = self._hidden(token)
-        if not self._cleans:
-            return self._up_to_stop(self._complete(), hidden)
-        return self._up_to_stop(self._given(0 if any(stop in hidden for stop in self._stops) else _CHANGING), hidden)
+        return self._up_to_stop(self._complete(), self._hidden(token))
 
     def rest(self) -> str:
         """What was held back, once there are no more tokens."""
         if self.has_stopped:
             return ""
-        if self._cleans:
-            last = self._given(0)
-        else:
-            last = self._decoded(self._start, len(self.tokens))[len(self._decoded(self._start, self._done)) :]
+        last = self._decoded(self._start, len(self.tokens))[len(self._decoded(self._start, self._done)) :]
         self._start = self._done = len(self.tokens)
         return self._up_to_stop(last) + _shown(self._held)
 
@@ -60,16 +52,10 @@ class Text:
         self.length += len(text) - len(before)
         return text[len(before) :]
 
-    def _given(self, held: int) -> str:
-        """What is new of the text of all tokens, but for so many characters at its end."""
-        text = self._decoded(0, len(self.tokens))
-        self.length = len(text)
-        start, self._cleaned = self._cleaned, max(len(text) - held, self._cleaned)
-        return text[start : self._cleaned]
-
     def _decoded(self, start: int, stop: int) -> str:
         tokens = [token for token in self.tokens[start:stop] if token not in self._ends]
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips)) if tokens else ""
+        how = {"skip_special_tokens": self._skips, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(tokens, **how)) if tokens else ""
 
     def _hidden(self, token: int) -> str:
         """What a special token is called, if it has no text: it may be, or end, a stop string."""
@@ -91,15 +77,6 @@ class Text:
 
 def _shown(letters: Sequence[tuple[str, bool]]) -> str:
     return "".join(letter for letter, is_text in letters if is_text)
-
-
-def _cleans_up(tokenizer: Any) -> bool:
-    """Whether the tokenizer takes spaces out of the text of tokens. transformers (5.23) does not for one of BPE."""
-    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return False
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    is_forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
-    return bool(is_forced) or type(getattr(backend, "model", None)).__name__ != "BPE"
 
 
 def _overlap(text: str, stop: str) -> int:

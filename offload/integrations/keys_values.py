@@ -28,7 +28,6 @@ from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.owning import replace_by_zeros
 from offload.system.reasons import reading
 from offload.system.regular import absolute, is_folder
-from offload.tensor.arguments import checked_count
 from offload.tensor.guests import CPU, mapped_value
 from offload.tensor.rules import is_followed
 from offload.tensor.views import handle_of, is_stale
@@ -42,9 +41,7 @@ _LEAST_CAPACITY = 256  # tokens
 _STEP = 64  # granularity of the capacity in tokens: heads then begin at whole cache lines, as in plain tensors
 
 
-def kv_cache(
-    config_or_model: Any, offload_dir: str | os.PathLike[str] | None = None, *, max_length: int | None = None
-) -> Any:
+def kv_cache(config_or_model: Any, offload_dir: str | os.PathLike[str] | None = None) -> Any:
     """A cache of keys and values on disk for transformers' models: `model.generate(cache=kv_cache(model))`.
 
     It is transformers' `DynamicCache`, and gives the same numbers: it grows, crops, follows beams and assistants, is
@@ -58,15 +55,12 @@ def kv_cache(
         config_or_model: the model that it is for, or its configuration.
         offload_dir: a new or empty folder for the files, which stay and are not opened again; None for a private one,
             whose files go with the cache.
-        max_length: tokens to reserve room for at once, in layers that keep all tokens. None to grow by half when there
-            is no more room, which copies.
 
     Returns:
         A `DynamicCache`; for an encoder with a decoder, an `EncoderDecoderCache` of two.
 
     Raises:
         ForeignFileError: `offload_dir` is not empty.
-        ValueError, TypeError: `max_length` is not a number of tokens.
         UnsupportedOpError: when it is used while gradients are recorded; keys and values on disk carry none.
 
     Example:
@@ -81,14 +75,13 @@ def kv_cache(
     """
     from transformers import EncoderDecoderCache
 
-    max_length = None if max_length is None else checked_count(max_length, "max_length, a number of tokens,")
     config = getattr(config_or_model, "config", config_or_model)
     if not hasattr(config, "get_text_config") or isinstance(config, type):
         raise ArgumentTypeError(f"a transformers model, or its configuration, is needed: {repr(config_or_model)[:80]}")
     folder = None if offload_dir is None else _folder_of_its_own(offload_dir)
     if not getattr(config, "is_encoder_decoder", False):
-        return _on_disk(config, "", folder, max_length)
-    parts = [_on_disk(config, prefix, folder, max_length) for prefix in ("decoder.", "cross.")]
+        return _on_disk(config, "", folder)
+    parts = [_on_disk(config, prefix, folder) for prefix in ("decoder.", "cross.")]
     return EncoderDecoderCache(*parts)
 
 
@@ -104,19 +97,18 @@ def _folder_of_its_own(offload_dir: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _on_disk(config: Any, prefix: str, folder: Path | None, max_length: int | None) -> Any:
+def _on_disk(config: Any, prefix: str, folder: Path | None) -> Any:
     from transformers import DynamicCache
 
     made = DynamicCache(config=config)
-    lengths = [None if sliding else max_length for sliding in made.is_sliding]
-    for place, (layer, length) in enumerate(zip(made.layers, lengths, strict=True)):
+    for place, layer in enumerate(made.layers):
         name, kind = f"{prefix}layers.{place}", _kind_on_disk(layer.__class__)
         if kind is None:  # it does not keep them in the usual way
             log.debug("%s of the cache, a %s, stays in memory", name, type(layer).__name__)
             continue
         made.layers[place] = kind.__new__(kind)
         made.layers[place].__dict__.update(layer.__dict__)
-        made.layers[place]._open(name, folder, length)
+        made.layers[place]._open(name, folder)
     return made
 
 
@@ -133,10 +125,9 @@ def _kind_on_disk(kind: Any) -> Any:
 class _Rows:
     """A layer's keys or values, in a file with spare capacity: (batch, heads, capacity, size)."""
 
-    def __init__(self, name: str, folder: Path | None, max_length: int | None) -> None:
+    def __init__(self, name: str, folder: Path | None) -> None:
         self._name = name
         self._folder = folder
-        self._max_length = max_length
         self._file: OffloadedTensor | None = None
 
     def append(self, past: torch.Tensor | None, states: torch.Tensor) -> OffloadedTensor:
@@ -166,7 +157,7 @@ class _Rows:
         return self._file[:, :, : past.shape[-2]].to(past.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Rows:
-        copy = _Rows(self._name, None, self._max_length)
+        copy = _Rows(self._name, None)
         copy._file = None if self._file is None else self._file.__deepcopy__(memo)
         return copy
 
@@ -183,9 +174,8 @@ class _Rows:
         """Make room for `states` after the tokens of `past`, which are moved to the start; returns their number."""
         count = 0 if past is None else past.shape[-2]
         batch, heads, new, size = states.shape
-        needed = count + new
-        capacity = max(needed * 3 // 2, _LEAST_CAPACITY) if needed > (self._max_length or 0) else self._max_length
-        shape = (batch, heads, -(-capacity // _STEP) * _STEP, size)  # type: ignore[operator]
+        capacity = max((count + new) * 3 // 2, _LEAST_CAPACITY)
+        shape = (batch, heads, -(-capacity // _STEP) * _STEP, size)
         if self._file is None:
             place = {"name": self._name, "offload_dir": self._folder, "exist_ok": True}
             self._file = OffloadedTensor.empty(shape, dtype=states.dtype, **place)  # type: ignore[arg-type]
@@ -221,11 +211,11 @@ class _LayerOnDisk:
     is_initialized: bool
     lazy_initialization: Any
 
-    def _open(self, name: str, folder: Path | None, max_length: int | None) -> None:
+    def _open(self, name: str, folder: Path | None) -> None:
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
-        self._rows_of_keys = _Rows(f"{name}.keys", folder, max_length)
-        self._rows_of_values = _Rows(f"{name}.values", folder, max_length)
+        self._rows_of_keys = _Rows(f"{name}.keys", folder)
+        self._rows_of_values = _Rows(f"{name}.values", folder)
 
     def _put_keys(self, states: torch.Tensor | None) -> None:
         self._keys = self._rows_of_keys.put(states)

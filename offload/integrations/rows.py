@@ -6,9 +6,7 @@ Always true:
 - numbers become tensors, lists of varying size rows of varying size; text, structs and deeper lists become JSON
 - a part of a part becomes a column `outer.inner`; an array without fields becomes `values`
 - a null is a missing value: `<column>.present` is False, with zeros or an empty row; in a JSON column it is null
-- without named columns, what has no rows, or none of a kind that can be stored, is left out, and logged
-- HDF5: a dataset becomes a column for each path that leads to it, through hard, soft and external links. A link that
-  leads to nothing, and a virtual dataset whose source is missing, are errors where they are a column
+- in HDF5 no link is followed, and a dataset whose values are in other files, for which HDF5 may give zeros, is refused
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +56,7 @@ def cache_from(
     | source | columns |
     | --- | --- |
     | `.npy` (structured too), `numpy.ndarray` | its fields; `values` for an array without |
-    | HDF5, an open `h5py.File` or `h5py.Group` | its arrays, of one length, also through links; the rest is skipped |
+    | HDF5, an open `h5py.File` or `h5py.Group` | its arrays, of one length; links and the rest are skipped |
     | Parquet, a folder of it, Arrow, Feather, `pyarrow.Table` | its columns |
     | what `Dataset.save_to_disk` wrote, `datasets.Dataset` | its columns |
     | `.safetensors`, a dict of tensors from `torch.save`, a dict of tensors | its tensors, of one length |
@@ -313,82 +311,40 @@ def _rows_of_hdf5(path: Path, columns: Columns) -> Incoming:
 
 
 def _rows_of_group(group: Any, columns: Columns) -> Incoming:
+    import h5py
+
     place = f"{group.file.filename}{group.name}"
-    found = dict(_members(group))
+    found: dict[str, tuple[Any, str | None]] = {}
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            found.update({f"{name}.{field}" if field else name: (item, field) for field in item.dtype.names or (None,)})
+
+    group.visititems(visit)
     if columns is None:
         found = {name: part for name, part in found.items() if _is_array(name, *part, place)}
     chosen = _chosen(found, columns, place)
     return _rows_of_parts(
-        {name: _part_of_dataset(name, dataset, key, place) for name, (dataset, key) in chosen.items()}, place
+        {name: _part_of_dataset(name, dataset, field, place) for name, (dataset, field) in chosen.items()}, place
     )
 
 
-def _members(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
-    for name, dataset in _datasets(group):
-        for key in getattr(dataset, "dtype", np.dtype("f")).names or (None,):
-            yield f"{name}.{key}" if key else name, (dataset, key)
-
-
-def _datasets(group: Any, path: str = "", above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The datasets by path, and the links that lead to nothing. A group that contains itself is entered once."""
+def _is_array(name: str, dataset: Any, field: str | None, place: str) -> bool:
     import h5py
 
-    for key in group:
-        try:
-            item = group[key]
-        except (KeyError, OSError, RuntimeError):
-            item = group.get(key, getlink=True)
-        if isinstance(item, h5py.Group):
-            if item not in (*above, group):
-                yield from _datasets(item, f"{path}{key}/", (*above, group))
-        elif not isinstance(item, h5py.Datatype):
-            yield path + key, item
-
-
-def _refuse_lost(name: str, dataset: Any, place: str) -> None:
-    """HDF5 itself leaves such a dataset out, or gives zeros."""
-    import h5py
-
-    if isinstance(dataset, h5py.Dataset):
-        sources = {(one.file_name, one.dset_name) for one in dataset.virtual_sources()} if dataset.is_virtual else ()
-        one_by_one = (source for source in sources if "%" not in "".join(source))  # a pattern: as many as there are
-        lost = [source for source in one_by_one if _is_lost(dataset.file, *source)]
-    else:
-        lost = [(getattr(dataset, "filename", "."), getattr(dataset, "path", "?"))]
-    for file, path in lost:
-        where = path if file == "." else f"{path} in {file}"
-        raise CacheError(f"{name!r} in {place} refers to {where}, which is not there: restore it, or name columns=")
-
-
-def _is_lost(file: Any, filename: str, path: str) -> bool:
-    import h5py
-
-    if filename == ".":
-        return path not in file
-    for place in filter(is_file, (Path(file.filename).parent / filename, Path(filename))):
-        with suppress(OSError), h5py.File(place, "r") as source:  # one that is open for writing can't be opened again
-            return path not in source
-        return False
-    return True
-
-
-def _is_array(name: str, dataset: Any, key: str | None, place: str) -> bool:
-    import h5py
-
-    if not isinstance(dataset, h5py.Dataset):  # a lost link
-        return True
-    dtype = (dataset.dtype[key] if key else dataset.dtype).base
+    dtype = (dataset.dtype[field] if field else dataset.dtype).base
     is_array = bool(dataset.shape) and dtype.kind != "V" and h5py.check_ref_dtype(dtype) is None
     if not is_array:
         log.info("%r in %s is skipped: it has no rows of numbers or text", name, place)
     return is_array
 
 
-def _part_of_dataset(name: str, dataset: Any, key: str | None, place: str) -> Part:
+def _part_of_dataset(name: str, dataset: Any, field: str | None, place: str) -> Part:
     import h5py
 
-    _refuse_lost(name, dataset, place)
-    source, dtype = (dataset.fields(key), dataset.dtype[key]) if key else (dataset, dataset.dtype)
+    if dataset.is_virtual or dataset.external:
+        raise CacheError(f"the values of {name!r} in {place} are in other files: read those, or name columns=")
+    source, dtype = (dataset.fields(field), dataset.dtype[field]) if field else (dataset, dataset.dtype)
     shape, base = dataset.shape or (), dtype.base
     is_text = h5py.check_string_dtype(base) is not None
     values = None if is_text else h5py.check_vlen_dtype(base)

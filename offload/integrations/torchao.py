@@ -37,7 +37,6 @@ log = logging.getLogger("offload.integrations")
 
 Filter: TypeAlias = Callable[[nn.Module, str], bool]
 
-_THEIRS = "TorchAoConfig"
 _AT_WORK: ContextVar[_Quantizing | None] = ContextVar("offload_quantizing", default=None)
 
 
@@ -64,8 +63,7 @@ def quantize_(
 
     Args:
         model: on disk, in memory, or both: each weight stays where it is.
-        config: a configuration of torchao; or transformers' `TorchAoConfig` of one, for a transformers model, of which
-            then the layers are quantized that transformers would: not its head.
+        config: a configuration of torchao.
         filter_fn: which modules, by module and full name; None for torchao's choice, the linear layers.
         device: the device to move a module to first, as in torchao.
         resume: continue the run of this name; True for the only one. If there is none, it starts.
@@ -73,7 +71,6 @@ def quantize_(
 
     Raises:
         ArgumentTypeError: `config` is not a configuration of torchao.
-        TypeError: a `TorchAoConfig` with a filter, or for another model than one of transformers.
         MapError: torchao failed on a layer; the message names it. Those before it are done.
         JournalError: the journal is of another run, or there is no folder for one.
         UnknownSubclassError: a weight became an unknown tensor subclass; the old value is kept.
@@ -96,14 +93,11 @@ def quantize_(
             f"{sharded!r} is sharded over ranks (a DTensor), and torchao needs the whole weight: quantize the model "
             "in one process, or load the ranks from a packed checkpoint (FP8, GPTQ...), decoded as it is read"
         )
-    is_theirs = type(config).__name__ == _THEIRS
-    if not isinstance(config, AOBaseConfig) and not is_theirs:
+    if not isinstance(config, AOBaseConfig):
         raise ArgumentTypeError(
             f"give a configuration of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not {config!r}"
         )
-    quantizer = _quantizer_for(model, config, filter_fn)
-    if is_theirs:
-        config, filter_fn = config.quant_type, _as_by(quantizer, model)
+    quantizer = _quantizer_for(model, config)
     journal, has_quantized = _journal_of(model, resume)
     by_name = isinstance(config, FqnToConfig)  # torchao takes no filter with it
     chosen = None if by_name else _not_yet(filter_fn or _torchaos_choice())
@@ -232,14 +226,8 @@ def _quantizing(model: nn.Module, journal: Journal, advance: Callable[[int], obj
             hook.remove()
 
 
-def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> Any:
+def _quantizer_for(model: nn.Module, config: Any) -> Any:
     """transformers' quantizer, for one of its models and a configuration that checkpoints support; else None."""
-    is_theirs = type(config).__name__ == _THEIRS
-    if is_theirs and (filter_fn is not None or not is_of_transformers(model)):
-        raise ArgumentTypeError(
-            f"a {_THEIRS} says which layers of a transformers model are quantized: do not pass filter_fn with it, "
-            "and for other models pass its quant_type"
-        )
     if not is_of_transformers(model):
         return None
     from transformers import TorchAoConfig
@@ -247,21 +235,8 @@ def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> A
     from offload.transformers_api import AutoHfQuantizer
 
     try:
-        settings = config if is_theirs else TorchAoConfig(config)
+        settings = TorchAoConfig(config)
         TorchAoConfig.from_dict(settings.to_dict())
     except (NotImplementedError, TypeError, ValueError, AssertionError):
         return None
     return AutoHfQuantizer.from_config(settings, pre_quantized=False)
-
-
-def _as_by(quantizer: Any, model: Any) -> Filter:
-    """The layers that transformers quantizes while loading: torchao's choice, without those it keeps or ties."""
-    quantizer._process_model_before_weight_loading(model)
-    choice = _torchaos_choice()
-
-    def chosen(module: nn.Module, name: str) -> bool:
-        weight = f"{name}.weight"
-        is_tied = weight in model.all_tied_weights_keys
-        return choice(module, name) and not is_tied and quantizer.param_needs_quantization(model, weight)
-
-    return chosen

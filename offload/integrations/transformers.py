@@ -10,10 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -136,7 +135,6 @@ def from_pretrained(
         >>> model(torch.tensor([[1, 2]])).logits.shape
         torch.Size([1, 2, 9])
     """
-    asks_to_decode = bool(options.get("quantization_config"))
     experts = options.get("experts_implementation") or getattr(config, "_experts_implementation", None)
     if exact and experts == NAME:
         options["experts_implementation"] = None
@@ -157,8 +155,6 @@ def from_pretrained(
     )
     options["trust_remote_code"] = trust_remote_code  # else transformers asks on standard input
     options.update(of_ranks)
-    if asks_to_decode and quantization_of(empty.config) is None:
-        _refuse_to_quantize("quantization_config")
     source.refuse_own_folder(offload_dir)
     is_asked, dtype = dtype not in (None, "auto"), _requested_dtype(dtype, empty.config, source)
     values = values_in(source, quantization_of(empty.config), offload_dir, model=empty, dtype=dtype)
@@ -314,24 +310,13 @@ def writes_text(model: Any) -> bool:
 
 def _refuse_options(options: Kwargs) -> None:
     for name in _QUANTIZING:
-        if options.get(name) and not _asks_to_decode(options[name]):
-            _refuse_to_quantize(name)
-    for name in _QUANTIZING:
-        options.pop(name, None)
+        if options.pop(name, None):
+            raise CheckpointError(
+                f"{name}: weights are not quantized while they are loaded, and packed ones are used as they are. Load "
+                "the model, then quantize it on disk with offload.quantize_(model, config) and a configuration of "
+                "torchao, such as Int8WeightOnlyConfig()"
+            )
     refuse_others("from_pretrained", ELSEWHERE.keys() & options.keys())
-
-
-def _asks_to_decode(quantization: object) -> bool:
-    """Whether settings ask that packed weights are computed with as dense ones, which they are in any case."""
-    settings = quantization if isinstance(quantization, Mapping) else getattr(quantization, "__dict__", {})
-    return settings.get("dequantize") is True or settings.get("run_compressed") is False
-
-
-def _refuse_to_quantize(option: str) -> NoReturn:
-    raise CheckpointError(
-        f"{option}: weights are not quantized while they are loaded. Load the model, then quantize it on disk with "
-        "offload.quantize_(model, config) and a configuration of torchao, such as Int8WeightOnlyConfig()"
-    )
 
 
 def _empty_model(model_class: Any, config: Config, *, trust_remote_code: bool) -> Pretrained:

@@ -118,15 +118,3 @@ def _casts_beside_fp8() -> bool:
     layer, weight = nn.Linear(1, 1, device="meta", dtype=torch.bfloat16), torch.empty(1, 1, device="meta")
     converted = Fp8Dequantize(None).convert({"weight": weight}, full_layer_name="weight", model=layer)
     return bool(converted["weight"].dtype == torch.bfloat16)
-
-
-def filled_with(
-    model: Pretrained, tensors: Mapping[str, torch.Tensor | Waiting], conversions: list[Any], dtype: torch.dtype
-) -> list[str]:
-    """Fill a module on meta by `conversions` from a checkpoint's tensors; returns the sorted names that are missing."""
-    from offload.transformers_api import LoadStateDictConfig, convert_and_load_state_dict_in_model
-
-    how = LoadStateDictConfig(weight_mapping=conversions, device_map={"": torch.device("cpu")}, dtype=dtype)
-    with one_by_one(), no_inference(), no_grad(), torch.device("cpu"):
-        report, _ = convert_and_load_state_dict_in_model(model=model, state_dict=dict(tensors), load_config=how)
-    return sorted(report.missing_keys)

@@ -15,19 +15,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from offload.annotations import Args, Kwargs, Op
-from offload.errors import UnknownSubclassError
 from offload.memory import as_bytes, available_bytes
-from offload.offloading.made import Place, bytes_inside, log, made_on_disk, over_mappings
+from offload.offloading.made import Place, log, made_on_disk
 from offload.storage.folders import named_folder
-from offload.storage.subclasses import is_subclass_value
 from offload.system.locks import fork_safe_lock
-from offload.system.modes import no_functions, no_modes
 from offload.tensor.rules import decompose, is_composite, tensors_in
-from offload.tensor.wrapper import OffloadedTensor, carry_attributes, dressed, is_offloaded
+from offload.tensor.wrapper import OffloadedTensor
 from offload.torch_api import (
     TRACING_MODES,
     OpOverload,
@@ -58,8 +54,6 @@ def offloading(
     - Views, in-place ops and `out=` behave as always: they share the memory of their argument.
     - `torch.load` and `safetensors.torch.load_file` load into memory, as always. `offload.load_file` opens such a file
       with its tensors on disk, and transformers models are opened by `offload.from_pretrained`.
-    - A parameter of a tensor subclass that offload can store, such as a weight that torchao has quantized, goes to
-      disk when it is set on a module.
     - Fake and meta tensors are left alone, and so are traced functions. Compiled functions run eagerly, and what has to
       be compiled (flex_attention) does not run, as in any dispatch mode of torch's. There `matmul` sums a product with
       a batch of one in another order, too (torch 2.13).
@@ -87,7 +81,6 @@ def offloading(
     """
     folder = None if offload_dir is None else named_folder(offload_dir)
     place = Place(folder, as_bytes(min_bytes, available_bytes()))
-    _watch_modules()
     known = _active()
     if known is not None:
         outer = known.place
@@ -207,31 +200,6 @@ def _is_left_alone(types: Sequence[type]) -> bool:
     )
 
 
-def _watch_modules() -> None:
-    """Look at each parameter that is set on a module; no effect in threads outside the context."""
-    global _watching
-    with _LOCK:
-        if not _watching:
-            register_module_parameter_registration_hook(_put_parameter_away)  # type: ignore[arg-type]
-            _watching = True
-
-
-def _put_parameter_away(_module: torch.nn.Module, name: str, parameter: Any) -> OffloadedTensor | None:
-    mode = _active()
-    if mode is None or not is_subclass_value(parameter) or is_offloaded(parameter) or _is_left_alone(()):
-        return None
-    with no_functions(), no_modes():
-        value = over_mappings(parameter)
-        if bytes_inside(value) < mode.place.min_bytes:
-            return None
-        try:
-            stored = mode.place.put(value, name)
-        except UnknownSubclassError:  # it could not be rebuilt from a file
-            return None
-    carry_attributes(parameter, stored)
-    return dressed(stored, requires_grad=parameter.requires_grad, is_parameter=True)
-
-
 # With the functions after the first, torch takes another branch under a mode, with other last bits (2.13).
 _WATCHED = {
     torch.tensor,
@@ -240,4 +208,3 @@ _WATCHED = {
 }
 _LOCK = fork_safe_lock()
 _NOTES: dict[str, deque[bool]] = {}
-_watching = False

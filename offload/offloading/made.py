@@ -27,9 +27,8 @@ from offload.annotations import Args, Kwargs, Op
 from offload.storage.folders import discard
 from offload.storage.layout import Layout
 from offload.storage.owning import allocate_value, create_value, writable_base
-from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.system.modes import no_functions, no_modes
-from offload.tensor.guests import CPU, mapped_value
+from offload.tensor.guests import CPU
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in
 from offload.tensor.views import handle_of, target_of, view_spec_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
@@ -70,21 +69,6 @@ class Place:
             handle = create_value(tensor, self.name(what), self.folder)
             log.debug("%s: written to %s", what, handle.path)
             return wrap_handle(handle, tensor.device)
-
-
-def over_mappings(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor subclass with plain tensors over their files instead of the offloaded ones inside it."""
-    if is_offloaded(tensor):
-        return mapped_value(tensor)
-    return with_inner(tensor, over_mappings) if is_subclass_value(tensor) else tensor
-
-
-def bytes_inside(tensor: torch.Tensor) -> int:
-    """The size of the tensors inside a tensor subclass."""
-    if not is_subclass_value(tensor):
-        return tensor.numel() * tensor.itemsize
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return sum(bytes_inside(getattr(tensor, name)) for name in names)
 
 
 Fill: TypeAlias = Callable[[torch.Tensor, Args, Kwargs], object]

@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from offload.batches.states import Settings, ThreadState
 from offload.budget import memory_summary
 from offload.generation.answering import AnswerPart, End, Job
 from offload.generation.bodies import Refused
-from offload.memory import anonymous_bytes, available_bytes
+from offload.memory import available_bytes
 from offload.prefetch.engine import counts
 from offload.prefetch.plan import Pool
 from offload.system.background import Worker
@@ -230,35 +230,22 @@ class Engine:
 
 
 def exposition(engine: Engine) -> str:
-    return "\n".join(_lines(engine)) + "\n"
-
-
-def _lines(engine: Engine) -> Iterator[str]:
-    done, memory = engine.figures(), memory_summary()
-    rate = done.read / done.seconds if done.seconds else 0
-    budget = sum(pool.capacity for pool in Pool.all() if pool.values())
-    yield "# HELP offload_requests_total answers that ended, by why"
-    yield "# TYPE offload_requests_total counter"
-    for reason, count in sorted(done.answers.items()):
-        yield f'offload_requests_total{{reason="{reason}"}} {count}'
-    figures: list[tuple[str, str, float]] = [
-        ("prompt_tokens_total", "tokens of prompts", done.prompt_tokens),
-        ("tokens_total", "tokens that were generated", done.tokens),
-        ("passes_total", "passes through the model", done.passes),
-        ("read_bytes_total", "bytes of the model that were read from the disk", done.read),
-        ("busy_seconds_total", "seconds in which there was something to do", done.seconds),
-        ("tokens_per_pass", "tokens that were generated per pass", done.tokens / max(done.passes, 1)),
-        ("read_bytes_per_token", "bytes that were read per generated token", done.read / max(done.tokens, 1)),
-        ("read_bytes_per_second", "bytes that were read per busy second", rate),
-        ("running", "answers in progress", done.running),
-        ("waiting", "answers that wait for room", done.waiting),
-        ("waiting_most", "answers that may wait", engine.most_waiting),
-        ("budget_bytes", "of the model that may stay in memory", budget),
-        ("resident_bytes", "of the model that are in memory", memory.resident),
-        ("anonymous_bytes", "of memory that are not of files", anonymous_bytes()),
-        ("cache_capacity_bytes", "for keys and values", engine.capacity),
-    ]
-    for name, about, value in figures:
-        yield f"# HELP offload_{name} {about}"
-        yield f"# TYPE offload_{name} {'counter' if name.endswith('_total') else 'gauge'}"
-        yield f"offload_{name} {value:.17g}"
+    """The figures in the form that Prometheus reads; rates and shares follow from them there."""
+    done = engine.figures()
+    figures: dict[str, float] = {
+        "prompt_tokens_total": done.prompt_tokens,
+        "tokens_total": done.tokens,
+        "passes_total": done.passes,
+        "read_bytes_total": done.read,
+        "busy_seconds_total": done.seconds,
+        "running": done.running,
+        "waiting": done.waiting,
+        "budget_bytes": sum(pool.capacity for pool in Pool.all() if pool.values()),
+        "resident_bytes": memory_summary().resident,
+    }
+    lines = ["# TYPE offload_requests_total counter"]
+    lines += [f'offload_requests_total{{reason="{reason}"}} {count}' for reason, count in sorted(done.answers.items())]
+    for name, value in figures.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# TYPE offload_{name} {kind}", f"offload_{name} {value:.17g}"]
+    return "\n".join(lines) + "\n"

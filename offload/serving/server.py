@@ -19,13 +19,13 @@ from contextlib import suppress
 from types import FrameType
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from offload.errors import ArgumentError
 from offload.serving.app import App
 from offload.serving.engine import Engine
 
-_PATIENCE = 30.0  # seconds in which a connection asks for something
+_PATIENCE = 30  # seconds in which a connection asks for something
 _AFTER_CUT = 15  # seconds for clients to read the ends of answers that were cut
 _log = logging.getLogger("offload.serving")
 
@@ -59,7 +59,7 @@ def serve(app: App, engine: Engine, at: socket.socket, *, grace: float, ready: C
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=int(_PATIENCE),
+        timeout_keep_alive=_PATIENCE,
         timeout_graceful_shutdown=int(grace) + _AFTER_CUT,
     )
     server = _Server(config, engine, grace, ready)
@@ -92,12 +92,11 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if it asks for nothing for a while, or does not finish what it asks."""
+    """A connection that is closed if its first request does not come in time; later ones are uvicorn's to wait for."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._was_idle = False
-        self._look_later()
+        self._timer = self.loop.call_later(_PATIENCE, self._close_if_unused)
         if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:  # the model's files need some
             transport.close()
 
@@ -105,14 +104,7 @@ class _Connection(H11Protocol):
         self._timer.cancel()
         super().connection_lost(exc)
 
-    def _look_later(self) -> None:
-        self._timer = self.loop.call_later(_PATIENCE, self._look)
-
-    def _look(self) -> None:
-        cycle: RequestResponseCycle | None = self.cycle
-        is_idle = cycle is None or cycle.response_complete
-        if is_idle and self._was_idle:
+    def _close_if_unused(self) -> None:
+        request: object = self.cycle  # None, although uvicorn's annotation says otherwise
+        if request is None:
             self.transport.close()
-            return
-        self._was_idle = is_idle
-        self._look_later()

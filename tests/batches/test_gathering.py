@@ -1,7 +1,6 @@
 """Experts of several batches are one act, and each batch gets the bits that it gets alone."""
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -97,17 +96,6 @@ def test_an_expert_is_multiplied_once_for_all_batches(tmp_path, monkeypatch):
 
 
 @torch.no_grad()
-def test_answers_are_those_of_one_by_one(tmp_path, computed):
-    model = loaded(tmp_path)
-
-    def answer(batch: torch.Tensor) -> torch.Tensor:
-        return model.generate(batch, max_new_tokens=6, do_sample=False, pad_token_id=0)
-
-    assert_as_one_by_one(answer, batches_of(3, 7, 4), model, computed, in_flight=3)
-    assert {3} == {*computed}
-
-
-@torch.no_grad()
 def test_batches_leave_a_block_in_their_order(tmp_path, computed):
     model, order = loaded(tmp_path), []
 
@@ -200,28 +188,6 @@ def test_an_error_of_one_batch_is_only_its_own(tmp_path, monkeypatch):
 
 
 @torch.no_grad()
-def test_an_error_that_a_batch_does_not_catch_ends_the_results_after_earlier_ones(tmp_path, monkeypatch):
-    model, batches = loaded(tmp_path), batches_of(2, 3, 4)
-    expected = model(batches[0]).logits
-    norm = type(model.model.layers[1].post_attention_layernorm)
-    plain = norm.forward
-
-    def fail(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.shape[1] == 3 and self is model.model.layers[1].post_attention_layernorm:
-            raise ArithmeticError("no norm")
-        found: torch.Tensor = plain(self, hidden)
-        return found
-
-    monkeypatch.setattr(norm, "forward", fail)
-    results = map_batches(model, batches, model, in_flight=3)
-
-    assert torch.equal(expected, next(results).logits)
-    with pytest.raises(ArithmeticError, match="no norm") as caught:
-        next(results)
-    assert ["in batch 1"] == caught.value.__notes__
-
-
-@torch.no_grad()
 def test_a_file_that_is_cut_is_an_error_that_names_the_expert(tmp_path):
     model, batches = loaded(tmp_path), batches_of(30, 30)
     [path] = tmp_path.glob("*.safetensors")
@@ -234,29 +200,6 @@ def test_a_file_that_is_cut_is_an_error_that_names_the_expert(tmp_path):
     text = f"{caught.value} {caught.value.__notes__}"
     assert str(path) in text
     assert "in batch 0" in text
-
-
-@torch.no_grad()
-def test_an_interrupt_among_the_experts_stops_every_batch(tmp_path, monkeypatch):
-    model, ended = loaded(tmp_path), []
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    def fn(batch: torch.Tensor) -> None:
-        try:
-            model(batch)
-        finally:
-            ended.append(batch)
-
-    monkeypatch.setattr(acts.Act, "together", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        list(map_batches(fn, batches_of(1, 2, 3), model, in_flight=3))
-
-    assert len(ended) == 3
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("offload-batch")]
-    monkeypatch.undo()
-    assert len(list(map_batches(model, batches_of(1, 2, 3), model, in_flight=3))) == 3
 
 
 def model_of_large_experts(folder: Path, **options: Any) -> Any:

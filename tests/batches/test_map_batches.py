@@ -215,19 +215,6 @@ def test_a_batch_leaves_how_strict_torch_is_about_determinism_as_it_was(was):
         torch.use_deterministic_algorithms(False, warn_only=False)
 
 
-def test_modes_of_the_caller_see_what_batches_do(model):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    batches = tokens(3)
-    with torch.no_grad(), FlopCounterMode(display=False) as expected:
-        for batch in batches:
-            model(batch)
-    with torch.no_grad(), FlopCounterMode(display=False) as found:
-        list(map_batches(model, batches, model, in_flight=3))
-
-    assert expected.get_total_flops() == found.get_total_flops() > 0
-
-
 @torch.no_grad()
 def test_offloading_applies_inside_batches(model):
     with offload.offloading(min_bytes=64):
@@ -252,15 +239,6 @@ def test_settings_that_a_batch_makes_are_its_own(model):
 
     assert [torch.bfloat16, torch.float64] * 2 == found
     assert torch.get_default_dtype() == torch.float32
-
-
-def test_modes_that_a_batch_enters_are_its_own(model):
-    def fn(at: int) -> bool:
-        with torch.set_grad_enabled(at % 2 == 0):
-            model(tokens(1)[0])
-            return torch.is_grad_enabled()
-
-    assert [True, False, True, False] == list(map_batches(fn, range(4), model, in_flight=4))
 
 
 @torch.no_grad()
@@ -427,23 +405,6 @@ def test_closing_stops_every_batch_and_runs_its_cleanup(model):
 
     assert sorted(ended) == list(range(len(ended)))
     assert hooks == [len(layer._forward_pre_hooks) for layer in model.layers]
-
-
-@torch.no_grad()
-def test_a_function_that_swallows_everything_is_stopped_too(model):
-    def fn(at: int) -> int:
-        if at == 0:
-            return 0
-        for _ in range(50):
-            try:
-                model(tokens(1)[0])
-            except BaseException:
-                continue
-        return at
-
-    results = map_batches(fn, range(3), model, in_flight=3)
-    assert 0 == next(results)
-    results.close()
 
 
 @torch.no_grad()

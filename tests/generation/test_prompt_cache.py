@@ -450,6 +450,18 @@ def test_a_cache_that_was_reset_is_not_kept_even_with_other_tokens_since(model, 
     assert [] == blocks(prompts)
 
 
+@pytest.mark.parametrize("others", [0, 80])
+def test_a_cache_that_was_cropped_into_its_prompt_is_not_kept(llama, prompts, others):
+    past = prompts.past_for(llama, ids(100))
+    logits(llama, ids(100), past)
+    past.crop(-50)
+    if others:
+        llama(ids(others, seed=1), **{CACHE: past})
+    prompts.keep(past)
+
+    assert [] == blocks(prompts)
+
+
 # The folder
 
 
@@ -473,23 +485,15 @@ def test_a_damaged_block_is_computed_again(model, prompts, caplog):
         assert "computed again" not in caplog.text
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 512], ids=str)
-@pytest.mark.parametrize("apart", [1, 5])
-def test_a_block_whose_parts_changed_places_is_computed_again(llama, prompts, caplog, size, apart):
-    """Words, rows or sectors: nothing is missing, and nothing new is there."""
-    tokens = ids(100)
-    expected = answer(llama.generate, tokens)
-    answer(prompts.generate, llama, tokens)
+def test_a_block_whose_header_names_another_form_is_computed_again(llama, prompts):
+    """Of the same size."""
+    answer(prompts.generate, llama, ids(100))
     (path,) = blocks(prompts)
-    begin = path.stat().st_size - 4096  # the values of the last layer
-    data = bytearray(path.read_bytes())
-    one, other = (slice(begin + number * size, begin + (number + 1) * size) for number in (0, apart))
-    assert data[one] != data[other]
-    data[one], data[other] = data[other], data[one]
-    path.write_bytes(data)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'float32\\"', b'int32\\"  '))
 
-    assert torch.equal(expected, answer(prompts.generate, llama, tokens))
-    assert "does not match its checksum" in caplog.text
+    assert data != path.read_bytes()
+    assert 0 == known(prompts, llama, ids(100))
 
 
 @pytest.mark.parametrize("left", [0, 1, 3000, -1])
@@ -519,6 +523,7 @@ def test_the_least_recently_used_blocks_go(llama, tmp_path):
     answer(prompts.generate, llama, ids(200))
     size = sum(path.stat().st_size for path in blocks(prompts))
     bounded = PromptCache(prompts.folder, max_disk=2 * size + size // 2)
+    assert 192 == known(bounded, llama, ids(200))  # later reads alone leave the time of access as it is (relatime)
     answer(bounded.generate, llama, ids(200, seed=1))
     assert 192 == known(bounded, llama, ids(200))
 
@@ -540,7 +545,7 @@ def test_a_prompt_larger_than_the_budget_is_kept_in_part(llama, tmp_path):
 
 
 def test_a_block_that_is_removed_meanwhile_is_still_used(model, prompts):
-    tokens = ids(200)
+    tokens = ids(200, rows=2)
     expected = logits(model, tokens, prompts.past_for(model, tokens))
     answer(prompts.generate, model, tokens)
     past = prompts.past_for(model, tokens)

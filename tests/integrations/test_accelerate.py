@@ -15,7 +15,7 @@ from accelerate.hooks import (
     attach_align_device_hook,
     remove_hook_from_submodules,
 )
-from accelerate.utils import OffloadedWeightsLoader, offload_state_dict, set_module_tensor_to_device
+from accelerate.utils import set_module_tensor_to_device
 from conftest import contents
 from safetensors.torch import save_file
 from torch import nn
@@ -172,14 +172,6 @@ def test_a_device_that_hooks_move_activations_away_from_is_refused():
     assert not any(offload.is_offloaded(parameter) for parameter in model.parameters())
 
 
-def test_forward_hooks_of_torch_stay():
-    model, seen = net(), []
-    model.norm.register_forward_hook(lambda *args: seen.append(args[0]))
-    offload.disk_offload(model)(torch.randn(3, 4))
-
-    assert [model.norm] == seen
-
-
 # Models on disk, in accelerate's hands
 
 
@@ -255,19 +247,3 @@ def test_a_hook_that_moves_a_whole_model_moves_no_bytes():
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
     hook.remove()
     assert not hooks_in(model)
-
-
-def test_a_state_dict_on_disk_can_be_offloaded_to_accelerate_s_folder(tmp_path):
-    model = offload.disk_offload(net())
-    offload_state_dict(str(tmp_path), model.state_dict())
-
-    held = OffloadedWeightsLoader(save_folder=str(tmp_path))
-    assert all(torch.equal(value, held[name]) for name, value in net().state_dict().items())
-
-
-def test_an_align_hook_on_a_module_on_disk_runs_it():
-    x = torch.randn(3, 4)
-    model = offload.disk_offload(net())
-    add_hook_to_module(model.norm, AlignDevicesHook(execution_device="cpu", offload=True, offload_buffers=True))
-
-    assert torch.equal(net()(x), model(x))

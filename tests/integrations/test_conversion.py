@@ -3,7 +3,6 @@
 import copy
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
-    FineGrainedFP8Config,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -28,7 +26,6 @@ from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from offload.models import pretrained
 from offload.tensor.views import handle_of
-from tests.checkpoints.forms import FORMS, PROMPT
 from tests.equal import assert_equal
 from tests.sizes import SIZES
 
@@ -105,13 +102,6 @@ def test_a_model_that_is_loaded_or_filled_in_inference_mode_trains(folder, token
     for model in (loaded, filled):
         model(tokens, labels=tokens).loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_the_default_device_does_not_matter(folder, tokens):
-    with torch.device("meta"):
-        model = offload.from_pretrained(folder)
-
-    assert_same(AutoModelForCausalLM.from_pretrained(folder), model, tokens)
 
 
 @pytest.mark.parametrize("narrow", ["norm", "proj"])
@@ -209,19 +199,6 @@ def test_saving_takes_experts_apart_and_holds_none_in_memory(folder, tmp_path, t
     assert_same(in_memory(tmp_path / "saved"), model, tokens)
 
 
-def test_a_whole_model_is_copied_and_pickled(folder, tmp_path, tokens):
-    """The pickle needs no offload."""
-    model = offload.from_pretrained(folder)
-    torch.save(model, tmp_path / "model.pt")
-
-    assert_same(model, copy.deepcopy(model), tokens)
-    with ZipFile(tmp_path / "model.pt") as archive:
-        assert b"offload" not in archive.read("model/data.pkl").replace(b"offload_", b"")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    loaded.save_pretrained(tmp_path / "saved")
-    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), loaded, tokens)
-
-
 def test_the_current_values_are_saved(folder, tmp_path):
     """After an in-place change, and after a replacement."""
     model = offload.from_pretrained(folder)
@@ -285,17 +262,6 @@ def test_weights_that_a_model_keeps_in_float32_are_not_rounded_on_the_way(tmp_pa
         assert torch.equal(one, other.materialize()), name
 
 
-def test_a_map_places_each_module(folder, tokens):
-    device_map = {"": "disk", "model.layers.0": "cpu", "lm_head": "cpu"}
-    model = offload.from_pretrained(folder, device_map=device_map)
-
-    layers = model.model.layers
-    assert not any(offload.is_offloaded(parameter) for parameter in layers[0].parameters())
-    assert all(offload.is_offloaded(parameter) for parameter in layers[1].parameters())
-    assert all(type(parameter) is torch.nn.Parameter for parameter in layers[0].parameters())
-    assert_same(AutoModelForCausalLM.from_pretrained(folder), model, tokens)
-
-
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(llama_folder, tmp_path, tokens, config):
     quantization = pytest.importorskip("torchao.quantization")
@@ -321,22 +287,6 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(llama_folder, tmp_
     model.save_pretrained(tmp_path / "again", save_original_format=False)
     with torch.no_grad():
         assert torch.equal(logits, AutoModelForCausalLM.from_pretrained(tmp_path / "again")(tokens).logits)
-
-
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_settings_that_ask_for_dense_weights_are_those_that_are_followed_anyway(as_dict, tmp_path):
-    """Of a quantized checkpoint; one that is not would be quantized."""
-    FORMS["fp8-llama"].write(tmp_path)
-    settings: Any = FineGrainedFP8Config(dequantize=True)
-    model = offload.from_pretrained(tmp_path, quantization_config=settings.to_dict() if as_dict else settings)
-
-    assert torch.equal(FORMS["fp8-llama"].plain(tmp_path)(PROMPT).logits, model(PROMPT).logits)
-
-
-@pytest.mark.parametrize("settings", [FineGrainedFP8Config(dequantize=True), object()], ids=["dense", "any"])
-def test_a_dense_checkpoint_is_not_quantized_while_it_is_loaded(llama_folder, settings):
-    with pytest.raises(CheckpointError, match="then quantize it on disk"):
-        offload.from_pretrained(llama_folder, quantization_config=settings)
 
 
 def test_no_deferred_tensor_stays_in_the_model(folder):

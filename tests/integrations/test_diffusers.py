@@ -134,50 +134,6 @@ def test_a_model_is_not_saved_over_the_files_that_it_refers_to(shard, tmp_path):
     model.save_pretrained(tmp_path / "elsewhere")
 
 
-def test_an_unet_trains_on_disk():
-    """Gradients, and an optimizer step, with activations recomputed."""
-    losses, models = [], []
-    for place in (lambda model: model, offload.disk_offload):
-        model = place(made("unet")).train()
-        model.enable_gradient_checkpointing()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(2):
-            loss = model(LATENTS, STEPS, TEXT).sample.square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        models.append(model)
-
-    assert losses[:2] == losses[2:]
-    assert_equal(*models)
-    assert all_on_disk(models[1])
-
-
-def test_an_adapter_is_added_to_an_unet_and_fused(tmp_path):
-    """Through diffusers' own interface to peft; the checkpoint is unchanged."""
-    peft = pytest.importorskip("peft", reason="needs peft, which is not installed")
-    made("unet").save_pretrained(tmp_path)
-    before = contents(tmp_path)
-    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
-    results = []
-    plain, on_disk = type(made("unet")).from_pretrained(tmp_path).eval(), loaded(type(made("unet")), tmp_path)
-    for model in (plain, on_disk):
-        bare = sample("unet", model)
-        torch.manual_seed(1)
-        model.add_adapter(config)
-        adapted = sample("unet", model)
-        model.fuse_lora()
-        model.unload_lora()
-        results.append((bare, adapted, sample("unet", model)))
-
-    assert not torch.equal(results[0][0], results[0][1])
-    for expected, actual in zip(*results, strict=True):
-        assert torch.equal(expected, actual)
-    assert all_on_disk(on_disk)
-    assert before == contents(tmp_path)
-
-
 # Pipelines
 
 
@@ -185,19 +141,6 @@ def images(pipeline: Any, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     pipeline.set_progress_bar_config(disable=True)
     return torch.from_numpy(pipeline(num_inference_steps=3, generator=generator, output_type="np", **options).images)
-
-
-def test_an_unconditional_pipeline_makes_the_same_images(tmp_path):
-    """Its network is loaded from the pipeline's folder, and passed to the pipeline."""
-    torch.manual_seed(0)
-    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
-    network = diffusers.UNet2DModel(**BLOCKS, down_block_types=down, up_block_types=up)
-    diffusers.DDPMPipeline(network, diffusers.DDPMScheduler(num_train_timesteps=10)).save_pretrained(tmp_path)
-    plain = diffusers.DDPMPipeline.from_pretrained(tmp_path)
-    on_disk = diffusers.DDPMPipeline.from_pretrained(tmp_path, unet=loaded(type(network), tmp_path / "unet"))
-
-    assert torch.equal(images(plain), images(on_disk))
-    assert all_on_disk(on_disk.unet)
 
 
 def text_to_image() -> Any:
@@ -241,23 +184,3 @@ def test_a_text_to_image_pipeline_makes_the_same_images(tmp_path):
     again = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "again")
     assert torch.equal(expected, images(again, **asked))
     assert before == contents(tmp_path / "saved")
-
-
-def test_the_parts_of_a_pipeline_are_loaded_from_its_folders(tmp_path):
-    """Each with its own loader: transformers' for the text encoder, an empty model for the others."""
-    from transformers import CLIPTextModel
-
-    text_to_image().save_pretrained(tmp_path)
-    before = contents(tmp_path)
-    plain = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path)
-    on_disk = diffusers.StableDiffusionPipeline.from_pretrained(
-        tmp_path,
-        text_encoder=offload.from_pretrained(tmp_path / "text_encoder", model_class=CLIPTextModel),
-        unet=loaded(diffusers.UNet2DConditionModel, tmp_path / "unet"),
-        vae=loaded(diffusers.AutoencoderKL, tmp_path / "vae"),
-    )
-    asked = {"prompt": ["a cat", "no disk"], "height": 8, "width": 8}
-
-    assert torch.equal(images(plain, **asked), images(on_disk, **asked))
-    assert all(all_on_disk(part) for part in (on_disk.text_encoder, on_disk.unet, on_disk.vae))
-    assert before == contents(tmp_path)

@@ -103,18 +103,6 @@ def test_every_way_to_generate_gives_the_tokens_of_the_model_in_memory(folder, t
     assert all(offload.is_offloaded(buffer) for buffer in with_buffers.buffers())
 
 
-def test_an_assistant_in_memory_helps_a_model_on_disk(folder, tokens):
-    plain, model = both(folder)
-    torch.manual_seed(5)
-    assistant = AutoModelForCausalLM.from_config(plain.config).eval()
-    expected, got = (
-        who.generate(tokens[:1], assistant_model=assistant, max_new_tokens=12, do_sample=False)
-        for who in (plain, model)
-    )
-
-    assert torch.equal(expected, got)
-
-
 def test_a_text_generation_pipeline_gives_the_same_text(llama):
     plain, model = both(llama)
     words = {word: place for place, word in enumerate(["<unk>", "<pad>", *(f"w{n}" for n in range(94))])}
@@ -167,17 +155,6 @@ def test_token_embeddings_are_resized_as_in_memory(folder, size, mean_resizing):
     ids = torch.tensor([[1, 2, 39]])
     assert torch.equal(plain(ids).logits, model(ids).logits)
     assert torch.equal(plain.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4))
-
-
-def test_a_new_head_goes_to_disk_on_request(tmp_path):
-    plain, model = both(saved(CONFIGS["llama untied"], tmp_path))
-    for who in (plain, model):
-        torch.manual_seed(0)
-        who.resize_token_embeddings(130)
-    offload.disk_offload(model)
-
-    assert is_on_disk(model)
-    assert_equal(plain, model)
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)

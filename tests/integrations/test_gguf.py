@@ -1,7 +1,5 @@
 """Models in GGUF files: the same as plain transformers loads, over the blocks in the file."""
 
-import copy
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -164,14 +162,6 @@ def test_a_model_is_saved_dense(name, save, tmp_path):
     found = outcome(offload.from_pretrained(aligned(tmp_path / "to")))
     assert torch.equal(expected.logits, found.logits)
     assert torch.equal(expected.tokens, found.tokens)
-
-
-def test_copies_and_pickles_of_a_model_give_the_same_output(small):
-    model = offload.from_pretrained(small, gguf_file=FILE)
-    expected = outcome(model).logits
-
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(expected, outcome(other).logits)
 
 
 def test_wrong_files_and_arguments_are_refused_by_name(small, tmp_path):

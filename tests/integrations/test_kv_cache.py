@@ -20,7 +20,6 @@ from transformers import (
 
 import offload
 from offload.errors import DtypeMismatchError, ForeignFileError, ShapeMismatchError, StaleViewError, UnsupportedOpError
-from offload.prefetch.value import page_state_of
 from offload.transformers_api import cache_option
 from tests.equal import is_equal
 from tests.processes import run_script
@@ -161,20 +160,8 @@ def test_the_capacity_grows_and_the_tokens_stay(model):
 
 
 @torch.no_grad()
-def test_a_reserved_capacity_does_not_grow_before_it_is_full(llama):
-    past = offload.integrations.kv_cache(llama, max_length=640)
-
-    for tokens in ids(1, 640).split(320, dim=1):
-        llama(tokens, **{CACHE: past})
-        assert {640} == {layer._rows_of_keys._file.shape[2] for layer in past.layers}
-    llama(ids(1, 1), **{CACHE: past})
-
-    assert {960 + 64} == {layer._rows_of_keys._file.shape[2] for layer in past.layers}
-
-
-@torch.no_grad()
 def test_sliding_layers_take_no_more_than_their_window():
-    past = offload.integrations.kv_cache(CONFIGS["sliding"], max_length=4096)
+    past = offload.integrations.kv_cache(CONFIGS["sliding"])
     token = torch.ones(1, 2, 1, 8)
     for _ in range(600):  # more than twice the capacity
         for layer in range(2):
@@ -411,23 +398,3 @@ def test_keys_and_values_of_160_mb_take_the_anonymous_memory_of_a_layer():
     assert found["kept"] > 160e6
     assert found["grown"] < 21e6
     assert all(total > 0 for total in found["totals"])
-
-
-def test_a_token_leaves_nothing_behind(llama):
-    """Neither tracked ranges nor objects: every step costs the same."""
-    past = offload.integrations.kv_cache(llama, max_length=4096)
-    with torch.no_grad():
-        llama(ids(2, 2200), **{CACHE: past})
-        found = []
-        for tokens in ids(2, 60).split(1, dim=1):
-            llama(tokens, **{CACHE: past})
-            found.append([len(page_state_of(layer.keys._handle).ranges) for layer in past.layers])
-
-    assert [[1, 1]] * len(found) == found
-
-
-@pytest.mark.parametrize(("max_length", "error"), [(0, ValueError), (-5, ValueError), ("9", TypeError)])
-def test_an_invalid_max_length_is_an_error(llama, max_length, error):
-    words = r"'str'" if error is TypeError else f"max_length, a number of tokens, should be .*not {max_length}"
-    with pytest.raises(error, match=words):
-        offload.integrations.kv_cache(llama, max_length=max_length)

@@ -27,28 +27,8 @@ def llava() -> Any:
     )
 
 
-def qwen2_vl() -> Any:
-    rope = {"type": "mrope", "mrope_section": [2, 2, 4]}
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    return hf.Qwen2VLConfig(
-        text_config={**TINY, "num_key_value_heads": 1, "vocab_size": 64, "rope_scaling": rope},
-        vision_config={**vision, "spatial_merge_size": 2, "temporal_patch_size": 1},
-        image_token_id=60,
-        vision_start_token_id=61,
-        vision_end_token_id=62,
-        video_token_id=59,
-    )
-
-
-QWEN = {
-    "input_ids": torch.tensor([[5, 61, 60, 60, 60, 60, 62, 7]]),
-    "mm_token_type_ids": torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0]]),
-    "pixel_values": PIXELS.flatten()[: 16 * 48].reshape(16, 48),
-    "image_grid_thw": torch.tensor([[1, 4, 4]]),
-}
 MODELS: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
     "llava": (llava, {"input_ids": torch.tensor([[5, 60, 60, 60, 60, 7]]), "pixel_values": PIXELS}),
-    "qwen2-vl": (qwen2_vl, QWEN),
 }
 WAYS = ({}, {"num_beams": 2}, {"do_sample": True})
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import offload
 from offload import is_offloaded
@@ -164,23 +163,3 @@ def test_adapters_that_peft_makes_and_loads_are_on_disk(tokens, tmp_path):
         assert adapters
         assert all(map(is_offloaded, adapters))
         assert torch.equal(expected, model(tokens).logits)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("start", ["memory", "disk"])
-def test_weights_that_torchao_quantizes_inside_are_on_disk(start):
-    quantization = pytest.importorskip("torchao.quantization")
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).bfloat16()
-    x = torch.randn(4, 256).bfloat16()
-    expected = copy.deepcopy(layers)
-    quantization.quantize_(expected, quantization.Int8WeightOnlyConfig())
-    model = copy.deepcopy(layers)
-    if start == "disk":
-        offload.disk_offload(model)
-    with offload.offloading(min_bytes="16KiB"):
-        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-
-    assert all(is_offloaded(layer.weight) for layer in (model[0], model[2]))
-    assert type(model[0].weight.materialize()) is type(expected[0].weight.data)
-    assert torch.equal(expected(x), model(x))

@@ -13,7 +13,7 @@ import torch
 from conftest import contents
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import offload
 from offload.memory import anonymous_bytes
@@ -167,22 +167,6 @@ def test_virtual_tokens_work_before_a_model_on_disk(kind, folder, tmp_path, toke
         assert torch.equal(plain(input_ids=tokens).logits, on_disk(input_ids=tokens).logits)
 
 
-def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path, tokens):
-    """`target_parameters`: the experts of a layer are one three-dimensional parameter."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path)
-    plain, on_disk = both(tmp_path, lambda model: get_peft_model(model, copy.deepcopy(OF_EXPERTS)))
-    name = "model.layers.0.mlp.experts.base_layer.base_layer.gate_up_proj"
-    before = plain.get_base_model().state_dict()[name].clone()
-
-    assert train(plain, tokens) == train(on_disk, tokens)
-
-    plain, on_disk = plain.merge_and_unload(), on_disk.merge_and_unload()
-    assert_equal(plain, on_disk)
-    assert all_on_disk(on_disk)
-    assert not torch.equal(before, plain.model.layers[0].mlp.experts.gate_up_proj)
-
-
 @pytest.mark.parametrize("safe", [False, True], ids=["in-place", "safe"])
 def test_a_merge_in_bfloat16_with_tied_embeddings_ends_in_the_users_folder(safe, llama_folder, tmp_path):
     """One file per changed weight, and none for the others."""
@@ -198,22 +182,6 @@ def test_a_merge_in_bfloat16_with_tied_embeddings_ends_in_the_users_folder(safe,
     assert set(merged) == set(written)
     assert all(torch.equal(value, written[name]) for name, value in merged.items())
     assert before == contents(llama_folder)
-
-
-def test_two_adapters_are_combined_and_merged(folder):
-    """`add_weighted_adapter`, and merging both at once."""
-
-    def wrap(model: Any) -> Any:
-        model = get_peft_model(model, LoraConfig(**ONE, **NOT_NEUTRAL))
-        model.add_adapter("other", LoraConfig(**ONE, **NOT_NEUTRAL))
-        model.add_weighted_adapter(["default", "other"], [0.7, 0.3], "mixed", combination_type="svd", svd_rank=4)
-        model.add_weighted_adapter(["default", "other"], [1.0, 0.5], "sum", combination_type="linear")
-        return model.merge_and_unload(adapter_names=["mixed", "sum"])
-
-    plain, on_disk = both(folder, wrap)
-
-    assert_equal(plain, on_disk)
-    assert all_on_disk(on_disk)
 
 
 MERGE = """

@@ -146,26 +146,6 @@ def test_other_configurations_and_filters_do_as_in_memory(folders, way, kind):
     assert torch.equal(logits(expected), logits(found))
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(
-    "options", [{}, {"modules_to_not_convert": ["q_proj"]}, {"include_input_output_embeddings": True}], ids=str
-)
-def test_transformers_own_configuration_quantizes_what_transformers_would(folders, tmp_path, options, kind):
-    """Not the head, unless requested; and not what is tied."""
-    method = transformers.TorchAoConfig(WEIGHT_ONLY["int8x"](), **options)
-    expected = transformers.AutoModelForCausalLM.from_pretrained(
-        folders[kind], quantization_config=method, dtype="auto"
-    )
-    found = offload.from_pretrained(folders[kind])
-    offload.quantize_(found, method)
-    found.save_pretrained(tmp_path)
-
-    assert_same(expected.requires_grad_(False), found.requires_grad_(False))  # transformers froze what it skipped
-    assert torch.equal(logits(expected), logits(found))
-    assert torch.equal(logits(expected), logits(in_memory(tmp_path)))
-    assert ("torchao", True) == (str(found.quantization_method.value), found.is_quantized)
-
-
 @pytest.mark.parametrize("config", ["int8", "int4x-group", "float8", "nvfp4"])
 def test_torchaos_own_form_gives_the_model_back(folder, tmp_path, config):
     """With `save_checkpoint`; read by torchao in memory, and from tensors on disk."""
@@ -459,14 +439,6 @@ def test_files_hold_the_quantized_value_alone(tmp_path):
 
 
 # What is refused
-
-
-def test_a_configuration_of_transformers_is_for_its_models_and_takes_no_filter(folder):
-    method = transformers.TorchAoConfig(int8())
-
-    for model, wanted in ((nn.Linear(8, 8), None), (in_memory(folder), is_in_a_layer)):
-        with pytest.raises(TypeError, match="do not pass filter_fn with it, and for other models pass its quant_type"):
-            offload.quantize_(model, method, wanted)
 
 
 # Memory

@@ -90,30 +90,6 @@ def test_data_without_rows_is_refused():
         cache_from({"a": torch.ones(3), "b": {"c": torch.ones(3)}})
 
 
-def test_hdf5_entries_that_are_not_arrays_are_skipped_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    h5py = pytest.importorskip("h5py")
-    import numpy as np
-
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["x"] = np.arange(3)
-        file["version"] = 7
-        file["nothing"] = h5py.Empty("f4")
-        file.create_dataset("to", (3,), dtype=h5py.ref_dtype)
-        file["opaque"] = np.zeros(3, dtype="V5")
-        file["kind"] = np.dtype("f4")
-    with caplog.at_level(logging.INFO, "offload"):
-        cache = cache_from(tmp_path / "x.h5")
-
-    assert ["x"] == list(cache.schema)
-    assert all(f"'{name}'" in caplog.text for name in ("version", "nothing", "to", "opaque"))
-    with pytest.raises(OffloadError, match="'version': a single value"):
-        cache_from(tmp_path / "x.h5", columns=["x", "version"])
-    with pytest.raises(OffloadError, match=r"'to' in .* is of dtype object, neither torch's nor text"):
-        cache_from(tmp_path / "x.h5", columns=["x", "to"])
-    with pytest.raises(OffloadError, match="'nothing': a single value"):
-        cache_from(tmp_path / "x.h5", columns=["x", "nothing"])
-
-
 def test_a_folder_to_be_filled_takes_no_disk_for_what_is_not(tmp_path: Path) -> None:
     """A million rows of 12 KiB."""
     td = TensorDict(image=torch.empty(1, 3072, device="meta").expand(1_000_000, 3072), batch_size=[1_000_000])

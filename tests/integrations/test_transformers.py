@@ -33,20 +33,6 @@ def in_memory(llama_folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(llama_folder)
 
 
-def test_logits_and_tokens_equal_those_in_memory(llama_folder, in_memory, tokens):
-    before = contents(llama_folder)
-    model = offload.from_pretrained(llama_folder)
-
-    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
-    assert not model.training
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    with torch.no_grad():
-        assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
-    expected = in_memory.generate(tokens, max_new_tokens=8, do_sample=False)
-    assert torch.equal(expected, model.generate(tokens, max_new_tokens=8, do_sample=False))
-    assert before == contents(llama_folder)
-
-
 @pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
 def test_a_checkpoint_of_torch_save_is_loaded_in_place(llama_folder, in_memory, tokens, tmp_path, max_shard_size):
     """It contains tied weights twice."""
@@ -60,6 +46,7 @@ def test_a_checkpoint_of_torch_save_is_loaded_in_place(llama_folder, in_memory, 
 
     assert (max_shard_size == "1GB") == (tmp_path / "pytorch_model.bin").is_file()
     assert {tmp_path} == {weight.offload_path.parent for weight in model.parameters()}
+    assert not model.training
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with torch.no_grad():
         assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
@@ -76,21 +63,12 @@ def test_no_device_map_loads_into_memory(llama_folder, in_memory, tokens):
     assert torch.equal(in_memory(tokens).logits, found(tokens).logits)
 
 
-@pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit"])
+@pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit", "quantization_config"])
 def test_quantizing_while_loading_is_refused_with_the_way_out(option, llama_folder):
     with pytest.raises(CheckpointError, match=rf"{option}: weights are not quantized.*offload\.quantize_"):
         offload.from_pretrained(llama_folder, **{option: True})
 
     assert offload.from_pretrained(llama_folder, **{option: False})
-
-
-def test_an_automatic_map_works_on_a_machine_without_accelerators(llama_folder, in_memory, tokens):
-    """With room for about one layer: the rest goes to disk."""
-    model = offload.from_pretrained(llama_folder, device_map="sequential", max_memory={"cpu": 120_000})
-
-    kinds = {offload.is_offloaded(parameter) for parameter in model.parameters()}
-    assert {True, False} == kinds
-    assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
 
 
 def test_a_checkpoint_without_a_head_reports_the_head_as_missing(llama_folder):
@@ -101,7 +79,7 @@ def test_a_checkpoint_without_a_head_reports_the_head_as_missing(llama_folder):
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("size", ["5GB", "60KB", "100KB"])
+@pytest.mark.parametrize("size", ["5GB", "60KB"])
 def test_a_model_is_not_saved_over_the_files_that_it_refers_to(size, llama_folder, tmp_path, tokens):
     """Nor files that transformers would remove first; nor by a copy of it with its own values."""
     shutil.copytree(llama_folder, tmp_path / "llama")

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import json
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import offload
 from offload import OffloadedTensor, is_offloaded, materialize
 from offload.errors import ForeignFileError, WriteError
-from offload.offloading import context
 from tests.conftest import contents
 from tests.processes import in_fork, run_script
 
@@ -251,31 +249,12 @@ def test_gradients_equal_those_in_memory():
         assert sum(map(is_offloaded, found)) == 3  # x and the two weights
 
 
-def test_tensors_that_autograd_saves_are_on_disk():
-    saved: list[torch.Tensor] = []
-    x = X.clone().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
-        inside(lambda: x.exp())
+def test_functions_that_torch_computes_in_another_way_under_a_mode_have_gradients():
+    x, other = (X.clone().requires_grad_() for _ in range(2))
+    inside(lambda: torch.linalg.pinv(x).sum().backward())
+    torch.linalg.pinv(other).sum().backward()
 
-    assert [True] == [is_offloaded(one) for one in saved]
-
-
-def test_adamw_takes_the_same_steps_with_its_state_on_disk():
-    def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        layer = nn.Linear(64, 64)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            layer(X).pow(2).mean().backward()
-            optimizer.step()
-        return layer, optimizer
-
-    expected, _ = trained()
-    found, optimizer = inside(trained)
-
-    assert torch.equal(expected.weight, found.weight.materialize())
-    assert is_offloaded(optimizer.state[found.weight]["exp_avg"])
+    torch.testing.assert_close(other.grad, materialize(x.grad))
 
 
 # The context
@@ -410,29 +389,6 @@ def test_another_process_adds_to_a_folder_and_overwrites_nothing(tmp_path):
     assert [3] == ours.unique().tolist()
     assert before.items() < contents(tmp_path).items()
     assert len(before) + 3 == len(contents(tmp_path))
-
-
-def test_a_process_forked_while_a_thread_enters_may_enter_too():
-    def act() -> None:
-        signal.alarm(20)  # ends a process that waits for that thread
-        with offload.offloading(min_bytes=SMALL):
-            assert is_offloaded(torch.ones(64, 64))
-
-    holds, done = threading.Event(), threading.Event()
-
-    def enter() -> None:
-        with context._LOCK:
-            holds.set()
-            done.wait(30)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    holds.wait(20)
-
-    ended_well = in_fork(act)
-    done.set()
-    thread.join()
-    assert ended_well
 
 
 def test_a_failing_op_leaves_no_file(tmp_path):

@@ -110,15 +110,3 @@ def test_local_completions_gives_the_numbers_of_the_model(server: Server) -> Non
 
     assert agree(here.loglikelihood(scored), there.loglikelihood(scored))
     assert here.generate_until(continued) == there.generate_until(continued)
-
-
-def test_the_gguf_backend_gives_the_numbers_of_the_model(server: Server) -> None:
-    """It finds the tokens of the second text by `text_offset`, and whether they are the likeliest by their names."""
-    from lm_eval.models.gguf import GGUFLM
-
-    here, there = model_itself(server.folder), GGUFLM(base_url=server.url)
-    scored = asked("loglikelihood", *pairs(here))
-
-    expected = here.loglikelihood(scored)
-    assert agree(expected, there.loglikelihood(scored))
-    assert {True, False} == {is_greedy for _, is_greedy in expected}

@@ -1,4 +1,4 @@
-"""`offload serve`, asked by the clients that people have: openai, litellm, langchain, curl."""
+"""`offload serve`, asked by openai's client, and by others that are no good."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +20,11 @@ import torch
 
 import offload
 from offload.cli import main
+from offload.serving import server as serving
 from tests.processes import ended
 from tests.serving.servers import Server, greedy, running, saved, started, tiny_tokenizer, words
 
 openai = pytest.importorskip("openai")
-JSON = "content-type: application/json"
 
 
 @pytest.fixture(scope="module")
@@ -97,35 +97,7 @@ def test_requests_at_once_share_the_passes_and_each_gets_its_own_answer(server, 
     assert [words(greedy(model, prompt, 24)) for prompt in prompts] == said
     tokens, passes = (after[name] - before[name] for name in ("offload_tokens_total", "offload_passes_total"))
     assert 16 * 24 == tokens
-    assert passes < tokens / 2
-
-
-def test_litellm_and_langchain_get_the_text(server, model):
-    litellm = pytest.importorskip("litellm")
-    langchain = pytest.importorskip("langchain_openai")
-    url = f"{server.url}/v1"
-
-    said = litellm.completion(
-        "openai/tiny", CHAT["messages"], api_base=url, api_key="none", max_tokens=6, temperature=0
-    )
-    chat = langchain.ChatOpenAI(model="tiny", base_url=url, api_key="none", max_tokens=6, temperature=0)
-
-    expected = words(greedy(model, [3, 4], 6))
-    assert expected == said.choices[0].message.content
-    assert expected == chat.invoke("w3 w4").content
-    assert expected == "".join(part.content for part in chat.stream("w3 w4"))
-
-
-def test_curl_gets_events(server):
-    body = json.dumps({"prompt": "w3", "max_tokens": 2, "stream": True})
-
-    done = subprocess.run(
-        ["curl", "-sN", f"{server.url}/v1/completions", "-H", JSON, "-d", body], capture_output=True, text=True
-    )
-
-    events = [line.removeprefix("data: ") for line in done.stdout.split("\n\n") if line]
-    assert "[DONE]" == events.pop()
-    assert "length" == json.loads(events[-1])["choices"][0]["finish_reason"]
+    assert 0 < passes < tokens / 2
 
 
 # What is asked for
@@ -161,8 +133,9 @@ def test_an_answer_ends_before_a_stop_string(server, model):
     )
 
 
-def test_a_seed_gives_the_same_sample_and_answers_of_one_request_differ(server):
+def test_a_seed_gives_the_same_sample_and_without_one_answers_differ(server):
     asked = {"prompt": "w3", "max_tokens": 8, "temperature": 1.0, "n": 3}
+    one, other = (server.post("/v1/completions", {**asked, "n": 1})[1]["choices"][0]["text"] for _ in range(2))
 
     _, first = server.post("/v1/completions", {**asked, "n": 1, "seed": 7})
     _, again = server.post("/v1/completions", {**asked, "n": 1, "seed": 7})
@@ -171,6 +144,34 @@ def test_a_seed_gives_the_same_sample_and_answers_of_one_request_differ(server):
     assert many["choices"][0]["text"] == first["choices"][0]["text"]
     assert first["choices"][0]["text"] == again["choices"][0]["text"]
     assert 3 == len({choice["text"] for choice in many["choices"]})
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.9}, {"repetition_penalty": 0.1}], ids=str
+)
+def test_a_sample_is_the_one_that_generate_draws(server, model, fields):
+    drawn = {"temperature": 2.0, **fields}
+    asked = {"prompt": [[3, 4]], "max_tokens": 12, "seed": 7, **drawn}
+
+    _, said = server.post("/v1/completions", asked)
+
+    torch.manual_seed(7)
+    tokens = model.generate(torch.tensor([[3, 4]]), do_sample=True, max_new_tokens=12, pad_token_id=0, **drawn)
+    assert words(tokens[0, 2:].tolist()) == said["choices"][0]["text"].strip()
+
+
+def test_a_token_that_ends_answers_does_so_unless_it_is_ignored(model, tmp_path):
+    tokens = greedy(model, [3, 4], 8)
+    count = tokens.index(tokens[2])
+    place = saved(tmp_path / "ending", tiny_tokenizer(), eos_token_id=tokens[2])
+    asked = {"prompt": "w3 w4", "max_tokens": 8, "temperature": 0}
+    with running(place, tmp_path / "log") as ending:
+        answers = [ending.post("/v1/completions", {**asked, "ignore_eos": way})[1] for way in (False, True)]
+
+    [(ended, ignoring)] = zip(*(answer["choices"] for answer in answers), strict=True)
+    assert (words(tokens[:count]), "stop") == (ended["text"].strip(), ended["finish_reason"])
+    assert (words(tokens), "length") == (ignoring["text"].strip(), ignoring["finish_reason"])
 
 
 WRONG = {
@@ -253,6 +254,21 @@ def test_clients_that_send_garbage_or_nothing_hold_up_no_other(server):
     for one in idle:
         one.close()
     assert 200 == status
+
+
+@pytest.mark.parametrize(("patience", "most", "first"), [(0.1, 1000, 0), (1000, 4, 4)])
+def test_connections_that_ask_for_nothing_or_are_too_many_are_closed(
+    patience, most, first, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(serving, "_PATIENCE", patience)
+    monkeypatch.setattr(serving, "resource", SimpleNamespace(getrlimit=lambda _: (2 * most,), RLIMIT_NOFILE=0))
+    with running(folder, tmp_path / "log") as small:
+        host, port = small.url.removeprefix("http://").split(":")
+        idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(6)]
+
+        assert {b""} == {one.recv(1) for one in idle[first:]}
+        for one in idle:
+            one.close()
 
 
 def test_a_full_queue_is_a_429(folder, tmp_path):

@@ -14,7 +14,6 @@ import offload
 from offload import OffloadedTensor, is_offloaded
 from offload.errors import NameInUseError, UnsupportedOpError
 from tests.processes import run_script
-from tests.training.test_activations import tiny_llama
 
 OPTIMIZERS = [
     (torch.optim.AdamW, {"lr": 0.01}),
@@ -81,51 +80,6 @@ def test_steps_equal_those_in_memory(kind, options):
     assert all(map(torch.equal, tensors_of(expected), tensors_of(optimizer)))
     assert all(map(is_offloaded, tensors_of(optimizer)))
     assert isinstance(optimizer, kind)
-
-
-def test_muon_takes_the_same_steps_as_in_memory():
-    plain, on_disk = network(), offload.disk_offload(network())
-    expected = torch.optim.Muon([plain[0].weight, plain[2].weight])
-    optimizer = offloaded(torch.optim.Muon([on_disk[0].weight, on_disk[2].weight]))
-
-    assert train(plain, expected) == train(on_disk, optimizer)
-    assert is_offloaded(optimizer.state[on_disk[0].weight]["momentum_buffer"])
-
-
-def test_parameters_may_be_in_memory():
-    plain, model = network(), network()
-    optimizer = offloaded(torch.optim.AdamW(model.parameters()))
-
-    assert train(plain, torch.optim.AdamW(plain.parameters())) == train(model, optimizer)
-    assert all(map(is_offloaded, tensors_of(optimizer)))
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-def test_twenty_steps_of_a_llama_have_the_losses_of_memory(foreach, quick_folder):
-    """Parameters, state, gradients and activations on disk, clipped and scheduled; bit for bit."""
-
-    def losses(model, optimizer):
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-        found = []
-        for number in range(20):
-            tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(number))
-            with offload.training.offload_activations(offload_dir=quick_folder, min_bytes=1):
-                loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            found.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        return found
-
-    torch.manual_seed(0)
-    plain = tiny_llama()
-    on_disk = offload.disk_offload(copy.deepcopy(plain), quick_folder)
-    optimizer = torch.optim.AdamW(on_disk.parameters(), lr=0.01, foreach=foreach)
-    optimizer = offloaded(optimizer, quick_folder, model=on_disk, gradients=True)
-
-    assert losses(plain, torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=foreach)) == losses(on_disk, optimizer)
-    assert all(map(is_offloaded, tensors_of(optimizer)))
 
 
 # Names and files
@@ -217,25 +171,6 @@ def test_loaded_state_is_on_disk_and_the_same(how, tmp_path):
     if how == "another's":
         assert all(value.offload_dir == tmp_path for value in tensors_of(optimizer))
     assert train(plain, expected) == train(model, optimizer)
-
-
-def test_distributed_checkpoints_save_and_load_state_on_disk(tmp_path):
-    import torch.distributed.checkpoint as dcp
-
-    model = network()
-    optimizer = offloaded(torch.optim.AdamW(model.parameters()))
-    train(model, optimizer)
-    expected = [value.materialize() for value in tensors_of(optimizer)]
-    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    train(model, optimizer)
-    assert not torch.equal(expected[0], tensors_of(optimizer)[0])
-
-    state = {"optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    optimizer.load_state_dict(state["optimizer"])
-
-    assert all(map(torch.equal, expected, tensors_of(optimizer)))
-    assert all(map(is_offloaded, tensors_of(optimizer)))
 
 
 # Gradients, and everything else around a step

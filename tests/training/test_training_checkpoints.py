@@ -7,7 +7,7 @@ import enum
 import json
 import os
 import random
-from collections import Counter, namedtuple
+from collections import namedtuple
 from dataclasses import make_dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import nn
 
 import offload
 from offload import is_offloaded
-from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError, MissingFileError, UnsupportedOpError
+from offload.errors import CheckpointError, ForeignFileError, MissingFileError, UnsupportedOpError
 from tests.campaigns import amount
 from tests.conftest import contents
 from tests.equal import assert_equal
@@ -203,9 +203,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
     with pytest.raises(CheckpointError, match=r"3\.bias"):
         offload.training.load_training(network()[:3], tmp_path)
-    with pytest.raises(CheckpointError, match="size mismatch"):
-        offload.training.load_training(nn.Sequential(nn.Linear(8, 8), *network()[1:]), tmp_path)
-    with pytest.raises(DtypeMismatchError, match=r"0\.weight.*float64"):
+    with pytest.raises(CheckpointError, match=r"'0\.weight' is torch\.float64 of .*, and torch\.float32 of .* there"):
         offload.training.load_training(network().double(), tmp_path)
     with pytest.raises(CheckpointError, match="optimizer"):
         offload.training.load_training(network(), tmp_path, adamw(network(), False))
@@ -221,11 +219,14 @@ def test_a_model_and_optimizer_that_do_not_fit_are_unchanged(tmp_path):
     for each in (model, deeper, other):
         nn.init.zeros_(each[0].weight)
 
-    with pytest.raises(CheckpointError, match=r"another optimizer: its groups have \[6\] parameters, not \[2, 2, 2\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"the optimizer did not accept .*number of parameter groups",
+    ):
         offload.training.load_training(model, tmp_path, groups)
     with pytest.raises(CheckpointError, match=r"another model, which differs in 4\.bias, 4\.weight"):
         offload.training.load_training(deeper, tmp_path)
-    with pytest.raises(CheckpointError, match=r"size mismatch.*'3\.weight' is \(4, 16\), and \(8, 16\)"):
+    with pytest.raises(CheckpointError, match=r"'3\.weight' is .* \(4, 16\), and .* \(8, 16\) there"):
         offload.training.load_training(other, tmp_path)
 
     assert not any(each[0].weight.any() for each in (model, deeper, other))
@@ -270,29 +271,6 @@ def test_values_of_a_subclass_are_refused_by_name(tmp_path):
 
     with pytest.raises(UnsupportedOpError, match=r"model\.0\.weight.*frozen=False"):
         offload.training.save_training(model, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, True, -1, 0.1, float("-inf"), "*", [], (), {}, [(1, [2.0])], {"*": 1}, {1: "a", None: (2,)}, Counter("aab")],
-    ids=str,
-)
-def test_plain_data_comes_back_unchanged(value, tmp_path):
-    offload.training.save_training(nn.Linear(1, 1), tmp_path, it=value)
-    found = offload.training.load_training(nn.Linear(1, 1), tmp_path)["it"]
-
-    assert value == found
-    assert type(value) is type(found)
-
-
-@pytest.mark.parametrize("kind", ["tensor", "code", "items", "pairs", "tuple", "dict"])
-def test_structures_of_another_form_are_refused(kind, tmp_path):
-    made = offload.training.save_training(network(), tmp_path)
-    state = {**json.loads(made.read_text()), "structure": {"dict": {"extra": {kind: [[1]]}}}}
-    made.write_text(json.dumps(state))
-
-    with pytest.raises(CheckpointError, match=r"tree\.json .*nothing was changed"):
-        offload.training.load_training(network(), tmp_path)
 
 
 # Kills
