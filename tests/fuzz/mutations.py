@@ -425,29 +425,6 @@ def _directory_damaged(data: bytes, chance: Random) -> bytes:
     return bytes(made)
 
 
-def legacy_damaged(data: bytes, chance: Random) -> bytes:
-    """What torch.save wrote before it used zip archives: five pickles in a row, then storages."""
-    if chance.random() < 0.2:
-        return bytes_damaged(data, chance)
-    pickles, at = [], 0
-    for _ in range(5):
-        end = next(where for op, _, where in pickletools.genops(data[at:]) if op.name == "STOP") + 1
-        pickles.append(data[at : at + end])
-        at += end
-    values = data[at:]
-    match chance.randrange(8):
-        case 0:
-            values = bytes_damaged(values, chance)
-        case 1:
-            which = chance.randrange(5)
-            pickles[which] = pickle_damaged(pickles[which], chance)
-        case 2:
-            pickles[4] = pickle_damaged(pickles[4], chance)
-        case _:
-            pickles[3] = pickle_damaged(pickles[3], chance)
-    return b"".join(pickles) + values
-
-
 # Pieces of packed weights
 
 
