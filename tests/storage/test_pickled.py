@@ -434,6 +434,17 @@ def test_a_record_given_twice_is_refused(tmp_path):
         TensorFile.open(path)
 
 
+def test_a_record_that_ends_past_the_directory_is_refused(tmp_path):
+    path = repacked(saved(tmp_path / "x.bin", {"w": torch.ones(1 << 12)}), **{"data/0": bytes(16)})
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"x/data/0") - 46  # its directory entry; bytes 20 to 28 are its sizes
+    data[at + 20 : at + 28] = struct.pack("<II", 4 << 12, 4 << 12)
+    path.write_bytes(data)
+
+    with pytest.raises(CorruptFileError, match="x/data/0 is not where its zip directory says"):
+        TensorFile.open(path)
+
+
 @pytest.mark.parametrize("place", ["nowhere", "at another record"])
 def test_a_directory_that_points_elsewhere_is_refused(tmp_path, place):
     path = saved(tmp_path / "x.bin", {"w": torch.ones(4), "v": torch.zeros(4)})
