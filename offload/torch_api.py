@@ -2,8 +2,8 @@
 
 Always true:
 - no other module uses a private name of torch, so everything that a torch release can break is here
-- all of it is looked up at import, where a missing or changed name is an `UnsupportedTorchError`: never a bare error
-  later, and never a different result
+- what is always needed is looked up at import; what one feature needs is reported when that feature is used
+- a missing or changed name is an `UnsupportedTorchError`: never a bare error, and never a different result
 
 A name is private if a part of it begins with an underscore. Names of ops (`torch.ops.aten._to_copy`) don't count:
 exported programs contain them, and torch keeps them for those. All exist in torch 2.11, the oldest tested release,
@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from offload.errors import UnsupportedTorchError
 from offload.importing import imported
 
 TESTED = ("2.11", "2.13", "2.14", "2.15")  # releases that tests were run with, oldest first
+_T = TypeVar("_T")
 
 
 def _unsupported(feature: str, why: object) -> UnsupportedTorchError:
@@ -37,13 +38,13 @@ def _unsupported(feature: str, why: object) -> UnsupportedTorchError:
     )
 
 
+# Always needed
+
 try:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass  # calls reach the plain tensor
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload  # the type of what `__torch_dispatch__` is given
-    from torch._weights_only_unpickler import Unpickler as Unpickler  # of `torch.load(weights_only=True)`
     from torch.fx.experimental._constant_symnode import ConstantIntNode as ConstantIntNode  # a size that can't be read
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_flatten as tree_flatten
     from torch.utils._pytree import tree_leaves as tree_leaves
@@ -66,27 +67,13 @@ try:
     is_traced = torch._C._is_tracing  # by torch.jit.trace
     set_grad = torch._C._set_grad_enabled  # the public ones are Python modes
     set_forward_grad = torch._C._set_fwd_grad_enabled
-    active_fake_mode = torch._guards.active_fake_mode
-    FakeTensorMode: Any = torch._subclasses.FakeTensorMode
-    not_compiled = torch._disable_dynamo  # decorates what a compiler should not trace into; imports it when called
-    _compilers_callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-    # The stacks of modes, which a new thread does not inherit
-    dispatch_modes: Any = torch.utils._python_dispatch._get_current_dispatch_mode_stack
-    function_modes: Any = torch.overrides._get_current_function_mode_stack
-    get_dispatch_mode = torch._C._get_dispatch_mode
-    one_mode_less: Any = torch.utils._python_dispatch._pop_mode_temporarily
-    push_dispatch_mode = torch._C._push_on_torch_dispatch_stack
-    push_function_mode = torch._C._push_on_torch_function_stack
-    push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-    top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-    TRACING_MODES: Any = attrgetter("FAKE", "PROXY", "FUNCTIONAL")(torch._C._TorchDispatchModeKey)
 
     # The wrapper: a tensor with arbitrary metadata and no memory
     make_wrapper = torch.Tensor._make_wrapper_subclass
     refuse_pointers = torch._C._set_throw_on_mutable_data_ptr  # makes access to its memory below every dispatcher raise
     set_conj = torch._C._set_conj
     set_neg = torch._C._set_neg
+    as_negated = torch.Tensor._neg_view
     is_view = torch.Tensor._is_view
     tensor_data: Any = torch._C.TensorBase.data  # the C++ property; ours stores
     is_inference = torch._C.TensorBase.is_inference  # past `__torch_function__`
@@ -94,11 +81,6 @@ try:
     version_of: Callable[[torch.Tensor], int] = attrgetter("_version")  # counts writes, for autograd
     typed_storage_of = torch.Tensor._typed_storage  # how torch.save and sharing access memory
     PARAMETER_MARK = "_is_param"  # the attribute that makes a tensor of any class an `nn.Parameter`
-    storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # unique, even without memory
-    storage_uses = torch._C._storage_Use_Count  # the reference count
-    tensor_text: Any = torch._tensor_str._str  # as repr
-    CLASSES_OF_TENSORS = torch._tensor_classes  # torch.FloatTensor...
-    rebuild_from_type = torch._tensor._rebuild_from_type_v2
 
     # Ops and modules
     higher_order_ops: dict[str, HigherOrderOperator] = attrgetter("_higher_order_ops")(torch._ops)  # `cond`, `scan`...
@@ -123,16 +105,6 @@ try:
         attrgetter(*_names.split())(_owner)
     if PARAMETER_MARK not in type(nn.Parameter).__instancecheck__.__code__.co_consts:
         raise AttributeError(f"nn.Parameter is no longer marked by {PARAMETER_MARK!r}")
-
-    unchecked_sparse: Callable[[], list[torch.Tensor]] = getattr(  # those queued for a check in the next torch.load
-        torch._utils, "_get_sparse_tensors_to_validate", lambda: torch._utils._sparse_tensors_to_validate
-    )  # the function since 2.15
-    unchecked_sparse()
-    # Functions that swap the named variable for another tensor if it can be flattened, and otherwise set its data.
-    _SWAPPING = {nn.Module._apply.__code__: "param", parametrize._maybe_set.__code__: "dest"}
-    for _code, _name in _SWAPPING.items():
-        if _name not in {*_code.co_varnames, *_code.co_cellvars, *_code.co_freevars}:
-            raise AttributeError(f"{_code.co_name} has no variable {_name!r}")
 except (ImportError, AttributeError, TypeError, RuntimeError) as _error:  # RuntimeError: an unknown dispatch key
     raise _unsupported("offload", _error) from _error
 
@@ -166,6 +138,9 @@ def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:
             yield from blocks_of(child)
 
 
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # unique, even for a storage without memory
+
+
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """A storage as torch.save and its unpickler expect it; without `_internal` it warns."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -182,9 +157,90 @@ def usable_devices() -> list[torch.device]:
     return [] if kind is None else [torch.device(kind.type, n) for n in range(torch.accelerator.device_count())]
 
 
+# Needed by single features
+
+
+class _MissingName(type):
+    """Metaclass of placeholders for names that torch no longer has: they raise when used."""
+
+    error: UnsupportedTorchError
+
+    def __call__(cls, *_: object, **__: object) -> Any:
+        raise cls.error
+
+    def __getattr__(cls, name: str) -> Any:
+        raise cls.error
+
+    def __iter__(cls) -> Any:
+        raise cls.error
+
+    def __instancecheck__(cls, _: object) -> bool:
+        raise cls.error
+
+
+def _for(feature: str, find: Callable[[], _T]) -> _T:
+    """A name that only `feature` needs; a placeholder if it is gone."""
+    try:
+        return find()
+    except AttributeError as error:
+        return _MissingName("gone", (), {"error": _unsupported(feature, error)})  # type: ignore[return-value]
+
+
+def needed(found: _T) -> _T:
+    """The name itself, for uses that a placeholder can't detect, such as `is` or a pickle."""
+    if isinstance(found, _MissingName):
+        raise found.error
+    return found
+
+
+_ACTIVATIONS = "offload_activations"
+storage_uses = _for("offload_activations, or a recipe,", lambda: torch._C._storage_Use_Count)  # reference count
+_not_compiled: Any = _for(_ACTIVATIONS, lambda: torch._disable_dynamo)  # imports the compiler only when first called
+
+_MODES = "offloading, or map_batches,"
+_BATCHES = "map_batches"  # for a new thread, which does not inherit them
+push_dispatch_mode = _for(_BATCHES, lambda: torch._C._push_on_torch_dispatch_stack)
+push_function_mode = _for(_BATCHES, lambda: torch._C._push_on_torch_function_stack)
+push_saved_tensors_hooks = _for(_BATCHES, lambda: torch._C._autograd._push_saved_tensors_default_hooks)
+top_saved_tensors_hooks = _for(_BATCHES, lambda: torch._C._autograd._top_saved_tensors_default_hooks)
+_compilers_callback = _for(_BATCHES, lambda: torch._C._dynamo.eval_frame.get_eval_frame_callback)
+
+_OFFLOADING = "offloading"
+get_dispatch_mode = _for(_OFFLOADING, lambda: torch._C._get_dispatch_mode)
+TRACING_MODES: Any = _for(
+    _OFFLOADING, lambda: attrgetter("FAKE", "PROXY", "FUNCTIONAL")(torch._C._TorchDispatchModeKey)
+)
+dispatch_modes: Any = _for(_MODES, lambda: torch.utils._python_dispatch._get_current_dispatch_mode_stack)
+one_mode_less: Any = _for(_OFFLOADING, lambda: torch.utils._python_dispatch._pop_mode_temporarily)
+function_modes: Any = _for(_MODES, lambda: torch.overrides._get_current_function_mode_stack)
+
+_PICKLED = "opening a pickled checkpoint"
+CLASSES_OF_TENSORS = _for(_PICKLED, lambda: torch._tensor_classes)  # torch.FloatTensor...
+rebuild_from_type = _for(_PICKLED, lambda: torch._tensor._rebuild_from_type_v2)
+
+_TENSORDICT = "opening a folder of tensordict's"
+active_fake_mode = _for(_TENSORDICT, lambda: torch._guards.active_fake_mode)
+FakeTensorMode: Any = _for(_TENSORDICT, lambda: torch._subclasses.FakeTensorMode)
+
+tensor_text: Any = _for("printing an offloaded tensor", lambda: torch._tensor_str._str)  # as repr
+
+
+if TYPE_CHECKING:
+    from torch._weights_only_unpickler import Unpickler as Unpickler
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    Unpickler = _for(_PICKLED, lambda: torch._weights_only_unpickler.Unpickler)  # the one for weights_only=True
+    TorchDispatchMode = _for(_OFFLOADING, lambda: torch.utils._python_dispatch.TorchDispatchMode)
+
+
 def is_compiled() -> bool:
     """Whether the compiler looks at the functions that this thread calls."""
     return _compilers_callback() not in (None, False)
+
+
+def not_compiled(function: _T) -> _T:
+    """Decorates functions that a compiler should not trace into."""
+    return _not_compiled if type(_not_compiled) is _MissingName else _not_compiled(function)  # type: ignore[return-value]
 
 
 local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")  # of a DTensor
@@ -242,13 +298,42 @@ def offsets_of_shard(placement: Any, size: int, chunks: int, chunk: int) -> Sequ
     return list(offsets)
 
 
+def _unchecked_sparse() -> Callable[[], list[torch.Tensor]]:
+    if hasattr(torch._utils, "_sparse_tensors_to_validate"):
+        return lambda: torch._utils._sparse_tensors_to_validate
+    return torch._utils._get_sparse_tensors_to_validate  # type: ignore[attr-defined,no-any-return]  # 2.15
+
+
+unchecked_sparse = _for(_PICKLED, _unchecked_sparse)  # sparse tensors queued for a check in the next torch.load
+
+
 # Inspecting frames of torch's functions
+
+_SWAPPING: dict[CodeType, str] = {}
+_CHANGED: dict[str, UnsupportedTorchError] = {}  # modules whose function has changed: reported when it runs
+# These swap the named variable for another tensor if it can be flattened, and otherwise set its data.
+_FUNCTIONS: tuple[tuple[str, Callable[[], CodeType], str], ...] = (
+    ("torch.nn.modules.module", lambda: nn.Module._apply.__code__, "param"),
+    ("torch.nn.utils.parametrize", lambda: parametrize._maybe_set.__code__, "dest"),
+)
+for _module, _find, _name in _FUNCTIONS:
+    try:
+        _code = _find()
+        if _name not in {*_code.co_varnames, *_code.co_cellvars, *_code.co_freevars}:
+            raise AttributeError(f"{_code.co_name} of {_module} has no variable {_name!r}")
+        _SWAPPING[_code] = _name
+    except AttributeError as _error:
+        _CHANGED[_module] = _unsupported("moving or parametrizing a module", _error)
 
 
 def is_swapped_in(frame: FrameType, tensor: object) -> bool:
-    """Whether this is a frame of a function of torch's that swaps, or sets, this tensor."""
+    """Whether this is a frame of a function of torch's that swaps, or sets, this tensor; or of one that has changed."""
     name = _SWAPPING.get(frame.f_code)
-    return name is not None and frame.f_locals[name] is tensor
+    if name is not None:
+        return frame.f_locals[name] is tensor
+    if _CHANGED and frame.f_globals.get("__name__") in _CHANGED:
+        raise _CHANGED[frame.f_globals["__name__"]]
+    return False
 
 
 def lists_storages(frame: FrameType) -> bool:

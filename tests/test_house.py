@@ -431,6 +431,8 @@ def test_pickles_are_read_in_one_place_by_the_weights_only_unpickler():
     }
 
     assert {
+        ("offload.torch_api", "Unpickler"),
+        ("offload.torch_api", "torch._weights_only_unpickler.Unpickler"),
         ("offload.storage.pickled", "Unpickler"),
         ("offload.storage.pickled", "pickle._Unpickler"),  # gets a `find_class` that only finds notes
     } == uses

@@ -142,7 +142,7 @@ def _at_the_top(text: str) -> ast.Module:
 
 # Names that torch removes
 
-REMOVED = """
+REMOVE = """
     import importlib, os, sys, types
     import torch
     from torch.nn.utils import parametrize
@@ -157,29 +157,22 @@ REMOVED = """
             importlib.import_module(path.rpartition(".")[0])  # torch 2.15 imports it later
         owners = [owner := getattr(owner, part) for part in parts[:-1]]
         owner, name = [torch, *owners][-1], parts[-1]
-        if owner is not torch.Tensor and isinstance(owner, types.ModuleType):
-            delattr(owner, name)
-            return
-        try:
-            setattr(owner, name, Removed())
-        except (AttributeError, TypeError):  # of a class in C
-            remove(path.rpartition(".")[0])
+        if owner is torch.Tensor or not isinstance(owner, types.ModuleType):
+            try:
+                setattr(owner, name, Removed())
+                return lambda: delattr(owner, name)
+            except (AttributeError, TypeError):  # of a class in C
+                return remove(path.rpartition(".")[0])
+        before = getattr(owner, name)
+        delattr(owner, name)
+        return lambda: setattr(owner, name, before)
 
-    def rename(path):
-        code = torch.nn.Module._apply.__code__
-        names = tuple("renamed" if one == "param" else one for one in code.co_varnames)
-        torch.nn.Module._apply.__code__ = code.replace(co_varnames=names)
-
-    package = types.ModuleType("offload")
-    package.__path__ = [sys.argv[1] + "/offload"]  # only what is under the door is imported
-    sys.modules["offload"] = package
-    for path in sys.argv[2:]:  # each in a fresh process, which has torch already
+    def alone(path, act):  # in a fresh process, which has torch already
         print(path, end=" ", flush=True)
         pid = os.fork()
         if not pid:
             try:
-                (remove if path.startswith("torch.") else rename)(path)
-                import offload.torch_api
+                act()
             except BaseException as error:
                 print(type(error).__name__, str(error).replace("\\n", " "), flush=True)
             os._exit(0)
@@ -216,15 +209,114 @@ def names_in_the_door() -> set[str]:
 
 
 def test_each_missing_private_name_of_torch_raises_a_clear_error():
-    """And a renamed variable of a function whose frames are looked at."""
-    names = [*sorted(names_in_the_door()), "param-of-_apply"]
+    script = f"""
+    {REMOVE}
+    def look(path):
+        remove(path)
+        from offload import torch_api
+        for name, value in vars(torch_api).items():
+            if type(value) is torch_api._MissingName:
+                try:
+                    value()
+                except torch_api.UnsupportedTorchError as error:
+                    print("used", error)
+        for error in torch_api._CHANGED.values():
+            print("used", error)
 
-    said = [line for line in run_script(REMOVED, ROOT, *names, fresh=True).split("\n") if line]
+    package = types.ModuleType("offload")
+    package.__path__ = [sys.argv[1] + "/offload"]  # only what is under the door is imported
+    sys.modules["offload"] = package
+    for path in sys.argv[2:]:
+        alone(path, lambda: look(path))
+    """
+    names = sorted(names_in_the_door())
+
+    said = [line for line in run_script(script, ROOT, *names, fresh=True).split("\n") if line]
 
     assert len(names) > 60
-    lines = {line.split()[0]: line for line in said}
-    assert set(names) == set(lines)
-    for name, line in lines.items():
-        assert " UnsupportedTorchError offload does not work with " in line, f"{name} is not missed: {line}"
-        assert f"torch {torch.__version__} (" in line
-        assert f"torch {' or '.join(TESTED)}" in line
+    kinds = {name: [line for line in said if line.split()[0] == name] for name in names}
+    for name, lines in kinds.items():
+        assert lines, name
+        assert re.search(r" UnsupportedTorchError | used ", lines[0] + " "), f"{name} is not missed: {lines}"
+        assert f"torch {torch.__version__} (" in lines[0]
+        assert f"torch {' or '.join(TESTED)}" in lines[0]
+
+
+FEATURES = {
+    "torch._C._storage_Use_Count": ("offload_activations, or a recipe,", "pack()"),
+    "torch._disable_dynamo": ("offload_activations", "pack()"),
+    "torch._C._TorchDispatchModeKey": ("offloading", "large()"),
+    "torch.utils._python_dispatch.TorchDispatchMode": ("offloading", "large()"),
+    "torch.utils._python_dispatch._pop_mode_temporarily": ("offloading", "norm()"),
+    "torch._tensor._rebuild_from_type_v2": ("opening a pickled checkpoint", "pickled()"),
+    "torch._weights_only_unpickler.Unpickler": ("opening a pickled checkpoint", "pickled()"),
+    "torch.nn.utils.parametrize._maybe_set": ("moving or parametrizing a module", "parametrized()"),
+    "a variable of _apply": ("moving or parametrizing a module", "moved()"),
+}
+
+
+@pytest.mark.slow(11)
+def test_a_missing_name_of_one_feature_is_reported_when_that_is_used(tmp_path):
+    torch.save({"w": torch.ones(64, 64)}, tmp_path / "w.pt")
+    script = f"""
+    {REMOVE}
+    features = {FEATURES!r}
+    folder = sys.argv[1]
+
+    def without(name):
+        if not name.startswith("a variable"):
+            return remove(name)
+        code = torch.nn.Module._apply.__code__
+        names = tuple("renamed" if one == "param" else one for one in code.co_varnames)
+        torch.nn.Module._apply.__code__ = code.replace(co_varnames=names)
+        return lambda: None
+
+    def pack():
+        with offload.training.offload_activations(min_bytes=1):
+            torch.ones(8, requires_grad=True).exp().sum().backward()
+
+    def large():
+        with offload.offloading(min_bytes=1):
+            torch.ones(64).exp()
+
+    def norm():
+        with offload.offloading(min_bytes=1):
+            torch.linalg.pinv(torch.eye(8))
+
+    def pickled():
+        offload.load_file(folder + "/w.pt")["w"]
+
+    def moved():
+        module = torch.nn.Linear(2, 2)
+        offload.disk_offload(module)
+        module.float()
+
+    def parametrized():
+        module = torch.nn.Linear(2, 2)
+        offload.disk_offload(module)
+        parametrize.register_parametrization(module, "weight", torch.nn.Identity())
+
+    def use(name, act):
+        global offload
+        bring_back = without(name)
+        package = sys.modules["offload"] = types.ModuleType("offload")  # torch needs the name itself, above the door
+        package.__path__ = [sys.argv[2] + "/offload"]
+        import offload.torch_api
+        bring_back()
+        del sys.modules["offload"]
+        import offload, offload.training
+        print("imported", end=" ", flush=True)
+        eval(act)
+
+    import offload, offload.training  # what they import of others stays, and they are imported anew
+    for name in [name for name in sys.modules if name.split(".")[0] == "offload"]:
+        del sys.modules[name]
+    for name, (feature, act) in features.items():
+        alone(name.replace(" ", "_"), lambda: use(name, act))
+    """
+
+    said = [line for line in run_script(script, tmp_path, ROOT, limit=280, fresh=True).split("\n") if line]
+
+    for name, (feature, _) in FEATURES.items():
+        [line] = [line for line in said if line.split()[0] == name.replace(" ", "_")]
+        assert f" imported UnsupportedTorchError {feature} does not work with torch {torch.__version__} (" in line, said
