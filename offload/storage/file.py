@@ -28,6 +28,7 @@ from offload.errors import (
     CorruptFileError,
     MissingKeyError,
     OffloadError,
+    UnsupportedTorchError,
 )
 from offload.storage import gguf_header, pickled
 from offload.storage.header import Header, read_header
@@ -257,7 +258,7 @@ def file_of_ours(path: Path) -> TensorFile | None:
     Raises `MissingFileError` if there is nothing; `ReadError` if the system does not tell what is there.
     """
     if not _is_link(path):
-        with suppress(CorruptFileError, CheckpointError):
+        with suppress(CorruptFileError, CheckpointError, UnsupportedTorchError):
             found = TensorFile.open(path)
             return found if found.is_ours else None
     return None
@@ -299,6 +300,8 @@ def _read(path: Path, read_header: Callable[[BinaryIO, int], Header]) -> tuple[I
         identity = Identity.of(os.fstat(file.fileno()))
         try:
             return identity, read_header(file, identity.size)
+        except UnsupportedTorchError:
+            raise
         except CheckpointError as error:
             raise CheckpointError(f"{path} {error}") from (error.__cause__ or error)
         except OffloadError as error:

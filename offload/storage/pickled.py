@@ -46,6 +46,7 @@ from offload.system.regular import Section
 from offload.torch_api import (
     CLASSES_OF_TENSORS,
     Unpickler,
+    needed,
     rebuild_from_type,
     storage_id,
     typed,
@@ -279,7 +280,7 @@ def _refuse_call(function: Any, arguments: object) -> None:
         raise CheckpointError(
             f"is a pickle that asks for a {function.__name__} of any size, and is not opened: {_SAVE_TENSORS}"
         )
-    if function is rebuild_from_type and isinstance(arguments, tuple) and len(arguments) == 4:
+    if function is needed(rebuild_from_type) and isinstance(arguments, tuple) and len(arguments) == 4:
         _refuse_call(arguments[0], arguments[2])
 
 
