@@ -315,7 +315,7 @@ def _read_header(file: BinaryIO, size: int) -> Header:
         raise CorruptFileError("it is a git-lfs pointer instead of the file: run `git lfs pull`")
     file.seek(0)
     if pickled.recognizes(start):
-        return pickled.read_header(file)
+        return pickled.read_header(file, size)
     if start.startswith(gguf_header.MAGIC):
         return gguf_header.read_header(file, size)
     return read_header(file, size)

@@ -4,12 +4,12 @@ Always true:
 - pickles of tensors are read only by the unpickler of `torch.load(weights_only=True)`, over tensors without data; in
   other pickles each object becomes a note: nothing in the file is executed, and no value is read
 - the memory a pickle takes is proportional to its length, whatever it asks for
-- the place of a value comes from the file's own directory, not from guesses; every extent has been checked to lie
+- the place of a value comes from the file's own directory, or list, of storages; every extent has been checked to lie
   inside the file
 - a value that can be mapped as a tensor where it lies is an entry; any other is unreadable, with the way out
 - names that share a storage become separate values
 
-Source of the format: `torch/serialization.py` (`_save`), and PKWARE's APPNOTE for zip.
+Source of the formats: `torch/serialization.py` (`_save`, `_legacy_save`), and PKWARE's APPNOTE for zip.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -55,8 +56,10 @@ from offload.torch_api import (
 
 NESTS = ("state_dict", "model", "module", "model_state_dict")
 _ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number
 _BARE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # protocols 2 to 5
 _LOCAL = struct.Struct("<4s22xHH")  # of a zip record: magic, length of its name, length of its extra field
+_COUNT = struct.Struct("<q")
 _LONGEST = 1 << 28  # longest pickle, in bytes
 _DEEPEST = 4  # deepest nesting of a state dict under usual keys
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -67,22 +70,35 @@ _ARGUMENTS = {  # opcodes with an argument, and how many reads it takes
 }
 NOTES = f"{MARK}.json"  # a record with what `offload` noted in a file of its own
 _SAVE_TENSORS = "save the tensors alone, torch.save(model.state_dict(), path), or as .safetensors"
-_CONVERT = "convert it once, torch.save(torch.load(path, weights_only=True), path)"
+_CONVERT = "convert it once, torch.save(torch.load(path, weights_only=True), another_path)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """A storage that a pickle names, by what the pickle says: a tensor may enlarge the object, which has no data."""
+
+    storage: torch.UntypedStorage  # keeps its id unique
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class _Unpickled:
-    """What an archive holds.
+    """What a file, or an archive in it, holds.
 
     Attributes:
         content: the unpickled object, whose tensors have no data.
-        storages: theirs, by key, which keeps their ids unique.
+        storages: theirs, by key.
         places: the first byte and the size of each in the file, by `storage_id`.
         metadata: as in a safetensors header.
     """
 
     content: object
-    storages: Mapping[str, torch.UntypedStorage]
+    storages: Mapping[str, _Storage]
     places: Mapping[int, tuple[int, int]]
     metadata: Mapping[str, str]
 
@@ -94,14 +110,14 @@ def recognizes(start: bytes) -> bool:
     return start.startswith((_ZIP, *_BARE))
 
 
-def read_header(file: BinaryIO) -> Header:
-    """The checked header of such a file.
+def read_header(file: BinaryIO, size: int) -> Header:
+    """The checked header of such a file of `size` bytes.
 
     Raises `CorruptFileError` if it is incomplete or damaged; `CheckpointError` if it contains code, has an old or
     foreign form, or has no named tensors.
     """
     with no_functions(), no_modes():
-        saved = _read(file)
+        saved = _read_legacy(file, size) if _is_legacy(file) else _read_archive(file)
         found = {key: _entry(key, tensor, saved) for key, tensor in _tensors_in(saved.content).items()}
     return _header(found, saved.metadata)
 
@@ -118,7 +134,7 @@ def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int
                 f"it is cut off: its archive of {key!r} ends at byte {begin + nbytes}, it has {size}"
             )
         with no_functions(), no_modes():
-            saved = _read(io.BufferedReader(Section(file.fileno(), begin, nbytes)), begin)
+            saved = _read_archive(io.BufferedReader(Section(file.fileno(), begin, nbytes)), begin)
             if not isinstance(saved.content, torch.Tensor):
                 raise CheckpointError(f"holds {_described(saved.content)} in place of {key!r}: {_SAVE_TENSORS}")
             found[key] = _entry(key, saved.content, saved)
@@ -134,13 +150,41 @@ def _header(found: Mapping[str, Entry | str], metadata: Mapping[str, str]) -> He
     )
 
 
-# The archive
+# The two forms: an archive, since PyTorch 1.6, and before that pickles and storages in a row
 
 
-def _read(file: BinaryIO, begin: int = 0) -> _Unpickled:
+def _is_legacy(file: BinaryIO) -> bool:
+    """Raises `CheckpointError` if it is another pickle."""
+    start = file.read(len(_LEGACY))
+    file.seek(0)
+    if not start.startswith((_ZIP, _LEGACY)):
+        raise CheckpointError(f"is a pickle that torch.save did not write, and is not opened: {_SAVE_TENSORS}")
+    return start == _LEGACY
+
+
+def _read_legacy(file: BinaryIO, size: int) -> _Unpickled:
+    """What five pickles hold, the last of which lists the storages; each follows as a count of elements, and bytes."""
+    for _ in range(3):  # the magic number, the protocol, and the system it was written on
+        _unpickle(file)
+    content, storages = _unpickle(file)
+    keys, _ = _unpickle(file)
+    if not isinstance(keys, list) or [key for key in keys if not isinstance(key, str)] or {*keys} != {*storages}:
+        raise CorruptFileError("its list of storages is not that of its pickle")
+    places, at = {}, file.tell()
+    for named in map(storages.__getitem__, keys):
+        file.seek(at)
+        count, at = file.read(_COUNT.size), at + _COUNT.size
+        if not at <= at + named.nbytes <= size:
+            raise CorruptFileError(f"it is cut off: a storage ends at byte {at + named.nbytes}, it has {size}")
+        if _COUNT.unpack(count) != (named.numel,):
+            raise CorruptFileError("one of its storages has another size than its pickle says")
+        places[storage_id(named.storage)] = at, named.nbytes
+        at += named.nbytes
+    return _Unpickled(content, storages, places, {})
+
+
+def _read_archive(file: BinaryIO, begin: int = 0) -> _Unpickled:
     """What an archive holds that begins at byte `begin` of the file with the values; `file` begins with it."""
-    if not file.read(len(_ZIP)).startswith(_ZIP):
-        raise CheckpointError(f"is a pickle, not an archive as torch.save writes it since PyTorch 1.6: {_CONVERT}")
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, struct.error, EOFError, NotImplementedError) as error:
@@ -154,15 +198,17 @@ def _read(file: BinaryIO, begin: int = 0) -> _Unpickled:
     if order is not None and _content(archive, order) != sys.byteorder.encode():
         raise CheckpointError(f"is in the byte order of another machine: {_CONVERT}")
 
-    content, storages, sizes = _unpickle(_content(archive, infos[f"{root}data.pkl"]))
+    content, storages = _unpickle(io.BytesIO(_content(archive, infos[f"{root}data.pkl"])))
     places = {}
-    for key, storage in storages.items():
+    for key, named in storages.items():
         info = infos.get(f"{root}data/{key}")
         if info is None:
             raise CorruptFileError(f"it has no record data/{key}, which its pickle names")
-        if info.file_size != sizes[key]:
-            raise CorruptFileError(f"its record data/{key} has {info.file_size} bytes, and {sizes[key]} by its pickle")
-        places[storage_id(storage)] = begin + _start(file, info, archive.start_dir), sizes[key]
+        if info.file_size != named.nbytes:
+            raise CorruptFileError(
+                f"its record data/{key} has {info.file_size} bytes, and {named.nbytes} by its pickle"
+            )
+        places[storage_id(named.storage)] = begin + _start(file, info, archive.start_dir), named.nbytes
     noted = infos.get(f"{root}{NOTES}")
     metadata = {} if noted is None else {MARK: _content(archive, noted).decode(errors="replace")}
     return _Unpickled(content, storages, places, metadata)
@@ -214,33 +260,32 @@ def _refuse_packed(info: zipfile.ZipInfo) -> None:
 # Pickles
 
 
-def _unpickle(data: bytes) -> tuple[Any, dict[str, torch.UntypedStorage], dict[str, int]]:
-    """The pickled object, and the storages that it names, without data, and their sizes: a tensor may enlarge one."""
-    storages: dict[str, torch.UntypedStorage] = {}
-    sizes: dict[str, int] = {}
-    dtypes: dict[str, torch.dtype] = {}
+def _unpickle(file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
+    """The next object in a file, and the storages that it names, by key."""
+    storages: dict[str, _Storage] = {}
 
     def storage_for(saved_id: Any) -> torch.TypedStorage:
-        _, kind, key, _, numel = saved_id
+        _, kind, key, _, numel, *view = saved_id
         if not isinstance(key, str):
             raise CorruptFileError(f"its pickle names a storage by a {type(key).__name__}, not by text")
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if dtype_named(dtype_name(dtype)) is None:
             raise CheckpointError(f"holds a quantized tensor ({dtype}): dequantize() it, or save its parts")
+        if view not in ([], [None]):
+            raise CheckpointError(f"names a part of a storage, as PyTorch before 0.4 did: {_CONVERT}")
         if key not in storages:
-            sizes[key], dtypes[key] = numel * dtype.itemsize, dtype
-            storages[key] = torch.UntypedStorage(sizes[key], device="meta")
-        if (dtypes[key], sizes[key]) != (dtype, numel * dtype.itemsize):
+            storages[key] = _Storage(torch.UntypedStorage(numel * dtype.itemsize, device="meta"), dtype, numel)
+        if (storages[key].dtype, storages[key].numel) != (dtype, numel):
             raise CorruptFileError(f"its pickle names storage {key} twice, as different ones")
-        return typed(storages[key], dtype)
+        return typed(storages[key].storage, dtype)
 
-    unpickler = _Sparing(io.BytesIO(data))
+    unpickler = _Sparing(file)
     unpickler.persistent_load = storage_for  # type: ignore[method-assign]
     waiting = unchecked_sparse()  # for a check in the next torch.load; what is sparse here has no data
     before = len(waiting)
     try:
         with _explained():
-            return unpickler.load(), storages, sizes  # type: ignore[no-untyped-call]
+            return unpickler.load(), storages  # type: ignore[no-untyped-call]
     finally:
         del waiting[before:]
 
@@ -252,13 +297,16 @@ class _Sparing(Unpickler):
     endless for nested references to one list. So every call is checked when its opcode is read, before it runs.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, encoding="utf-8")
         self._source = file.read
+        self.readline = partial(file.readline, _LONGEST)
         self._due = 0  # reads left that belong to the last opcode's argument
         self.read = self._watched
 
     def _watched(self, count: int) -> bytes:
+        if count > _LONGEST:
+            raise CorruptFileError(f"its pickle asks for {count} bytes at once, more than any pickle of tensors")
         data = self._source(count)
         if self._due:
             self._due -= 1

@@ -54,6 +54,7 @@ from tests.fuzz.models import Files, Kind, Wrong, files_of
 from tests.fuzz.mutations import (
     bytes_damaged,
     json_file_damaged,
+    legacy_damaged,
     safetensors_damaged,
     safetensors_made,
     zip_damaged,
@@ -290,7 +291,8 @@ def kinds(folder: Path, only: Sequence[str] = ()) -> list[Kind]:
     """All kinds, or those of these names; samples are created below `folder`."""
     made = [
         Kind("safetensors", _tensor_samples(folder), _damage_tensors, _read_file, _their_tensors, 5),
-        Kind("pickle", _pickle_samples(), partial(_damage_one, zip_damaged), _read_file, _their_pickle, 4),
+        Kind("pickle", _pickle_samples({}), partial(_damage_one, zip_damaged), _read_file, _their_pickle, 4),
+        Kind("legacy", _pickle_samples(_LEGACY), partial(_damage_one, legacy_damaged), _read_file, _their_pickle, 3),
         Kind("folder", [_folder_sample(folder)], _damage_any, _read_folder),
         Kind("index", [_index_sample(folder)], _damage_any, _read_folder),
         Kind("cache", [_cache_sample(folder)], _damage_any, _read_cache),
@@ -303,6 +305,7 @@ def kinds(folder: Path, only: Sequence[str] = ()) -> list[Kind]:
     return [*(kind for kind in made if kind.name in (only or kind.name)), *models.kinds(folder, only)]
 
 
+_LEGACY = {"_use_new_zipfile_serialization": False}
 _TENSORS, _PICKLE = "x.safetensors", "x.bin"
 
 
@@ -378,7 +381,7 @@ def _tensor_samples(folder: Path) -> list[Files]:
     return [*own, *[{_TENSORS: b""}] * (3 * len(own))]
 
 
-def _pickle_samples() -> list[Files]:
+def _pickle_samples(form: Mapping[str, Any]) -> list[Files]:
     base, c = torch.arange(24.0).reshape(4, 6), torch.arange(5.0).to(torch.complex64)
     states: list[Any] = [
         {"w": base, "b": torch.arange(3, dtype=torch.int64)},
@@ -390,7 +393,7 @@ def _pickle_samples() -> list[Files]:
     made = []
     for state in states:
         data = io.BytesIO()
-        torch.save(state, data)
+        torch.save(state, data, **form)
         made.append({_PICKLE: data.getvalue()})
     return made
 

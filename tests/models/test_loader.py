@@ -53,9 +53,9 @@ def checkpoint(net: Net, tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-@pytest.fixture(params=["pytorch_model.bin", "pytorch_model.bin.index.json", "trainer.ckpt"])
+@pytest.fixture(params=["pytorch_model.bin", "pytorch_model.bin.index.json", "legacy.pt", "trainer.ckpt"])
 def pickled(net: Net, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The same from torch.save: one file, shards, and beside training state."""
+    """The same from torch.save: one file, shards, the legacy form, and beside training state."""
     path, state = tmp_path / request.param, net.state_dict()
     if path.suffix == ".json":
         shards = {name: f"{number % 2}.bin" for number, name in enumerate(state)}
@@ -65,7 +65,7 @@ def pickled(net: Net, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     elif path.suffix == ".ckpt":
         torch.save({"state_dict": state, "epoch": 3, "optimizer": {"lr": 0.1}}, path)
     else:
-        torch.save(state, path)
+        torch.save(state, path, _use_new_zipfile_serialization=path.suffix == ".bin")
     return path
 
 

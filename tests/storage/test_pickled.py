@@ -27,6 +27,8 @@ from tests.equal import is_equal
 from tests.storage.test_write import DTYPES
 
 COPIED_DTYPES = [dtype for dtype in DTYPES if not re.fullmatch(r"torch\.(bits.*|u?int[1-7])", str(dtype))]
+LEGACY = {"_use_new_zipfile_serialization": False}
+FORMS = pytest.mark.parametrize("form", [{}, LEGACY], ids=["zip", "legacy"])
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:Detected pickle protocol"),
@@ -34,8 +36,8 @@ pytestmark = [
 ]
 
 
-def saved(path: Path, values: object) -> Path:
-    torch.save(values, path)
+def saved(path: Path, values: object, **form: object) -> Path:
+    torch.save(values, path, **form)
     return path
 
 
@@ -63,15 +65,24 @@ def repacked(path: Path, compression: int = zipfile.ZIP_STORED, **changes: bytes
     return path
 
 
-def test_every_value_is_what_torch_load_gives_and_nothing_is_written(tmp_path):
+def old_form(path: Path, code: bytes, keys: object, values: bytes = b"") -> None:
+    """Write what torch.save wrote before it used zip: with the pickle `code`, that of the keys, and any values."""
+    whole = saved(path, {}, **LEGACY).read_bytes()
+    head = whole[: -len(pickle.dumps({}, 2) + pickle.dumps([], 2))]
+    path.write_bytes(head + b"\x80\2" + code + pickle.dumps(keys, 2) + values)
+
+
+@FORMS
+def test_every_value_is_what_torch_load_gives_and_nothing_is_written(tmp_path, form):
     """Of every dtype; empty, and transposed."""
+    legacy = {*torch.storage._dtype_to_storage_type_map()} - {torch.complex128}  # which may begin within an element
     values = {"n": torch.tensor(3), "p": nn.Parameter(torch.ones(3)), "t": torch.randn(4, 6).t()}
     values["image"] = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    for dtype in COPIED_DTYPES:
+    for dtype in [dtype for dtype in COPIED_DTYPES if not form or dtype in legacy]:
         raw = torch.arange(48, dtype=torch.uint8) if dtype != torch.bool else torch.arange(48) % 2 == 0
         value = raw.view(dtype) if dtype != torch.bool else raw
         values |= {f"{dtype}": value, f"one {dtype}": value[:1].clone(), f"no {dtype}": value[:0].clone()}
-    path = saved(tmp_path / "x.bin", values)
+    path = saved(tmp_path / "x.bin", values, **form)
     before = contents(tmp_path)
 
     check_all(path)
@@ -237,8 +248,9 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_code_in_a_pickle_is_refused_and_not_run(tmp_path):
-    path = saved(tmp_path / "x.bin", {"w": torch.ones(1), "bomb": Bomb(tmp_path / "exploded")})
+@FORMS
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, form):
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(1), "bomb": Bomb(tmp_path / "exploded")}, **form)
 
     for opened in (TensorFile.open, load_file, OffloadedTensor.from_file):
         with pytest.raises(
@@ -277,11 +289,16 @@ GREEDY = {
 }
 
 
+@FORMS
 @pytest.mark.parametrize("what", GREEDY)
-def test_a_pickle_takes_no_more_memory_than_its_length_allows(tmp_path, what):
+def test_a_pickle_takes_no_more_memory_than_its_length_allows(tmp_path, form, what):
     """Each of these would take all memory there is, or forever."""
     code, words = GREEDY[what]
-    path = repacked(saved(tmp_path / "x.bin", {}), **{"data.pkl": b"\x80\2" + code})
+    path = saved(tmp_path / "x.bin", {}, **form)
+    if form:
+        old_form(path, code, [])
+    else:
+        repacked(path, **{"data.pkl": b"\x80\2" + code})
 
     with pytest.raises((CheckpointError, CorruptFileError), match=words):
         TensorFile.open(path)
@@ -307,24 +324,22 @@ def test_nests_are_searched_for_a_model_to_a_depth_that_models_have(tmp_path):
     assert ["w"] == list(load_file(saved(tmp_path / "deep.pt", deep)))
 
 
-CONVERT = r"convert it once, torch\.save\(torch\.load\(path, weights_only=True\), path\)"
+CONVERT = r"convert it once, torch\.save\(torch\.load\(path, weights_only=True\), another_path\)"
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_a_bare_pickle_is_not_opened(tmp_path, protocol):
     (tmp_path / "x.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded"), protocol=protocol))
 
-    with pytest.raises(CheckpointError, match=rf"is a pickle, not an archive .*: {CONVERT}"):
+    with pytest.raises(CheckpointError, match=r"is a pickle that torch\.save did not write, and is not opened"):
         TensorFile.open(tmp_path / "x.bin")
     assert not (tmp_path / "exploded").exists()
 
 
-@pytest.mark.parametrize("form", ["before 1.6", "deflated", "lzma", "of another machine"])
+@pytest.mark.parametrize("form", ["deflated", "lzma", "of another machine"])
 def test_another_form_of_torch_save_says_how_to_convert_it(tmp_path, form):
     path = saved(tmp_path / "x.bin", {"w": torch.ones(99)})
-    if form == "before 1.6":
-        torch.save({"w": torch.ones(99)}, path, _use_new_zipfile_serialization=False)
-    elif form == "of another machine":
+    if form == "of another machine":
         repacked(path, byteorder=b"big" if sys.byteorder == "little" else b"little")
     else:
         repacked(path, zipfile.ZIP_DEFLATED if form == "deflated" else zipfile.ZIP_LZMA)
@@ -332,7 +347,7 @@ def test_another_form_of_torch_save_says_how_to_convert_it(tmp_path, form):
     with pytest.raises(CheckpointError, match=rf"x\.bin .*: {CONVERT}"):
         load_file(path)
 
-    if form != "lzma" and form != "of another machine":  # as it says
+    if form == "deflated":  # as it says
         torch.save(torch.load(path, weights_only=True), path)
         assert torch.equal(torch.ones(99), load_file(path)["w"].materialize())
 
@@ -424,6 +439,35 @@ def test_an_archive_that_contradicts_itself_is_refused(tmp_path, changes, words)
         TensorFile.open(path)
 
 
+def storage_of(count: bytes, view: bytes = b"N") -> bytes:
+    """The pickle of a state dict with a storage of so many elements in place of a tensor."""
+    return b"}X\1\0\0\0w(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0000X\3\0\0\0cpu" + count + view + b"tQs."
+
+
+LIST = "its list of storages is not that of its pickle"
+CONTRADICTIONS = {
+    "no list": (storage_of(b"K\2"), None, b"", LIST),
+    "a list of other things": (storage_of(b"K\2"), [["0"]], b"", LIST),
+    "a storage that is not in the list": (storage_of(b"K\2"), [], b"", LIST),
+    "a storage that is only in the list": (b"}.", ["0"], struct.pack("<q8x", 2), LIST),
+    "no count": (storage_of(b"K\2"), ["0"], b"\2", "it is cut off: a storage ends at byte"),
+    "no last byte": (storage_of(b"K\2"), ["0"], struct.pack("<q7x", 2), "it is cut off: a storage ends at byte"),
+    "a negative size": (storage_of(b"J\xfe\xff\xff\xff"), ["0"], struct.pack("<q", -2), "a storage ends at byte"),
+    "another size": (storage_of(b"K\2"), ["0"], struct.pack("<q8x", 1), "has another size than its pickle says"),
+    "a part of a storage": (storage_of(b"K\2", b"X\1\0\0\0001K\0K\1\x87"), ["0"], b"", f"before 0.4 did: {CONVERT}"),
+    "a long name": (b"\x8a\4\0\0\0\x20" + b"." * 9, [], b"", "can't be used|cut off or damaged"),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_a_file_of_the_old_form_that_contradicts_itself_is_refused(tmp_path, what):
+    code, keys, values, words = CONTRADICTIONS[what]
+    old_form(tmp_path / "x.bin", code, keys, values)
+
+    with pytest.raises((CorruptFileError, CheckpointError), match=rf"x\.bin .*({words})"):
+        TensorFile.open(tmp_path / "x.bin")
+
+
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_record_given_twice_is_refused(tmp_path):
     path = saved(tmp_path / "x.bin", {"w": torch.ones(4)})
@@ -459,8 +503,9 @@ def test_a_directory_that_points_elsewhere_is_refused(tmp_path, place):
         TensorFile.open(path)
 
 
-def test_any_bytes_give_a_header_or_an_offload_error(tmp_path):
-    whole = saved(tmp_path / "x.bin", {"w": torch.randn(9), "v": torch.randn(8)[2:]}).read_bytes()
+@FORMS
+def test_any_bytes_give_a_header_or_an_offload_error(tmp_path, form):
+    whole = saved(tmp_path / "x.bin", {"w": torch.randn(9), "v": torch.randn(8)[2:]}, **form).read_bytes()
     chance = random.Random(0)
     path, size, opened = tmp_path / "odd.bin", len(whole), 0
 
