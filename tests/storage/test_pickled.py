@@ -389,12 +389,14 @@ def test_a_pickle_that_is_larger_than_any_of_tensors_is_refused_unread(tmp_path,
         TensorFile.open(saved(tmp_path / "x.bin", {"w": torch.ones(4)}))
 
 
-def zip_of_text(path: Path) -> None:
+def zip_of(path: Path, *names: str) -> None:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("readme.txt", "hello")
+        for name in names:
+            archive.writestr(name, pickle.dumps({}, 2))
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+NOT_OF_TORCH = r"zip archive, but torch\.save did not write it"
 OTHERS = {
     "a whole model": (
         lambda path: saved(path, nn.Linear(2, 2)),
@@ -406,7 +408,8 @@ OTHERS = {
         CheckpointError,
         r"TorchScript archive.*state_dict\(\)",
     ),
-    "a zip": (zip_of_text, CheckpointError, r"zip archive, but torch\.save did not write it"),
+    "a zip": (lambda path: zip_of(path, "readme.txt"), CheckpointError, NOT_OF_TORCH),
+    "two in one": (lambda path: zip_of(path, "a/data.pkl", "b/data.pkl"), CheckpointError, NOT_OF_TORCH),
     "a pointer": (lambda path: path.write_text(LFS), CorruptFileError, r"x\.bin.*git-lfs pointer.*git lfs pull"),
     "nothing": (lambda path: path.touch(), CorruptFileError, r"x\.bin can't be used: .*it is empty"),
     "a word": (lambda path: path.write_text("hello"), CorruptFileError, r"x\.bin can't be used: .*it has 5 bytes"),
