@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import pickle
 import random
@@ -11,6 +12,7 @@ import struct
 import sys
 import tracemalloc
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,11 @@ import torch
 from torch import nn
 
 from offload import OffloadedTensor, load_file
-from offload.errors import CheckpointError, CorruptFileError, OffloadError
+from offload.errors import CheckpointError, CorruptFileError, OffloadError, ReadError
 from offload.storage.file import TensorFile
 from offload.storage.layout import MISALIGNED
 from offload.storage.pickled import NESTS
+from tests import faults
 from tests.conftest import contents
 from tests.equal import is_equal
 from tests.storage.test_write import DTYPES
@@ -110,6 +113,36 @@ def test_values_that_cannot_be_mapped_are_named_with_the_way_out_and_the_others_
         if words:
             with pytest.raises(CorruptFileError, match=rf"'{key}' in .*x\.bin .*{words}"):
                 OffloadedTensor.from_file(path, key)
+
+
+class Allowed(torch.Tensor):
+    """A class that torch.load was told to build."""
+
+
+def test_a_class_that_torch_load_may_build_is_named(tmp_path):
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(2).as_subclass(Allowed)})
+
+    with (
+        torch.serialization.safe_globals([Allowed]),
+        pytest.raises(CorruptFileError, match=r"'w' in .*x\.bin is a Allowed: save its parts as plain tensors"),
+    ):
+        OffloadedTensor.from_file(path, "w")
+
+
+def test_a_failing_disk_is_not_called_damage(tmp_path):
+    """Wherever it fails: users would remove a good file."""
+    path, number = saved(tmp_path / "x.distcp", torch.ones(1 << 12)), 0
+    while True:
+        with (
+            faults.failing(number, errno.EIO, only=lambda call: call.name == "os.preadv") as fault,
+            suppress(ReadError),
+        ):
+            TensorFile.of_archives(path, {"w": (0, path.stat().st_size)})
+        if fault.call is None:
+            break
+        number += 1
+
+    assert number > 2
 
 
 def test_complex128_that_begins_in_the_middle_of_an_element_is_named(tmp_path):
