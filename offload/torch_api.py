@@ -73,7 +73,6 @@ try:
     refuse_pointers = torch._C._set_throw_on_mutable_data_ptr  # makes access to its memory below every dispatcher raise
     set_conj = torch._C._set_conj
     set_neg = torch._C._set_neg
-    as_negated = torch.Tensor._neg_view
     is_view = torch.Tensor._is_view
     tensor_data: Any = torch._C.TensorBase.data  # the C++ property; ours stores
     is_inference = torch._C.TensorBase.is_inference  # past `__torch_function__`

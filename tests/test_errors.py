@@ -58,7 +58,7 @@ OTHERS = {
     ("offload.storage.pickled", "raise each"): "what the system refused; `reading` tells of it, with the path",
     ("offload.storage.state_file", "raise ValueError"): "who parses tells of it, with the path",
     ("offload.storage.state_file", "raise kind."): "an error of ours, which the kind of file has",
-    ("offload.storage.source", "raise AssertionError"): "the call before it raises",
+    ("offload.storage.handle", "raise AssertionError"): "the call before it raises",
     ("offload.system.background", "raise RuntimeError"): "what Python raises for a thread at that time",
     ("offload.tensor.replacing", "raise AttributeError"): "what `hasattr` asks for",
     ("offload", "raise AttributeError"): "what `hasattr` asks for",

@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz import mutations
 from tests.processes import run_module, run_script
 
-COMPARED = ("safetensors", "pickle", "packed", "legacy")
+COMPARED = ("safetensors", "pickle", "legacy")
 KINDS = (*COMPARED, "folder", "index", "cache", "tree", "training", "journal", "memmap")
 
 HEAD = ["tried", "equal", "read", "refused", "failed"]

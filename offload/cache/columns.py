@@ -262,7 +262,7 @@ def _start(column: Column) -> int:
     """The first byte of the rows: where it would be with as many as torch can count."""
     each = math.prod(max(size, 1) for size in column.row_shape) * column.dtype.itemsize
     layouts = {column.name: contiguous(column.dtype, (_MOST // each, *column.row_shape))}
-    return build(layouts, {"name": column.name}).start(column.name)
+    return build(layouts, {"name": column.name}).header.entries[column.name].start
 
 
 # Rows of varying size

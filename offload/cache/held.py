@@ -38,7 +38,7 @@ from offload.storage.header import VERSION
 from offload.storage.layout import contiguous
 from offload.storage.pickled import NOTES
 from offload.storage.replacing import replacing
-from offload.storage.write import from_values, put_values, refuse_foreign
+from offload.storage.write import from_blocks, put_values, refuse_foreign
 from offload.system.modes import no_functions, no_modes
 from offload.system.reasons import reading
 from offload.tensor.arguments import checked_dense, refuse_unstorable
@@ -241,7 +241,7 @@ def write_file(
     by_size = sorted(columns, key=lambda name: -columns[name].dtype.itemsize)  # keeps every element aligned
     layouts = {name: contiguous(columns[name].dtype, (num_rows, *columns[name].row_shape)) for name in by_size}
     notes = {_NOTE: _notes(columns, metadata)}
-    put_values(path, layouts, from_values({name: blocks[name] for name in by_size}, layouts), notes, durable=True)
+    put_values(path, layouts, from_blocks(blocks), notes, durable=True)
 
 
 def save_file(

@@ -20,7 +20,6 @@ from typing import TypeAlias
 import torch
 
 from offload.annotations import Json
-from offload.checkpoints import log
 from offload.checkpoints.dcp import METADATA, SUFFIX, archives_of, check_shard, read_metadata
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
@@ -59,7 +58,7 @@ class StoredValue:
         """Its layout, dense; None for a tensor subclass, or if torch can't read it."""
         if self.key in self.file.header.kinds:
             return dense_layout(self.file, self.key)
-        found = self.file.entries.get(self.key) or self.file.header.loose.get(self.key)
+        found = self.file.entries.get(self.key)
         return found.layout if found else None
 
     @property
@@ -79,8 +78,6 @@ class StoredValue:
 
     def handle(self, _: str, offload_dir: PathLike | None = None) -> Handle:
         """The value, referenced in place."""
-        if self.key in self.file.header.loose:
-            log.debug("%s is copied, since it can't be mapped as a tensor in %s", self.key, self.file.path)
         return referenced(self.file, self.key, offload_dir)
 
 

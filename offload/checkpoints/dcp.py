@@ -119,7 +119,7 @@ def archives_of(values: Mapping[str, Sharded]) -> dict[str, dict[str, tuple[int,
 
 def check_shard(file: TensorFile, value: Sharded, shard: Shard) -> None:
     """Raises `CheckpointError` if a file's content contradicts the metadata."""
-    found = file.entries.get(shard.key) or file.header.loose.get(shard.key)
+    found = file.entries.get(shard.key)
     if found is not None and (found.layout.shape, found.layout.dtype) != (shard.shape, value.dtype):
         raise CheckpointError(
             f"{file.path} holds {found.layout.dtype} {list(found.layout.shape)} for {shard.key!r}, and {METADATA} says "

@@ -41,7 +41,6 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import is_unicode
 from offload.storage.layout import Entry, contiguous, dtype_named
-from offload.storage.owning import open_value
 from offload.storage.replacing import new_file, refuse_filled, replacing_folder, sync_whole
 from offload.storage.state_file import read_json
 from offload.system.reasons import reading
@@ -249,7 +248,7 @@ class _Leaves:
         if self.writes:
             open_regular(path, os.O_RDWR).close()  # symlinks are not written through
             return wrap_handle(Handle.shared(file, name, path.parent), device)
-        return wrap_handle(open_value(file, name, self.offload_dir), device)
+        return wrap_handle(Handle.reference(file, name, self.offload_dir), device)
 
 
 def _place(folder: Path, key: str, suffix: str) -> Path:

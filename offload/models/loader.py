@@ -60,7 +60,7 @@ from offload.prefetch.plan import Pool
 from offload.prefetch.value import SMALL
 from offload.progress import progress, progress_in_bytes
 from offload.storage.file import TensorFile
-from offload.storage.handle import Handle
+from offload.storage.handle import MADE_OF, Handle
 from offload.storage.owning import open_stored, store_recipe
 from offload.storage.subclasses import refuse_lossy
 from offload.system.modes import inside, no_inference
@@ -573,7 +573,7 @@ def _form(tensor: torch.Tensor) -> str:
     handle = handle_of(tensor)
     if isinstance(handle.composed, Recipe):
         return handle.composed.form
-    return "in files of their own" if handle.owned else "stored" if handle.was_stored else _REFERENCED
+    return "in files of their own" if handle.owned else "stored" if MADE_OF in handle.file.notes else _REFERENCED
 
 
 def _stored_bytes(slots: Iterable[Slot]) -> int:

@@ -2,10 +2,9 @@
 
 | module | what |
 | --- | --- |
-| `handle` | a stored value, shared by the tensors that are views of it |
-| `source` | what it is: in somebody else's file, in a file of ours, or computed |
+| `handle` | a stored value, shared by its views: in a file of others, in one of ours, or computed |
 | `owning` | files of our own: how a value gets one, and is replaced there |
-| `file` | a file of tensors, checked and mapped; and the values that are copied out of it |
+| `file` | a file of tensors, checked and mapped |
 | `mapping` | file bytes mapped into memory, and scratch memory for a value in transit |
 | `replacing` | how a file or a folder is put in place: whole, or not at all; cleaning up after dead processes |
 | `write` | writing values into a file |

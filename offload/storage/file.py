@@ -6,8 +6,6 @@ Always true:
 - mapping a file never creates it, extends it, or writes to it
 - our own files are mapped shared; all others copy-on-write, so that no store can reach them
 - no file descriptor is kept open
-- a value that can't be mapped as a tensor where it lies is copied out the way torch would load it, unpacked and in
-  native byte order; one value at a time is in memory, with its record if that is compressed, and is freed after
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from __future__ import annotations
 import os
 import stat
 import weakref
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,17 +32,15 @@ from offload.errors import (
 )
 from offload.storage import gguf_header, pickled
 from offload.storage.header import Header, read_header
-from offload.storage.layout import Entry, Loose, Record, contiguous
-from offload.storage.mapping import map_bytes, scratch, scratch_bytes
+from offload.storage.layout import Entry
+from offload.storage.mapping import map_bytes
 from offload.storage.state_file import Kind, state_if_ours
 from offload.system import clock
 from offload.system.locks import fork_safe_lock
 from offload.system.reasons import explained, not_regular, reading, some
 from offload.system.regular import Descriptor, absolute, as_file, closed_on_error, open_regular
-from offload.torch_api import as_negated
 
 LOOKED_AT_FOR = 0.1  # seconds for which a file that was looked at is taken to be the same
-_STEP = 1 << 20  # bytes per read
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +101,7 @@ class TensorFile:
     def is_open(cls, path: str | os.PathLike[str]) -> bool:
         """Whether something in this process holds the file that is at `path` now."""
         known = _OPENED.get(Path(os.path.abspath(path)))
-        if known is None:
-            return False
-        with suppress(OSError):
-            return known.identity == Identity.of(os.stat(path))
-        return False
+        return known is not None and known.is_current()
 
     @classmethod
     def raw(cls, path: str | os.PathLike[str], entry: Entry) -> TensorFile:
@@ -290,10 +281,8 @@ def is_ours(path: Path, kind: Kind | bytes | None = None) -> bool:
 
 
 def _is_link(path: Path) -> bool:
-    try:
+    with reading(path):
         return stat.S_ISLNK(os.lstat(path).st_mode)
-    except OSError as error:
-        raise explained(path, error) from error
 
 
 def file_status(path: Path) -> os.stat_result:
@@ -332,90 +321,7 @@ def _read_header(file: BinaryIO, size: int) -> Header:
     return read_header(file, size)
 
 
-# Values that can't be mapped as tensors
-
-
-def value_of(loose: Loose, file: TensorFile) -> torch.Tensor:
-    """The value as a new plain tensor with the layout of the copy; flat if that layout overlaps.
-
-    Raises:
-        CorruptFileError
-        ReadError, and as `TensorFile.descriptor`.
-    """
-    storage = _bytes_of(loose, file)
-    layout, stride = loose.layout, loose.stride
-    if layout.overlaps:
-        layout = contiguous(layout.dtype, (layout.nbytes // layout.dtype.itemsize,))
-        stride = layout.stride
-    value = torch.empty(0, dtype=layout.dtype, device="cpu").set_(storage, 0, layout.shape, stride)
-    if loose.is_conjugated:
-        value = value.conj()
-    return scratch(layout).copy_(as_negated(value) if loose.is_negated else value)
-
-
-def _bytes_of(loose: Loose, file: TensorFile) -> torch.UntypedStorage:
-    """The bytes from its first element to its last, in native byte order."""
-    record, dtype = loose.record, loose.layout.dtype
-    if record.packed is not None:
-        storage = _in_memory(_unpacked(record, file)[loose.begin : loose.begin + loose.span])
-        if loose.begin % dtype.itemsize:
-            storage = storage.clone()
-    elif record.is_swapped or loose.start % dtype.itemsize:
-        storage = _in_memory(_range_of(file, loose.start, loose.span))
-    else:
-        storage = file.mapped(shared=False)[loose.start : loose.start + loose.span]
-    if record.is_swapped:
-        storage.byteswap(dtype)
-    return storage
-
-
-def _in_memory(data: memoryview) -> torch.UntypedStorage:
-    if not data:
-        return torch.UntypedStorage(0, device="cpu")
-    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
-
-
-def _range_of(file: TensorFile, start: int, count: int) -> memoryview:
-    with file.descriptor() as opened:
-        data, done = memoryview(scratch_bytes(count))[:count], 0
-        while done < count:
-            with reading(file.path):
-                block = os.pread(opened.fileno(), min(count - done, _STEP), start + done)
-            if not block:
-                raise CorruptFileError(f"{file.path} ended early: download or copy the file again")
-            data[done : done + len(block)] = block
-            done += len(block)
-        return data
-
-
-def _unpacked(record: Record, file: TensorFile) -> memoryview:
-    """A deflated record, unpacked; the packed bytes are read one block at a time."""
-    data, done = memoryview(scratch_bytes(record.nbytes))[: record.nbytes], 0
-    try:
-        for part in _inflated(record, file):
-            if done + len(part) > record.nbytes:
-                raise zlib.error(f"more than the {record.nbytes} bytes that were promised")
-            data[done : done + len(part)] = part
-            done += len(part)
-    except zlib.error as error:
-        raise CorruptFileError(f"{file.path} can't be unpacked ({error}): download or copy the file again") from error
-    if done < record.nbytes:
-        raise CorruptFileError(f"{file.path} gives {done} bytes of {record.nbytes}: download or copy the file again")
-    return data
-
-
-def _inflated(record: Record, file: TensorFile) -> Iterator[bytes]:
-    inflate = zlib.decompressobj(-zlib.MAX_WBITS)
-    end = record.start + (record.packed or 0)
-    for at in range(record.start, end, _STEP):
-        block = bytes(_range_of(file, at, min(end - at, _STEP)))
-        while block:
-            yield inflate.decompress(block, _STEP)
-            block = inflate.unconsumed_tail
-    yield inflate.flush()
-
-
-_START = 512  # first bytes, enough to recognise a format
+_START = 64  # first bytes, enough to recognise a format
 _LFS = b"version https://git-lfs"
 _LOCK = fork_safe_lock()
 _OPENED: weakref.WeakValueDictionary[Path, TensorFile] = weakref.WeakValueDictionary()

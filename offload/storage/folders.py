@@ -25,7 +25,7 @@ from pathlib import Path
 from offload.errors import ArgumentError, ArgumentTypeError, NameInUseError, WriteError
 from offload.importing import imported
 from offload.storage import log
-from offload.storage.replacing import create_folder, sweep, temporary_name
+from offload.storage.replacing import made_folder, sweep, temporary_name
 from offload.system.locks import fork_safe_lock, lock_range, unlock_range
 from offload.system.reasons import naming, writing
 from offload.system.regular import Descriptor, absolute, is_folder, owned
@@ -34,9 +34,6 @@ SUFFIX = ".safetensors"
 _PLAIN = frozenset(string.ascii_lowercase + string.digits + "._-")
 _LONGEST = 188
 _TAKEN = "__metadata__"
-_RESERVED = frozenset(
-    {"con", "prn", "aux", "nul"} | {f"{port}{digit}" for port in ("com", "lpt") for digit in string.digits}
-)
 
 _PRIVATE = "offload-"
 _RANKS = ".offload-ranks"  # in a named folder: one lockable byte per name in use by a rank
@@ -51,17 +48,12 @@ _NUMBERS = itertools.count(1)
 def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
     """The user's folder, created if missing, with what killed processes left in it removed.
 
-    Raises `WriteError` if it can't be made, or is not a folder.
+    Raises `WriteError` if it can't be made, or is not a folder; `ReadError` if the system does not tell.
     """
     folder = absolute(offload_dir)
     with _LOCK:
-        try:
-            if (os.getpid(), folder) not in _PREPARED or not is_folder(folder):
-                create_folder(folder)
-                sweep(folder)
-        except OSError as error:
-            message = f"offload_dir can't be used ({error.strerror}): take another one"
-            raise WriteError(error.errno, message, str(folder)) from error
+        if (os.getpid(), folder) not in _PREPARED or not is_folder(folder):
+            made_folder(folder, place="offload_dir")
         _PREPARED.add((os.getpid(), folder))
     return folder
 
@@ -194,15 +186,8 @@ def file_name(name: str) -> str:
         stem = "".join(char if char in _PLAIN else "".join(f"%{byte:02x}" for byte in char.encode()) for char in name)
     except UnicodeEncodeError as error:
         raise ArgumentError(f"a tensor's name must be valid unicode, not {error.object!r}") from error
-    if stem[0] == "." or stem.partition(".")[0] in _RESERVED:
-        stem = f"%{ord(stem[0]):02x}{stem[1:]}"
+    if stem[0] == ".":
+        stem = f"%2e{stem[1:]}"
     if len(stem) > _LONGEST:
-        stem = f"{_cut(stem, _LONGEST - 34)}%~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+        stem = f"{stem[: _LONGEST - 34]}%~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
     return stem + SUFFIX
-
-
-def _cut(stem: str, length: int) -> str:
-    """The first `length` characters, without half a `%xx` at the end."""
-    cut = stem[:length]
-    tail = cut.rfind("%", length - 2)
-    return cut if tail < 0 else cut[:tail]

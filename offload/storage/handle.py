@@ -1,8 +1,10 @@
-"""One stored value, shared by all tensors that are views of it.
+"""One stored value, shared by all tensors that are views of it: in a file of others, in one of ours, or computed.
 
 Always true:
 - `base` is the file itself (a mapping), never a copy that could become stale
-- what the value is at any moment is its `source`, which is switched in one assignment
+- what the value is at any moment is its source, which never changes itself: a handle switches from one to another in
+  one assignment
+- only the file of an owned source is mapped shared; a store into any other mapping does not reach the file
 - a process has at most `MOST_MAPPINGS` of our files mapped; one that was unmapped is mapped again on demand
 - nothing here writes a file: a value is created, copied at its first write, and replaced in `owning`
 - a temporary file is removed with its last user, in the process that created it
@@ -15,11 +17,13 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -28,8 +32,7 @@ from offload.storage.file import TensorFile, file_status
 from offload.storage.folders import discard
 from offload.storage.layout import Entry, Layout
 from offload.storage.mapping import addresses
-from offload.storage.source import MADE_OF, Composition, Source, Stored
-from offload.storage.subclasses import SubclassSpec, with_inner
+from offload.storage.subclasses import SubclassSpec, layout_from, unflatten
 from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
 from offload.system.reasons import naming
@@ -37,6 +40,142 @@ from offload.system.regular import absolute
 
 MOST_MAPPINGS = 16_384  # Linux allows 65,530 mappings per process; the rest is for others
 _MOST_LOOKS = 100  # retries when another process replaces the file between our look and our mapping
+_CPU = torch.device("cpu")
+MADE_OF = "made of"  # a note in the file that stores a composed value: of what
+
+
+class Composition(ABC):
+    """A value that is computed at each read from other stored values, which must not be written to.
+
+    Attributes:
+        layout: of the computed value.
+        subclass: how to rebuild it if it is a tensor subclass; else None.
+    """
+
+    __slots__ = ()
+    layout: Layout
+    subclass: SubclassSpec | None
+    extent = (0, 0)
+    owned = in_place = has_holes = False
+
+    @property
+    def composed(self) -> Composition:
+        return self
+
+    @property
+    @abstractmethod
+    def file(self) -> TensorFile:
+        """The file of the first source value."""
+
+    @abstractmethod
+    def value(self, view_spec: torch.Tensor | None = None, device: torch.device = _CPU) -> torch.Tensor:
+        """The view that a meta tensor describes, or the whole, as a plain tensor: do not write to it or keep it.
+
+        `device`: where it is computed: only what is stored is sent there.
+        """
+
+    @abstractmethod
+    def reads(self, view_spec: torch.Tensor, /) -> Iterator[tuple[Handle, torch.Tensor]]:
+        """The views of stored values from which the view that a meta tensor describes is computed, as they are read."""
+
+    def stands(self, _: torch.Tensor, /) -> bool:
+        """Whether the view that a meta tensor describes is stored as is, so that `value` maps it without computing."""
+        return False
+
+    def map(self) -> torch.Tensor:
+        """The value, computed; all of its sources are read."""
+        return self.value()
+
+
+class InBlocks(Composition):
+    """A composed value that is a plain tensor and can be computed in parts."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """Contiguous plain tensors that make up the whole in layout order; each is valid until the next one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A value in a file: of others, which must not change and is not written to; or of ours, which holds nothing else.
+
+    Attributes:
+        name: its key in the file, or the beginning of the keys of its inner tensors.
+        extent: its first byte in the file, and its size.
+        part: its place, if it is only a part of the value `name` of others.
+        in_place: whether others write to the file in place, so that it must never be replaced.
+        has_holes: whether the file may be sparse; its blocks are then reserved before the first store.
+    """
+
+    file: TensorFile
+    name: str
+    layout: Layout
+    subclass: SubclassSpec | None
+    extent: tuple[int, int]
+    owned: bool = False
+    part: Entry | None = None
+    in_place: bool = False
+    has_holes: bool = False
+
+    composed: ClassVar[None] = None
+
+    @classmethod
+    def of_others(cls, file: TensorFile, name: str, part: Entry | None = None) -> Stored:
+        """Raises `KeyError` if the file has no such value; `CorruptFileError` if torch can't read it."""
+        return cls(file, name, *_described(file, name, part), part=part)
+
+    @classmethod
+    def of_ours(cls, file: TensorFile, name: str, *, in_place: bool = False) -> Stored:
+        """Raises `KeyError` if the file has no such value."""
+        return cls(file, name, *_described(file, name), owned=True, in_place=in_place, has_holes=in_place)
+
+    @property
+    def entry(self) -> Entry:
+        """Its entry in the file; not for a subclass, which has several."""
+        return self.part or self.file.entry(self.name)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Its entries in the file: one, or those of the inner tensors."""
+        return [self.entry] if self.subclass is None else list(self.file.entries.values())
+
+    def bytes(self) -> torch.UntypedStorage:
+        """Its bytes as a new storage; for a subclass, those of one inner tensor."""
+        return self.file.storage(self.entries[0], shared=self.owned)
+
+    def map(self) -> torch.Tensor:
+        """The value as a plain tensor over the mapped file: shared if it is ours, otherwise copy-on-write.
+
+        Raises `MissingFileError`, `CorruptFileError`, `ReadError`; `ChangedFileError` if another file is there by now.
+        """
+        if not self.owned:
+            self.file.check()
+        if self.subclass is None:
+            return self.file.tensor(self.entry, shared=self.owned)
+        parts = {key: self.file.tensor(entry, shared=self.owned) for key, entry in self.file.entries.items()}
+        with naming(self.name, self.file.path):
+            return unflatten(parts, self.subclass, self.name)
+
+
+Source: TypeAlias = Stored | Composition
+
+
+def _described(
+    file: TensorFile, name: str, part: Entry | None = None
+) -> tuple[Layout, SubclassSpec | None, tuple[int, int]]:
+    """The layout of a value in a file, how to rebuild it if it is a tensor subclass, and its extent."""
+    entry = part or file.header.entries.get(name)
+    if entry is not None:
+        return entry.layout, None, (entry.start, entry.layout.nbytes)
+    with naming(name, file.path):
+        subclass = file.notes.get("subclass")
+        if subclass is None:
+            raise AssertionError(file.entry(name))  # which raises
+        layout, entries = layout_from(subclass), file.entries.values()
+    start = min(entry.start for entry in entries)
+    return layout, subclass, (start, max(entry.start + entry.layout.nbytes for entry in entries) - start)
 
 
 class KnownPages(Protocol):
@@ -140,19 +279,13 @@ class Handle:
         """How it is computed while it has no file."""
         return self.source.composed
 
-    @property
-    def was_stored(self) -> bool:
-        """Whether it was a composed value and has been stored."""
-        return not self.owned and self.composed is None and MADE_OF in self.file.notes
-
     # Values of others' files
 
     @classmethod
     def reference(cls, file: TensorFile, key: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
         """The value `key` of a file that is left as it is; the first write copies it to `offload_dir`.
 
-        In a file of ours that holds a subclass, the key is the value's name. For a value that can't be mapped as a
-        tensor where it lies, see `owning.open_value`.
+        In a file of ours that holds a subclass, the key is the value's name.
         """
         return cls(key, offload_dir, Stored.of_others(file, key))
 
@@ -258,14 +391,6 @@ class Handle:
             raise ChangedFileError(f"{file.path} now holds another tensor: {error.args[0]}") from error
         if self.layout != source.layout:
             raise ChangedFileError(f"{file.path} now holds {self.layout}, not {source.layout}: open it again")
-
-    def another_base(self) -> torch.Tensor:
-        """Like `base`, but a new tensor object over the file."""
-        base, source = self.base(), self.source
-        if isinstance(source, Composition):
-            return base if source.subclass is None else with_inner(base, lambda inner: inner)
-        with naming(self.name), no_functions(), no_modes():
-            return source.map()
 
     def pointers(self) -> torch.UntypedStorage:
         """The value's bytes as a new storage, for code that tells tensors apart by address.

@@ -3,8 +3,8 @@
 Always true:
 - a parsed header has been fully checked: known lengths, no holes, no overlap, nothing missing, nothing after the end,
   dense strides; any input gives either a header or a `CorruptFileError`
-- an entry can be mapped as a tensor where it lies, at whatever byte it starts (complex128 only if it is aligned); any
-  other value is loose
+- an entry can be mapped as a tensor where it lies, at whatever byte it starts: complex128 only if it is aligned, as it
+  is in a built file
 - a built header ends at a multiple of `ALIGNMENT`, padded with spaces
 - what safetensors has no word for is in the metadata under `offload`, as JSON: dtypes, strides, subclasses
 
@@ -25,12 +25,11 @@ import torch
 from offload.annotations import Json
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
 from offload.storage.layout import (
+    MISALIGNED,
     TORCH_DTYPES,
     WORDS,
     Entry,
     Layout,
-    Loose,
-    Record,
     are_counts,
     can_be_over,
     contiguous,
@@ -39,7 +38,6 @@ from offload.storage.layout import (
     dtype_named,
     is_countable,
     is_storable,
-    layout_as,
 )
 from offload.storage.state_file import parse_json
 from offload.system.reasons import short
@@ -59,20 +57,18 @@ class Header:
     Attributes:
         entries: values that can be mapped as tensors where they lie.
         unreadable: values that torch can't read, with the reason.
-        loose: values that have to be copied out of the file.
         kinds: for entries of packed blocks, their GGUF type.
     """
 
     metadata: Mapping[str, str]
     entries: Mapping[str, Entry]
     unreadable: Mapping[str, str]
-    loose: Mapping[str, Loose] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of all values."""
-        return (*self.entries, *self.loose, *self.unreadable)
+        return (*self.entries, *self.unreadable)
 
     @property
     def notes(self) -> Mapping[str, Json] | None:
@@ -118,10 +114,6 @@ class Head:
     header: Header
     size: int
 
-    def start(self, key: str) -> int:
-        """The byte at which a value begins."""
-        return self.header.entries[key].start
-
 
 def parse(text: bytes, size: int) -> Header:
     """The checked header of a file of `size` bytes whose JSON is `text`.
@@ -138,7 +130,6 @@ def parse(text: bytes, size: int) -> Header:
         raise CorruptFileError("its `offload` metadata is malformed")
     data_start = _LENGTH.size + len(text)
     entries: dict[str, Entry] = {}
-    loose: dict[str, Loose] = {}
     unreadable: dict[str, str] = {}
     for key, (word, shape, begin, end) in _in_order(raw, size - data_start):
         layout = _layout(word, shape, noted.get(key, {}))
@@ -153,15 +144,13 @@ def parse(text: bytes, size: int) -> Header:
         if can_be_over(entry):
             entries[key] = entry
         else:
-            loose[key] = Loose(key, layout, Record(entry.start, layout.nbytes), 0, layout.stride)
+            unreadable[key] = MISALIGNED
     if "name" in notes:
         name = notes["name"]  # the value that the file must contain, under its name, or as the parts of a subclass
         is_named = isinstance(name, str) and is_unicode(name)
         if not is_named or (name not in raw and not isinstance(notes.get("subclass"), dict)):
             raise CorruptFileError(f"its `offload` metadata says that it holds {short(name)!r}, and it does not")
-        if loose:
-            raise CorruptFileError(f"its value {short(next(iter(loose)))!r} begins in the middle of an element")
-    return Header(metadata, entries, unreadable, loose)
+    return Header(metadata, entries, unreadable)
 
 
 def build(layouts: Mapping[str, Layout], notes: Mapping[str, Json], metadata: Mapping[str, str] | None = None) -> Head:
@@ -174,13 +163,12 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Json], metadata: Ma
     values: dict[str, dict[str, Json]] = {}
     specs: dict[str, Json] = {}
     end, begins = 0, {}
-    for key, layout in layouts.items():
+    for key, layout in sorted(layouts.items(), key=lambda item: item[1].dtype != torch.complex128):  # keeps it aligned
         if not is_storable(layout.dtype):
             raise UnsupportedOpError(
                 f"{key!r} is of {layout.dtype}, which is meaningless without its scale: dequantize() it"
             )
-        itemsize = 1 if layout.overlaps else layout.dtype.itemsize
-        if not are_counts(list(layout.shape)) or not is_countable(layout.shape, itemsize):
+        if not are_counts(list(layout.shape)) or not is_countable(layout.shape, layout.dtype.itemsize):
             raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: not the shape of a tensor")
         word, shape, note = _spec(layout)
         begins[key], end = end, end + layout.nbytes
@@ -192,7 +180,7 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Json], metadata: Ma
     text = json.dumps({"__metadata__": noted, **specs}, ensure_ascii=False).encode()
     length = -(-(_LENGTH.size + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
     data = _LENGTH.pack(length) + text.ljust(length)
-    entries = {key: Entry(key, layout, len(data) + begins[key]) for key, layout in layouts.items()}
+    entries = {key: Entry(key, layouts[key], len(data) + begin) for key, begin in begins.items()}
     return Head(data, Header(noted, entries, {}), len(data) + end)
 
 
@@ -274,8 +262,6 @@ def _layout(word: str, shape: tuple[int, ...], note: Mapping[str, Json]) -> Layo
         return None
     if not is_countable(shape, dtype.itemsize):
         raise CorruptFileError(f"its header has a value of shape {short(shape)}, larger than any file")
-    if "shape" in note:
-        return _overlapping(dtype, shape, note["shape"], note.get("stride"))
     if "stride" in note:
         return _strided(dtype, shape, note["stride"])
     return contiguous(dtype, shape)
@@ -303,16 +289,6 @@ def _strided(dtype: torch.dtype, shape: tuple[int, ...], stride: Json) -> Layout
     return layout
 
 
-def _overlapping(dtype: torch.dtype, stored: tuple[int, ...], shape: Json, stride: Json) -> Layout:
-    """The layout of a value whose elements share bytes: what is stored is the bytes that they share."""
-    layout = layout_as(dtype, shape, stride) if isinstance(shape, list) and isinstance(stride, list) else None
-    if layout is None:
-        raise CorruptFileError("its `offload` metadata gives a value a malformed shape, or malformed strides")
-    if not layout.overlaps or stored != (layout.nbytes // dtype.itemsize,):
-        raise CorruptFileError("its `offload` metadata gives a value a shape that does not fit what is stored")
-    return layout
-
-
 def _spec(layout: Layout) -> tuple[str, list[int], dict[str, Json]]:
     """The safetensors word, the shape in memory order, and what has to be added in the metadata."""
     note: dict[str, Json] = {}
@@ -320,9 +296,6 @@ def _spec(layout: Layout) -> tuple[str, list[int], dict[str, Json]]:
     if layout.stride != contiguous_stride(layout.shape):
         note["stride"] = list(layout.stride)
         shape = [layout.shape[dim] for dim in layout.order]
-    if layout.overlaps:
-        note["shape"] = list(layout.shape)
-        shape = [layout.nbytes // layout.dtype.itemsize]
     if layout.dtype == _FLOAT4 and shape:
         return "F4", [*shape[:-1], shape[-1] * 2], note
     if layout.dtype in WORDS:

@@ -1,8 +1,8 @@
 """How values are laid out in memory and in files: pure data, no I/O.
 
 Always true:
-- a layout is dense, or that of an expanded value, or another one with overlapping elements
-- an entry starts where a tensor can be mapped; any other value is loose
+- the layout of a stored value is dense: its elements fill its bytes without a gap or an overlap
+- an entry starts where a tensor can be mapped
 - every dtype that torch stores as plain bytes can be stored: by its safetensors word, or as raw bytes (`U8`) with
   torch's name for it in the metadata; dtypes that need a scale (the `q` ones) can't
 
@@ -20,6 +20,7 @@ import torch
 
 from offload.annotations import Json
 
+MISALIGNED = "begins in the middle of an element, where torch can't read complex128: save it in a file of its own"
 _MOST = 2**63 - 1  # largest number of bytes and elements that torch can count
 
 
@@ -28,20 +29,16 @@ class Layout:
     """Layout of one value in memory: dtype, shape, and strides in elements.
 
     Attributes:
-        nbytes: size in bytes; with overlapping elements, from the first one to the last.
-        overlaps: whether it has more elements than its bytes can hold separately.
+        nbytes: size in bytes, of a dense value.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     nbytes: int = field(init=False, repr=False, compare=False)
-    overlaps: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        apart, span = math.prod(self.shape) * self.dtype.itemsize, span_of(self.dtype, self.shape, self.stride)
-        object.__setattr__(self, "nbytes", min(apart, span))
-        object.__setattr__(self, "overlaps", span < apart)
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -66,59 +63,6 @@ class Entry:
     key: str
     layout: Layout
     start: int
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The bytes of a storage in a file: where they begin, and their number, unpacked.
-
-    Attributes:
-        packed: their number in the file, if deflated; None if they are stored as they are.
-        is_swapped: whether they are in the other byte order.
-    """
-
-    start: int
-    nbytes: int
-    packed: int | None = None
-    is_swapped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Loose:
-    """A value that can't be mapped as a tensor where it lies: it is copied out of a record.
-
-    Attributes:
-        layout: of the copy.
-        begin: its first byte in the record.
-        stride: in the record, in elements.
-        is_conjugated, is_negated: whether its numbers are the conjugates, or negatives, of the stored ones.
-    """
-
-    key: str
-    layout: Layout
-    record: Record
-    begin: int
-    stride: tuple[int, ...]
-    is_conjugated: bool = False
-    is_negated: bool = False
-
-    @property
-    def entry(self) -> Entry | None:
-        """Its place in the file, if copying the bytes is enough."""
-        lies_otherwise = self.stride != self.layout.stride or self.is_conjugated or self.is_negated
-        if lies_otherwise or self.record.packed is not None or self.record.is_swapped:
-            return None
-        return Entry(self.key, self.layout, self.start)
-
-    @property
-    def start(self) -> int:
-        """Its first byte in the file, if its record is not packed."""
-        return self.record.start + self.begin
-
-    @property
-    def span(self) -> int:
-        """Bytes from the start of its first element to the end of its last one."""
-        return span_of(self.layout.dtype, self.layout.shape, self.stride)
 
 
 def span_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -150,18 +94,13 @@ def layout_as(dtype: torch.dtype, shape: Json, stride: Json) -> Layout | None:
     return layout if span_of(dtype, layout.shape, layout.stride) <= _MOST else None
 
 
-def is_aligned(entry: Entry) -> bool:
-    """Whether its elements begin at multiples of their size."""
-    return entry.start % entry.layout.dtype.itemsize == 0
-
-
 def can_be_over(entry: Entry) -> bool:
     """Whether it can be mapped as a tensor where it lies.
 
     In safetensors files without padding, which are common, values begin at any byte. Kernels for most dtypes read them
     there; those for complex128 crash the process (torch 2.13, x86).
     """
-    return entry.layout.dtype != torch.complex128 or is_aligned(entry)
+    return entry.layout.dtype != torch.complex128 or entry.start % entry.layout.dtype.itemsize == 0
 
 
 @lru_cache(maxsize=1024)

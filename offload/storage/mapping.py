@@ -67,18 +67,16 @@ def _storage_of(address: int, size: int) -> torch.UntypedStorage:
     return torch.frombuffer(buffer, dtype=torch.uint8, requires_grad=False).untyped_storage()
 
 
-def scratch_bytes(count: int) -> mmap.mmap:
-    """At least `count` writable bytes, all zero. Raises `ReadError` if there is not enough memory."""
-    try:
-        return mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        reason = f"there are no {count} bytes of memory for a value in transit ({error.strerror}): free some memory"
-        raise ReadError(error.errno, reason) from error
-
-
 def scratch(layout: Layout) -> torch.Tensor:
-    """A plain tensor of zeros with that layout; in huge pages where available, which are faster to fault in."""
-    memory = scratch_bytes(layout.nbytes)
+    """A plain tensor of zeros with that layout; in huge pages where available, which are faster to fault in.
+
+    Raises `ReadError` if there is not enough memory.
+    """
+    try:
+        memory = mmap.mmap(-1, max(layout.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        reason = f"there are no {layout.nbytes} bytes of memory for a value in transit ({error.strerror}): free some"
+        raise ReadError(error.errno, reason) from error
     if layout.nbytes >= _HUGE:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -129,11 +129,9 @@ def _has_more(value: object, names: Iterable[str]) -> bool:
 def _way_out(value: object, *, takes_classes: bool) -> str:
     if isinstance(value, torch.nn.Module):
         return "save its state_dict()"
-    if hasattr(value, "__array__"):
-        return "make it a tensor (torch.from_numpy, torch.as_tensor), or a number (.item())"
     if hasattr(value, "load_memmap"):
         return "offload.integrations.tensordict.save_memmap keeps such data"
-    return f"make it a dict, list, tuple, {'dataclass, named tuple, ' if takes_classes else ''}number or text"
+    return f"make it a dict, list, tuple, {'dataclass, named tuple, ' if takes_classes else ''}tensor, number or text"
 
 
 def _refuse_key(_: torch.Tensor, way: Way) -> Node:

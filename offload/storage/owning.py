@@ -20,18 +20,18 @@ from typing import TypeAlias
 import torch
 
 from offload.annotations import Json
-from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, UnsupportedOpError
+from offload.errors import ForeignFileError, MissingFileError, UnsupportedOpError
 from offload.storage import log
-from offload.storage.file import TensorFile, file_of_ours, value_of
+from offload.storage.file import TensorFile, file_of_ours
 from offload.storage.folders import claim, claim_among_ranks, file_name, named_folder, release
-from offload.storage.handle import Handle
+from offload.storage.handle import MADE_OF, Composition, Handle, InBlocks, Stored
 from offload.storage.layout import Layout
-from offload.storage.source import MADE_OF, Composition, InBlocks, Stored
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import (
     Fill,
     Take,
     fill_holes,
+    from_blocks,
     from_file,
     from_values,
     layout_of,
@@ -90,7 +90,7 @@ def _make_of(
             notes = {**(notes or {}), "subclass": spec}
         else:
             values, layout = {name: tensor}, layout_of(tensor)
-            if old is not None and (layout.shape, layout.dtype) == (old.shape, old.dtype) and not old.overlaps:
+            if old is not None and (layout.shape, layout.dtype) == (old.shape, old.dtype) and old.is_dense:
                 layout = old
             layouts = {name: layout}
     return make(handle, layouts, from_values(values, layouts), notes, root=root, exist_ok=exist_ok)
@@ -137,32 +137,9 @@ def create_temporary(tensor: torch.Tensor, name: str, root: Path | None) -> Hand
     return _make_of(Handle(name, None), tensor, root=None if root is None else named_folder(root))
 
 
-def create_from_blocks(layout: Layout, blocks: Iterable[torch.Tensor], name: str, offload_dir: Folder) -> Handle:
-    """A new file from contiguous plain CPU tensors that make up the value in the order of `layout`; see `make`."""
-    layouts = {name: layout}
-    return make(Handle(name, offload_dir), layouts, from_values({name: blocks}, layouts))
-
-
 def allocate_value(layout: Layout, name: str, offload_dir: Folder, *, exist_ok: bool = True) -> Handle:
     """A new file that reads as zeros; takes disk space, but no memory and no time. See `make`."""
     return make(Handle(name, offload_dir), {name: layout}, of_zeros, exist_ok=exist_ok)
-
-
-def open_value(file: TensorFile, key: str, offload_dir: Folder = None) -> Handle:
-    """Like `Handle.reference`; a value that can't be mapped as a tensor where it lies is copied to `offload_dir`."""
-    if (loose := file.header.loose.get(key)) is None:
-        return Handle.reference(file, key, offload_dir)
-    try:
-        file_name(key)
-    except ValueError as error:
-        raise CorruptFileError(f"{file.path} holds a value that can't be copied out: {error}") from error
-
-    def unpacked(fd: int, _: str, start: int) -> None:
-        value = value_of(loose, file)
-        write_tensor(fd, start, value if loose.layout.overlaps else value.permute(loose.layout.order))
-
-    with naming(key), from_file(file, [loose.entry] if loose.entry else [], settled=True) as copied:
-        return make(Handle(key, offload_dir), {key: loose.layout}, copied if loose.entry else unpacked)
 
 
 def open_owned(file: TensorFile, name: str) -> Handle:
@@ -216,8 +193,7 @@ def store_recipe(handle: Handle, mark: str) -> None:
     """
     composed, other = handle.composed, Handle(handle.name, handle.folder)
     assert isinstance(composed, InBlocks)
-    layouts = {handle.name: handle.layout}
-    make(other, layouts, from_values({handle.name: composed.blocks()}, layouts), {MADE_OF: mark})
+    make(other, {handle.name: handle.layout}, from_blocks({handle.name: composed.blocks()}), {MADE_OF: mark})
     with handle.lock:
         handle.set_source(Stored.of_others(TensorFile.open(other.path), handle.name))
 
@@ -273,12 +249,11 @@ def duplicate(handle: Handle) -> Handle:
 def _copy(handle: Handle, other: Handle) -> None:
     """Give `other` the value of `handle`, from file to file."""
     source, name = handle.source, other.name
+    if isinstance(source, InBlocks):
+        make(other, {name: source.layout}, from_blocks({name: source.blocks()}))
+        return
     if isinstance(source, Composition):
-        if isinstance(source, InBlocks):
-            layouts = {name: source.layout}
-            make(other, layouts, from_values({name: source.blocks()}, layouts))
-        else:
-            replace_whole(other, source.value())
+        replace_whole(other, source.value())
         return
     with handle.lock:
         handle.base()  # switches to the current file

@@ -4,10 +4,9 @@ Always true:
 - pickles of tensors are read only by the unpickler of `torch.load(weights_only=True)`, over tensors without data; in
   other pickles each object becomes a note: nothing in the file is executed, and no value is read
 - the memory a pickle takes is proportional to its length, whatever it asks for
-- the place of a value comes from the file's own directory, not from guesses; every extent has been checked to lie
+- the place of a value comes from the file's own directory, or list, of storages; every extent has been checked to lie
   inside the file
-- a value in whole, aligned, native elements without gaps is an entry and can be mapped as a tensor; any other is
-  loose, or unreadable with a reason
+- a value that can be mapped as a tensor where it lies is an entry; any other is unreadable, with the way out
 - names that share a storage become separate values
 
 Source of the formats: `torch/serialization.py` (`_save`, `_legacy_save`), and PKWARE's APPNOTE for zip.
@@ -22,24 +21,23 @@ import reprlib
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO
 
 import torch
 
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
 from offload.storage.header import MARK, Header, is_unicode
 from offload.storage.layout import (
+    MISALIGNED,
     Entry,
-    Loose,
-    Record,
     can_be_over,
     contiguous,
     dtype_name,
     dtype_named,
-    is_aligned,
     layout_as,
     span_of,
 )
@@ -60,12 +58,9 @@ NESTS = ("state_dict", "model", "module", "model_state_dict")
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number
 _BARE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # protocols 2 to 5
-_TAR, _TAR_AT = b"ustar", 257
 _LOCAL = struct.Struct("<4s22xHH")  # of a zip record: magic, length of its name, length of its extra field
-_NUMEL = struct.Struct("<q")
+_COUNT = struct.Struct("<q")
 _LONGEST = 1 << 28  # longest pickle, in bytes
-_DENSEST = 64  # most unpacked bytes of a pickle per packed byte
-_DEFLATED = 1032  # most unpacked bytes that deflate can make of one packed byte
 _DEEPEST = 4  # deepest nesting of a state dict under usual keys
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CALLS = (b"R", b"\x81")  # the opcodes REDUCE and NEWOBJ
@@ -75,16 +70,44 @@ _ARGUMENTS = {  # opcodes with an argument, and how many reads it takes
 }
 NOTES = f"{MARK}.json"  # a record with what `offload` noted in a file of its own
 _SAVE_TENSORS = "save the tensors alone, torch.save(model.state_dict(), path), or as .safetensors"
+_CONVERT = "convert it once, torch.save(torch.load(path, weights_only=True), another_path)"
 
-# The unpickled object, its storages by address, their records by key, and metadata as in a safetensors header.
-Saved: TypeAlias = "tuple[Any, dict[int, StorageRecord], dict[str, Record], dict[str, str]]"
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """A storage that a pickle names, by what the pickle says: a tensor may enlarge the object, which has no data."""
+
+    storage: torch.UntypedStorage  # keeps its id unique
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpickled:
+    """What a file, or an archive in it, holds.
+
+    Attributes:
+        content: the unpickled object, whose tensors have no data.
+        storages: theirs, by key.
+        places: the first byte and the size of each in the file, by `storage_id`.
+        metadata: as in a safetensors header.
+    """
+
+    content: object
+    storages: Mapping[str, _Storage]
+    places: Mapping[int, tuple[int, int]]
+    metadata: Mapping[str, str]
 
 
 def recognizes(start: bytes) -> bool:
     """Whether a file that begins like this is meant for torch.load, or pretends to be."""
     if start[8:9] == b"{":  # after the length of a safetensors header, which may be any bytes
         return False
-    return start.startswith((_ZIP, _LEGACY, *_BARE)) or start[_TAR_AT:].startswith(_TAR)
+    return start.startswith((_ZIP, *_BARE))
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
@@ -94,53 +117,74 @@ def read_header(file: BinaryIO, size: int) -> Header:
     foreign form, or has no named tensors.
     """
     with no_functions(), no_modes():
-        saved, pieces, records, metadata = _read(file, size)
-        places = {key: _place(key, tensor, pieces, records) for key, tensor in _tensors_in(saved).items()}
-    return _header(places, metadata, is_aligned)
+        saved = _read_legacy(file, size) if _is_legacy(file) else _read_archive(file)
+        found = {key: _entry(key, tensor, saved) for key, tensor in _tensors_in(saved.content).items()}
+    return _header(found, saved.metadata)
 
 
 def read_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int]]) -> Header:
-    """The checked header of a file that is a sequence of archives with one tensor each.
+    """The checked header of a file of `size` bytes that is a sequence of archives with one tensor each.
 
     `places` is as for `TensorFile.of_archives`. Raises: as `read_header`.
     """
-    found: dict[str, Loose | str] = {}
+    found: dict[str, Entry | str] = {}
     for key, (begin, nbytes) in places.items():
         if begin + nbytes > size:
             raise CorruptFileError(
                 f"it is cut off: its archive of {key!r} ends at byte {begin + nbytes}, it has {size}"
             )
-        section = io.BufferedReader(Section(file.fileno(), begin, nbytes))
         with no_functions(), no_modes():
-            saved, pieces, records, _ = _read(section, nbytes)
-            if not isinstance(saved, torch.Tensor):
-                raise CheckpointError(f"holds {_described(saved)} in place of {key!r}: {_SAVE_TENSORS}")
-            place = _place(key, saved, pieces, records)
-        if not isinstance(place, str):
-            place = replace(place, record=replace(place.record, start=place.record.start + begin))
-        found[key] = place
-    return _header(found, {}, can_be_over)
+            saved = _read_archive(io.BufferedReader(Section(file.fileno(), begin, nbytes)), begin)
+            if not isinstance(saved.content, torch.Tensor):
+                raise CheckpointError(f"holds {_described(saved.content)} in place of {key!r}: {_SAVE_TENSORS}")
+            found[key] = _entry(key, saved.content, saved)
+    return _header(found, {})
 
 
-def _read(file: BinaryIO, size: int) -> Saved:
-    start = file.read(_TAR_AT + len(_TAR))
+def _header(found: Mapping[str, Entry | str], metadata: Mapping[str, str]) -> Header:
+    """Values by their entries; instead of an entry there may be a reason why it can't be read."""
+    return Header(
+        metadata,
+        {key: entry for key, entry in found.items() if not isinstance(entry, str)},
+        {key: reason for key, reason in found.items() if isinstance(reason, str)},
+    )
+
+
+# The two forms: an archive, since PyTorch 1.6, and before that pickles and storages in a row
+
+
+def _is_legacy(file: BinaryIO) -> bool:
+    """Raises `CheckpointError` if it is another pickle."""
+    start = file.read(len(_LEGACY))
     file.seek(0)
-    if start.startswith(_ZIP):
-        return _read_zip(file)
-    if start.startswith(_LEGACY):
-        return _read_legacy(file, size)
-    if start[_TAR_AT:].startswith(_TAR):
-        raise CheckpointError(
-            "is in the tar form of PyTorch before 0.2, which can't be read safely: open it with torch.load if you "
-            f"trust it, and {_SAVE_TENSORS}"
-        )
-    raise CheckpointError(f"is a pickle that torch.save did not write, and is not opened: {_SAVE_TENSORS}")
+    if not start.startswith((_ZIP, _LEGACY)):
+        raise CheckpointError(f"is a pickle that torch.save did not write, and is not opened: {_SAVE_TENSORS}")
+    return start == _LEGACY
 
 
-# The two file forms
+def _read_legacy(file: BinaryIO, size: int) -> _Unpickled:
+    """What five pickles hold, the last of which lists the storages; each follows as a count of elements, and bytes."""
+    for _ in range(3):  # the magic number, the protocol, and the system it was written on
+        _unpickle(file)
+    content, storages = _unpickle(file)
+    keys, _ = _unpickle(file)
+    if not isinstance(keys, list) or [key for key in keys if not isinstance(key, str)] or {*keys} != {*storages}:
+        raise CorruptFileError("its list of storages is not that of its pickle")
+    places, at = {}, file.tell()
+    for named in map(storages.__getitem__, keys):
+        file.seek(at)
+        count, at = file.read(_COUNT.size), at + _COUNT.size
+        if not at <= at + named.nbytes <= size:
+            raise CorruptFileError(f"it is cut off: a storage ends at byte {at + named.nbytes}, it has {size}")
+        if _COUNT.unpack(count) != (named.numel,):
+            raise CorruptFileError("one of its storages has another size than its pickle says")
+        places[storage_id(named.storage)] = at, named.nbytes
+        at += named.nbytes
+    return _Unpickled(content, storages, places, {})
 
 
-def _read_zip(file: BinaryIO) -> Saved:
+def _read_archive(file: BinaryIO, begin: int = 0) -> _Unpickled:
+    """What an archive holds that begins at byte `begin` of the file with the values; `file` begins with it."""
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, struct.error, EOFError, NotImplementedError) as error:
@@ -150,26 +194,24 @@ def _read_zip(file: BinaryIO) -> Saved:
     if len(infos) < len(archive.infolist()):
         raise CorruptFileError("its zip directory names a record twice")
     root = _root(infos)
-    info = infos.get(f"{root}byteorder")
-    order = b"little" if info is None else _content(archive, info)
-    if order not in (b"little", b"big"):
-        raise CorruptFileError(f"its byte order is {order[:20]!r}, neither little nor big")
-    is_swapped = order != sys.byteorder.encode()
+    order = infos.get(f"{root}byteorder")
+    if order is not None and _content(archive, order) != sys.byteorder.encode():
+        raise CheckpointError(f"is in the byte order of another machine: {_CONVERT}")
 
-    saved, pieces = _unpickle(io.BytesIO(_content(archive, infos[f"{root}data.pkl"])))
-    records = {}
-    for piece in pieces.values():
-        info = infos.get(f"{root}data/{piece.key}")
+    content, storages = _unpickle(io.BytesIO(_content(archive, infos[f"{root}data.pkl"])))
+    places = {}
+    for key, named in storages.items():
+        info = infos.get(f"{root}data/{key}")
         if info is None:
-            raise CorruptFileError(f"it has no record data/{piece.key}, which its pickle names")
-        if piece.key not in records:
-            records[piece.key] = _zip_record(file, info, archive.start_dir, is_swapped=is_swapped)
-        if records[piece.key].nbytes != piece.whole:
+            raise CorruptFileError(f"it has no record data/{key}, which its pickle names")
+        if info.file_size != named.nbytes:
             raise CorruptFileError(
-                f"its record data/{piece.key} has {info.file_size} bytes, and {piece.whole} by its pickle"
+                f"its record data/{key} has {info.file_size} bytes, and {named.nbytes} by its pickle"
             )
+        places[storage_id(named.storage)] = begin + _start(file, info, archive.start_dir), named.nbytes
     noted = infos.get(f"{root}{NOTES}")
-    return saved, pieces, records, {} if noted is None else {MARK: _content(archive, noted).decode(errors="replace")}
+    metadata = {} if noted is None else {MARK: _content(archive, noted).decode(errors="replace")}
+    return _Unpickled(content, storages, places, metadata)
 
 
 def _root(infos: Mapping[str, object]) -> str:
@@ -186,96 +228,41 @@ def _root(infos: Mapping[str, object]) -> str:
 
 
 def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    if info.file_size > min(_LONGEST, _DENSEST * info.compress_size):
-        raise CorruptFileError(
-            f"its {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}, more than any "
-            "pickle of tensors"
-        )
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise _unknown_packing(info)
+    _refuse_packed(info)
+    if info.file_size > _LONGEST:
+        raise CorruptFileError(f"its {info.filename} has {info.file_size} bytes, more than any pickle of tensors")
     try:
-        with archive.open(info) as record:
-            return record.read(info.file_size)  # `archive.read` would unpack everything before cutting it
-    except Exception as error:  # a bad checksum, an unknown method, encryption, bytes that are not deflated
+        return archive.read(info)
+    except Exception as error:  # a bad checksum, other names, an end that is too early
         _leave_to_the_system(error)
         raise CorruptFileError(f"its {info.filename} can't be read ({error})") from error
 
 
-def _zip_record(file: BinaryIO, info: zipfile.ZipInfo, end: int, *, is_swapped: bool) -> Record:
+def _start(file: BinaryIO, info: zipfile.ZipInfo, end: int) -> int:
+    """The first byte of a record's content, all of which is before `end`."""
+    _refuse_packed(info)
     name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
     file.seek(max(info.header_offset, 0))
     local = file.read(_LOCAL.size + len(name))
     mark, length, extra = _LOCAL.unpack(local[: _LOCAL.size]) if len(local) > _LOCAL.size else (b"", 0, 0)
     start = info.header_offset + _LOCAL.size + length + extra
-    is_there = mark == _ZIP and length == len(name) and local.endswith(name) and start + info.compress_size <= end
-    if not is_there or info.flag_bits & 1:
+    is_named = mark == _ZIP and length == len(name) and local.endswith(name)
+    if not is_named or start + info.file_size > end:
         raise CorruptFileError(f"its record {info.filename} is not where its zip directory says")
-    if info.compress_type == zipfile.ZIP_DEFLATED:
-        if info.file_size > _DEFLATED * info.compress_size:
-            raise CorruptFileError(
-                f"its record {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}, more "
-                "than any compression reaches"
-            )
-        return Record(start, info.file_size, packed=info.compress_size, is_swapped=is_swapped)
-    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-        raise _unknown_packing(info)
-    return Record(start, info.file_size, is_swapped=is_swapped)
+    return int(start)
 
 
-def _unknown_packing(info: zipfile.ZipInfo) -> CorruptFileError:
-    return CorruptFileError(f"its record {info.filename} is packed in a way that torch does not read")
-
-
-def _read_legacy(file: BinaryIO, size: int) -> Saved:
-    """Several pickles in a row, then the storages in key order, each as an element count and its bytes."""
-    for _ in range(3):  # the magic number, the protocol, and the system it was written on
-        _unpickle(file)
-    saved, pieces = _unpickle(file)
-    keys, _ = _unpickle(file)
-    known = {piece.key: piece for piece in pieces.values()}
-    if not isinstance(keys, list) or not all(isinstance(key, str) and key in known for key in keys):
-        raise CorruptFileError("its list of storages is malformed")
-    is_swapped, records, at = sys.byteorder == "big", {}, file.tell()
-    for key in keys:
-        file.seek(at)
-        count = file.read(_NUMEL.size)
-        at += _NUMEL.size
-        nbytes = known[key].whole
-        if at + nbytes > size:
-            raise CorruptFileError(f"it is cut off: its storage {key} ends at byte {at + nbytes}, it has {size}")
-        if _NUMEL.unpack(count)[0] * known[key].itemsize != nbytes:
-            raise CorruptFileError(f"its storage {key} has another size than its pickle says")
-        records[key] = Record(at, nbytes, is_swapped=is_swapped)
-        at += nbytes
-    if records.keys() != known.keys():
-        raise CorruptFileError("its pickle names storages that its list does not contain")
-    return saved, pieces, records, {}
+def _refuse_packed(info: zipfile.ZipInfo) -> None:
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
+        raise CheckpointError(f"has a record {info.filename} that is compressed or encrypted: {_CONVERT}")
 
 
 # Pickles
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRecord:
-    """A storage without data, as named in a pickle, which keeps its address unique.
-
-    Attributes:
-        begin, nbytes: its part of the record, in bytes; old pickles may name parts.
-        whole: size of the record in bytes.
-    """
-
-    key: str
-    begin: int
-    nbytes: int
-    whole: int
-    itemsize: int
-    storage: torch.UntypedStorage
-
-
-def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, StorageRecord]]:
-    """The next object in a file, with the storages it names, by address."""
-    pieces: dict[int, StorageRecord] = {}
-    known: dict[str, tuple[torch.dtype, int]] = {}
+def _unpickle(file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
+    """The next object in a file, and the storages that it names, by key."""
+    storages: dict[str, _Storage] = {}
 
     def storage_for(saved_id: Any) -> torch.TypedStorage:
         _, kind, key, _, numel, *view = saved_id
@@ -284,16 +271,13 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, StorageRecord]]:
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if dtype_named(dtype_name(dtype)) is None:
             raise CheckpointError(f"holds a quantized tensor ({dtype}): dequantize() it, or save its parts")
-        if known.setdefault(key, (dtype, numel)) != (dtype, numel):
+        if view not in ([], [None]):
+            raise CheckpointError(f"names a part of a storage, as PyTorch before 0.4 did: {_CONVERT}")
+        if key not in storages:
+            storages[key] = _Storage(torch.UntypedStorage(numel * dtype.itemsize, device="meta"), dtype, numel)
+        if (storages[key].dtype, storages[key].numel) != (dtype, numel):
             raise CorruptFileError(f"its pickle names storage {key} twice, as different ones")
-        begin, count = (0, numel) if not view or view[0] is None else view[0][1:]
-        if not 0 <= begin <= begin + count <= numel:
-            raise CorruptFileError(f"its pickle names a part of storage {key} that is not in it")
-        storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")
-        pieces[storage_id(storage)] = StorageRecord(
-            key, begin * dtype.itemsize, count * dtype.itemsize, numel * dtype.itemsize, dtype.itemsize, storage
-        )
-        return typed(storage, dtype)
+        return typed(storages[key].storage, dtype)
 
     unpickler = _Sparing(file)
     unpickler.persistent_load = storage_for  # type: ignore[method-assign]
@@ -301,7 +285,7 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, StorageRecord]]:
     before = len(waiting)
     try:
         with _explained():
-            return unpickler.load(), pieces  # type: ignore[no-untyped-call]
+            return unpickler.load(), storages  # type: ignore[no-untyped-call]
     finally:
         del waiting[before:]
 
@@ -316,10 +300,13 @@ class _Sparing(Unpickler):
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, encoding="utf-8")
         self._source = file.read
+        self.readline = partial(file.readline, _LONGEST)
         self._due = 0  # reads left that belong to the last opcode's argument
         self.read = self._watched
 
     def _watched(self, count: int) -> bytes:
+        if count > _LONGEST:
+            raise CorruptFileError(f"its pickle asks for {count} bytes at once, more than any pickle of tensors")
         data = self._source(count)
         if self._due:
             self._due -= 1
@@ -421,31 +408,24 @@ def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
 # From the unpickled object to a header
 
 
-def _tensors_in(saved: object, deepest: int = _DEEPEST) -> dict[str, torch.Tensor]:
+def _tensors_in(saved: object) -> dict[str, torch.Tensor]:
     """The tensors of a state dict by name; it may be nested under one of the usual keys."""
-    if isinstance(saved, dict):
-        nests = [nest for nest in NESTS if _has_tensors(saved.get(nest), deepest)]
-        if len(nests) > 1:
-            raise CheckpointError(f"holds several models ({', '.join(nests)}): {_SAVE_TENSORS}")
-        if nests:
-            return _tensors_in(saved[nests[0]], deepest - 1)
-        tensors = {key: value for key, value in saved.items() if isinstance(key, str) and _is_tensor(value)}
-        if not is_unicode("".join(tensors)):
-            raise CheckpointError(f"names a tensor with a lone surrogate, which is not valid text: {_SAVE_TENSORS}")
-        if tensors:
-            return tensors
-    raise CheckpointError(f"holds no tensors by name, but {_described(saved)}: {_SAVE_TENSORS}")
+    tensors = _tensors_below(saved, _DEEPEST)
+    if not tensors:
+        raise CheckpointError(f"holds no tensors by name, but {_described(saved)}: {_SAVE_TENSORS}")
+    if not is_unicode("".join(tensors)):
+        raise CheckpointError(f"names a tensor with a lone surrogate, which is not valid text: {_SAVE_TENSORS}")
+    return tensors
 
 
-def _has_tensors(saved: object, deepest: int) -> bool:
-    """Whether this is a state dict, or has one under the usual keys."""
-    if not isinstance(saved, dict) or not deepest:
-        return False
-    return any(map(_is_tensor, saved.values())) or any(_has_tensors(saved.get(nest), deepest - 1) for nest in NESTS)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def _tensors_below(saved: object, deepest: int) -> dict[str, torch.Tensor]:
+    if not isinstance(saved, dict):
+        return {}
+    nests = {nest: below for nest in NESTS if deepest and (below := _tensors_below(saved.get(nest), deepest - 1))}
+    if len(nests) > 1:
+        raise CheckpointError(f"holds several models ({', '.join(nests)}): {_SAVE_TENSORS}")
+    of_itself = {key: value for key, value in saved.items() if isinstance(key, str) and isinstance(value, torch.Tensor)}
+    return next(iter(nests.values()), of_itself)
 
 
 def _described(saved: object) -> str:
@@ -457,40 +437,27 @@ def _described(saved: object) -> str:
     return f"a dictionary of {len(saved)} ({items})" if saved else "an empty dictionary"
 
 
-def _header(places: Mapping[str, Loose | str], metadata: Mapping[str, str], can_be: Callable[[Entry], bool]) -> Header:
-    """Values by their places: those that can be mapped are entries; instead of a place there may be a reason."""
-    found = {key: place for key, place in places.items() if not isinstance(place, str)}
-    entries = {key: place.entry for key, place in found.items() if place.entry is not None and can_be(place.entry)}
-    return Header(
-        metadata,
-        entries,
-        {key: place for key, place in places.items() if isinstance(place, str)},
-        {key: place for key, place in found.items() if key not in entries},
-    )
-
-
-def _place(
-    key: str, tensor: torch.Tensor, pieces: Mapping[int, StorageRecord], records: Mapping[str, Record]
-) -> Loose | str:
-    """The place of a value, or why it can't be read."""
+def _entry(key: str, tensor: torch.Tensor, saved: _Unpickled) -> Entry | str:
+    """The entry of a value, or why it can't be read."""
     if type(tensor) not in _PLAIN:
         return f"is a {type(tensor).__name__}: save its parts as plain tensors"
     if tensor.layout != torch.strided:
         return f"is a {str(tensor.layout).removeprefix('torch.')} tensor: save its to_dense(), or its parts"
-    piece = pieces.get(storage_id(tensor.untyped_storage()))
-    if piece is None:
+    place = saved.places.get(storage_id(tensor.untyped_storage()))
+    if place is None:
         return "has no data: it was on the meta device when it was saved"
     shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
     layout = layout_as(tensor.dtype, shape, stride)
     if layout is None or offset < 0:
         raise CorruptFileError(f"its pickle gives {short(key)!r} the shape {short(shape)}: not the shape of a tensor")
     begin = offset * tensor.dtype.itemsize
-    record = records[piece.key]
-    end = piece.begin + begin + span_of(tensor.dtype, shape, stride)
-    if end > min(piece.begin + piece.nbytes, record.nbytes):
-        raise CorruptFileError(f"its pickle places {short(key)!r} outside of its record {piece.key}")
-    if not (layout.is_dense or layout.overlaps) or tensor.is_contiguous():
-        layout = contiguous(tensor.dtype, shape)
+    if begin + span_of(tensor.dtype, shape, stride) > place[1]:
+        raise CorruptFileError(f"its pickle places {short(key)!r} outside of its record")
+    if tensor.is_conj() or tensor.is_neg():
+        return "is stored as its conjugate or its negative: load it with torch.load, and save its clone()"
     if tensor.is_contiguous():  # the stride of a one-element dimension is arbitrary
-        stride = layout.stride
-    return Loose(key, layout, record, piece.begin + begin, stride, tensor.is_conj(), tensor.is_neg())
+        layout = contiguous(tensor.dtype, shape)
+    if not layout.is_dense:
+        return "is a view with gaps, or whose elements share bytes: load it with torch.load, and save its contiguous()"
+    entry = Entry(key, layout, place[0] + begin)
+    return entry if can_be_over(entry) else MISALIGNED

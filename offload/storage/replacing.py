@@ -192,14 +192,14 @@ def write_all(fd: int, data: memoryview, at: int) -> int:
     return done
 
 
-def made_folder(folder: Path, size: int = 0) -> None:
+def made_folder(folder: Path, size: int = 0, place: str = "folder") -> None:
     """Prepare a folder for writing: created if missing, with what killed processes left in it removed.
 
-    `size` is what will be written, for errors.
+    `size` and `place` are as for `writing`.
 
     Raises `WriteError`.
     """
-    with writing(folder, size):
+    with writing(folder, size, place):
         create_folder(folder)
         sweep(folder)
 

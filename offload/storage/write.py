@@ -96,20 +96,17 @@ def write_beside(
 def _fill(fd: int, head: Head, fill: Fill) -> None:
     write_all(fd, memoryview(head.data), 0)
     for key in head.header.entries:
-        fill(fd, key, head.start(key))
+        fill(fd, key, head.header.entries[key].start)
 
 
-def from_values(values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]], layouts: Mapping[str, Layout]) -> Fill:
-    """Writes plain tensors; instead of one, contiguous CPU tensors may be given that make it up in layout order."""
+def from_values(values: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]) -> Fill:
+    """Writes plain tensors."""
+    return lambda fd, key, start: write_tensor(fd, start, values[key].permute(layouts[key].order))
 
-    def fill(fd: int, key: str, start: int) -> None:
-        value = values[key]
-        if isinstance(value, torch.Tensor):
-            write_tensor(fd, start, value.permute(layouts[key].order))
-        else:
-            write_blocks(fd, start, value)
 
-    return fill
+def from_blocks(blocks: Mapping[str, Iterable[torch.Tensor]]) -> Fill:
+    """Writes values that are given as contiguous CPU tensors which make them up in layout order."""
+    return lambda fd, key, start: write_blocks(fd, start, blocks[key])
 
 
 def of_zeros(fd: int, _: str, start: int) -> None:

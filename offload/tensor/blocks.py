@@ -24,7 +24,6 @@ from offload.storage.file import TensorFile
 from offload.storage.gguf_header import dense_shape
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout, contiguous
-from offload.storage.owning import open_value
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.decoded import Decoded
 from offload.tensor.recipes import Piece
@@ -49,8 +48,8 @@ def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] |
         CheckpointError: such blocks can't be decoded.
     """
     if key not in file.header.kinds:
-        return open_value(file, key, offload_dir)
-    kind, packed = file.header.kinds[key], open_value(file, key, offload_dir)
+        return Handle.reference(file, key, offload_dir)
+    kind, packed = file.header.kinds[key], Handle.reference(file, key, offload_dir)
     if not _is_decoded(kind):
         raise CheckpointError(
             f"{key!r} in {file.path} is in blocks of the kind {kind}, which neither offload nor the gguf package "

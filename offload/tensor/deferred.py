@@ -23,7 +23,7 @@ from offload.annotations import Args, Kwargs, Op
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
-from offload.storage.owning import create_from_blocks
+from offload.storage.owning import make_writable
 from offload.storage.write import layout_of
 from offload.system.modes import inside, no_functions, no_grad, no_modes
 from offload.system.regular import is_same_folder
@@ -170,9 +170,9 @@ class DeferredTensor(torch.Tensor):
         Raises:
             WriteError, NameInUseError, ForeignFileError, CorruptFileError
         """
-        recipe = self._recipe()
         with no_functions(), no_modes():
-            handle = create_from_blocks(recipe.layout, recipe.blocks(), name, offload_dir)
+            handle = Handle.compose(self._recipe(), name, offload_dir)
+            make_writable(handle)
         return wrap_handle(handle, device)
 
     @inside(no_grad)

@@ -27,9 +27,8 @@ import torch
 
 from offload.errors import ChangedFileError, UnsupportedOpError
 from offload.storage.file import Identity, TensorFile
-from offload.storage.handle import Handle
+from offload.storage.handle import Composition, Handle
 from offload.storage.layout import Entry, Layout
-from offload.storage.source import Composition
 from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.recipes import Piece

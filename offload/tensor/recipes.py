@@ -28,9 +28,8 @@ from offload.prefetch.engine import compute_once, kept_result, prefetch
 from offload.prefetch.loads import is_loaded
 from offload.prefetch.scratch import LEAST, scratch_for
 from offload.storage.file import TensorFile
-from offload.storage.handle import Access, Handle
+from offload.storage.handle import Access, Composition, Handle, InBlocks
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
-from offload.storage.source import Composition, InBlocks
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.backends import decode_runs
 from offload.tensor.boxes import Box, first_row, lies_as, recut, rows_in, start_in

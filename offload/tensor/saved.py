@@ -18,7 +18,7 @@ import torch
 from offload.errors import ForeignFileError
 from offload.prefetch.loads import start_of
 from offload.storage.file import TensorFile
-from offload.storage.source import InBlocks
+from offload.storage.handle import InBlocks
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_tensor
 from offload.system.modes import no_functions, no_modes

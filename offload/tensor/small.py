@@ -15,8 +15,7 @@ from weakref import WeakSet
 
 import torch
 
-from offload.storage.handle import Handle
-from offload.storage.source import Source
+from offload.storage.handle import Handle, Source
 from offload.system.locks import fork_safe_lock
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.boxes import recut

@@ -27,7 +27,7 @@ from offload.prefetch.pages import Range
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.owning import allocate_value, create_value, duplicate, writable_base
-from offload.storage.subclasses import extras_of, is_subclass_value
+from offload.storage.subclasses import extras_of, is_subclass_value, with_inner
 from offload.system.modes import no_functions, no_grad, no_modes
 from offload.tensor.arguments import checked_layout, computing_device, only_key, refuse_new_value, refuse_unstorable
 from offload.tensor.blocks import in_shape, referenced
@@ -424,7 +424,8 @@ class OffloadedTensor(torch.Tensor):
     def _on_cpu(self) -> torch.Tensor:
         """The value over the mapping, as a new tensor object."""
         with no_functions(), no_modes():  # a fake mode would create a fake tensor
-            return mapped_value(self).detach() if self._handle.subclass is None else handle_of(self).another_base()
+            value = mapped_value(self)
+            return value.detach() if self._handle.subclass is None else with_inner(value, lambda inner: inner)
 
     @property
     def _guest(self) -> torch.Tensor:

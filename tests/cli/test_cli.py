@@ -48,7 +48,7 @@ def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(tmp_path, capsys)
 
 
 def test_inspect_lists_a_file_of_torch_save_and_values_that_can_t_be_read(tmp_path, capsys):
-    torch.save({"w": torch.zeros(4), "part": torch.zeros(8)[::2], "s": torch.eye(2).to_sparse()}, tmp_path / "x.bin")
+    torch.save({"w": torch.zeros(4), "part": torch.zeros(8)[4:], "s": torch.eye(2).to_sparse()}, tmp_path / "x.bin")
 
     assert 0 == cli.main(["inspect", str(tmp_path / "x.bin")])
 

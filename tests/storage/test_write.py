@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from offload import load_file as offload_file
-from offload.errors import ChangedFileError, ForeignFileError, ReadError, WriteError
+from offload.errors import ForeignFileError, ReadError, WriteError
 from offload.storage import write as write_module
 from offload.storage.file import TensorFile
 from offload.storage.header import ALIGNMENT
@@ -70,28 +70,22 @@ def patterned(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (5,), (2, 3, 4)], ids=str)
-def test_every_dtype_and_shape_comes_back_and_the_safetensors_library_reads_the_same(tmp_path, dtype, shape):
-    value = patterned(dtype, shape)
+def test_every_dtype_and_shape_comes_back_and_the_safetensors_library_reads_the_same(tmp_path, dtype):
+    for shape in ((), (0,), (2, 0, 3), (5,), (2, 3, 4)):
+        value = patterned(dtype, shape)
 
-    path = write(tmp_path / "w.safetensors", value)
+        path = write(tmp_path / "w.safetensors", value)
 
-    assert is_equal(value, read(path))
-    assert 0 == TensorFile.open(path).entry("w").start % ALIGNMENT
-    found = load_file(path)["w"]
-    assert data(value) == data(found)
-    if dtype in WORDS or (dtype == FLOAT4 and shape):
-        assert is_equal(value, found)
-    else:  # dtypes without a word in the format: bytes, with one more dimension
-        assert (torch.uint8, (*shape, dtype.itemsize)) == (found.dtype, tuple(found.shape))
-
-
-def test_the_metadata_mark_a_file_as_torchs_and_ours(tmp_path):
-    path = write(tmp_path / "w.safetensors", torch.ones(2))
-
+        assert is_equal(value, read(path))
+        assert 0 == TensorFile.open(path).entry("w").start % ALIGNMENT
+        found = load_file(path)["w"]
+        assert data(value) == data(found)
+        if dtype in WORDS or (dtype == FLOAT4 and shape):
+            assert is_equal(value, found)
+        else:  # dtypes without a word in the format: bytes, with one more dimension
+            assert (torch.uint8, (*shape, dtype.itemsize)) == (found.dtype, tuple(found.shape))
     with safe_open(path, "pt") as file:
         assert "pt" == file.metadata()["format"]
-    assert TensorFile.open(path).is_ours
 
 
 @pytest.mark.parametrize(
@@ -201,16 +195,6 @@ def test_a_value_is_copied_from_file_to_file(tmp_path, monkeypatch, kernel):
         (tmp_path / "copy.safetensors").unlink()
 
 
-def test_a_changed_source_is_not_copied(tmp_path):
-    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
-    source = TensorFile.open(tmp_path / "model.safetensors")
-    os.utime(tmp_path / "model.safetensors", ns=(0, 0))
-
-    with pytest.raises(ChangedFileError, match=r"model\.safetensors"):
-        copy(source, "w", tmp_path / "copy.safetensors")
-    assert ["model.safetensors"] == os.listdir(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("call", "kind", "name"),
     [("os.pread", ReadError, "model.safetensors"), ("os.pwrite", WriteError, "copy.safetensors")],
@@ -233,17 +217,6 @@ def test_an_error_of_a_copy_says_which_of_the_two_files_it_is_of(tmp_path, call,
     assert ["model.safetensors"] == os.listdir(tmp_path)
 
 
-def test_a_new_value_replaces_the_old_file_and_readers_of_the_old_keep_it(tmp_path):
-    path = write(tmp_path / "w.safetensors", torch.zeros(3))
-    kept = read(path)
-
-    write(path, torch.ones(5), durable=True)
-
-    assert torch.equal(torch.ones(5), read(path))
-    assert torch.equal(torch.zeros(3), kept)
-    assert ["w.safetensors"] == os.listdir(tmp_path)
-
-
 def access(path: Path) -> tuple[int, int, int]:
     status = path.stat()
     return stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
@@ -261,29 +234,21 @@ def access(path: Path) -> tuple[int, int, int]:
     ],
     ids=["write", "empty", "update_values", "put_file"],
 )
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
-def test_a_file_that_is_replaced_keeps_its_mode_and_owner(tmp_path, replace, mode):
+def test_a_file_that_is_replaced_keeps_its_mode_and_owner(tmp_path, replace):
+    """Before any byte is in the new one."""
     path = write(tmp_path / "w.safetensors", torch.zeros(2))
     if not os.geteuid():
         os.chown(path, 12345, 54321)
-    os.chmod(path, mode)
+    os.chmod(path, 0o640)
     before, size = access(path), path.stat().st_size
 
-    replace(path)
+    with faults.watched() as calls:
+        replace(path)
 
     assert size != path.stat().st_size
     assert before == access(path)
-
-
-def test_a_replacement_is_never_readable_by_more_users_than_the_file(tmp_path, monkeypatch):
-    path = write(tmp_path / "w.safetensors", torch.zeros(2))
-    os.chmod(path, 0o600)
-    seen = []
-    monkeypatch.setattr(write_module, "write_tensor", lambda fd, *_: seen.append(stat.S_IMODE(os.fstat(fd).st_mode)))
-
-    write(path, torch.ones(2))
-
-    assert [0o600] == seen
+    names = [call.name for call in calls]
+    assert names.index("os.fchmod") < names.index("os.pwrite")
 
 
 def foreign_safetensors(path: Path) -> None:
@@ -353,16 +318,6 @@ def test_a_failure_at_any_step_leaves_the_old_value_and_nothing_else(tmp_path, c
     assert ["w.safetensors"] == os.listdir(tmp_path)
 
 
-def test_a_folder_that_is_gone_or_is_a_file_is_an_error_with_a_way_out(tmp_path):
-    (tmp_path / "file").write_bytes(b"mine")
-
-    for path in (tmp_path / "gone" / "w.safetensors", tmp_path / "file" / "w.safetensors"):
-        with pytest.raises(WriteError, match="take another offload_dir"):
-            write(path, torch.ones(3))
-    assert ["file"] == os.listdir(tmp_path)
-    assert b"mine" == (tmp_path / "file").read_bytes()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
 def test_a_full_disk_is_an_error_and_not_a_crash(tmp_path):
     mounted = subprocess.run(
@@ -407,35 +362,9 @@ def test_a_limit_on_the_size_of_files_is_an_error_and_not_a_crash(tmp_path):
     assert ["w.safetensors"] == os.listdir(tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a folder immutable")
-def test_an_immutable_folder_is_an_error_with_a_way_out(tmp_path):
-    path = write(tmp_path / "w.safetensors", torch.zeros(3))
-    if subprocess.run(["chattr", "+i", tmp_path], capture_output=True, check=False).returncode:
-        pytest.skip("this file system has no immutable folders")
-    try:
-        with pytest.raises(WriteError, match="not writable: take another offload_dir"):
-            write(path, torch.ones(3))
-    finally:
-        subprocess.run(["chattr", "-i", tmp_path], check=True)
-    assert torch.equal(torch.zeros(3), read(path))
-    assert ["w.safetensors"] == os.listdir(tmp_path)
-
-
 def number_of(fd):
     """Of a descriptor, or of the object that owns it."""
     return fd if isinstance(fd, int) else fd.fileno()
-
-
-def test_a_durable_value_is_synced_before_it_is_put_in_place_and_its_folder_after(tmp_path, monkeypatch):
-    acts = []
-    sync, put = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: acts.append(os.readlink(f"/proc/self/fd/{number_of(fd)}")) or sync(fd))
-    monkeypatch.setattr(os, "replace", lambda *paths: acts.append("replace") or put(*paths))
-
-    write(tmp_path / "w.safetensors", torch.ones(3), durable=True)
-    write(tmp_path / "v.safetensors", torch.ones(3), durable=False)
-
-    assert [True, "replace", str(tmp_path), "replace"] == [".offload-tmp-" in acts[0], *acts[1:]]
 
 
 def test_an_unsyncable_folder_is_accepted_and_a_broken_disk_is_an_error(tmp_path, monkeypatch):

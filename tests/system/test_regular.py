@@ -59,12 +59,6 @@ def test_a_missing_file_is_not_created(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_json_is_read(tmp_path):
-    (tmp_path / "a.json").write_text('{"name": ["ü", 1]}', encoding="utf-8")
-
-    assert {"name": ["ü", 1]} == read_json(tmp_path / "a.json", "a list")
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [

@@ -127,10 +127,10 @@ NESTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-NESTS |= {
-    str(dtype): {"x": torch.arange(48, dtype=torch.uint8).remainder(2).view(dtype)}
-    for dtype in sorted({*TORCH_DTYPES.values(), torch.complex128, torch.complex32}, key=str)
-}
+NESTS["every dtype"] = [
+    torch.arange(48, dtype=torch.uint8).remainder(2).view(dtype)
+    for dtype in (*TORCH_DTYPES.values(), torch.complex128, torch.complex32)
+]
 NESTS["an empty dataclass of items"] = Items("m")
 
 
@@ -330,7 +330,7 @@ UNSTORABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: {"a": [{1, 2}]}, UnknownTypeError, SET),
     (lambda: object(), UnknownTypeError, "the value itself is a builtins:object"),
     (lambda: {"m": torch.nn.Linear(1, 1)}, UnknownTypeError, r"'m' is a torch.*:Linear.*save its state_dict\(\)"),
-    (lambda: [torch.ones(1).numpy()], UnknownTypeError, r"'0' is a numpy:ndarray.*torch\.from_numpy"),
+    (lambda: [torch.ones(1).numpy()], UnknownTypeError, "'0' is a numpy:ndarray.*make it a .* tensor, number or text"),
     (lambda: {"f": print}, UnknownTypeError, "'f' is a builtins:builtin_function_or_method"),
     (lambda: {"c": Point}, UnknownTypeError, "'c' is a builtins:type"),
     (lambda: {torch.ones(1): 1}, UnknownTypeError, "a dict in the value itself has a tensor as a key"),
@@ -506,14 +506,6 @@ def test_a_damaged_manifest_is_an_error_that_says_how(tmp_path, edit, words):
         load_tree(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[" * 100_000, "\xff"])
-def test_a_manifest_that_is_not_json_is_not_a_tree(tmp_path, text):
-    (tmp_path / "tree.json").write_text(text, encoding="latin-1")
-
-    with pytest.raises(ForeignFileError, match="can't be read as a tree that offload saved"):
-        load_tree(tmp_path)
-
-
 # Memory
 
 
@@ -540,20 +532,7 @@ def test_saving_values_on_disk_takes_no_memory(tmp_path):
     assert int(nbytes) < 12 << 20
 
 
-# Other things in place of files
-
-
-@pytest.mark.parametrize(
-    "stand_in", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir], ids=["pipe", "device", "folder"]
-)
-@pytest.mark.parametrize("name", ["tree.json", "1/x.safetensors"])
-def test_special_files_are_named_and_not_waited_for(tmp_path, name, stand_in):
-    save_tree({"x": torch.ones(2)}, tmp_path)
-    (tmp_path / name).unlink()
-    stand_in(tmp_path / name)
-
-    with pytest.raises(CorruptFileError, match=name):
-        load_tree(tmp_path)
+# Beside other files
 
 
 def test_links_to_folders_of_others_are_left_alone(tmp_path):
