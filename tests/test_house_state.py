@@ -85,7 +85,7 @@ STATE = {
     "offload.prefetch.engine.POOL": "memory is the process's",
     "offload.prefetch.engine.UNTRACKED": "does not change",
     "offload.prefetch.engine._ENGINE": "one thread reads for all; a forked child makes its own",
-    "offload.prefetch.filling._FILLINGS": "who shares the process's memory: rows of caches",
+    "offload.prefetch.tables._FILLINGS": "who shares the process's memory: rows of caches",
     "offload.prefetch.value._LOCK": "of the first access to the state of a value",
     "offload.prefetch.plan._POOLS": "who shares the process's memory",
     "offload.prefetch.plan._LOCK": "of `_POOLS`",

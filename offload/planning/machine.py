@@ -39,7 +39,7 @@ from offload.torch_api import TESTED as TESTED_TORCH
 from offload.torch_api import usable_devices
 from offload.transformers_api import TESTED as TESTED_TRANSFORMERS
 
-_PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
+_PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "peft", "torchao")
 _BLOCK = 4 << 20
 _LEAST = 16 << 20  # smallest size in bytes that gives a useful measurement
 _MEASURED = 256 << 20  # bytes to write or read for it

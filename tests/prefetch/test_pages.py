@@ -289,18 +289,19 @@ def test_ranges_of_other_users_files_never_count_as_cached(file, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("exactly", "is_part", "picked", "small", "huge", "expected"),
+    ("mib", "exactly", "is_part", "picked", "small", "huge", "expected"),
     [
-        (True, False, False, False, False, True),
-        (False, True, False, False, False, True),
-        (False, False, True, False, False, True),
-        (False, False, False, True, False, True),
-        (False, False, False, False, False, False),  # populated, in pages of any size
-        (True, False, False, True, True, False),  # populated in huge pages; small ones would be in their way
+        (4, True, False, False, False, False, True),
+        (4, False, True, False, False, False, True),
+        (4, False, False, True, False, False, True),
+        (4, False, False, False, True, False, True),
+        (4, False, False, False, False, False, False),  # populated, in pages of any size
+        (4, True, False, False, True, True, False),  # populated in huge pages; small ones would be in their way
+        (1, False, False, False, False, False, True),  # smaller than a huge page
     ],
 )
 def test_a_range_is_announced_if_it_is_read_block_by_block(
-    file, monkeypatch, exactly, is_part, picked, small, huge, expected
+    file, monkeypatch, mib, exactly, is_part, picked, small, huge, expected
 ):
     announced: list[int] = []
     monkeypatch.setattr(pages, "announce", lambda _, nbytes: announced.append(nbytes))
@@ -308,20 +309,10 @@ def test_a_range_is_announced_if_it_is_read_block_by_block(
     monkeypatch.setattr(pages, "read_in_huge_pages", lambda *_, **__: huge)
     monkeypatch.setattr(pages, "_READS_HUGE_PAGES", True)
     monkeypatch.setattr(file, "is_picked_from", picked)
-    found = whole(file)
-    found.is_part = is_part
+    found = Range(file, 4096, mib * MIB, shared=False, is_part=is_part)
     found.announce(exactly=exactly)
 
     assert [found.nbytes] * expected == announced
-
-
-def test_a_range_smaller_than_a_huge_page_is_always_announced(file, monkeypatch):
-    announced: list[int] = []
-    monkeypatch.setattr(pages, "announce", lambda _, nbytes: announced.append(nbytes))
-    monkeypatch.setattr(pages, "should_take_small_pages", lambda _: False)
-    Range(file, 4096, MIB, shared=False).announce()
-
-    assert [MIB] == announced
 
 
 def test_an_empty_range_is_cached(file):
