@@ -133,11 +133,12 @@ def _be_a_child(act: Callable[[], Facts], log: Path, writing: int, *, is_dry: bo
 
 
 def _with_what_is_needed(*, is_dry: bool) -> None:
-    """The stand-in of the tests, if it is asked for; and, of `tqdm`, if it is missing, what is used of it."""
-    try:
-        import_module("tqdm")
-    except ImportError:
-        sys.modules["tqdm"] = _tqdm()
+    """The stand-in of the tests, if it is asked for; and, of small packages that are missing, what is used of them."""
+    for name, make in {"psutil": _psutil, "tqdm": _tqdm}.items():
+        try:
+            import_module(name)
+        except ImportError:
+            sys.modules[name] = make()
     if is_dry:
         from tests.prefetch import delayed_device
 
@@ -151,6 +152,23 @@ def _with_what_is_needed(*, is_dry: bool) -> None:
 
 def _tqdm() -> Any:
     return SimpleNamespace(tqdm=type("tqdm", (), {}))  # no bar is drawn here
+
+
+def _psutil() -> Any:
+    def memory() -> Any:
+        lines = (line.split() for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+        sizes = {line[0]: int(line[1]) << 10 for line in lines}
+        return SimpleNamespace(total=sizes["MemTotal:"], available=sizes["MemAvailable:"])
+
+    def process() -> Any:
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+        used = SimpleNamespace(rss=pages * os.sysconf("SC_PAGE_SIZE"))
+        return SimpleNamespace(memory_info=lambda: used, children=lambda **_: [])
+
+    return SimpleNamespace(Error=OSError, virtual_memory=memory, Process=process)
+
+
+# The steps
 
 
 def accelerator() -> torch.device:

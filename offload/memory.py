@@ -20,10 +20,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from offload.errors import ArgumentError
 
+_UNREADABLE = (OSError, psutil.Error)  # no `/proc`, or a failing one
 _SIZES = Path("/proc/self/statm")
-_SYSTEM = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b|b|)\s*", re.IGNORECASE)
@@ -43,7 +45,7 @@ _UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with the largest number of who
 def anonymous_bytes() -> int:
     """Memory of this process not backed by files; without `/proc`, the most resident memory that it has had.
 
-    Source: proc_pid_statm(5).
+    Source: proc_pid_statm(5). psutil looks for the process by its number: some sandboxes have another one in `/proc`.
     """
     try:
         _, resident, shared, *_ = map(int, _SIZES.read_text(encoding="ascii").split())
@@ -56,21 +58,20 @@ def available_bytes() -> int:
     """Memory that this process can use without swapping, in its cgroup; of one of several ranks here, its share."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(said), 1) if said.isdecimal() else 1
-    free, in_cgroup = _free_bytes(), cgroup_available()
-    return (free if in_cgroup is None else min(free, in_cgroup)) // ranks
+    free, in_cgroup = _of_system("available", "SC_AVPHYS_PAGES") // ranks, cgroup_available(ranks=ranks)
+    return free if in_cgroup is None else min(free, in_cgroup)
 
 
 def total_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _of_system("total", "SC_PHYS_PAGES")
 
 
-def _free_bytes() -> int:
-    """Of the machine; without `/proc`, what is not even in use for cached files."""
-    with suppress(OSError):
-        found = re.search(rb"^MemAvailable:\s*(\d+) kB", _SYSTEM.read_bytes(), re.MULTILINE)
-        if found:
-            return int(found[1]) << 10
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _of_system(field: str, pages: str) -> int:
+    """A figure of `psutil`; without `/proc`, which it reads, the system's own count of pages."""
+    try:
+        return int(getattr(psutil.virtual_memory(), field))
+    except _UNREADABLE:
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def as_bytes(amount: int | float | str, whole: int) -> int:
@@ -106,9 +107,13 @@ def _in_bytes(amount: Any, whole: int) -> int:
     return int(float(number) * _UNITS[unit.lower()]) if "." in number else int(number) * _UNITS[unit.lower()]
 
 
-def cgroup_available(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | None:
+def cgroup_available(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: int = 1) -> int | None:
     """What the tightest limit of this process's cgroups still allows, with the page cache; None without one."""
-    every = [left for folder in _memory_cgroups(own, mounted) if (left := _available_in(folder)) is not None]
+    every = [
+        available if ranks == 1 or _is_alone_in(folder) else available // ranks
+        for folder in _memory_cgroups(own, mounted)
+        if (available := _available_in(folder)) is not None
+    ]
     return max(min(every), 0) if every else None
 
 
@@ -134,6 +139,20 @@ def _available_in(folder: Path) -> int | None:
             if most < _UNLIMITED:
                 return most - int((folder / usage).read_bytes()) + _cached_in(folder)
     return None
+
+
+def _is_alone_in(folder: Path) -> bool:
+    """Whether a cgroup, with its children, contains only this process and its descendants."""
+    try:
+        found = {int(pid) for path in folder.rglob("cgroup.procs") for pid in path.read_bytes().split()}
+    except OSError:
+        return False
+    others = found - {os.getpid()}
+    try:
+        ours = {one.pid for one in psutil.Process().children(recursive=True)} if others else set()
+        return others < found and others <= ours
+    except _UNREADABLE:
+        return False
 
 
 def _cached_in(folder: Path) -> int:

@@ -57,6 +57,7 @@ GUESTS = {
     "generation.past": {"transformers"},
     "models.device_map": {"accelerate"},
     "checkpoints.writing": {"huggingface_hub"},
+    "planning.check": {"transformers"},
     "kernels.packed": {"gguf"},
     "storage.gguf_header": {"gguf"},
     "tensor.blocks": {"gguf"},

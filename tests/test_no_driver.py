@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload.cli import main
 from offload.errors import ArgumentError, DeviceError
+from offload.planning.check import tiny_checkpoint
 from tests.acts import ACTS, meeting, new_folder
 from tests.acts_of_neighbours import inputs_in
 from tests.crashes import INTERRUPT
-from tests.sizes import tiny_checkpoint
 
 _NAMES_A_KIND = {"current_accelerator", "is_available", "device_count"}  # the only ones that do not need the driver
 

@@ -163,6 +163,7 @@ OPTIONS = {
     "folder": _takes(
         path, "where values would be kept (default: the current folder)", "DIRECTORY", nargs="?", default=Path()
     ),
+    "--check": _is("compare tiny models on disk with the same ones in memory, in some 20 s"),
     "--json": _is("print JSON, for programs"),
 }
 
@@ -220,7 +221,7 @@ COMMANDS = {
     "cache info": Command(rows, "print what a cache of rows holds", "path@cache --json"),
     "cache verify": Command(rows, "check that a cache of rows is undamaged", "path@cache --json"),
     "cache export": Command(rows, "write a cache of rows to one file", "path@cache target@export --columns"),
-    "doctor": Command(machine, "show what this machine can do", "folder --json"),
+    "doctor": Command(machine, "show what this machine can do", "folder --check --json"),
 }
 
 

@@ -21,17 +21,27 @@ def doctor(options: argparse.Namespace) -> int:
         from offload.planning.machine import diagnose
 
         found = diagnose(options.folder)
+    checks: dict[str, str | None] = {}
+    if options.check:
+        with doing("comparing tiny models"):
+            from offload.planning.check import check
+            from offload.transformers_api import disable_progress_bar
+
+            disable_progress_bar()
+            checks = dict(check())
     if options.json:
-        print_json(vars(found))
+        print_json({**vars(found), **({"checks": checks} if options.check else {})})
     else:
-        print_pairs(_lines(found).items())
-    return 0
+        on_disk = {f"{what}, on disk": failure or "as in memory, bit for bit" for what, failure in checks.items()}
+        print_pairs({**_lines(found), **on_disk}.items())
+    return int(any(checks.values()))
 
 
 def _lines(found: Diagnosis) -> dict[str, str]:
     from rich.filesize import decimal
 
-    rates = {"write, synced": found.writes, "read, cold": found.reads}
+    disk = found.disk
+    rates = {"write, synced": disk.writes, "read, cold": disk.reads, "read with O_DIRECT": disk.reads_direct}
     written = {name: "not possible here" if rate is None else f"{decimal(int(rate))}/s" for name, rate in rates.items()}
     return {
         **found.versions,
@@ -44,6 +54,6 @@ def _lines(found: Diagnosis) -> dict[str, str]:
         **({} if found.limit is None else {"left in the control group": decimal(found.limit)}),
         "may stay in memory (max_memory)": decimal(found.budget),
         "read ahead": decimal(found.read_ahead),
-        f"free in {found.folder}": decimal(found.free),
+        f"free in {disk.folder}": decimal(disk.free),
         **written,
     }

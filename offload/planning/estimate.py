@@ -151,6 +151,7 @@ def _in_words(seconds: float) -> str:
 
 
 def _count(parameters: int) -> str:
+    """`7.24 billion`."""
     for size, word in ((10**9, "billion"), (10**6, "million")):
         if parameters >= size:
             return f"{parameters / size:.3g} {word}"

@@ -39,10 +39,20 @@ from offload.torch_api import TESTED as TESTED_TORCH
 from offload.torch_api import usable_devices
 from offload.transformers_api import TESTED as TESTED_TRANSFORMERS
 
-_PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "peft", "torchao")
+_PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
 _BLOCK = 4 << 20
 _LEAST = 16 << 20  # smallest size in bytes that gives a useful measurement
-_MEASURED = 256 << 20  # bytes to write or read for it
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Measurements of a folder's disk. Rates in bytes per second; None where they could not be measured."""
+
+    folder: Path
+    free: int  # bytes that can still be written there
+    writes: float | None  # synced
+    reads: float | None  # of that, after dropping it from the page cache
+    reads_direct: float | None  # past the page cache (O_DIRECT), which some file systems refuse
 
 
 @dataclass(frozen=True)
@@ -59,13 +69,10 @@ class Diagnosis:
     limit: int | None  # what its control group still allows; None without a limit
     budget: int  # how much of the values on disk may stay in memory by default
     read_ahead: int
-    folder: Path  # on the disk that was measured
-    free: int  # that can still be written there
-    writes: float | None  # synced, in bytes per second; None where less than 64 MiB is free
-    reads: float | None  # of what was written, past the page cache where the file system can
+    disk: Disk
 
 
-def diagnose(folder: str | os.PathLike[str], *, nbytes: int = _MEASURED) -> Diagnosis:
+def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diagnosis:
     """Look at this machine, and measure the disk of a folder.
 
     Args:
@@ -81,7 +88,6 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = _MEASURED) -> Diag
         raise MissingFileError(errno.ENOENT, "no such folder: name an existing one, or make it first", str(place))
     pool = Pool()
     pool.reconsider(anew=True)
-    writes, reads = _measured(place, nbytes)
     return Diagnosis(
         versions=(versions := _installed()),
         newer=_newer_than_tested(versions),
@@ -93,10 +99,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = _MEASURED) -> Diag
         limit=cgroup_available(),
         budget=pool.capacity,
         read_ahead=pool.window,
-        folder=place,
-        free=shutil.disk_usage(place).free,
-        writes=writes,
-        reads=reads,
+        disk=_measured(place, nbytes),
     )
 
 
@@ -180,17 +183,32 @@ def _seconds(act: Callable[[], object], device: torch.device) -> float:
     return min(taken[1:])
 
 
+def reading_rate(path: Path, *, nbytes: int = 256 << 20) -> float | None:
+    """Rate of reading a file past the page cache in bytes per second; None if impossible, or if the file is too small.
+
+    Raises:
+        ReadError
+    """
+    with reading(path):
+        size = min(nbytes, path.stat().st_size) // _BLOCK * _BLOCK
+        if size < _LEAST:
+            return None
+        with suppress(OSError):
+            return _rate(size, lambda: _read(path, os.O_DIRECT, size))
+    return None
+
+
 def disk_rate_at(file: Path | None) -> float:
     """Rate of reading the file of a model, or in the folder where the hub's would be.
 
     Raises:
-        ReadError: the file can't be read.
         ArgumentError: it could not be measured.
     """
-    rate = None if file is None else _direct_rate(file)
+    rate = None if file is None else reading_rate(file)
     if rate is None:
         folder = Path.cwd() if file is None else file.parent
-        _, rate = _measured(folder if os.access(folder, os.W_OK) else Path.cwd())
+        disk = diagnose(folder if os.access(folder, os.W_OK) else Path.cwd()).disk
+        rate = disk.reads_direct or disk.reads
     if rate is None:
         raise ArgumentError("the disk could not be measured here: give disk_rate, as '2GB'")
     return rate
@@ -213,34 +231,23 @@ def _minor(release: str) -> list[int]:
     return [int(part) for part in release.split(".")[:2]]
 
 
-def _measured(folder: Path, nbytes: int = _MEASURED) -> tuple[float | None, float | None]:
-    """Rates of writing, synced, and of reading a file of our own; None, None if there is too little room for it."""
-    size = min(nbytes, shutil.disk_usage(folder).free // 4) // _BLOCK * _BLOCK
+def _measured(folder: Path, nbytes: int) -> Disk:
+    free = shutil.disk_usage(folder).free
+    size = min(nbytes, free // 4) // _BLOCK * _BLOCK
     if size < _LEAST:
-        return None, None
+        return Disk(folder, free, writes=None, reads=None, reads_direct=None)
     path = temporary_for(folder / "doctor")
     try:
         with writing(path, size):
             writes = _rate(size, lambda: _write(path, size))
-        if (reads := _direct_rate(path)) is None:
-            with owned(os.open, path, os.O_RDONLY) as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            reads = _rate(size, lambda: _read(path, 0, size))
-        return writes, reads
+        with owned(os.open, path, os.O_RDONLY) as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        reads = _rate(size, lambda: _read(path, 0, size))
+        with suppress(OSError):  # the file system does not support O_DIRECT
+            return Disk(folder, free, writes, reads, _rate(size, lambda: _read(path, os.O_DIRECT, size)))
+        return Disk(folder, free, writes, reads, reads_direct=None)
     finally:
         remove(path)
-
-
-def _direct_rate(path: Path) -> float | None:
-    """Rate of reading a file past the page cache; None if it is small, or the file system can't.
-
-    Raises `ReadError`.
-    """
-    with reading(path):
-        size = min(_MEASURED, path.stat().st_size) // _BLOCK * _BLOCK
-        with suppress(OSError):
-            return None if size < _LEAST else _rate(size, lambda: _read(path, os.O_DIRECT, size))
-    return None
 
 
 def _rate(size: int, act: Callable[[], None]) -> float:

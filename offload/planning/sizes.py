@@ -158,6 +158,7 @@ def sizes_from(
 
 
 def _packed(entries: Mapping[str, StoredTensor]) -> int:
+    """Bytes of packed values, with their scales."""
     return sum(entry.nbytes for key, entry in entries.items() if entry.dtype not in DENSE or "scale" in key)
 
 

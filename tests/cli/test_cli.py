@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.models import smollm2
 from offload import cli
 from offload.checkpoints.checkpoint import open_checkpoint
+from offload.planning.check import tiny_checkpoint
 from offload.storage.replacing import TEMPORARY, process_tag
 from tests.checkpoints.gguf_files import write_gguf
 from tests.processes import run_module
 from tests.serving.servers import tiny_tokenizer
-from tests.sizes import tiny_checkpoint
 
 
 def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(tmp_path, capsys):

@@ -26,6 +26,7 @@ from bench.architectures import align
 from bench.page_cache import cached_fraction, make_cold
 from offload.budget import evict, keep_resident, memory_summary
 from offload.errors import ArgumentError, ShapeMismatchError, UnsupportedOpError
+from offload.planning.check import tiny_checkpoint
 from offload.prefetch.pages import Range
 from offload.prefetch.value import page_state_of
 from offload.storage.file import TensorFile
@@ -36,7 +37,6 @@ from tests.checkpoints.forms import FORMS, Form
 from tests.distributed.ranks import run_ranks
 from tests.engines import be_alone
 from tests.page_cache import needs_page_cache
-from tests.sizes import tiny_checkpoint
 
 IDS = torch.tensor([[1, 2, 3, 4]])
 TINY = {"num_key_value_heads": 4, "max_shard_size": "1GB"}

@@ -17,10 +17,10 @@ import offload
 from offload import OffloadedTensor, save_checkpoint
 from offload.errors import UnsupportedOpError
 from offload.models.pretrained import let_save
+from offload.planning.check import tiny_checkpoint
 from offload.tensor.locals import local_of
 from tests.distributed.ranks import in_a_rank, run_ranks
 from tests.distributed.test_ranks import TINY, by_both, by_fsdp, by_replicas, by_tensor, empty_model, locals_of
-from tests.sizes import tiny_checkpoint
 
 WHOLE = {
     "rows": torch.arange(60.0).reshape(10, 6),

@@ -19,29 +19,19 @@ from offload.planning.machine import diagnose
 from offload.torch_api import TESTED
 
 SIZE = 16 << 20
+CHECKED = ["a dense model", "a mixture of experts", "packed weights"]
 
 
-@pytest.mark.parametrize("is_direct", [True, False], ids=["direct reads", "no direct reads"])
-def test_a_diagnosis_has_the_figures_of_the_machine_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool
-) -> None:
-    really = os.open
-
-    def refusing(path: object, flags: int, *rest: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return really(path, flags, *rest)
-
-    if not is_direct:
-        monkeypatch.setattr(os, "open", refusing)
-
+def test_a_diagnosis_holds_the_figures_of_the_machine_and_leaves_nothing(tmp_path: Path) -> None:
     found = diagnose(tmp_path, nbytes=SIZE)
 
     assert torch.__version__ == found.versions["torch"]
     assert psutil.virtual_memory().total == found.memory
     assert 0 < found.budget < found.available <= found.memory
-    assert min(found.writes or 0, found.reads or 0, found.free) > 0
-    assert tmp_path == found.folder
+    assert found.disk.writes is not None
+    assert found.disk.writes > 0
+    assert found.disk.free > 0
+    assert tmp_path == found.disk.folder
     assert [] == os.listdir(tmp_path)
 
 
@@ -49,9 +39,25 @@ def test_a_full_disk_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
-    found = diagnose(tmp_path)
+    disk = diagnose(tmp_path).disk
 
-    assert (1 << 20, None, None) == (found.free, found.writes, found.reads)
+    assert (1 << 20, None, None, None) == (disk.free, disk.writes, disk.reads, disk.reads_direct)
+
+
+def test_a_file_system_without_direct_reads_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.open
+
+    def refusing(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return really(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+    disk = diagnose(tmp_path, nbytes=SIZE).disk
+
+    assert disk.reads_direct is None
+    assert disk.reads is not None
 
 
 @pytest.mark.parametrize("name", ["typo", "file", "file/folder"])
@@ -69,8 +75,8 @@ def test_the_command_prints_versions_memory_and_rates(tmp_path: Path, capsys: py
 
     printed, last = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     said = json.loads(last)
-    assert (torch.__version__, str(tmp_path)) == (said["versions"]["torch"], said["folder"])
-    for word in ("torch", torch.__version__, "max_memory", "read, cold", str(tmp_path), "/s"):
+    assert (torch.__version__, str(tmp_path)) == (said["versions"]["torch"], said["disk"]["folder"])
+    for word in ("torch", torch.__version__, "max_memory", "O_DIRECT", str(tmp_path), "/s"):
         assert word in printed
 
 
@@ -88,3 +94,17 @@ def test_a_release_newer_than_all_tested_is_named(
     printed = " ".join(capsys.readouterr().out.split())
     assert f"torch 2.99.0+cpu, newer than what was tested ({TESTED[-1]})" in printed
     assert f"transformers {transformers.__version__}, newer than what was tested (5.2)" in printed
+
+
+@pytest.mark.slow(10)
+def test_a_check_compares_models_and_says_which_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 0 == cli.main(["doctor", str(tmp_path), "--check", "--json"])
+    assert dict.fromkeys(CHECKED) == json.loads(capsys.readouterr().out)["checks"]
+
+    monkeypatch.setattr("offload.planning.check.load_file", lambda path: {"x": torch.ones(3)})  # no weights
+    assert 1 == cli.main(["doctor", str(tmp_path), "--check", "--json"])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [None, None] == [checks.pop(name) for name in CHECKED[:2]]
+    assert [CHECKED[2]] == [name for name, failure in checks.items() if failure]

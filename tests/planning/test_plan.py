@@ -25,7 +25,7 @@ from offload import cli
 from offload.errors import ArgumentError, CheckpointError
 from offload.planning import machine
 from offload.planning.estimate import Estimate
-from offload.planning.machine import Computing
+from offload.planning.machine import Computing, Disk
 from offload.planning.sizes import DENSE, sizes_of
 from offload.transformers_api import cache_option
 from tests.checkpoints.forms import FORMS
@@ -59,9 +59,12 @@ def test_the_sizes_of_a_dense_model_are_those_of_its_headers(saved: Any) -> None
     assert ("bfloat16", 0, 2 * 2 * 2 * 16 * 2) == (found.form, found.needed_packed(1), found.kv_per_token)
     assert found.stored - found.rows == found.needed(1) == found.needed(100)
 
-    tied = sizes_of(saved(LlamaConfig(**HALF, tie_word_embeddings=True)))  # the table is read whole
 
-    assert (0, tied.stored) == (tied.rows, tied.needed(1))
+def test_a_table_that_is_the_output_layer_too_is_read_whole(saved: Any) -> None:
+    found = sizes_of(saved(LlamaConfig(**HALF, tie_word_embeddings=True)))
+
+    assert 0 == found.rows
+    assert found.stored == found.needed(1)
 
 
 def test_a_token_needs_the_experts_that_it_is_routed_to(saved: Any) -> None:
@@ -363,8 +366,9 @@ def test_the_error_asks_for_the_disk_rate_if_it_can_not_be_measured(
 ) -> None:
     """No direct reads, and no disk space for a test file."""
     folder = saved(LlamaConfig(**HALF))
-    monkeypatch.setattr("offload.planning.machine._direct_rate", lambda _file: None)
-    monkeypatch.setattr("offload.planning.machine._measured", lambda _folder: (None, None))
+    unknown = Disk(folder, free=0, writes=None, reads=None, reads_direct=None)
+    monkeypatch.setattr("offload.planning.machine.reading_rate", lambda _file: None)
+    monkeypatch.setattr("offload.planning.machine._measured", lambda _folder, _nbytes: unknown)
 
     with pytest.raises(ArgumentError, match="the disk could not be measured here: give disk_rate, as '2GB'"):
         offload.plan(folder)
@@ -397,3 +401,26 @@ def test_rates_are_measured_in_the_form_of_a_model(
     bits = {"fp8": 8.0, "mxfp4": 4.25}.get(form, 4.5)
     assert min(rates.streams, rates.multiplies, rates.packed, rates.call) > 0
     assert bits * 64 * 4096 / 8 == pytest.approx(sum(piece.nbytes for piece in pieces), rel=0.01)
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_a_plan_on_a_terminal_is_in_colours_and_elsewhere_is_not(
+    saved: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["plan", str(saved(LlamaConfig(**HALF))), "--disk-rate", "1GB"]
+    said = {}
+    for name, settings in {
+        "plain": {},
+        "terminal": {"FORCE_COLOR": "1"},
+        "bare": {"FORCE_COLOR": "1", "NO_COLOR": "1"},
+    }.items():
+        with monkeypatch.context() as place:
+            for variable, value in settings.items():
+                place.setenv(variable, value)
+            assert 0 == cli.main(command)
+            said[name] = capsys.readouterr().out
+
+    assert "\x1b" not in said["plain"]
+    assert "\x1b[1;32mRuns here" in said["terminal"]
+    assert "\x1b[36moffload generate" in said["terminal"]
+    assert "\x1b[36m" not in said["bare"]
