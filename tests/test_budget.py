@@ -11,6 +11,7 @@ from torch import nn
 
 import offload
 from offload import ON_DISK, OffloadedTensor
+from offload.budget import is_read_by_each_pass
 from offload.errors import BudgetError
 from offload.prefetch.engine import POOL, counts
 from offload.prefetch.plan import Pool
@@ -193,6 +194,19 @@ def test_the_summary_reports_budget_and_reads(checkpoint):
         line[:24].rstrip() for line in lines[:5]
     ]
     assert all(line == lines[0] or len(line) == len(lines[0]) for line in lines)
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(0, True), ("1GiB", False)])
+def test_each_pass_reads_what_does_not_stay(checkpoint, budget, expected):
+    assert expected is is_read_by_each_pass(on_disk(checkpoint, max_memory=budget))
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((64, 2048), False), ((4, 64, 512), True)], ids=["table", "experts"])
+def test_each_pass_reads_what_it_picks_but_for_rows(tmp_path, shape, expected):
+    model = nn.Module()
+    model.weight = nn.Parameter(OffloadedTensor.from_original_tensor(torch.ones(shape), "w", tmp_path))
+
+    assert expected is is_read_by_each_pass(model)
 
 
 @needs_page_cache

@@ -163,8 +163,10 @@ class Stream:
         if self._surprises > _PATIENCE:
             self._forget(list(self.ahead))
         now = self._picks if value.is_picked else self._moves
-        alike = ((other, due) for other, due in self.ahead.items() if other.is_picked == value.is_picked)
-        self._forget([other for other, due in alike if now - due > _OVERDUE])
+        alike = ((other, now - due) for other, due in self.ahead.items() if other.is_picked == value.is_picked)
+        if not value.is_picked:  # they are due one after the other, and may be thousands
+            alike = itertools.takewhile(lambda one: one[1] > _OVERDUE, alike)
+        self._forget([other for other, late in alike if late > _OVERDUE])
 
     def _use(self, value: Value) -> None:
         """An op may use several values, so streaming ones are dropped slightly after their use."""

@@ -7,6 +7,7 @@ import ast
 import pytest
 
 from offload.prefetch.engine import Engine
+from offload.prefetch.pages import Range
 from offload.prefetch.plan import AWAY, IN_USE, LEAVING, QUEUED, RESIDENT, Stage
 from tests.engines import rest
 from tests.prefetch.fakes import MIB, Made, Memory, made, read, seed
@@ -28,6 +29,27 @@ def test_a_value_can_be_dropped_by_two_threads_at_once(memory: Memory, monkeypat
     value.let_go()
 
     assert AWAY is value.stage
+
+
+def test_a_value_that_is_used_while_it_is_dropped_stays_in_use(memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    [value] = made(memory, "a")
+    value.stage = LEAVING
+    monkeypatch.setattr(Range, "let_go", lambda self: self.move_to(IN_USE))
+
+    value.let_go()
+
+    assert IN_USE is value.stage
+
+
+def test_values_that_wait_to_be_read_can_be_given_up(engine: Engine, memory: Memory):
+    with engine.reader.lock:
+        stream = engine.streams.own()
+        stream.bring_soon(made(memory, "abc"))
+        stream.give_up()
+    rest(engine)
+
+    assert [] == memory.log
+    assert 0 == engine.reader.counts.wasted
 
 
 def test_one_function_assigns_stages():
