@@ -208,6 +208,19 @@ def test_any_blocks_stay_within_the_budget(blocks: list[list[int]], budget: int,
         assert max(map(streams, made)) + others <= pool.at_a_time
 
 
+def test_values_of_a_block_that_have_another_budget_count_there_alone():
+    pool, other = Pool(64 * MIB), Pool(64 * MIB)
+    [block], users = blocks_of(pool, [BLOCK])
+    pool.users.append(users)
+    pool.reconsider(anew=True)
+    before = pool.at_a_time, [value.kept for value in block]
+
+    block += values_of(other, [20 * MIB] * 4, 1 << 41)
+    pool.reconsider(anew=True)
+
+    assert before == (pool.at_a_time, [value.kept for value in block[:-4]])
+
+
 @pytest.mark.parametrize("budget", [100, 150, 200])
 def test_the_next_users_of_blocks_find_the_same_values_resident(budget: int):
     pool = Pool(budget * MIB)

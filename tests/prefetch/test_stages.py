@@ -8,10 +8,19 @@ import pytest
 
 from offload.prefetch.engine import Engine
 from offload.prefetch.pages import Range
-from offload.prefetch.plan import AWAY, IN_USE, LEAVING, QUEUED, RESIDENT, Stage
+from offload.prefetch.plan import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage
 from tests.engines import rest
 from tests.prefetch.fakes import MIB, Made, Memory, made, read, seed
 from tests.processes import ROOT
+
+
+def test_a_value_does_not_skip_stages(memory: Memory):
+    [value] = made(memory, "a")
+
+    with pytest.raises(AssertionError, match="nothing is known about its pages can't become one that is being read"):
+        value.move_to(READING)
+
+    assert AWAY is value.stage
 
 
 def test_a_value_can_be_dropped_by_two_threads_at_once(memory: Memory, monkeypatch: pytest.MonkeyPatch):
