@@ -75,6 +75,14 @@ def test_resident_values_are_within_the_budget_and_the_rest_is_dropped(checkpoin
     assert 5 * MIB < read <= 1.1 * (LAYERS - 6 + 1) * MIB
 
 
+def test_the_order_of_a_model_is_known_before_its_first_pass(checkpoint):
+    model = on_disk(checkpoint)
+    handles = [handle_of(layer.weight) for layer in model]
+    values = [page_state_of(handle).ranges[handle.extent] for handle in handles]
+
+    assert values[1:] == [value.follower(None) for value in values[:-1]]
+
+
 @needs_page_cache
 def test_a_model_that_fits_is_read_once(checkpoint):
     model = on_disk(checkpoint)

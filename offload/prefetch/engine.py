@@ -14,6 +14,7 @@ Always true:
 from __future__ import annotations
 
 import os
+import random
 import sys
 import threading
 import weakref
@@ -267,6 +268,7 @@ class Engine:
     def __init__(self) -> None:
         self.reader = Reader()
         self.streams = Streams(self.reader)
+        self._chance = random.Random()  # separate: the global one belongs to the user
 
     def arrive(self, value: Value) -> None:
         """Read `value` if it is not in memory, and start on what comes next.
@@ -303,7 +305,8 @@ class Engine:
             self._make_sure(value)
         if value.kept or value.is_held:
             lasts = value.is_held or (value.nbytes <= SMALL and (value.is_picked or not value.is_apart))
-            value.checked_until = _FOREVER if lasts else clock.now() + CHECKED_FOR
+            calm = _FOREVER if lasts else CHECKED_FOR * self._chance.uniform(0.1, 1)  # some value is always due
+            value.checked_until = clock.now() + calm
 
     def _mend(self, value: Value) -> None:
         """After an unfinished read: give up what this thread has ahead, and drop what was to be dropped."""

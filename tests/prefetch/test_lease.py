@@ -57,6 +57,20 @@ def test_the_next_block_is_read_ahead_while_one_is_held(engine: Engine, memory: 
     lease.end()
 
 
+def test_what_is_ahead_is_dropped_at_the_end_and_its_part_of_the_window_is_free(engine: Engine, memory: Memory) -> None:
+    values = seed(made(memory, "abcdefgh", window=4 * MIB))
+    lease = Lease(engine.streams)
+    lockstep(engine, lease, [values[:2]], threads=2)
+    rest(engine)
+    assert memory.here
+
+    lease.end()
+    rest(engine)
+
+    assert not memory.here
+    assert not engine.streams.live
+
+
 def test_held_values_count_towards_the_budget_from_then_on(engine: Engine, memory: Memory) -> None:
     values = made(memory, "abcdefgh", budget=4 * MIB, window=MIB)
     pool = values[0].pool

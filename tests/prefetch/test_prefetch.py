@@ -9,7 +9,9 @@ import pytest
 
 from offload.prefetch import engine as engines
 from offload.prefetch import plan
+from offload.prefetch.engine import CHECKED_FOR
 from offload.prefetch.plan import LEAVING, QUEUED, READING, RESIDENT, SMALL, Pool
+from offload.system import clock
 from tests.engines import rest
 from tests.prefetch.fakes import MIB, Made, made, read, seed
 from tests.processes import in_fork
@@ -31,6 +33,35 @@ def test_the_order_of_the_first_pass_is_read_ahead_in_the_second(engine, memory)
     read(engine, values * 3)
     assert [] == [entry for entry in memory.log if not entry[1]]
     assert 0 == engine.reader.counts.wasted
+
+
+def test_what_is_read_by_an_op_and_what_arrives_meanwhile_are_counted(engine, memory, monkeypatch, still_clock):
+    def late(self: Made, **_: object) -> None:
+        still_clock.time += 3
+        memory.take(self)
+
+    first, second = made(memory, "ab", budget=2 * MIB)
+    monkeypatch.setattr(Made, "missing_bytes", lambda self: self.nbytes // 4)
+    monkeypatch.setattr(Made, "bring_in", late)
+    engine.arrive(first)
+    looks = iter([False, True])
+    monkeypatch.setattr(Made, "is_cached", lambda _: next(looks))
+    engine.arrive(second)
+
+    counts = engine.reader.counts
+    assert (1, MIB // 4, 3.0, 1) == (counts.missed, counts.bytes_read, counts.waited, counts.found)
+
+
+@pytest.mark.usefixtures("still_clock")
+def test_values_that_stay_are_looked_at_again_one_by_one(engine, memory):
+    """So that it is soon noticed if something else takes their memory."""
+    values = made(memory, "abcdefgh", budget=8 * MIB)
+    for value in values:
+        engine.arrive(value)
+    left = [value.checked_until - clock.now() for value in values]
+
+    assert all(0 < one <= CHECKED_FOR for one in left)
+    assert len(set(left)) > 1
 
 
 def test_an_announced_order_is_read_ahead_at_once(engine, memory):
