@@ -77,7 +77,7 @@ def test_resident_values_are_within_the_budget_and_the_rest_is_dropped(checkpoin
 
 def test_the_order_of_a_model_is_known_before_its_first_pass(checkpoint):
     model = on_disk(checkpoint)
-    handles = [handle_of(layer.weight) for layer in model]
+    handles = [handle_of(one) for layer in model for one in (layer.bias, layer.weight)]  # what stays first
     values = [page_state_of(handle).ranges[handle.extent] for handle in handles]
 
     assert values[1:] == [value.follower(None) for value in values[:-1]]
