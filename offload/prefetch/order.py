@@ -163,6 +163,7 @@ class Stream:
         if self._surprises > _PATIENCE:
             self._forget(list(self.ahead))
         now = self._picks if value.is_picked else self._moves
+        alike: Iterable[tuple[Value, int]]  # how late they are
         alike = ((other, now - due) for other, due in self.ahead.items() if other.is_picked == value.is_picked)
         if not value.is_picked:  # they are due one after the other, and may be thousands
             alike = itertools.takewhile(lambda one: one[1] > _OVERDUE, alike)

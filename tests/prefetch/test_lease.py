@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from offload.prefetch.engine import Engine
 from offload.prefetch.order import Lease
+from offload.prefetch.value import PageState
 from tests.engines import rest
 from tests.prefetch.fakes import MIB, Made, Memory, made, read, seed
 
@@ -57,7 +59,9 @@ def test_the_next_block_is_read_ahead_while_one_is_held(engine: Engine, memory: 
     lease.end()
 
 
-def test_what_is_ahead_is_dropped_at_the_end_and_its_part_of_the_window_is_free(engine: Engine, memory: Memory) -> None:
+def test_the_end_of_a_lease_drops_values_ahead_and_frees_their_part_of_the_window(
+    engine: Engine, memory: Memory
+) -> None:
     values = seed(made(memory, "abcdefgh", window=4 * MIB))
     lease = Lease(engine.streams)
     lockstep(engine, lease, [values[:2]], threads=2)
@@ -84,6 +88,21 @@ def test_held_values_count_towards_the_budget_from_then_on(engine: Engine, memor
     lease.end()
     assert 0 == pool.reserved
     assert 4 == sum(value.kept for value in values)
+
+
+def test_blocks_that_are_expected_have_their_part_of_the_budget_before_they_are_read(
+    engine: Engine, memory: Memory
+) -> None:
+    values, states = made(memory, "abcdefgh", budget=6 * MIB, window=MIB), [PageState(), PageState()]
+    for state, block in zip(states, (values[:4], values[4:]), strict=True):
+        state.ranges = {(value.start, value.nbytes): value for value in block}
+    lease = Lease(engine.streams)
+
+    lease.expect([[SimpleNamespace(page_state=state)] for state in states])  # type: ignore[list-item]
+
+    assert 0 < values[0].pool.reserved < 2 * MIB
+    lease.end()
+    assert 0 == values[0].pool.reserved
 
 
 def test_values_that_do_not_fit_are_read_each_time_and_logged_once(

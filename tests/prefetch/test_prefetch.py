@@ -35,7 +35,7 @@ def test_the_order_of_the_first_pass_is_read_ahead_in_the_second(engine, memory)
     assert 0 == engine.reader.counts.wasted
 
 
-def test_what_is_read_by_an_op_and_what_arrives_meanwhile_are_counted(engine, memory, monkeypatch, still_clock):
+def test_reads_of_ops_and_values_that_arrive_meanwhile_are_counted(engine, memory, monkeypatch, still_clock):
     def late(self: Made, **_: object) -> None:
         still_clock.time += 3
         memory.take(self)
