@@ -22,11 +22,10 @@ from offload.memory import as_budget, available_bytes
 from offload.prefetch.copies import pool_on
 from offload.prefetch.engine import POOL, UNTRACKED, counts, lock, replanning, track
 from offload.prefetch.pages import joined
-from offload.prefetch.plan import OnDevice, Pool
+from offload.prefetch.plan import Pool, Value
 from offload.prefetch.reader import Counts
-from offload.prefetch.room import free_on
-from offload.prefetch.staging import bus_rate
-from offload.prefetch.value import Value, page_state_of
+from offload.prefetch.room import OnDevice, free_on
+from offload.prefetch.value import page_state_of
 from offload.storage.handle import Access, Handle
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
@@ -179,29 +178,27 @@ def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
 
 
 def expect_context(model: nn.Module, context: int | None = None, key: object = None) -> None:
-    """Keep room for keys and values on the accelerators of a model, and log what else there is room for.
+    """Keep room for keys and values on the accelerators of a model.
 
     Args:
         context: tokens; None for 4,096.
         key: of one of several contexts, for which the devices are filled anew; None for a model that does not generate.
     """
-    there: dict[torch.device, dict[Handle, None]] = {}
+    pools: dict[torch.device, OnDevice] = {}
     for module in model.modules() if usable_accelerator() is not None else ():
         if not isinstance(module, nn.Embedding):  # of a table, rows are sent
             for one in map(local_of, (*module.parameters(False), *module.buffers(False))):
-                if is_offloaded(one) and one.device.type != "cpu":
-                    there.setdefault(one.device, {}).update(dict.fromkeys(stored_in([handle_of(one)])))
-    beside = (context or _CONTEXT) * kv_bytes_per_token(model) if there else 0
-    for device, handles in there.items():
-        pool = pool_on(device, page_state_of(next(iter(handles))).pool)
+                if is_offloaded(one) and one.device.type != "cpu" and one.device not in pools:
+                    for handle in stored_in([handle_of(one)]):
+                        pools.setdefault(one.device, pool_on(one.device, page_state_of(handle).pool))
+    beside = (context or _CONTEXT) * kv_bytes_per_token(model) if pools else 0
+    for pool in pools.values():
         with replanning() as leaving:
             if key is None:
                 pool.beside[model] = beside
             else:
                 pool.contexts[key] = model, beside
                 leaving.extend(pool.grant())
-            room = pool.room()
-        _tell(device, pool, sum(handle.extent[1] for handle in handles), room)
 
 
 @contextmanager
@@ -214,36 +211,24 @@ def filled_devices(model: nn.Module, context: int | None = None) -> Iterator[Non
     finally:
         with lock():
             for pool in Pool.all():
-                pool.contexts.pop(key, None)
+                if isinstance(pool, OnDevice):
+                    pool.contexts.pop(key, None)
 
 
-def _tell(device: torch.device, pool: OnDevice, nbytes: int, room: int) -> None:
-    if not log.isEnabledFor(logging.INFO):
-        return  # the bus is measured for it
-    stays = min(nbytes, room)
-    told = f"of {_in_mib(nbytes)}, {_in_mib(stays)} stay on {device} once they are used"
-    if nbytes > stays:
-        seconds = (nbytes - stays) / bus_rate(device)
-        told += f"; a pass sends the other {_in_mib(nbytes - stays)}, which takes {seconds * 1e3:.0f} ms or more"
-    if told != pool.told:
-        pool.told = told
-        log.info("%s", told)
-
-
-def read_by_a_pass(model: nn.Module) -> tuple[int, int]:
-    """Bytes that each pass reads of values that don't stay; and of those of which it picks some, such as experts."""
-    streams, picked = 0, 0
+def is_read_by_each_pass(model: nn.Module) -> bool:
+    """Whether each pass reads something from the disk: values that don't stay, or that it picks, such as experts."""
     with replanning() as leaving:
         for handle in stored_in(handles_in([model])):
             state = page_state_of(handle)
-            pool, whole = state.pool or POOL, state.ranges.get(handle.extent)
-            leaving.extend(pool.reconsider())
-            if whole is None or whole.is_picked:
-                picks = handle.access is Access.PICKED or len(handle.layout.shape) > _OF_TABLES  # not rows of a table
-                picked += handle.extent[1] if picks else 0
-            elif not whole.kept:
-                streams += whole.nbytes
-    return streams, picked
+            whole = state.ranges.get(handle.extent)
+            leaving.extend((state.pool or POOL).reconsider())
+            if whole is not None and not whole.is_picked:
+                is_read = not whole.kept
+            else:  # not rows of a table
+                is_read = handle.access is Access.PICKED or len(handle.layout.shape) > _OF_TABLES
+            if is_read:
+                return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -330,13 +315,15 @@ def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | 
     return pool
 
 
-def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, OnDevice]]:
+def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, Pool]]:
     shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
     amounts = {_accelerator(device): amount for device, amount in shares.items() if device != "cpu"}
     free = {device: free_on(device) for device in amounts}
     if silent := [str(device) for device, amount in amounts.items() if isinstance(amount, float) and not free[device]]:
         raise ArgumentError(f"max_memory: {silent[0]} tells of no free memory to take a part of: give bytes, as '8GiB'")
-    on_devices = {device: OnDevice(as_budget(amount, free[device]), device) for device, amount in amounts.items()}
+    on_devices: dict[torch.device, Pool] = {
+        device: OnDevice(as_budget(amount, free[device]), device) for device, amount in amounts.items()
+    }
     share = shares.get("cpu")
     return None if share is None else as_budget(share, available_bytes()), on_devices
 
@@ -358,7 +345,7 @@ def _window_of(window: Amount | bool) -> int | None:
     return as_budget(window, available_bytes())
 
 
-def _limit(max_memory: int | None, on_devices: dict[torch.device, OnDevice]) -> None:
+def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None:
     with replanning() as leaving:
         leaving.extend(value for pool in POOL.on_devices.values() for value in pool.values())
         POOL.max_memory, POOL.on_devices = max_memory, on_devices

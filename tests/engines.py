@@ -9,10 +9,9 @@ from weakref import WeakSet
 import pytest
 
 from offload.prefetch import engine as engines
-from offload.prefetch import filling, plan
+from offload.prefetch import plan, tables
 from offload.prefetch.engine import POOL, Engine
-from offload.prefetch.plan import Pool
-from offload.prefetch.value import QUEUED, READING, Value
+from offload.prefetch.plan import QUEUED, READING, Pool
 from offload.training import activations
 
 
@@ -29,7 +28,6 @@ def forget() -> None:
         engine.streams.live.clear()
         engine.streams._local = threading.local()
         vars(POOL).update(vars(Pool()))
-    engine._glance = Value.nowhere()
     rest(engine)
 
 
@@ -57,7 +55,7 @@ def settled() -> None:
 def be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of values that earlier tests have left does not count."""
     monkeypatch.setattr(plan, "_POOLS", WeakSet({POOL}))
-    monkeypatch.setattr(filling, "_FILLINGS", WeakSet())
+    monkeypatch.setattr(tables, "_FILLINGS", WeakSet())
 
 
 class Clock:

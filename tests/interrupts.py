@@ -29,7 +29,7 @@ import torch
 import offload
 from offload.integrations import torchao
 from offload.prefetch import engine as engines
-from offload.prefetch.value import SMALL
+from offload.prefetch.plan import SMALL
 from offload.storage.replacing import TEMPORARY
 from offload.system.locks import _LOCKS
 from tests import faults

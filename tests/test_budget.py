@@ -1,18 +1,17 @@
 """Budgets with real files: what stays, what is dropped, and that values are always right."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
 import offload
 from offload import ON_DISK, OffloadedTensor
+from offload.budget import is_read_by_each_pass
 from offload.errors import BudgetError
 from offload.prefetch.engine import POOL, counts
 from offload.prefetch.plan import Pool
@@ -60,19 +59,6 @@ def on_disk(path: Path, **options: object) -> nn.Module:
 
 
 @needs_page_cache
-@pytest.mark.parametrize("budget", [0, "4MiB", 6 * MIB, "1GiB"])
-def test_results_are_the_same_within_any_budget(checkpoint, budget):
-    x = torch.randn(3, 512)
-    expected = in_memory(checkpoint)(x)
-    model = on_disk(checkpoint)
-    with offload.set_max_memory(budget), offload.budget.set_read_ahead("3MiB"), torch.no_grad():
-        results = [model(x) for _ in range(3)]
-
-    for result in results:
-        assert torch.equal(expected, result)
-
-
-@needs_page_cache
 def test_resident_values_are_within_the_budget_and_the_rest_is_dropped(checkpoint):
     model = on_disk(checkpoint, max_memory="6MiB", read_ahead="2MiB")
     with torch.no_grad():
@@ -87,6 +73,14 @@ def test_resident_values_are_within_the_budget_and_the_rest_is_dropped(checkpoin
     assert resident <= 6 * MIB + 2 * MIB + 2 * LAYERS * 4096  # a page at each end may be a neighbour's, too
     read = (counts().bytes_read - before) / 4
     assert 5 * MIB < read <= 1.1 * (LAYERS - 6 + 1) * MIB
+
+
+def test_the_order_of_a_model_is_known_before_its_first_pass(checkpoint):
+    model = on_disk(checkpoint)
+    handles = [handle_of(one) for layer in model for one in (layer.bias, layer.weight)]  # what stays first
+    values = [page_state_of(handle).ranges[handle.extent] for handle in handles]
+
+    assert values[1:] == [value.follower(None) for value in values[:-1]]
 
 
 @needs_page_cache
@@ -210,82 +204,32 @@ def test_the_summary_reports_budget_and_reads(checkpoint):
     assert all(line == lines[0] or len(line) == len(lines[0]) for line in lines)
 
 
-@needs_page_cache
-def test_a_forward_reads_only_the_experts_that_it_is_routed_to(tmp_path):
-    """Parts of one stored value are read in and dropped separately."""
-    path = tmp_path / "experts.safetensors"
-    save_file({"experts": torch.randn(16, 512, 512)}, path)
-    dropped(path)
-    experts = OffloadedTensor.from_file(path)
-    expected = {index: experts._on_cpu()[index].clone() for index in (3, 9)}
-    offload.budget.evict(experts)
-    [whole] = page_state_of(handle_of(experts)).ranges.values()
-    while whole.cached_bytes() > 2 * 4096:  # a page that the kernel is moving just then stays
-        offload.budget.evict(experts)
-    before = counts().bytes_read
+@pytest.mark.parametrize(("budget", "expected"), [(0, True), ("1GiB", False)])
+def test_each_pass_reads_what_does_not_stay(checkpoint, budget, expected):
+    assert expected is is_read_by_each_pass(on_disk(checkpoint, max_memory=budget))
 
-    x = torch.randn(2, 512)
-    for index in (3, 9, 3):
-        assert torch.equal(F.linear(x, expected[index]), F.linear(x, experts[index]))
 
-    assert 2 * MIB == counts().bytes_read - before
+@pytest.mark.parametrize(("shape", "expected"), [((64, 2048), False), ((4, 64, 512), True)], ids=["table", "experts"])
+def test_each_pass_reads_what_it_picks_but_for_rows(tmp_path, shape, expected):
+    model = nn.Module()
+    model.weight = nn.Parameter(OffloadedTensor.from_original_tensor(torch.ones(shape), "w", tmp_path))
+
+    assert expected is is_read_by_each_pass(model)
 
 
 @needs_page_cache
-@pytest.mark.parametrize(
-    "pick",
-    [
-        lambda table, rows: F.embedding(rows, table),
-        lambda table, rows: table[rows],
-        lambda table, rows: table.index_select(0, rows),
-        lambda table, rows: table[int(rows[0]) : int(rows[0]) + 2] * 1,
-    ],
-    ids=["embedding", "index", "index_select", "slice"],
-)
-def test_ops_that_pick_rows_do_not_read_the_whole_table(tmp_path, pick):
-    """Nor is anything tracked for them, however many rows are picked one after the other."""
-    path = tmp_path / "table.safetensors"
-    values = torch.randn(64 << 10, 64)  # 16 MiB
-    save_file({"table": values}, path)
-    table = OffloadedTensor.from_file(path)
-    before = counts()
-    for start in range(0, 500, 5):
-        rows = torch.tensor([start, start + 9000])
-        assert torch.equal(pick(values, rows), pick(table, rows))
-
-    assert before == counts()
-    assert {} == page_state_of(table._handle).ranges
-
-
-@needs_page_cache
-def test_threads_with_models_of_their_own_share_a_budget(checkpoint):
-    """Right results in all of them, while their values are read in and dropped."""
-    x = torch.randn(3, 512)
-    expected = in_memory(checkpoint)(x)
-    models = [on_disk(checkpoint) for _ in range(8)]
-    wrong: list[int] = []
-
-    def run(number: int) -> None:
-        with torch.no_grad():
-            for _ in range(5):
-                if not torch.equal(expected, models[number](x)):
-                    wrong.append(number)
-
-    with offload.set_max_memory("8MiB"), offload.budget.set_read_ahead("8MiB"), ThreadPoolExecutor(8) as pool:
-        list(pool.map(run, range(8)))
-
-    assert [] == wrong
-
-
-@needs_page_cache
-def test_gradients_under_a_budget_equal_those_in_memory(checkpoint):
+@pytest.mark.parametrize("budget", [0, "2MiB", 6 * MIB, "1GiB"])
+def test_results_and_gradients_within_any_budget_equal_those_in_memory(checkpoint, budget):
     """Backward reads in reverse order, and what it needs may have been dropped."""
     x = torch.randn(3, 512)
-    plain, model = in_memory(checkpoint), on_disk(checkpoint, max_memory="2MiB", read_ahead="2MiB")
+    plain, model = in_memory(checkpoint), on_disk(checkpoint, max_memory=budget, read_ahead="2MiB")
     for _ in range(3):
         for one in (plain, model):
             one.zero_grad()
-            one(x).square().mean().backward()
+        expected, found = plain(x), model(x)
+        assert torch.equal(expected, found)
+        for one in (expected, found):
+            one.square().mean().backward()
 
     for left, right in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(left.grad, right.grad)
@@ -334,18 +278,14 @@ def test_overlapping_views_are_counted_once(cold):
         for part in (w[:1024], w[1024:], w, w[500:1500], w.t()):
             part.sum()
 
+    pool = page_state_of(handle_of(w)).pool
+    pool.max_memory = 3 * MIB
+
     for number in counted(read):
         assert 2 * MIB - 2 * 4096 <= number <= 2 * MIB + 2 * 4096  # parts may share a page
-
-
-@needs_page_cache
-def test_a_part_in_memory_is_not_counted_as_read_again(cold):
-    w = cold(2048, 256)
-    w[:1000].sum()
-    read, values, _ = counted(w.sum)
-
-    assert MIB <= read <= 1.1 * MIB
-    assert 2 * MIB == values
+    pool.reconsider(anew=True)
+    assert [True] * 3 == [value.kept for value in pool.values()]  # their bytes fit; the last two views are the whole
+    assert (0, 2 * MIB) == counted(w.sum)[:2]
 
 
 @needs_page_cache
@@ -366,17 +306,3 @@ def test_a_strided_view_counts_the_bytes_that_the_disk_reads(shape, cut, gives, 
     for number in counted(lambda: results.append(cut(w).sum())):
         assert gives * 0.99 <= number <= gives * 1.05
     assert torch.equal(cut(w.materialize()).sum(), results[0])
-
-
-@needs_page_cache
-def test_values_whose_views_overlap_stay_if_their_bytes_fit(cold):
-    w = cold(2048, 256)
-    pool = page_state_of(handle_of(w)).pool
-    pool.max_memory = 3 * MIB
-    for part in (w[:1000], w[1048:], w):
-        part.sum()
-    pool.reconsider(anew=True)
-    known = pool.values()
-
-    assert len(known) == 3
-    assert all(value.kept for value in known)

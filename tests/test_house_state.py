@@ -78,8 +78,9 @@ STATE = {
         models.pretrained._FEATURES tensor.registry.FUNCTIONS tensor.registry.RULES
     """,
     "memory, and the bus, are the process's": """
-        prefetch.copies._RECENT prefetch.engine.POOL prefetch.filling._FILLINGS prefetch.plan._POOLS
-        prefetch.scratch._SCRATCH prefetch.staging._RATES prefetch.staging._STAGINGS storage.handle._MAPPED
+        prefetch.copies._RECENT prefetch.engine.POOL prefetch.plan._POOLS
+        prefetch.scratch._SCRATCH prefetch.staging._RATES prefetch.staging._STAGINGS prefetch.tables._FILLINGS
+        storage.handle._MAPPED
     """,
     "one thread works for all; a forked child makes its own": "prefetch.engine._ENGINE training.activations._DISK",
     "names and folders are the process's": """

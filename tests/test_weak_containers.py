@@ -14,7 +14,7 @@ from torch import nn
 import offload
 from offload.budget import count_assistant
 from offload.prefetch.engine import POOL, lock
-from offload.prefetch.plan import OnDevice
+from offload.prefetch.room import OnDevice
 from offload.system.locks import _LOCKS
 from offload.training import offload_activations
 from tests.engines import settled

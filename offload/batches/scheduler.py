@@ -39,7 +39,7 @@ from offload.batches.states import Settings, Thread, ThreadState
 from offload.importing import imported
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
-from offload.prefetch.lease import Lease
+from offload.prefetch.order import Lease
 from offload.prefetch.scratch import release_scratch
 from offload.storage.handle import Handle
 from offload.system.modes import no_functions, no_modes

@@ -42,8 +42,8 @@ from offload.errors import (
     ReadError,
 )
 from offload.memory import available_bytes
-from offload.prefetch.filling import Filling
 from offload.prefetch.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
+from offload.prefetch.tables import Filling
 from offload.storage.layout import contiguous
 from offload.storage.mapping import map_bytes
 from offload.storage.replacing import write_all

@@ -248,7 +248,7 @@ def _budgets(options: argparse.Namespace) -> Any:
 
 def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
     """What `generate` is told about drafts: from an assistant, or from the text if a pass reads from the disk."""
-    from offload.budget import read_by_a_pass
+    from offload.budget import is_read_by_each_pass
 
     if options.draft == 0:
         return {}
@@ -257,8 +257,7 @@ def drafts_of(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[s
     takes_back = not (model._is_stateful or model.config.is_encoder_decoder)
     takes_drafts = takes_back and settings.get_generation_mode() in _MODES
     if options.assistant is None:
-        streams, picked = read_by_a_pass(model)
-        is_wanted = options.draft is not None or streams + picked > 0
+        is_wanted = options.draft is not None or is_read_by_each_pass(model)
         return {"prompt_lookup_num_tokens": options.draft or _LOOKED_UP} if is_wanted and takes_drafts else {}
     if not takes_drafts:
         raise CheckpointError(f"{options.model} can't take back what it has computed, so leave out --assistant")

@@ -56,8 +56,7 @@ from offload.models.slots import (
     tied_slots,
 )
 from offload.prefetch.engine import count_in, expect
-from offload.prefetch.plan import Pool
-from offload.prefetch.value import SMALL
+from offload.prefetch.plan import SMALL, Pool
 from offload.progress import progress, progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import MADE_OF, Handle

@@ -10,15 +10,13 @@ Always true:
 | module | what |
 | --- | --- |
 | `engine` | the entry point: a value is read |
-| `value` | a value as the prefetcher knows it |
-| `plan` | which values stay in memory, under a budget |
-| `room` | how much of an accelerator's memory weights may take |
-| `order` | what one thread has read, and will read next |
-| `lease` | values that several threads use one after the other |
+| `plan` | values under a budget: which of them stay in memory |
+| `room` | values on an accelerator, and how much of its memory they may take |
+| `value` | which ranges of a stored value are known |
+| `order` | what one thread, or several as one, have read, and will read next |
 | `reader` | the threads that read ahead, and drop what is no longer needed |
 | `picked` | of values that ops pick from many, which ones stay, by use |
-| `tables` | rows of a table, such as an embedding: which are in memory, and which will be needed |
-| `filling` | tables that rows are picked from, read in whole if there is room |
+| `tables` | rows of a table, such as an embedding: which are in memory; tables that are read in whole |
 | `copies` | stored bytes on an accelerator: which stay there, and how the others get there |
 | `pages` | which parts of a mapped file are in the page cache |
 | `direct` | parts of files that are read past the page cache |
@@ -27,7 +25,7 @@ Always true:
 | `parallel` | a large range, read by two threads |
 | `staging` | copies to an accelerator through reused pinned memory |
 
-A value goes through these stages (`value.Stage`; `Staged.move_to` is the only way), and a load, which is read past the
+A value goes through these stages (`plan.Stage`; `Staged.move_to` is the only way), and a load, which is read past the
 page cache, from `AWAY` to `RESIDENT`:
 
 ```

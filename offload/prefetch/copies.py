@@ -27,10 +27,10 @@ import torch
 
 from offload.errors import ReadError
 from offload.prefetch.engine import POOL, UNTRACKED, arrive, lock, range_of, replanning, track
-from offload.prefetch.plan import OnDevice, Pool
-from offload.prefetch.room import is_integrated, ooms_on
+from offload.prefetch.plan import SMALL, Pool, Value
+from offload.prefetch.room import OnDevice, is_integrated, ooms_on
 from offload.prefetch.staging import Sent, Staging, send_bytes, staging_for
-from offload.prefetch.value import SMALL, Value, page_state_of
+from offload.prefetch.value import page_state_of
 from offload.storage.handle import Handle
 
 _T = TypeVar("_T")
@@ -54,8 +54,6 @@ class Copy(Value):
         bundle: that begins with it.
         following: what streamed after it.
     """
-
-    __slots__ = ("_device", "_main", "ahead", "bundle", "following", "sent")
 
     def __init__(self, pool: Pool, handle: Handle, main: Value, device: torch.device) -> None:
         super().__init__(pool, handle.file, main.start, main.nbytes, shared=False, is_picked=main.is_picked)
@@ -90,7 +88,7 @@ class Copy(Value):
             return None
         sent = send_bytes(stored, self._device)
         self.sent = sent
-        self.assume_until(_FOREVER)
+        self.checked_until = _FOREVER
         if not self.kept:  # in this order: a plan that another thread makes meanwhile drops what it finds
             self.let_go()
         elif is_integrated(self._device):  # it is in main memory twice
@@ -148,13 +146,12 @@ class Copy(Value):
             one = None if one.following is None else one.following()
 
     def cached_bytes(self) -> int:
-        """How many of its bytes stay on the device."""
         return 0 if self.sent is None else self.nbytes
 
     def let_go(self) -> None:
         """Drop it from the device; guests that refer to it keep its memory."""
         self.sent = self.ahead = self.bundle = None
-        self.assume_until(0.0)
+        self.checked_until = 0.0
 
 
 class Bundle:
@@ -171,10 +168,7 @@ class Bundle:
         self._is_known = False
 
     def is_of(self, members: Sequence[Copy]) -> bool:
-        """Whether it is of these."""
-        return len(members) == len(self._members) and all(
-            ref() is one for ref, one in zip(self._members, members, strict=True)
-        )
+        return [ref() for ref in self._members] == list(members)
 
     def send(self, members: Sequence[Copy], staging: Staging, *, may_pin: bool) -> list[Sent] | None:
         """The bytes of each on the device; None if a file is gone.
@@ -293,6 +287,7 @@ def pool_on(device: torch.device, pool: Pool | None = None) -> OnDevice:
     if found is None:
         with lock():
             found = POOL.on_devices.setdefault(device, OnDevice(None, device))
+    assert isinstance(found, OnDevice)
     return found
 
 
@@ -313,7 +308,7 @@ def retry_on_oom(device: torch.device, act: Callable[[], _T]) -> _T:
 
 
 def _pools_on(device: torch.device) -> set[OnDevice]:
-    return {found for pool in Pool.all() if (found := pool.on_devices.get(device)) is not None}
+    return {found for pool in Pool.all() if isinstance(found := pool.on_devices.get(device), OnDevice)}
 
 
 def _keep_less(device: torch.device) -> int:

@@ -22,22 +22,20 @@ from itertools import groupby
 import torch
 
 from offload.errors import CorruptFileError, OffloadError
+from offload.prefetch.plan import AWAY, Staged
 from offload.prefetch.scratch import take_scratch
-from offload.prefetch.value import AWAY, Staged
 from offload.storage.file import TensorFile
 from offload.storage.mapping import view_memory
 from offload.system.reasons import reading
-from offload.system.regular import Descriptor
 
 _BLOCK = 4096  # to which positions, sizes and memory are aligned; no disk asks for more
+_FLAGS = os.O_RDONLY | os.O_DIRECT
 _BETWEEN = 64 << 10  # largest gap in bytes that is read along
 _SIZES = 256 << 10  # sizes of memory are multiples of this, so that more of it fits again
 
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Bytes of a file."""
-
     file: TensorFile
     start: int
     nbytes: int
@@ -77,7 +75,8 @@ class Load(Staged):
         self.error: BaseException | None = None
         self._memory: torch.Tensor | None = None
         self._runs: list[_ReadTogether] = []
-        for _, group in groupby(sorted(parts, key=_place), key=lambda part: part.file):
+        in_order = sorted(parts, key=lambda part: (str(part.file.path), part.start))
+        for _, group in groupby(in_order, key=lambda part: part.file):
             run: list[FilePart] = []
             for part in group:
                 if run and part.start > run[-1].start + run[-1].nbytes + _BETWEEN:
@@ -88,7 +87,6 @@ class Load(Staged):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory that it takes."""
         return -(-self.nbytes // _SIZES) * _SIZES
 
     def _add(self, parts: Sequence[FilePart]) -> None:
@@ -131,21 +129,13 @@ class Load(Staged):
             return
         memory = view_memory(whole.data_ptr(), whole.numel())
         for file, runs in groupby(self._runs, key=lambda run: run.file):
-            with _opened(file) as opened, reading(file.path):
+            with file.descriptor(_FLAGS) as opened, reading(file.path):
                 for run in runs:
                     read = _read_run(memory[run.at : run.at + run.size], opened.fileno(), run)
                     if read < run.needed:
                         raise CorruptFileError(
                             f"{file.path} was truncated after it had been opened: download or copy the file again"
                         )
-
-
-def _place(part: FilePart) -> tuple[str, int]:
-    return str(part.file.path), part.start
-
-
-def _opened(file: TensorFile) -> Descriptor:
-    return file.descriptor(os.O_RDONLY | os.O_DIRECT)
 
 
 def _read_run(memory: memoryview, fd: int, run: _ReadTogether) -> int:
@@ -176,8 +166,8 @@ def can_be_read(file: TensorFile) -> bool:
     found = _CAN_BE_READ.get(file)
     if found is None:
         found = False
-        with suppress(OSError, OffloadError), _opened(file) as opened, closing(mmap.mmap(-1, _BLOCK)) as memory:
-            found = os.preadv(opened.fileno(), [memory], 0) > 0
+        with suppress(OSError, OffloadError), file.descriptor(_FLAGS) as opened, closing(mmap.mmap(-1, _BLOCK)) as page:
+            found = os.preadv(opened.fileno(), [page], 0) > 0
         _CAN_BE_READ[file] = found
     return found
 

@@ -17,6 +17,7 @@ import os
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -25,12 +26,11 @@ from typing import TypeAlias
 
 import torch
 
-from offload.prefetch.lease import Lease, lease_of_thread
-from offload.prefetch.order import Streams
+from offload.prefetch.order import Lease, Streams
 from offload.prefetch.pages import PAGE, announce, are_cached
-from offload.prefetch.plan import Pool
+from offload.prefetch.plan import SMALL, Pool, Value
 from offload.prefetch.reader import LEAST, Counts, Reader
-from offload.prefetch.value import SMALL, PageState, Value, dropping_after, page_state_of
+from offload.prefetch.value import PageState, dropping_after, page_state_of
 from offload.storage.handle import Access, Handle
 from offload.system import clock
 
@@ -60,7 +60,7 @@ def ensure_resident(handle: Handle, view_spec: torch.Tensor) -> Value:
     if found is None:
         return _ensure_pieces(handle, view_spec)
     if found is UNTRACKED:
-        return _ENGINE.glance(handle, view_spec)
+        return _glance(handle, view_spec)
     if found.is_picked:
         found.pool.picked.count(found)
     if found.checked_until < clock.now():
@@ -72,7 +72,7 @@ def compute_once(
     key: Hashable, compute: Callable[[], torch.Tensor], views: Callable[[], Iterable[tuple[Handle, torch.Tensor]]]
 ) -> torch.Tensor:
     """What `compute` makes of some views. If other threads are about to need the same, it is computed once for all."""
-    lease, found = lease_of_thread(_ENGINE.streams), kept_result(key)
+    lease, found = _ENGINE.streams.lease(), kept_result(key)
     if found is not None:
         return found
     if lease is None or not lease.keeps_results:
@@ -90,8 +90,8 @@ def compute_once(
 
 def kept_result(key: Hashable) -> torch.Tensor | None:
     """What `compute_once` would return without reading anything."""
-    lease = lease_of_thread(_ENGINE.streams)
-    return None if lease is None else lease.result(key)
+    lease = _ENGINE.streams.lease()
+    return None if lease is None else lease.results.get(key)
 
 
 def touch_if_resident(views: Views) -> bool:
@@ -157,13 +157,12 @@ def reserve(nbytes: int, handle: Handle) -> int:
 
 
 def reader() -> Reader:
-    """The process's."""
     return _ENGINE.reader
 
 
 def is_shared() -> bool:
     """Whether other threads are about to use the same values as this one."""
-    lease = lease_of_thread(_ENGINE.streams)
+    lease = _ENGINE.streams.lease()
     return lease is not None and lease.keeps_results
 
 
@@ -185,6 +184,14 @@ def span_of(view_spec: torch.Tensor) -> int:
     """Bytes from the start of the first element of a view to the end of the last."""
     steps = sum((size - 1) * step for size, step in zip(view_spec.shape, view_spec.stride(), strict=True))
     return (1 + int(steps)) * view_spec.itemsize
+
+
+def _glance(handle: Handle, view_spec: torch.Tensor) -> Value:
+    """Start reading a view that is not tracked; the result says when to do it again."""
+    if not handle.file.is_picked_from:
+        return UNTRACKED
+    _announce(handle, view_spec)
+    return Value.nowhere(clock.now() + CHECKED_FOR)
 
 
 def _announce(handle: Handle, view_spec: torch.Tensor) -> None:
@@ -265,19 +272,6 @@ class Engine:
         self.reader = Reader()
         self.streams = Streams(self.reader)
         self._chance = random.Random()  # separate: the global one belongs to the user
-        self._glance = Value.nowhere()  # shared by all small values that are read around this time
-
-    def glance(self, handle: Handle, view_spec: torch.Tensor) -> Value:
-        """Read a view that is not tracked; the result says when to check again."""
-        if not handle.file.is_picked_from:
-            return UNTRACKED
-        _announce(handle, view_spec)
-        now, seen = clock.now(), self._glance
-        if seen.checked_until == _FOREVER or seen.checked_until < now:
-            seen = Value.nowhere()
-            seen.assume_until(now + CHECKED_FOR)
-            self._glance = seen
-        return seen
 
     def arrive(self, value: Value, *, is_cached: bool = False) -> None:
         """Read `value` if it is not in memory, and start on what comes next.
@@ -318,13 +312,14 @@ class Engine:
             self._make_sure(value, found=found)
         if value.kept or value.is_held:
             lasts = value.is_held or (value.nbytes <= SMALL and (value.is_picked or not value.is_apart))
-            calm = _FOREVER if lasts else CHECKED_FOR * self._chance.uniform(0.1, 1)
-            value.assume_until(clock.now() + calm)
+            calm = _FOREVER if lasts else CHECKED_FOR * self._chance.uniform(0.1, 1)  # some value is always due
+            value.checked_until = clock.now() + calm
 
     def _mend(self, value: Value) -> None:
         """After an unfinished read: give up what this thread has ahead, and drop what was to be dropped."""
         with self.reader.lock:
-            self.streams.give_up_own()
+            if (stream := self.streams.known()) is not None:
+                stream.give_up()
             if not value.kept:
                 self.reader.drop(value)
             self.reader.mend()
@@ -334,7 +329,7 @@ class Engine:
         reader = self.reader
         if found or value.is_cached():
             with reader.lock:
-                reader.count_found()
+                reader.counts.found += 1
             return
         started = clock.now()
         with reader.lock:  # if the reader is behind with dropping, this makes room
@@ -343,7 +338,9 @@ class Engine:
         missing = value.missing_bytes()
         value.read()
         with reader.lock:
-            reader.count_missed(value, missing, started)
+            reader.counts.missed += 1
+            reader.counts.bytes_read += missing
+            reader.counts.waited += clock.now() - started
 
 
 def range_of(handle: Handle, view_spec: torch.Tensor) -> Value:
@@ -403,7 +400,7 @@ def expect(handles: Iterable[Handle], pool: Pool | None = None) -> None:
             values[handle] = value
             order.append(value)
         for value, following in pairwise(order):
-            value.seed(following)
+            value.seeded = weakref.ref(following)
         for its_pool, members in new.items():
             leaving.extend(its_pool.add(members))
         for handle, value in values.items():
@@ -423,7 +420,6 @@ def count_in(handles: Iterable[Handle], pool: Pool) -> None:
 
 
 def lock() -> threading.RLock:
-    """The engine's lock."""
     return _ENGINE.reader.lock
 
 
@@ -438,7 +434,6 @@ def lease() -> Lease:
 
 
 def counts() -> Counts:
-    """A copy of the counters."""
     with _ENGINE.reader.lock:
         return replace(_ENGINE.reader.counts)
 

@@ -122,7 +122,6 @@ def taken_from(load: Load | None) -> Generator[None]:
 
 
 def is_loaded() -> bool:
-    """Whether stored values are taken from a load."""
     return getattr(_THREAD, "load", None) is not None
 
 

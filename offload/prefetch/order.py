@@ -1,10 +1,12 @@
-"""What each thread has read, and will read next, within the window that all threads share.
+"""What each thread has read, and will read next, within the window that all threads share; alone, or several as one.
 
 Always true:
 - the order is learned from the last two reads of each thread; where it has branched before, it is followed only once it
   has been seen twice
 - picked values, such as experts, are not part of the order, which goes on past them: they are ahead once an op says so
 - what is ahead, and what streams and is in use, counts as `in_flight` until it is used, dropped or forgotten
+- what a lease holds stays until the lease moves on; a part of the budget is reserved for it, and a result that it keeps
+  takes the place of the values that it was computed from
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from offload.prefetch.plan import Pool
+import torch
+
+from offload.prefetch.plan import AWAY, IN_USE, LEAVING, QUEUED, RESIDENT, SMALL, Pool, Users, Value, log
 from offload.prefetch.reader import Reader
-from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, RESIDENT, SMALL, Value
+from offload.prefetch.value import dropping_after, page_state_of
+from offload.storage.handle import Handle
 from offload.system import clock
 
 _LEAST_AHEAD = 3  # values, if they fit: one in use, one resident, one on its way
@@ -38,18 +43,13 @@ class Streams:
         self._local = threading.local()
 
     def own(self) -> Stream:
-        """The stream of the running thread."""
-        stream = self.of_thread()
-        if stream not in self.live:
-            self.reap()
-            self.live.append(stream)
-        return stream
-
-    def of_thread(self) -> Stream:
-        """Like `own`, for a thread that need not have a share of the window."""
+        """The stream of the running thread, which has a share of the window from now on."""
         stream = self.known()
         if stream is None:
             stream = self._local.stream = Stream(self)
+        if stream not in self.live:
+            self.reap()
+            self.live.append(stream)
         return stream
 
     def join(self, stream: Stream | None) -> Stream | None:
@@ -63,11 +63,9 @@ class Streams:
         stream: Stream | None = getattr(self._local, "stream", None)
         return stream
 
-    def give_up_own(self) -> None:
-        """Drop everything that is ahead for the running thread."""
+    def lease(self) -> Lease | None:
         stream = self.known()
-        if stream is not None:
-            stream.give_up()
+        return None if stream is None else stream.lease
 
     def reap(self) -> None:
         """Take the window share of threads that have ended or stopped reading."""
@@ -75,24 +73,12 @@ class Streams:
             stream.give_up()
             self.live.remove(stream)
 
-    def part_with(self, stream: Stream) -> None:
-        """No thread reads so any more: its part of the window is for others."""
-        stream.give_up()
-        self.live = [one for one in self.live if one is not stream]
-
     def in_flight(self) -> int:
         """Bytes that are ahead, that stream and are in use, or that are still being dropped."""
         return sum(stream.in_flight for stream in self.live) + self.reader.leaving_bytes
 
     def share(self, window: int) -> int:
-        """One thread's part of a window."""
         return window // max(len(self.live), 1)
-
-
-class Holder(Protocol):
-    """What decides whether a value that several threads use stays for now: a `Lease`."""
-
-    def holds(self, value: Value, /) -> bool: ...
 
 
 class Stream:
@@ -104,7 +90,7 @@ class Stream:
         lease: holds its values, if several threads read as one.
     """
 
-    def __init__(self, streams: Streams, lease: Holder | None = None) -> None:
+    def __init__(self, streams: Streams, lease: Lease | None = None) -> None:
         self.in_flight = 0
         self.lease = lease
         self._streams = streams
@@ -122,7 +108,6 @@ class Stream:
         self._used: deque[Value] = deque()  # streaming values only
 
     def is_idle(self) -> bool:
-        """Whether its thread has ended or stopped reading."""
         thread = self._thread()
         return thread is None or not thread.is_alive() or clock.now() - self._touched > _FORGET
 
@@ -159,7 +144,6 @@ class Stream:
         self._picked = nbytes
 
     def give_up(self) -> None:
-        """Drop everything."""
         self._forget(list(self.ahead))
         while self._used:
             self._drop(self._used.popleft())
@@ -178,14 +162,12 @@ class Stream:
             return
         if self._surprises > _PATIENCE:
             self._forget(list(self.ahead))
-        if value.is_picked:
-            ahead = ((other, self._picks - due) for other, due in self.ahead.items() if other.is_picked)
-            self._forget([other for other, late in ahead if late > _OVERDUE])
-            return
-        while (first := next((one for one in self.ahead.items() if not one[0].is_picked), None)) is not None:
-            if self._moves - first[1] <= _OVERDUE:
-                break
-            self._forget([first[0]])
+        now = self._picks if value.is_picked else self._moves
+        alike: Iterable[tuple[Value, int]]  # how late they are
+        alike = ((other, now - due) for other, due in self.ahead.items() if other.is_picked == value.is_picked)
+        if not value.is_picked:  # they are due one after the other, and may be thousands
+            alike = itertools.takewhile(lambda one: one[1] > _OVERDUE, alike)
+        self._forget([other for other, late in alike if late > _OVERDUE])
 
     def _use(self, value: Value) -> None:
         """An op may use several values, so streaming ones are dropped slightly after their use."""
@@ -209,7 +191,7 @@ class Stream:
             if value.stage is QUEUED:
                 value.move_to(AWAY)
             else:
-                self._reader.count_wasted()
+                self._reader.counts.wasted += 1
             self._drop(value)
 
     def _take(self, value: Value) -> None:
@@ -276,3 +258,150 @@ class Stream:
 def _is_in_order(value: Value) -> bool:
     """Whether a value is part of the order: small ones are read once, and picked ones in no order."""
     return value.nbytes > SMALL and not value.is_picked
+
+
+class Lease:
+    """Values that several threads use one after the other, and that stay until all of them have.
+
+    The threads read as one, in the order of the first of them: the others find everything in memory.
+
+    Attributes:
+        keeps_results: whether what the first thread computes from values is kept for the others, too.
+        results: that are kept.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._stream = Stream(streams, lease=self)
+        self._blocks: Sequence[Sequence[Handle]] = ()
+        self._held: dict[Value, None] = {}
+        self._bytes: dict[Pool, int] = {}  # held, per pool
+        self._users: dict[Pool, Users] = {}
+        self.results: dict[Hashable, torch.Tensor] = {}
+        self._made: dict[Pool, int] = {}  # bytes of results, per pool
+        self._is_again = False  # whether something is computed that was computed before
+        self._has_warned = self._has_ended = False
+        self.keeps_results = False
+
+    def expect(self, blocks: Sequence[Sequence[Handle]]) -> None:
+        """Reserve memory for these blocks, each used until the lease moves on. Other values may be used, too."""
+        with dropping_after(self._streams.reader.lock) as leaving:
+            self._blocks = blocks
+            for pool in dict.fromkeys(value.pool for block in self._tracked() for value in block):
+                leaving.extend(self._take_part(pool))
+
+    def compute(self, act: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `act` returns; of what that is computed from, nothing is kept."""
+        self.keeps_results = False
+        try:
+            return act()
+        finally:
+            self.keeps_results = True
+
+    def join(self) -> None:
+        with self._streams.reader.lock:
+            self._streams.join(self._stream)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        streams = self._streams
+        with streams.reader.lock:
+            own = streams.join(self._stream)
+        try:
+            yield
+        finally:
+            with streams.reader.lock:
+                streams.join(own)
+
+    def move_on(self) -> None:
+        """All threads have used what is held. From now on, as much is reserved in the budget."""
+        with dropping_after(self._streams.reader.lock) as leaving:
+            self.results = {}
+            held, self._held = self._held, {}
+            made, self._made = self._made, {}
+            sizes, self._bytes = self._bytes, {}
+            for users in self._users.values():
+                users.replaced.difference_update(held)  # the result did not fit this time
+            for value in held:
+                self._release(value)
+            is_again, self._is_again = self._is_again, False
+            for pool, size in sizes.items():
+                if size > pool.at_a_time or (is_again and pool in self._users and self._users[pool].has_news):
+                    leaving.extend(self._take_part(pool, held, made.get(pool, 0)))
+
+    def end(self) -> None:
+        self._has_ended = True
+        self.move_on()
+        with dropping_after(self._streams.reader.lock) as leaving:
+            self._stream.give_up()
+            self._streams.live = [one for one in self._streams.live if one is not self._stream]
+            while self._users:
+                pool, users = next(iter(self._users.items()))
+                pool.users = [one for one in pool.users if one is not users]
+                leaving.extend(pool.reconsider(anew=True))
+                del self._users[pool]
+            self._blocks = ()
+
+    # Under the lock
+
+    def keep(self, key: Hashable, result: torch.Tensor, pool: Pool, sources: Iterable[Value]) -> None:
+        """Keep a result until the lease moves on, if it fits, instead of the values that it was computed from."""
+        sources = list(dict.fromkeys(sources))  # several pieces may be cuts of one value
+        held = [value for value in sources if value in self._held]
+        nbytes = result.untyped_storage().nbytes()
+        size = self._bytes.get(pool, 0) + nbytes - sum(value.nbytes for value in held)
+        if size > pool.most_at_a_time or self._has_ended:
+            return
+        if pool in self._users:
+            replaced = self._users[pool].replaced
+            self._is_again = self._is_again or not replaced.isdisjoint(sources)
+            replaced.update(sources)
+        for value in held:
+            del self._held[value]
+            self._release(value)
+        self.results[key] = result
+        self._bytes[pool] = size
+        self._made[pool] = self._made.get(pool, 0) + nbytes
+
+    def holds(self, value: Value) -> bool:
+        """Whether a value used now stays: it does if it fits."""
+        if value.is_held or self._has_ended:
+            return value.is_held
+        pool = value.pool
+        size = self._bytes.get(pool, 0) + value.nbytes
+        if size > pool.most_at_a_time:
+            self._warn(size)
+            return False
+        value.is_held = True
+        self._held[value] = None
+        self._bytes[pool] = size
+        return True
+
+    def _release(self, value: Value) -> None:
+        value.is_held = False
+        value.checked_until = 0.0
+        if not value.kept and value not in self._stream.ahead:
+            self._streams.reader.drop(value)
+
+    def _take_part(self, pool: Pool, held: Iterable[Value] = (), made: int = 0) -> list[Value]:
+        """Reserve memory in a budget for the blocks, and for what was held beside them and the bytes of results.
+
+        Returns what has to be dropped.
+        """
+        users = self._users.get(pool)
+        if users is None:
+            users = self._users[pool] = Users(self._tracked)
+            pool.users.append(users)
+        others = {value for value in held if value.pool is pool}.difference(*users.blocks())
+        users.planned = len(users.replaced)
+        users.others = max(users.others, made + sum(value.nbytes for value in others))
+        return pool.reconsider(anew=True)
+
+    def _tracked(self) -> list[list[Value]]:
+        states = ([page_state_of(handle) for handle in block] for block in self._blocks)
+        return [list(dict.fromkeys(value for state in block for value in state.ranges.values())) for block in states]
+
+    def _warn(self, size: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.info("the values of one block take %d bytes, more than the budget: every batch reads them again", size)

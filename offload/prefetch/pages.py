@@ -39,7 +39,7 @@ _BLOCK = 2 << 20  # bytes per read; the kernel honours a hint only up to its rea
 _BLOCKS = 4  # blocks in flight
 _PART = 16 << 20  # bytes that one of two threads announces and reads
 _HUGE = 2 << 20
-_LEAVE_FREE = 256 << 20  # bytes of free huge pages to leave for others
+_LEAVE_FREE = 256 << 20  # bytes of free huge pages to leave for others; as many again, for what is read repeatedly
 _FREE_BLOCKS = Path("/proc/buddyinfo")
 _REPORTED_ORDER = Path("/sys/module/page_reporting/parameters/page_reporting_order")
 _MOST_ORDER = 16  # of blocks of memory, 1 << order pages: 256 MiB of pages of 4 KiB
@@ -55,21 +55,9 @@ class Range:
     Attributes:
         start: the first one in the file.
         nbytes: their number.
-        checked_until: until when (`clock.now`) they are assumed to be in memory without checking.
+        checked_until: until when (`clock.now`) they are assumed to be in memory without checking; 0 if that is open.
         is_part: whether the rest of the value may stay unread: nothing around them is read along.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_file",
-        "_may_ask",
-        "_shared",
-        "_was_read",
-        "checked_until",
-        "is_part",
-        "nbytes",
-        "start",
-    )
 
     def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool, is_part: bool = False) -> None:
         self._file = weakref.ref(file)
@@ -81,12 +69,7 @@ class Range:
         self.checked_until = 0.0
         self.is_part = is_part
 
-    def assume_until(self, time: float) -> None:
-        """Don't check until then (`clock.now`) whether it is in memory; 0 if that is open."""
-        self.checked_until = time
-
     def follows(self, other: Range) -> bool:
-        """Whether it comes next in the same file."""
         return other._file is self._file and 0 <= self.start - other.start - other.nbytes < PAGE * 2
 
     def through(self, last: Range) -> Range:
@@ -100,7 +83,6 @@ class Range:
 
     @property
     def has_file(self) -> bool:
-        """Whether something in this process holds its file."""
         return self._file() is not None
 
     @property
@@ -115,10 +97,8 @@ class Range:
 
     def is_cached(self) -> bool:
         """Whether it is in memory, as far as the kernel tells. False if the file is gone."""
-        file, mapped = self._file(), self._mapped()
-        if file is None or mapped is None:
-            return False
-        return self.may_ask and are_cached(mapped.data_ptr() + self.start, self.nbytes)
+        mapped = self._mapped()
+        return mapped is not None and self.may_ask and are_cached(mapped.data_ptr() + self.start, self.nbytes)
 
     @property
     def may_ask(self) -> bool:
@@ -136,34 +116,31 @@ class Range:
         mapped = None if file is None else file.mapping(shared=self._shared)
         return 0 if mapped is None else min(cached_bytes(mapped.data_ptr() + self.start, self.nbytes), self.nbytes)
 
-    def announce(self, *, exactly: bool = False, leave_free: int = 0) -> None:
+    def announce(self, *, exactly: bool = False) -> None:
         """Start reading it in the background, unless `bring_in` with these arguments reads it in larger pages."""
-        file, mapped = self._file(), self._mapped()
-        if file is not None and mapped is not None:
+        mapped, exactly = self._mapped(), exactly or self.is_apart
+        if mapped is not None:
             address = mapped.data_ptr() + self.start
-            exactly = exactly or file.is_picked_from
             is_small = self.nbytes < _HUGE  # it is never read in huge pages, which those here would be in the way of
-            takes_care = not is_small and self._ask_for_huge_pages(address, exactly=exactly, leave_free=leave_free)
+            takes_care = not is_small and self._ask_for_huge_pages(address, exactly=exactly)
             if is_small or (not takes_care and self._is_announced(exactly)):
                 announce(address, self.nbytes)
 
-    def bring_in(self, *, exactly: bool = False, leave_free: int = 0) -> None:
+    def bring_in(self, *, exactly: bool = False) -> None:
         """Read it from the disk unless it is in memory.
 
         Args:
             exactly: read little of its neighbours, which some disks read along by megabytes.
-            leave_free: bytes of free huge pages to leave for short-lived data.
 
         Raises:
             ReadError: the disk failed.
             CorruptFileError: the file has been truncated.
         """
-        file, mapped = self._file(), self._mapped()
-        if file is None or mapped is None:
+        mapped, exactly = self._mapped(), exactly or self.is_apart
+        if mapped is None:
             return
-        exactly = exactly or file.is_picked_from
         address = mapped.data_ptr() + self.start
-        takes_care = self._ask_for_huge_pages(address, exactly=exactly, leave_free=leave_free)
+        takes_care = self._ask_for_huge_pages(address, exactly=exactly)
         if takes_care and exactly:  # of the huge pages shared with neighbours, read only its own part
             head = min(-self.start % _HUGE, self.nbytes)
             tail = min((self.start + self.nbytes) % _HUGE, self.nbytes - head)
@@ -203,14 +180,14 @@ class Range:
             let_go(mapped.data_ptr() + self.start, self.nbytes)
             os.posix_fadvise(fd, self.start, self.nbytes, os.POSIX_FADV_DONTNEED)  # partial huge pages at both ends
 
-    def _ask_for_huge_pages(self, address: int, *, exactly: bool, leave_free: int) -> bool:
+    def _ask_for_huge_pages(self, address: int, *, exactly: bool) -> bool:
         """Read it in 2 MiB pages, and with `exactly` in no others; returns whether the system will.
 
         Not for writable values: a store would dirty a whole huge page. Nor for a part of a value.
         """
         if not _READS_HUGE_PAGES or self._shared or self.is_part or self.nbytes < _HUGE:
             return False
-        takes_care = read_in_huge_pages(address, self.nbytes, leave_free=leave_free, again=exactly and self._was_read)
+        takes_care = read_in_huge_pages(address, self.nbytes, again=exactly and self._was_read)
         libc.madvise(*_whole_pages(address, self.nbytes), _MADV_RANDOM if exactly and takes_care else _MADV_NORMAL)
         return takes_care
 
@@ -257,7 +234,6 @@ def are_cached(address: int, nbytes: int) -> bool:
 
 
 def cached_bytes(address: int, nbytes: int) -> int:
-    """Bytes of a mapped range that are in memory, in whole pages."""
     first, length = _whole_pages(address, nbytes)
     return _count(first, length) * PAGE
 
@@ -299,17 +275,17 @@ def populate(address: int, nbytes: int) -> bool:
     return False
 
 
-def read_in_huge_pages(address: int, nbytes: int, *, leave_free: int = 0, again: bool = False) -> bool:
+def read_in_huge_pages(address: int, nbytes: int, *, again: bool = False) -> bool:
     """Read a mapped range in 2 MiB pages from now on, if enough are free; returns whether the system will.
 
     Args:
-        leave_free: bytes of free huge pages to leave.
         again: whether it is read again and again, in pages that are freed in between. Otherwise the host of a virtual
             machine may have taken the memory behind free huge pages, and supplying it again takes longer than the
             read. It leaves free small pages alone.
     """
     are_there = again or not _HOST_TAKES_FREE_PAGES
-    has_enough = _READS_HUGE_PAGES and are_there and bytes_free(huge=True) >= nbytes + leave_free + _LEAVE_FREE
+    spare = _LEAVE_FREE if again else 2 * _LEAVE_FREE
+    has_enough = _READS_HUGE_PAGES and are_there and bytes_free(huge=True) >= nbytes + spare
     refused = libc.madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE if has_enough else _MADV_NOHUGEPAGE)
     return has_enough and not refused
 
@@ -352,7 +328,6 @@ def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
 
 
 def _count(first: int, length: int) -> int:
-    """How many of these pages are in memory."""
     if length == PAGE:
         one = _ONE_PAGE()
         return one[0] & 1 if libc.mincore(first, length, one) == 0 else 1
@@ -392,7 +367,6 @@ def host_takes_free_pages(order: Path = _REPORTED_ORDER) -> bool:
 
 
 def touch(address: int, nbytes: int) -> None:
-    """Read a byte of each page."""
     np.frombuffer(view_memory(address, nbytes), dtype=np.uint8)[::PAGE].sum()
 
 

@@ -1,6 +1,10 @@
 """What may stay in memory between ops: values under a budget.
 
 Always true:
+- a value's stage changes in `Staged.move_to` alone, under the reader's lock; back to `AWAY`, which claims nothing,
+  without it
+- a value keeps neither its file nor the values that follow it alive
+- what follows it is remembered for each value that came before it; where that has branched, only from the second time
 - resident values are pages of the files themselves: there is no copy that could become stale
 - if all values fit in the budget, all stay; if not, a fixed part stays, spread evenly over the order of reads, and the
   rest streams: a pass then reads from the disk only what exceeds the budget
@@ -16,22 +20,23 @@ Functions that change a plan return the values to evict; the caller drops them a
 from __future__ import annotations
 
 import itertools
-import sys
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import nn
 
 from offload.memory import available_bytes
-from offload.prefetch.pages import joined
+from offload.prefetch.pages import Range, joined
 from offload.prefetch.picked import Picked
-from offload.prefetch.room import free_on, ooms_on, room_on, spare_of
-from offload.prefetch.value import AWAY, SMALL, Value, log, page_state_of
-from offload.storage.handle import Handle
+from offload.storage.file import TensorFile
 from offload.system import clock
 from offload.system.locks import fork_safe_lock
+
+log = logging.getLogger("offload.prefetch")
 
 WINDOW = 64 << 20  # least bytes in flight: read ahead, in use, or not yet dropped
 _AHEAD = 0.25  # seconds of disk reads to have ahead
@@ -39,13 +44,141 @@ _PART = 0.1  # largest share of the budget that the window takes
 _RATES = 0.25  # weight of a new measurement of the disk rate
 _SHARE = 0.85  # share of the available memory without a set budget; the rest is for the window and activations
 _LOOK_AGAIN = 2.0  # seconds between checks of available memory
-_GLANCE = 0.1  # seconds between looks whether others need what is spared on a device
 _BESIDE = 32 << 20  # bytes of a block that may stream beside the budget
 _TELLING = 4 << 20  # smallest read, in bytes, that says something about the disk rate
-_NEWS = 0.1  # relative change of the total or the budget that triggers a new plan
-_GOLDEN = (5**0.5 - 1) / 2  # fractions of its multiples are spread evenly, however many there are
-_CALM = 30.0  # seconds without an out-of-memory error after which more may stay on a device again
-_FEW = 2048  # values of a device for which each new one triggers a plan, in a millisecond or two
+NEWS = 0.1  # relative change of the total or the budget that triggers a new plan
+SMALL = 64 << 10  # bytes up to which a value stays once it is read
+_MOST_CONTEXTS = 16  # contexts (previous reads) to distinguish per value
+
+
+class Stage(Enum):
+    """How far a value is on its way through memory; the package draws it."""
+
+    AWAY = "nothing is known about its pages"
+    QUEUED = "waits to be read ahead"
+    READING = "is being read ahead"
+    RESIDENT = "is read ahead, and not used yet"
+    IN_USE = "was used, and not dropped since"
+    LEAVING = "waits to be dropped, or is being dropped"
+
+
+AWAY, QUEUED, READING, RESIDENT, IN_USE, LEAVING = Stage
+_NEXT = {
+    AWAY: (QUEUED, IN_USE, LEAVING, AWAY),  # the last: two threads have dropped it, as one that was evicted meanwhile
+    QUEUED: (READING, IN_USE, AWAY),
+    READING: (RESIDENT, LEAVING, AWAY),
+    RESIDENT: (IN_USE, LEAVING, AWAY),
+    IN_USE: (QUEUED, LEAVING, AWAY),
+    LEAVING: (QUEUED, IN_USE, AWAY),
+}
+
+
+class Staged:
+    """A value or a load, on its way through memory.
+
+    Attributes:
+        stage: how far it is; the reader's lock is held as it changes.
+    """
+
+    stage: Stage
+
+    def move_to(self, stage: Stage) -> None:
+        """It is at another stage now, one of those that follow its own."""
+        assert stage in _NEXT[self.stage], f"a value that {self.stage.value} can't become one that {stage.value}"
+        self.stage = stage
+
+
+class Value(Range, Staged):
+    """A value, or a part of one, that is read as a whole.
+
+    Attributes:
+        pool: its budget.
+        kept: whether it stays in memory after a read.
+        pinned: whether it stays regardless of the plan.
+        is_picked: whether ops pick it from many, like an expert: it is not part of an order.
+        uses: how much it is used, if it is picked.
+        is_held: whether it stays for now because several threads use it.
+        seeded: its announced successor.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        file: TensorFile,
+        start: int,
+        nbytes: int,
+        *,
+        shared: bool,
+        is_part: bool = False,
+        is_picked: bool = False,
+    ) -> None:
+        super().__init__(file, start, nbytes, shared=shared, is_part=is_part)
+        self.pool = pool
+        self.kept = self.pinned = self.is_held = False
+        self.is_picked = is_picked
+        self.uses = 0.0
+        self.stage = AWAY
+        self.seeded: weakref.ref[Value] | None = None
+        self._followers: dict[int, tuple[weakref.ref[Value], bool]] = {}  # by the id of the previous read
+        self._branches = False
+
+    @classmethod
+    def nowhere(cls, until: float = float("inf")) -> Value:
+        """A value about which nothing is known until then (`clock.now`), and that is never read in."""
+        nothing = cls.__new__(cls)
+        nothing.nbytes = 0
+        nothing.is_picked = False
+        nothing.checked_until = until
+        return nothing
+
+    @property
+    def is_ahead(self) -> bool:
+        return self.stage in (QUEUED, READING, RESIDENT)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it stays in memory once it is read: by the plan, or for now."""
+        return self.kept or self.is_held
+
+    def read(self) -> None:
+        """Read it; unless everything fits, without its neighbours.
+
+        Raises:
+            ReadError: the disk failed.
+        """
+        self.bring_in(exactly=not self.pool.fits)
+
+    def follower(self, before: Value | None) -> Value | None:
+        """What is expected after `before` and then this value; None if that is open."""
+        found = self._followers.get(id(before))
+        if found is None and not self._branches:
+            if self.seeded is not None:
+                return self.seeded()
+            found = next(reversed(self._followers.values()), None)
+        return found[0]() if found is not None and found[1] else None
+
+    @property
+    def has_stayed(self) -> bool:
+        """Whether it stays by the plan, and has been read since the plan was made."""
+        return self.kept and self.checked_until > 0
+
+    def let_go(self) -> None:
+        """Drop it from memory; the next read brings it back. One that is being read ahead still arrives."""
+        before = self.stage
+        super().let_go()
+        if self.stage is before and before in (RESIDENT, IN_USE, LEAVING):
+            self.move_to(AWAY)
+
+    def learn(self, before: Value | None, following: Value) -> None:
+        """Record that `following` came after `before` and then this value."""
+        if self.seeded is not None and self.seeded() is not following:
+            self.seeded = None
+        known = self._followers.pop(id(before), None)
+        is_news = known is None or known[0]() is not following
+        self._branches = self._branches or (known is not None and is_news)
+        while len(self._followers) >= _MOST_CONTEXTS:
+            del self._followers[next(iter(self._followers))]
+        self._followers[id(before)] = weakref.ref(following), not (is_news and self._branches)
 
 
 @dataclass(eq=False)
@@ -53,13 +186,13 @@ class Users:
     """Several threads that use values block by block; a block stays in memory until all of them have used it.
 
     Attributes:
-        blocks: the handles expected to be used together.
+        blocks: the tracked values of each block.
         others: most bytes that were in memory with a block, without being in any: of results, and of other values.
         replaced: values of which only results stay.
         planned: the number of them when the plan was made.
     """
 
-    blocks: Sequence[Sequence[Handle]] = ()
+    blocks: Callable[[], Iterable[list[Value]]]
     others: int = 0
     replaced: weakref.WeakSet[Value] = field(default_factory=weakref.WeakSet)
     planned: int = 0
@@ -67,12 +200,7 @@ class Users:
     @property
     def has_news(self) -> bool:
         """Whether many more values are replaced than was planned with."""
-        return len(self.replaced) - self.planned > _NEWS * len(self.replaced)
-
-    def __iter__(self) -> Iterator[list[Value]]:
-        """The tracked values of each block."""
-        for block in self.blocks:
-            yield list(dict.fromkeys(value for handle in block for value in page_state_of(handle).ranges.values()))
+        return len(self.replaced) - self.planned > NEWS * len(self.replaced)
 
 
 class Pool:
@@ -88,26 +216,17 @@ class Pool:
         on_devices: budgets for what stays on accelerators.
         beside: models that count in this budget, and bytes of them that are under no plan of it: of an assistant in
             memory; on an accelerator, of keys and values, while it does not generate.
-        contexts: of each `generate` that runs, the model, and the bytes of its keys and values on an accelerator.
     """
 
-    def __init__(
-        self,
-        max_memory: int | None = None,
-        window: int | None = None,
-        *,
-        available: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, max_memory: int | None = None, window: int | None = None) -> None:
         self.max_memory = max_memory
         self.fixed_window = window
         self.rate = 0.0
         self.users: list[Users] = []
         self.at_a_time = 0
-        self.picked = Picked()
-        self.on_devices: dict[torch.device, OnDevice] = {}
+        self.picked: Picked[Value] = Picked()
+        self.on_devices: dict[torch.device, Pool] = {}
         self.beside: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self.contexts: dict[object, tuple[nn.Module, int]] = {}
-        self._available = available
         with _LOCK:
             _POOLS.add(self)
         self._arrivals = itertools.count()
@@ -119,24 +238,20 @@ class Pool:
 
     @staticmethod
     def all() -> list[Pool]:
-        """All live pools."""
         with _LOCK:
             return list(_POOLS)
 
     @property
     def capacity(self) -> int:
-        """Bytes that may stay resident now."""
         return max(0, self._limit - self.reserved)
 
     @property
     def reserved(self) -> int:
-        """Bytes of the budget reserved for streaming blocks."""
         return self._reserve(self.at_a_time)
 
     @property
     def _least_news(self) -> float:
-        """Relative growth of the total that triggers a new plan."""
-        return _NEWS
+        return NEWS
 
     @property
     def window(self) -> int:
@@ -153,12 +268,10 @@ class Pool:
 
     @property
     def most_at_a_time(self) -> int:
-        """Bytes of a block that may stream."""
         return max(self.window, self._limit // 2)
 
     @property
     def fits(self) -> bool:
-        """Whether all values fit in memory."""
         return self._total <= self._limit
 
     @property
@@ -172,11 +285,10 @@ class Pool:
         return sum(value.nbytes for value in self.values() if value.has_file)
 
     def free(self) -> int:
-        """Bytes that may stay beside all values."""
         return max(0, self._limit_now() - self.nbytes)
 
     def _limit_now(self) -> int:
-        available, beside = (self._available or available_bytes)(), sum(self.beside.values())
+        available, beside = available_bytes(), sum(self.beside.values())
         if self.max_memory is None:  # those in anonymous memory are not available already; mapped ones seem to be
             return max(0, min(int(available * _SHARE), available - beside))
         limit = min(max(0, self.max_memory - beside), available)
@@ -222,8 +334,7 @@ class Pool:
         return []
 
     def _is_news(self, limit: int) -> bool:
-        """Whether a new budget triggers a new plan."""
-        return abs(limit - self._limit) > _NEWS * self._limit
+        return abs(limit - self._limit) > NEWS * self._limit
 
     def is_due(self) -> bool:
         """Whether it is time to look again how much memory there is."""
@@ -258,21 +369,15 @@ class Pool:
             if value.stage is not AWAY:
                 value.move_to(AWAY)
 
-    def part_with(self, users: Users) -> list[Value]:
-        """They use no values any more. Returns those to drop."""
-        self.users = [one for one in self.users if one is not users]
-        return self.reconsider(anew=True)
-
     def doubt(self) -> None:
         """A value that should have been in memory was not: don't assume it of any other."""
         for value in self.values():
-            value.assume_until(0.0)
+            value.checked_until = 0.0
 
     def _plan(self) -> list[Value]:
-        """Choose what stays."""
         values = self.values()
         self._total = sum(extent.nbytes for extent in joined(values))  # views may overlap
-        is_new = abs(self._total - self._planned) > _NEWS * self._total
+        is_new = abs(self._total - self._planned) > NEWS * self._total
         self._planned = self._total
         self.at_a_time = 0
         kept = set(values) if self.fits else self._chosen(values, is_new=is_new)
@@ -297,26 +402,23 @@ class Pool:
         picked = [] if self.users else [value for value in values if value.is_picked and value not in kept]
         values = values if self.users else [value for value in values if not value.is_picked]
         due = self._due_of_blocks(kept) if self.users else ()
-        left = self.capacity - _size(kept)
+        left = self.capacity - size_of(kept)
         for tier in _stayed(due), due, *self._first_of(values, is_new=is_new), values:
             others = [value for value in tier if value not in kept]
-            chosen = others if _size(others) <= left else self._some_of(others, left)
+            chosen = others if size_of(others) <= left else self._some_of(others, left)
             kept.update(chosen)
-            left -= _size(chosen)
+            left -= size_of(chosen)
         kept.update(self.picked.choose(picked, max(left, 0)))
         return kept
 
     def _always(self, value: Value) -> bool:
-        """Whether a value stays whatever the budget."""
         return value.pinned or value.nbytes <= SMALL
 
     def _first_of(self, values: Iterable[Value], *, is_new: bool) -> Sequence[list[Value]]:
-        """What stays rather than others."""
         before = [] if is_new else [value for value in values if value.kept]
         return _stayed(before), before
 
     def _some_of(self, values: list[Value], free: int) -> set[Value]:
-        """As many as fit, evenly spread."""
         return _spread(values, free)
 
     def _due_of_blocks(self, kept: set[Value]) -> list[Value]:
@@ -324,14 +426,14 @@ class Pool:
         blocks: list[list[Value]] = []
         for users in self.users:
             apart = kept.union(users.replaced)
-            blocks.extend(self._streaming(block, apart) for block in users)
-        others, free = max(users.others for users in self.users), self._limit - _size(kept)
-        most = min(max(map(_size, blocks), default=0), self.most_at_a_time)
+            blocks.extend(self._streaming(block, apart) for block in users.blocks())
+        others, free = max(users.others for users in self.users), self._limit - size_of(kept)
+        most = min(max(map(size_of, blocks), default=0), self.most_at_a_time)
         too_small, due = 0, _due(blocks, most)
         while most - too_small > SMALL:
             size = (too_small + most) // 2
             found = _due(blocks, size)
-            if _size(found) + self._reserve(size + others) <= free:
+            if size_of(found) + self._reserve(size + others) <= free:
                 most, due = size, found
             else:
                 too_small = size
@@ -347,135 +449,7 @@ class Pool:
         return max(0, len(self.users) * at_a_time - min(self.window // 2, _BESIDE))
 
 
-class OnDevice(Pool):
-    """Values that are copied to an accelerator.
-
-    Its values become known one by one, each as it is sent for the first time. A new one may stay instead of another,
-    so that those that stay are spread evenly; but one that has left is not sent again for that.
-
-    Without a set budget they fill the device: `grant` says how far, and holds until the next one. If others then take
-    what was spared for them, less stays.
-
-    Args:
-        max_memory: bytes that may stay there; None for what there is room for.
-        device: whose memory it is.
-
-    Attributes:
-        told: what was last logged of it.
-        ooms: failed allocations there that are taken into account.
-    """
-
-    def __init__(self, max_memory: int | None, device: torch.device) -> None:
-        super().__init__(max_memory, window=0)
-        self.told = ""
-        self.ooms = ooms_on(device)
-        self._device = device
-        self._granted: int | None = None
-        self._spared = 0
-        self._glanced = 0.0
-        self._most = sys.maxsize  # since an out-of-memory error
-        self._calm_from = 0.0
-        self._new: set[Value] = set()
-
-    def add(self, values: Iterable[Value]) -> list[Value]:
-        """As in all pools."""
-        values = list(values)
-        self._new = {value for value in values if not value.is_picked}
-        if self._new:
-            self._looked = float("-inf")  # a device is full within less than the usual time between two looks
-        try:
-            return super().add(values)
-        finally:
-            self._new = set()
-
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether there is no budget to keep anything there, however small. Under the engine's lock."""
-        return not (self.room() if self._granted is None or self.max_memory is not None else self._granted)
-
-    def room(self) -> int:
-        """Bytes that there is room for now, with those that are there. Under the engine's lock."""
-        if self.max_memory is not None:
-            return self.max_memory
-        generating = {model for model, _ in self.contexts.values()}
-        beside = sum(nbytes for model, nbytes in self.beside.items() if model not in generating)
-        beside += sum(nbytes for _, nbytes in self.contexts.values())
-        return room_on(self._device, held=self._held(), beside=beside)
-
-    def _held(self) -> int:
-        return sum(value.cached_bytes() for value in self.values())
-
-    def is_due(self) -> bool:
-        """As in all pools, and soon after others have taken half of what was spared, or an allocation has failed."""
-        if clock.now() - self._glanced > _GLANCE:
-            self._glanced = clock.now()
-            is_short = self.max_memory is None and free_on(self._device) < self._spared // 2
-            if is_short or ooms_on(self._device) > self.ooms:
-                self._looked = float("-inf")
-        return super().is_due()
-
-    def grant(self) -> list[Value]:
-        """Let as much stay as there is room for now, if no budget is set. Returns those to drop."""
-        self._granted = None
-        return self.reconsider(anew=True)
-
-    def keep_less(self) -> list[Value]:
-        """Let half as much stay as does, until there was no out-of-memory error for a while. Returns those to drop."""
-        stay = [value for value in self.values() if value.cached_bytes()]
-        self._halve(_size(stay))
-        self.reconsider(anew=True)
-        return [value for value in stay if not value.kept]
-
-    def _halve(self, nbytes: int) -> None:
-        self._most = nbytes // 2 if nbytes > SMALL else 0
-        self._calm_from, self.ooms = clock.now() + _CALM, ooms_on(self._device)
-
-    def _limit_now(self) -> int:
-        held = self._held()
-        if ooms_on(self._device) > self.ooms:  # somebody else's
-            self._halve(held)
-        is_calm = clock.now() >= self._calm_from
-        if is_calm and self._most < sys.maxsize:
-            self._most = self._most * 2 if 0 < self._most // 2 < held else sys.maxsize
-            self._calm_from = clock.now() + _CALM
-        return min(self._most, self._granted_now(held, is_calm=is_calm) if self.max_memory is None else self.max_memory)
-
-    def _granted_now(self, held: int, *, is_calm: bool) -> int:
-        """What there was room for when this was last asked, or what is left of it."""
-        free = free_on(self._device) + held
-        self._spared = spare_of(free)
-        if self._granted is None:
-            self._granted = self.room()
-        elif free - held < self._spared // 2:
-            self._granted = max(0, min(self._granted, free - self._spared))
-            self._calm_from = clock.now() + _CALM
-        elif is_calm:
-            self._granted = max(self._granted, self.room())
-        return self._granted
-
-    def _always(self, value: Value) -> bool:
-        return value.nbytes <= SMALL and not self.keeps_nothing
-
-    def _is_news(self, limit: int) -> bool:
-        return limit < self._limit or super()._is_news(limit)
-
-    @property
-    def _least_news(self) -> float:
-        return 0.0 if self._new and self.max_memory != 0 and len(self._values) <= _FEW else _NEWS
-
-    def _first_of(self, values: Iterable[Value], **_: bool) -> Sequence[list[Value]]:
-        return ([value for value in values if value.has_stayed or value in self._new],)
-
-    def _some_of(self, values: list[Value], free: int) -> set[Value]:
-        """As many as fit, those with the lowest fractions of their number times the golden ratio.
-
-        These are evenly spread over as many values as have come so far, and each of them was so before.
-        """
-        order = {value: number * _GOLDEN % 1 for number, value in self._values.items()}
-        return _fitting(sorted(values, key=order.__getitem__), free)
-
-
-def _size(values: Iterable[Value]) -> int:
+def size_of(values: Iterable[Value]) -> int:
     return sum(value.nbytes for value in values)
 
 
@@ -487,7 +461,7 @@ def _due(blocks: Iterable[list[Value]], most: int) -> list[Value]:
     """What has to stay so that no block streams more than `most` bytes: little more of each than that."""
     due: dict[Value, None] = {}
     for block in blocks:
-        left = _size(block) - most
+        left = size_of(block) - most
         others = []
         for value in block:
             if value.nbytes <= left:
@@ -501,7 +475,6 @@ def _due(blocks: Iterable[list[Value]], most: int) -> list[Value]:
 
 
 def _spread(values: list[Value], free: int) -> set[Value]:
-    """As many as fit, evenly spread."""
     kept: set[Value] = set()
     left = free
     share = left / max(sum(value.nbytes for value in values), 1)
@@ -512,10 +485,10 @@ def _spread(values: list[Value], free: int) -> set[Value]:
             kept.add(value)
             due -= value.nbytes
             left -= value.nbytes
-    return kept | _fitting((value for value in values if value not in kept), left)
+    return kept | fitting((value for value in values if value not in kept), left)
 
 
-def _fitting(values: Iterable[Value], free: int) -> set[Value]:
+def fitting(values: Iterable[Value], free: int) -> set[Value]:
     """The first ones, as long as they fit, and smaller ones after them."""
     kept: set[Value] = set()
     for value in values:

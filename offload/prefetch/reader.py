@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import TypeAlias
 
 from offload.prefetch.direct import Load
-from offload.prefetch.plan import Pool
+from offload.prefetch.plan import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Pool, Stage, Value, log
 from offload.prefetch.scratch import release_scratch
-from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage, Value, log
 from offload.system import clock
 from offload.system.background import Background
 from offload.system.locks import Waiters
@@ -31,12 +30,7 @@ _NEAR = 4  # entries at the front of the queue among which the next in the file 
 _BATCH = 32 << 20  # bytes of values to request at once
 LEAST = 2  # loads that are read or in use, however large: one each
 
-
-class ReadsOn(Protocol):
-    """What is read part by part, while nothing else has to be read."""
-
-    def read_on(self) -> bool:
-        """Read the next part; returns whether there is more to do now."""
+ReadOn: TypeAlias = "Callable[[], bool]"  # reads the next part; returns whether there is more to do now
 
 
 @dataclass
@@ -62,43 +56,34 @@ class Counts:
 
 
 class Dropper(Background["list[Value]"]):
-    """Drops values. Uses the reader's lock."""
-
     def __init__(self, reader: Reader) -> None:
         super().__init__("offload-dropper", reader.lock)
         self._reader = reader
 
     def take(self) -> list[Value] | None:
-        """Everything that waits to be dropped."""
         return self._reader.take_leaving() or None
 
     def carry_out(self, work: list[Value]) -> None:
-        """Drop it."""
         log.debug("dropping %d values", len(work))
         self._reader.let_go(work)
 
 
 class DirectReader(Background[Load]):
-    """Reads loads. Uses the reader's lock."""
-
     def __init__(self, reader: Reader) -> None:
         super().__init__("offload-direct", reader.lock)
         self._reader = reader
 
     def take(self) -> Load | None:
-        """The next one that no thread has begun."""
         return self._reader.take_load()
 
     def carry_out(self, work: Load) -> None:
-        """Read it."""
         self._reader.read_load(work)
 
     def rest(self) -> None:
-        """Nothing was loaded for a while."""
         release_scratch()
 
 
-class Reader(Background["list[Value] | ReadsOn"]):
+class Reader(Background["list[Value] | ReadOn"]):
     """Queues of what to read and what to drop. Methods that need the lock say so."""
 
     def __init__(self) -> None:
@@ -111,7 +96,7 @@ class Reader(Background["list[Value] | ReadsOn"]):
         self._leaving: list[Value] = []
         self._going: dict[int, int] = {}  # bytes being dropped, by thread
         self._taken: Value | None = None  # the last one read
-        self._parts: list[ReadsOn] = []
+        self._parts: list[ReadOn] = []
         self._ops = Waiters()  # ops that wait for the reader
 
     # Under the lock
@@ -123,14 +108,13 @@ class Reader(Background["list[Value] | ReadsOn"]):
             self._queue.append(value)
             _begin(self)
 
-    def fill(self, whole: ReadsOn) -> None:
-        """Read something part by part until it says that nothing is left."""
-        if whole not in self._parts:
-            self._parts.append(whole)
+    def fill(self, read_on: ReadOn) -> None:
+        """Read something part by part, while nothing else has to be read, until it says that nothing is left."""
+        if read_on not in self._parts:
+            self._parts.append(read_on)
         _begin(self)
 
     def queue_first(self, values: list[Value]) -> None:
-        """Queue values before all others, in their order."""
         for value in values:
             self.queue(value)
         self._queue.rotate(len(values))
@@ -173,26 +157,6 @@ class Reader(Background["list[Value] | ReadsOn"]):
         _begin(self)
         _begin(self.dropper)
 
-    def count_wasted(self) -> None:
-        """A value was read ahead in vain."""
-        self.counts.wasted += 1
-
-    def count_found(self) -> None:
-        """A value was in memory for another reason."""
-        self.counts.found += 1
-
-    def count_missed(self, value: Value, nbytes: int, started: float) -> None:
-        """An op has read so many bytes of a value, since `started`."""
-        self.counts.missed += 1
-        self.counts.bytes_read += nbytes
-        self.count_waited(value, started)
-
-    def count_waited(self, value: Value, started: float) -> None:
-        """An op has waited for `value` since `started`."""
-        waited = clock.now() - started
-        value.waited += waited
-        self.counts.waited += waited
-
     # For ops that need a value
 
     def brings(self, value: Value, *, found: bool) -> bool:
@@ -206,7 +170,7 @@ class Reader(Background["list[Value] | ReadsOn"]):
             with self.lock:
                 if value.stage is not READING:
                     if started:
-                        self.count_waited(value, started)
+                        self.counts.waited += clock.now() - started
                     was_ahead = value.stage is RESIDENT
                     self.counts.ahead += was_ahead
                     self.counts.found += found and not was_ahead
@@ -218,7 +182,6 @@ class Reader(Background["list[Value] | ReadsOn"]):
             done.acquire()
 
     def queue_load(self, load: Load) -> None:
-        """Read a load after those that are queued already."""
         with self.lock:
             load.move_to(QUEUED)
             self._loads.append(load)
@@ -271,7 +234,6 @@ class Reader(Background["list[Value] | ReadsOn"]):
                 self._ops.wake()
 
     def let_go(self, leaving: list[Value]) -> None:
-        """Drop what `take_leaving` returned."""
         try:
             for value in leaving:
                 if value.stage is LEAVING:
@@ -282,7 +244,7 @@ class Reader(Background["list[Value] | ReadsOn"]):
 
     # The thread
 
-    def take(self) -> list[Value] | ReadsOn | None:
+    def take(self) -> list[Value] | ReadOn | None:
         """One value to read, or several smaller ones; otherwise a part of what can wait."""
         batch: list[Value] = []
         size = 0
@@ -303,8 +265,7 @@ class Reader(Background["list[Value] | ReadsOn"]):
                 return value
         return self._queue.popleft()
 
-    def carry_out(self, work: list[Value] | ReadsOn) -> None:
-        """Read it."""
+    def carry_out(self, work: list[Value] | ReadOn) -> None:
         if not isinstance(work, list):
             self._read_on(work)
             return
@@ -318,15 +279,15 @@ class Reader(Background["list[Value] | ReadsOn"]):
                         value.move_to(AWAY)
                 self._ops.wake()
 
-    def _read_on(self, whole: ReadsOn) -> None:
+    def _read_on(self, read_on: ReadOn) -> None:
         is_more = False
         try:
             with suppress(Exception):  # the code that wants the rows meets the same error, and reports it
-                is_more = whole.read_on()
+                is_more = read_on()
         finally:
             with self.lock:
-                if not is_more and whole in self._parts:
-                    self._parts.remove(whole)
+                if not is_more and read_on in self._parts:
+                    self._parts.remove(read_on)
 
     def _read(self, batch: list[Value]) -> None:
         runs = list(_runs(batch))
@@ -336,12 +297,12 @@ class Reader(Background["list[Value] | ReadsOn"]):
         with suppress(Exception):  # the op that needs the value meets the same error, and reports it
             for run, extent in zip(runs, joined, strict=True):
                 if len(runs) > 1:
-                    extent.announce(exactly=not run[0].pool.fits, leave_free=run[0].leave_free)
+                    extent.announce(exactly=not run[0].pool.fits)
         for run, extent, due in zip(runs, joined, missing, strict=True):
             stage = AWAY
             with suppress(Exception):
                 if due:
-                    extent.bring_in(exactly=not run[0].pool.fits, leave_free=run[0].leave_free)
+                    extent.bring_in(exactly=not run[0].pool.fits)
                 stage = RESIDENT
             with self.lock:
                 self._has_read(run, stage)
@@ -362,7 +323,6 @@ class Reader(Background["list[Value] | ReadsOn"]):
 
 
 def _begin(thread: Reader | Dropper | DirectReader) -> None:
-    """Under the lock."""
     with suppress(RuntimeError):  # the interpreter is shutting down: ops will read by themselves
         thread.wake()
 

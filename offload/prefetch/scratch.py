@@ -38,23 +38,19 @@ class _Scratch:
             flat = scratch(contiguous(torch.uint8, (max(nbytes, LEAST),)))
             if nbytes <= _MOST_UNUSED:
                 self._blocks.append((flat, flat.untyped_storage()))
-                self._shrink()
+                self.shrink()
             return flat[:nbytes]
 
-    def _shrink(self) -> None:
+    def shrink(self) -> None:
         """Free the oldest unused blocks when there are too many; the newest stays."""
-        unused = [flat for flat, storage in self._blocks if _is_free(storage)]
-        total, leaving = sum(flat.numel() for flat in unused), set()
-        for flat in unused:
-            if total > _MOST_UNUSED and flat is not self._blocks[-1][0]:
-                total -= flat.numel()
-                leaving.add(flat.data_ptr())
-        self._blocks = [(flat, storage) for flat, storage in self._blocks if flat.data_ptr() not in leaving]
-
-    def give_back(self) -> None:
-        """Free what is unlikely to be needed again."""
         with self._lock:
-            self._shrink()
+            unused = [flat for flat, storage in self._blocks if _is_free(storage)]
+            total, leaving = sum(flat.numel() for flat in unused), set()
+            for flat in unused:
+                if total > _MOST_UNUSED and flat is not self._blocks[-1][0]:
+                    total -= flat.numel()
+                    leaving.add(flat.data_ptr())
+            self._blocks = [(flat, storage) for flat, storage in self._blocks if flat.data_ptr() not in leaving]
 
 
 def _is_free(storage: torch.UntypedStorage) -> bool:
@@ -76,7 +72,7 @@ def take_scratch(nbytes: int) -> torch.Tensor:
 
 def release_scratch() -> None:
     """Many values were in use together, and will not be again."""
-    _SCRATCH.give_back()
+    _SCRATCH.shrink()
 
 
 _SCRATCH = _Scratch()

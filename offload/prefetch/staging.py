@@ -116,11 +116,9 @@ class Staging:
         self._lock = fork_safe_lock()
 
     def current_stream(self) -> Any:
-        """That of the running thread."""
         return self._module.current_stream(self._device)
 
     def send(self, source: torch.Tensor) -> Sent:
-        """A copy of the bytes on the device."""
         with self._lock, self._stream:  # allocated from its pool: waits for nobody else's work
             copy = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
             for part, place in zip(source.split(_SLOT), copy.split(_SLOT), strict=True):

@@ -1,26 +1,36 @@
-"""Tables that rows are picked from, such as embeddings: which rows are in memory, and which will be needed.
+"""Rows that are picked from a table, or from a file: which are in memory, and which will be needed.
 
 Always true:
 - picked rows are read without what is around them, and all reads are started before waiting for the first
-- a table that fits beside the values that stay is read in as a whole once much of it has been read row by row
 - while all of a table is assumed to be in memory, a pick has almost no extra cost
+- once 256 rows, and 1/64 of the bytes, had to be read from the disk row by row, all are read in, if they fit beside the
+  values that stay, which is checked again for each part
+- the reader does that while it has nothing else to read, and stops soon after the last row that had to be read
+- each time that what was read in has been evicted, the threshold rises: most of such reading must not be in vain
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 
-from offload.prefetch.engine import CHECKED_FOR, POOL, span_of
-from offload.prefetch.filling import Filling
-from offload.prefetch.pages import PAGE, announce, are_cached, has_holes
+from offload.prefetch.engine import CHECKED_FOR, POOL, lock, reader, span_of
+from offload.prefetch.pages import PAGE, announce, are_cached, has_holes, populate, read_in_huge_pages
+from offload.prefetch.plan import Pool, log
 from offload.prefetch.value import PageState, page_state_of
 from offload.storage.handle import Handle
 from offload.system import clock
 
 _LOOKED_AT = 8  # rows to check for being in memory
+_LEAST_ROWS = 256
+_ONE_IN = 64  # all is read once 1/64 of the bytes was read row by row
+_LESS_READILY = 4  # factor by which the threshold rises
+_PART = 16 << 20  # bytes read before each check, while the next part is being read
+_GOES_ON = 2.0  # seconds to go on after the last row that had to be read
 
 
 def has_rows_here(handle: Handle) -> bool:
@@ -55,7 +65,7 @@ def prefetch_rows(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -
         if type(page_state.filling) is Filling:
             page_state.filling.take()  # its mapping is the file's
         if are_cached(mapped.data_ptr() + start, length):
-            page_state.assume_rows_until(clock.now() + CHECKED_FOR)
+            page_state.checked_until = clock.now() + CHECKED_FOR
         return
     each = torch.unique(numbers).tolist()
     for begin, end in runs_of(each, len(view_spec), PAGE // max(step, 1)):
@@ -67,8 +77,7 @@ def _missed(handle: Handle, page_state: PageState, mapped: torch.UntypedStorage,
     """So many rows, each on pages of so many bytes, have to be read one by one: it may be time to read all."""
     filling = page_state.filling
     if type(filling) is not Filling:
-        filling = Filling(page_state.pool or POOL, in_huge_pages=not handle.owned)
-        page_state.fill_by(filling)
+        filling = page_state.filling = Filling(page_state.pool or POOL, in_huge_pages=not handle.owned)
     filling.missed(rows, rows * nbytes, handle.extent[1], lambda: _whole(handle, mapped))
 
 
@@ -95,3 +104,106 @@ def runs_of(numbers: list[int], count: int, between: int = 0) -> Iterator[tuple[
         begin, end = number if begin < 0 else begin, number + 1
     if begin >= 0:
         yield begin, end
+
+
+class Filling:
+    """What was read of one file row by row, and how much of it has been read in as a whole.
+
+    Args:
+        pool: the budget that they have to fit in.
+        in_huge_pages: whether huge pages may be used; not for a mapping that is written to.
+    """
+
+    def __init__(self, pool: Pool | None = None, *, in_huge_pages: bool = True) -> None:
+        self._pool = pool or POOL
+        self._in_huge_pages = in_huge_pages
+        self._rows = self._bytes = 0
+        self._one_in = _ONE_IN
+        self._until = 0.0
+        self._coming: torch.Tensor | None = None
+        self._done = 0
+        self._filled_rows: torch.Tensor | None = None
+        self._filled = 0  # bytes read in so far
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._coming is not None
+
+    def missed(self, rows: int, nbytes: int, size: int, mapped: Callable[[], torch.Tensor | None]) -> None:
+        """Some rows are not in memory, and are about to be read from the disk.
+
+        Args:
+            rows: their number.
+            nbytes: size of the pages they are on, approximately.
+            size: bytes of all rows.
+            mapped: maps all rows; returns None if they should not be read in.
+
+        Raises: as `mapped`.
+        """
+        with lock():
+            if self.is_under_way or self._begins(rows, nbytes, size, mapped):
+                self._until = clock.now() + _GOES_ON
+                reader().fill(self.read_on)
+
+    def _begins(self, rows: int, nbytes: int, size: int, mapped: Callable[[], torch.Tensor | None]) -> bool:
+        self._rows += rows
+        self._bytes += nbytes
+        if self._rows < _LEAST_ROWS or self._bytes * self._one_in < size:
+            return False
+        self._rows = self._bytes = self._done = 0
+        coming = mapped()
+        if coming is None or not self._fits(coming.nbytes):
+            return False
+        if self._in_huge_pages:
+            read_in_huge_pages(coming.data_ptr(), coming.nbytes, again=True)
+        announce(coming.data_ptr(), min(_PART, coming.nbytes))
+        self._coming, self._filled_rows = coming, None
+        _FILLINGS.add(self)
+        log.debug("rows of %d bytes are picked at random, and all fit in memory: reading them in", coming.nbytes)
+        return True
+
+    def end(self) -> None:
+        """Read in nothing more, and forget what was."""
+        self._coming = self._filled_rows = None
+        self._filled = 0
+
+    def take(self) -> torch.Tensor | None:
+        """All rows, mapped, if they have just been read in; returned once."""
+        rows, self._filled_rows = self._filled_rows, None
+        return rows
+
+    def read_on(self) -> bool:
+        """Read the next part; returns whether there is more to do now. Called by the reader."""
+        coming, done = self._coming, self._done
+        if coming is None or clock.now() > self._until:
+            return False
+        if not self._fits(coming.nbytes):
+            self.end()
+            return False
+        address, behind = coming.data_ptr(), min(done + _PART, coming.nbytes)
+        announce(address + behind, min(_PART, coming.nbytes - behind))
+        is_read = False
+        with suppress(OSError):  # the code that wants the rows meets the same error, and reports it
+            is_read = populate(address + done, behind - done)
+        if not is_read:  # not by touching: if another process truncates the file, that would kill this one
+            self.end()
+            return False
+        with lock():
+            self._done = behind
+            if self._coming is not None and behind == coming.nbytes:
+                self._one_in = max(self._one_in // _LESS_READILY, 1)
+                self._coming, self._filled_rows, self._filled = None, coming, coming.nbytes
+            return self.is_under_way
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether so many bytes fit in memory beside the values of all models and everything else that was read in."""
+        with lock():
+            pools = Pool.all()
+            elsewhere = {on_device for pool in pools for on_device in pool.on_devices.values()}
+            values = sum(pool.nbytes for pool in pools if pool is not POOL and pool not in elsewhere)
+            filled = sum(other._filled for other in _FILLINGS if other is not self)
+            has_own = self._pool is POOL or nbytes <= self._pool.free()
+            return has_own and nbytes + values + filled <= POOL.free()
+
+
+_FILLINGS: weakref.WeakSet[Filling] = weakref.WeakSet()  # those that have begun; under the lock

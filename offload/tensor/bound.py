@@ -20,8 +20,8 @@ from offload.annotations import Args, Kwargs, Op
 from offload.errors import ArgumentError
 from offload.kernels.native import MOST_ROWS, Product, is_usual, pick
 from offload.prefetch.engine import ensure_resident
+from offload.prefetch.plan import Value
 from offload.prefetch.tables import has_rows_here, prefetch_rows
-from offload.prefetch.value import Value
 from offload.system import clock
 from offload.system.modes import no_functions, no_modes
 from offload.tensor.backends import COMPILED, any_rows, most_rows_of, product_with

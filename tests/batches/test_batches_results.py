@@ -14,7 +14,7 @@ import offload
 from offload.batches.mapping import map_batches
 from offload.prefetch import scratch
 from offload.prefetch.engine import counts
-from offload.prefetch.lease import Lease
+from offload.prefetch.order import Lease
 from offload.prefetch.plan import Pool
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous

@@ -17,7 +17,7 @@ from bench.page_cache import cached_fraction
 from offload import TensorCache
 from offload.cache import rowfile
 from offload.errors import CorruptFileError
-from offload.prefetch import engine, filling, pages
+from offload.prefetch import engine, pages, plan, tables
 from tests.page_cache import dropped, needs_page_cache
 from tests.processes import in_fork
 
@@ -75,8 +75,8 @@ def parts(monkeypatch):
         seen.append(nbytes)
         return is_read
 
-    monkeypatch.setattr(filling, "populate", populate)
-    monkeypatch.setattr(filling, "_PART", MIB)
+    monkeypatch.setattr(tables, "populate", populate)
+    monkeypatch.setattr(tables, "_PART", MIB)
     yield seen
     seen.gate.set()
     rest()
@@ -145,7 +145,7 @@ def test_a_few_rows_bring_in_no_others(folder, path, parts, count):
 
 def test_few_rows_of_many_bring_in_no_others(folder, path, parts, monkeypatch):
     """Fewer than one in 64 of the bytes."""
-    monkeypatch.setattr(filling, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(tables, "_LEAST_ROWS", 1)
     cache = TensorCache.open(folder)
 
     cache[some(31)]
@@ -194,7 +194,7 @@ def test_the_one_of_two_columns_that_fits_is_read_whole(tmp_path):
 
 def test_it_stops_where_the_memory_goes(folder, path, parts, monkeypatch):
     left = iter([1 << 40, 1 << 40, 1 << 40])
-    monkeypatch.setattr(engine.POOL, "_available", lambda: next(left, MIB))
+    monkeypatch.setattr(plan, "available_bytes", lambda: next(left, MIB))
     cache = TensorCache.open(folder)
 
     cache[some(256)]
@@ -208,7 +208,7 @@ def test_it_stops_where_the_memory_goes(folder, path, parts, monkeypatch):
 def test_it_stops_when_no_more_rows_are_asked_for_and_goes_on_with_the_next(folder, path, parts, monkeypatch):
     cache = TensorCache.open(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(filling, "_GOES_ON", -1.0)
+        patch.setattr(tables, "_GOES_ON", -1.0)
         cache[some(256)]
         rest()
     assert not parts
@@ -220,7 +220,7 @@ def test_it_stops_when_no_more_rows_are_asked_for_and_goes_on_with_the_next(fold
 
 
 def test_a_column_that_was_evicted_is_read_whole_less_readily(folder, path, parts, monkeypatch):
-    monkeypatch.setattr(filling, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(tables, "_LEAST_ROWS", 1)
     cache = TensorCache.open(folder)
     needed = []
     for _ in range(3):

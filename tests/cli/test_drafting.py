@@ -50,7 +50,7 @@ def test_an_assistant_may_have_another_vocabulary(folder, tmp_path, capsys):
 def test_the_text_is_looked_up_where_a_pass_reads_from_the_disk_or_on_request(
     folder, streams, options, monkeypatch, capsys
 ):
-    monkeypatch.setattr(budget, "read_by_a_pass", lambda _: (streams, 0))
+    monkeypatch.setattr(budget, "is_read_by_each_pass", lambda _: streams > 0)
     found = answer(capsys, folder, *options)
 
     assert found["tokens_per_pass"] >= 1

@@ -26,8 +26,8 @@ from offload.prefetch import direct, engine, loads, plan
 from offload.prefetch.direct import Load
 from offload.prefetch.engine import Views
 from offload.prefetch.loads import Arriving
+from offload.prefetch.plan import SMALL, Value
 from offload.prefetch.scratch import take_scratch
-from offload.prefetch.value import SMALL, Value
 from offload.tensor import experts as acts
 from offload.tensor.backends import Compiled
 from offload.tensor.recipes import Joined, stored_in

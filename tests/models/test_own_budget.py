@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import offload
 from offload.prefetch.engine import POOL
-from offload.prefetch.plan import Pool
-from offload.prefetch.value import SMALL, page_state_of
+from offload.prefetch.plan import SMALL, Pool
+from offload.prefetch.value import page_state_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import is_offloaded

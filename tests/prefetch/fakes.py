@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from itertools import pairwise
 
 from offload.prefetch.engine import Engine
-from offload.prefetch.plan import Pool
-from offload.prefetch.value import Value
+from offload.prefetch.plan import Pool, Value
 from offload.system import clock
 from tests.engines import rest
 
@@ -27,8 +27,6 @@ class File:
 class Made(Value):
     """A value that records what happens to it, in a fake memory that records how full it is."""
 
-    __slots__ = ("memory", "name")
-
     def __init__(self, name: str, memory: Memory, pool: Pool, nbytes: int, start: int = 0) -> None:
         super().__init__(pool, memory.file, start, nbytes, shared=False)  # type: ignore[arg-type]
         self.name = name
@@ -41,12 +39,12 @@ class Made(Value):
     def is_cached(self) -> bool:
         return self in self.memory.here
 
-    def bring_in(self, *, exactly: bool = False, leave_free: int = 0) -> None:
+    def bring_in(self, *, exactly: bool = False) -> None:
         if self.name == "broken":
             raise OSError("the disk is broken")
         self.memory.take(self)
 
-    def announce(self, *, exactly: bool = False, leave_free: int = 0) -> None:
+    def announce(self, *, exactly: bool = False) -> None:
         pass
 
     def let_go(self) -> None:
@@ -103,7 +101,7 @@ def read(engine: Engine, values: list[Made]) -> None:
 def seed(values: list[Made]) -> list[Made]:
     """Announce their order."""
     for value, following in pairwise(values):
-        value.seed(following)
+        value.seeded = weakref.ref(following)
     return values
 
 

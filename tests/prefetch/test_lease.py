@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from offload.prefetch.engine import Engine
-from offload.prefetch.lease import Lease
+from offload.prefetch.order import Lease
+from offload.prefetch.value import PageState
 from tests.engines import rest
 from tests.prefetch.fakes import MIB, Made, Memory, made, read, seed
 
@@ -45,16 +47,6 @@ def test_each_value_is_read_once_for_all_threads(engine: Engine, memory: Memory)
     assert not memory.here
 
 
-def test_threads_without_a_lease_evict_each_others_values(engine: Engine, memory: Memory) -> None:
-    """Shows that the test above can fail."""
-    values = made(memory, "abcdefgh")
-    for block in (values[:4], values[4:]):
-        for _ in range(5):
-            in_thread(lambda block=block: read(engine, block))
-
-    assert len(memory.log) > 16
-
-
 def test_the_next_block_is_read_ahead_while_one_is_held(engine: Engine, memory: Memory) -> None:
     values = seed(made(memory, "abcdefgh", window=4 * MIB))
     lease = Lease(engine.streams)
@@ -65,6 +57,22 @@ def test_the_next_block_is_read_ahead_while_one_is_held(engine: Engine, memory: 
     assert {("e", True), ("f", True)} <= set(memory.log)
     assert len(memory.log) == len(set(memory.log)) <= 8
     lease.end()
+
+
+def test_the_end_of_a_lease_drops_values_ahead_and_frees_their_part_of_the_window(
+    engine: Engine, memory: Memory
+) -> None:
+    values = seed(made(memory, "abcdefgh", window=4 * MIB))
+    lease = Lease(engine.streams)
+    lockstep(engine, lease, [values[:2]], threads=2)
+    rest(engine)
+    assert memory.here
+
+    lease.end()
+    rest(engine)
+
+    assert not memory.here
+    assert not engine.streams.live
 
 
 def test_held_values_count_towards_the_budget_from_then_on(engine: Engine, memory: Memory) -> None:
@@ -80,6 +88,21 @@ def test_held_values_count_towards_the_budget_from_then_on(engine: Engine, memor
     lease.end()
     assert 0 == pool.reserved
     assert 4 == sum(value.kept for value in values)
+
+
+def test_blocks_that_are_expected_have_their_part_of_the_budget_before_they_are_read(
+    engine: Engine, memory: Memory
+) -> None:
+    values, states = made(memory, "abcdefgh", budget=6 * MIB, window=MIB), [PageState(), PageState()]
+    for state, block in zip(states, (values[:4], values[4:]), strict=True):
+        state.ranges = {(value.start, value.nbytes): value for value in block}
+    lease = Lease(engine.streams)
+
+    lease.expect([[SimpleNamespace(page_state=state)] for state in states])  # type: ignore[list-item]
+
+    assert 0 < values[0].pool.reserved < 2 * MIB
+    lease.end()
+    assert 0 == values[0].pool.reserved
 
 
 def test_values_that_do_not_fit_are_read_each_time_and_logged_once(

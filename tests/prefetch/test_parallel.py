@@ -19,7 +19,6 @@ from offload.prefetch.parallel import read_in_parallel
 from offload.system import background
 from offload.system.background import Worker
 from tests.page_cache import needs_page_cache
-from tests.processes import in_fork
 
 MIB = 1 << 20
 
@@ -27,31 +26,18 @@ MIB = 1 << 20
 @pytest.mark.parametrize("start", [0, 1, 4096 + 5, 3 * MIB])
 @pytest.mark.parametrize("nbytes", [1, 8 * MIB - 1, 8 * MIB, 9 * MIB + 7, 100 * MIB])
 def test_every_byte_is_read_once(start, nbytes):
+    """A small range at once; parts begin at huge pages: two threads would read the same one otherwise."""
     parts: list[tuple[int, int]] = []
     read_in_parallel(start, nbytes, 16 * MIB, lambda *part: parts.append(part))
 
+    assert (nbytes < 8 * MIB) == (1 == len(parts))
     place = start
     for first, length in sorted(parts):
         assert place == first
         assert length > 0
+        assert first == start or 0 == first % (2 * MIB)
         place += length
     assert start + nbytes == place
-
-
-def test_parts_begin_at_huge_pages():
-    """Two threads would read the same one otherwise."""
-    parts: list[tuple[int, int]] = []
-    read_in_parallel(MIB, 100 * MIB, 16 * MIB, lambda *part: parts.append(part))
-
-    assert len(parts) > 2
-    assert all(first % (2 * MIB) == 0 for first, _ in sorted(parts)[1:])
-
-
-def test_a_small_range_is_read_at_once():
-    parts: list[tuple[int, int]] = []
-    read_in_parallel(3, 8 * MIB - 1, 2 * MIB, lambda *part: parts.append(part))
-
-    assert [(3, 8 * MIB - 1)] == parts
 
 
 def test_two_threads_read_at_the_same_time():
@@ -101,17 +87,6 @@ def test_an_error_of_any_thread_is_raised_and_ends_the_others(parts, fails_here,
 
     assert [0, 16 * MIB] == sorted(begun)  # of 64 parts
     assert sorted(begun) == sorted(ended)
-
-
-def test_a_forked_child_reads_by_several_threads():
-    def act() -> None:
-        both = threading.Barrier(2, timeout=10)
-        read_in_parallel(0, 8 * MIB, 16 * MIB, lambda *_: both.wait() and None)
-        assert not both.broken
-
-    act()
-
-    assert in_fork(act)
 
 
 @needs_page_cache

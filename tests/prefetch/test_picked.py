@@ -17,12 +17,12 @@ import offload
 from bench.page_cache import cached_fraction, make_cold
 from bench.traces import COLUMNS, ROWS, hits_in_hindsight, orders, replayed, stack
 from offload.prefetch import engine as engines
-from offload.prefetch import filling, pages
+from offload.prefetch import pages, tables
 from offload.prefetch.engine import CHECKED_FOR, POOL, Engine, expect
 from offload.prefetch.picked import _RESCALE, Picked
-from offload.prefetch.plan import Pool
+from offload.prefetch.plan import Pool, Value
 from offload.prefetch.tables import has_rows_here, runs_of
-from offload.prefetch.value import Value, page_state_of
+from offload.prefetch.value import page_state_of
 from offload.tensor.views import handle_of
 from tests.engines import Clock, rest
 from tests.page_cache import needs_page_cache
@@ -228,14 +228,25 @@ def cold_table(folder: Path) -> tuple[Path, offload.OffloadedTensor]:
 
 
 @needs_page_cache
-def test_rows_are_read_without_their_neighbours(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "pick",
+    [
+        torch.nn.functional.embedding,
+        lambda rows, table: table[rows],
+        lambda rows, table: table.index_select(0, rows),
+    ],
+    ids=["embedding", "index", "index_select"],
+)
+def test_rows_are_read_without_their_neighbours(tmp_path: Path, pick: Callable[..., torch.Tensor]) -> None:
+    """Nor is anything tracked for them, however many are picked one after the other."""
     path, table = cold_table(tmp_path)
     rows = torch.tensor([7, 4000, 1500, 1501, 7])
 
-    found = torch.nn.functional.embedding(rows, table)
+    found = pick(rows, table)
 
     assert torch.equal(found[:, 0], rows * 1024.0)
     assert cached_fraction([path]) * 4097 <= 4 * 2 + 1
+    assert {} == page_state_of(handle_of(table)).ranges
 
 
 @needs_page_cache
@@ -314,8 +325,8 @@ def test_an_evicted_table_is_not_read_in_further(tmp_path: Path, monkeypatch: py
         has_begun.set()
         return goes_on.wait(10) and pages.populate(address, nbytes)
 
-    monkeypatch.setattr(filling, "populate", populate)
-    monkeypatch.setattr(filling, "_PART", MIB)
+    monkeypatch.setattr(tables, "populate", populate)
+    monkeypatch.setattr(tables, "_PART", MIB)
     torch.nn.functional.embedding(torch.arange(0, 4096, 16), table)
     assert has_begun.wait(10)
     offload.budget.evict(table)

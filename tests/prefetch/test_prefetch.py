@@ -8,8 +8,10 @@ import time
 import pytest
 
 from offload.prefetch import engine as engines
-from offload.prefetch.plan import Pool
-from offload.prefetch.value import LEAVING, QUEUED, READING, RESIDENT, SMALL
+from offload.prefetch import plan
+from offload.prefetch.engine import CHECKED_FOR
+from offload.prefetch.plan import LEAVING, QUEUED, READING, RESIDENT, SMALL, Pool
+from offload.system import clock
 from tests.engines import rest
 from tests.prefetch.fakes import MIB, Made, made, read, seed
 from tests.processes import in_fork
@@ -27,17 +29,39 @@ def test_the_order_of_the_first_pass_is_read_ahead_in_the_second(engine, memory)
     assert "bcdefghab" == "".join(name for name, by_reader in memory.log if by_reader)  # and on to the next pass
     assert (7, 0) == (engine.reader.counts.ahead, engine.reader.counts.wasted)
     assert (16 + 2) * MIB == engine.reader.counts.bytes_read
-
-
-def test_from_the_third_pass_on_the_beginning_is_read_ahead_too(engine, memory):
-    values = made(memory, "abcdefgh")
-    read(engine, values * 2)
     memory.log.clear()
-
     read(engine, values * 3)
-
     assert [] == [entry for entry in memory.log if not entry[1]]
     assert 0 == engine.reader.counts.wasted
+
+
+def test_reads_of_ops_and_values_that_arrive_meanwhile_are_counted(engine, memory, monkeypatch, still_clock):
+    def late(self: Made, **_: object) -> None:
+        still_clock.time += 3
+        memory.take(self)
+
+    first, second = made(memory, "ab", budget=2 * MIB)
+    monkeypatch.setattr(Made, "missing_bytes", lambda self: self.nbytes // 4)
+    monkeypatch.setattr(Made, "bring_in", late)
+    engine.arrive(first)
+    looks = iter([False, True])
+    monkeypatch.setattr(Made, "is_cached", lambda _: next(looks))
+    engine.arrive(second)
+
+    counts = engine.reader.counts
+    assert (1, MIB // 4, 3.0, 1) == (counts.missed, counts.bytes_read, counts.waited, counts.found)
+
+
+@pytest.mark.usefixtures("still_clock")
+def test_values_that_stay_are_looked_at_again_one_by_one(engine, memory):
+    """So that it is soon noticed if something else takes their memory."""
+    values = made(memory, "abcdefgh", budget=8 * MIB)
+    for value in values:
+        engine.arrive(value)
+    left = [value.checked_until - clock.now() for value in values]
+
+    assert all(0 < one <= CHECKED_FOR for one in left)
+    assert len(set(left)) > 1
 
 
 def test_an_announced_order_is_read_ahead_at_once(engine, memory):
@@ -142,28 +166,17 @@ def test_values_are_requested_together_up_to_32_mib(engine, memory, size, expect
     ("names", "budget", "expected"), [("abc", 0, [True] * 3), ("ab", 9, [False] * 2), ("a", 0, [])]
 )
 def test_values_requested_together_are_announced_first(engine, memory, monkeypatch, names, budget, expected):
-    """A single one, or one run in a file, is read at once."""
-    announced: list[bool] = []
-    monkeypatch.setattr(Made, "announce", lambda _, exactly, leave_free: announced.append(exactly))
+    """A single one, or one run in a file, is read at once. They count as read, though they arrive meanwhile."""
+    announced: dict[Made, bool] = {}
+    monkeypatch.setattr(Made, "announce", lambda self, exactly: announced.setdefault(self, exactly))
+    monkeypatch.setattr(Made, "missing_bytes", lambda self: 0 if self in announced else self.nbytes)
     values = made(memory, names, budget=budget * MIB, window=8 * MIB)
     with engine.reader.lock:
         engine.streams.own().bring_soon(values)
     rest(engine)
 
-    assert expected == announced
-
-
-def test_values_requested_together_count_as_read_though_they_arrive_meanwhile(engine, memory, monkeypatch):
-    arriving: set[Made] = set()
-    monkeypatch.setattr(Made, "announce", lambda self, **_: arriving.add(self))
-    monkeypatch.setattr(Made, "missing_bytes", lambda self: 0 if self in arriving else self.nbytes)
-    values = made(memory, "abcd", window=16 * MIB)
-    with engine.reader.lock:
-        engine.streams.own().bring_soon(values)
-    rest(engine)
-
-    assert arriving == set(values)
-    assert 4 * MIB == engine.reader.counts.bytes_read
+    assert expected == list(announced.values())
+    assert len(names) * MIB == engine.reader.counts.bytes_read
 
 
 @pytest.mark.parametrize("window", [2 * MIB, 4 * MIB, 8 * MIB])
@@ -257,16 +270,6 @@ def test_a_value_dropped_while_it_waits_in_a_batch_does_not_stay(engine, memory,
     assert 0 == engine.reader.leaving_bytes
 
 
-def test_threads_that_come_and_go_leave_nothing(engine, memory):
-    values = made(memory, "abcd", budget=8 * MIB)
-    for _ in range(20):
-        thread = threading.Thread(target=read, args=(engine, values))
-        thread.start()
-        thread.join()
-
-    assert len(engine.streams.live) <= 2
-
-
 def test_a_value_that_is_larger_than_the_window_is_read_ahead_alone(engine, memory):
     values = seed(made(memory, "abcd", size=10 * MIB, window=MIB))
 
@@ -276,11 +279,12 @@ def test_a_value_that_is_larger_than_the_window_is_read_ahead_alone(engine, memo
     assert memory.most <= 30 * MIB  # in use, ahead, and not yet dropped
 
 
-def test_the_next_three_values_are_ahead_where_they_are_larger_than_the_window(engine, memory):
+def test_the_next_three_values_are_ahead_where_they_are_larger_than_the_window(engine, memory, monkeypatch):
     """If a budget has room for them; otherwise the window is kept."""
+    monkeypatch.setattr(plan, "available_bytes", lambda: 1 << 40)
     ahead = []
     for budget in 2500 * MIB, 300 * MIB:
-        pool = Pool(budget, available=lambda: 1 << 40)
+        pool = Pool(budget)
         values = seed([Made(name, memory, pool, 50 * MIB, place << 30) for place, name in enumerate("abcdefgh")])
         pool.add(values)
         for value in values:
@@ -290,7 +294,7 @@ def test_the_next_three_values_are_ahead_where_they_are_larger_than_the_window(e
         engine.arrive(values[0])
         rest(engine)
         ahead.append("".join(sorted(value.name for value in memory.here & set(values[1:]))))
-        engine.streams.give_up_own()
+        engine.streams.own().give_up()
 
     assert ["bcd", "b"] == ahead
 

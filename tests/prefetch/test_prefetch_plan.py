@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.prefetch import plan
-from offload.prefetch.plan import WINDOW, Pool, Users
-from offload.prefetch.value import SMALL, PageState, Value
+from offload.prefetch.plan import SMALL, WINDOW, Pool, Users, Value
+from offload.prefetch.room import OnDevice
 from tests.prefetch.fakes import FILE, MIB, values_of
+
+
+@contextmanager
+def available(nbytes: int) -> Iterator[None]:
+    """So much memory is available."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "available_bytes", lambda: nbytes)
+        yield
 
 
 def kept(values: list[Value]) -> list[int]:
@@ -23,19 +32,31 @@ def kept(values: list[Value]) -> list[int]:
 @pytest.mark.parametrize(("budget", "window"), [(None, None), (15 * MIB, 2 * MIB)], ids=["none is set", "one is set"])
 def test_a_budget_never_exceeds_the_available_memory(budget: int | None, window: int | None):
     """Which is the budget if none is set, but for what the rest of the program needs."""
-    assert 8 == len(kept(values_of(Pool(budget, window, available=lambda: 10 * MIB), [MIB] * 20)))
+    with available(10 * MIB):
+        assert 8 == len(kept(values_of(Pool(budget, window), [MIB] * 20)))
+
+
+@pytest.mark.parametrize("budget", [None, 10 * MIB])
+def test_an_assistant_in_memory_leaves_less_to_the_values(budget: int | None):
+    pool, assistant = Pool(budget), torch.nn.Linear(1, 1)
+    pool.beside[assistant] = 4 * MIB
+    with available(10 * MIB if budget is None else 1 << 40):
+        pool.reconsider(anew=True)
+
+    assert 6 * MIB == pool.capacity
 
 
 def test_a_budget_set_later_leaves_memory_for_its_own_window():
     """The window of all memory on a fast disk would be more than a small budget."""
-    available = [100 << 30]
-    pool = Pool(available=lambda: available[0])
-    pool.reconsider(anew=True)
+    pool = Pool()
+    with available(100 << 30):
+        pool.reconsider(anew=True)
     pool.learn_rate(2 << 30, 1.0)
     assert 512 * MIB == pool.window
-    available[0], pool.max_memory = 500 * MIB, 400 * MIB
+    pool.max_memory = 400 * MIB
 
-    pool.reconsider(anew=True)
+    with available(500 * MIB):
+        pool.reconsider(anew=True)
 
     assert 400 * MIB == pool.capacity
     assert 64 * MIB == pool.window
@@ -58,17 +79,6 @@ def test_values_that_stay_are_spread_evenly(share: float, count: int):
 
     for done in range(count):
         assert abs(len(kept(values[:done])) - share * done) <= 2
-
-
-def test_values_that_stay_leave_free_huge_pages_to_streaming_ones():
-    """It is read once, streaming values in each pass."""
-    pool = Pool(4 * MIB)
-    values = values_of(pool, [MIB] * 8)
-
-    assert [0, pool.widest] * 4 == [value.leave_free for value in values]
-    pool.max_memory = 8 * MIB
-    pool.reconsider(anew=True)
-    assert [0] * 8 == [value.leave_free for value in values]
 
 
 @given(count=st.integers(4, 60), budgets=st.lists(st.integers(0, 60), min_size=1, max_size=6))
@@ -102,15 +112,15 @@ def test_a_later_value_displaces_none_of_the_others():
 @given(taken=st.lists(st.integers(0, 30), min_size=1, max_size=8))
 def test_memory_that_others_take_and_return_displaces_no_more_than_that(taken: list[int]):
     """Without a budget; nothing is dropped for something that was not there before."""
-    available = [40 * MIB]
-    pool = Pool(available=lambda: available[0])
-    values = values_of(pool, [MIB] * 60)
+    pool = Pool()
+    with available(40 * MIB):
+        values = values_of(pool, [MIB] * 60)
     for value in values:
         value.checked_until = 1.0  # it was read
     for others in taken:
         before = set(kept(values))
-        available[0] = (40 - others) * MIB
-        leaving = pool.reconsider(anew=True)
+        with available((40 - others) * MIB):
+            leaving = pool.reconsider(anew=True)
 
         after = set(kept(values))
         assert after <= before or before <= after
@@ -130,8 +140,9 @@ def test_memory_that_others_take_and_return_displaces_no_more_than_that(taken: l
     ],
 )
 def test_the_window_follows_the_disk_and_the_budget(room: int, fixed: int | None, rate: int, window: int, widest: int):
-    pool = Pool(room, fixed, available=lambda: 1 << 40)
-    pool.reconsider(anew=True)
+    pool = Pool(room, fixed)
+    with available(1 << 40):
+        pool.reconsider(anew=True)
     pool.learn_rate(100 * MIB, 100 * MIB / rate if rate else 0)
 
     assert (window, widest) == (pool.window, pool.widest)
@@ -150,14 +161,11 @@ def test_short_reads_do_not_change_the_disk_rate():
 
 def blocks_of(pool: Pool, blocks: list[list[int]]) -> tuple[list[list[Value]], Users]:
     """Values of these sizes, used block by block."""
-    made, handles = [], []
+    made = []
     for start, sizes in enumerate(blocks):
         values = values_of(pool, sizes, start << 40)
-        page_state = PageState()
-        page_state.ranges = {(place, value.nbytes): value for place, value in enumerate(values)}
         made.append(values)
-        handles.append([SimpleNamespace(page_state=page_state)])
-    return made, Users(handles)  # type: ignore[arg-type]
+    return made, Users(lambda: made)
 
 
 def streams(block: list[Value]) -> int:
@@ -198,6 +206,19 @@ def test_any_blocks_stay_within_the_budget(blocks: list[list[int]], budget: int,
         assert stays == sum(map(sum, blocks))
     elif pool.at_a_time < others + min(pool.most_at_a_time, max(map(sum, blocks))):
         assert max(map(streams, made)) + others <= pool.at_a_time
+
+
+def test_values_of_a_block_that_have_another_budget_count_there_alone():
+    pool, other = Pool(64 * MIB), Pool(64 * MIB)
+    [block], users = blocks_of(pool, [BLOCK])
+    pool.users.append(users)
+    pool.reconsider(anew=True)
+    before = pool.at_a_time, [value.kept for value in block]
+
+    block += values_of(other, [20 * MIB] * 4, 1 << 41)
+    pool.reconsider(anew=True)
+
+    assert before == (pool.at_a_time, [value.kept for value in block[:-4]])
 
 
 @pytest.mark.parametrize("budget", [100, 150, 200])
@@ -242,7 +263,7 @@ def test_values_added_one_by_one_are_planned_for():
 @given(share=st.floats(0.1, 0.9), sizes=st.lists(st.integers(SMALL + 1, 8 * MIB), min_size=2, max_size=60))
 def test_on_a_device_what_stays_after_a_first_pass_is_there(share: float, sizes: list[int]):
     """So that the second pass sends what exceeds the budget, and no more."""
-    pool, values, there = plan.OnDevice(int(share * sum(sizes)), torch.device("meta")), list[Value](), set[Value]()
+    pool, values, there = OnDevice(int(share * sum(sizes)), torch.device("meta")), list[Value](), set[Value]()
     for place, size in enumerate(sizes):
         value = Value(pool, FILE, place * 8 * MIB, size, shared=False)  # type: ignore[arg-type]
         values.append(value)
@@ -262,7 +283,7 @@ def test_on_a_device_what_stays_after_a_first_pass_is_there(share: float, sizes:
 @given(share=st.floats(0.1, 0.9), count=st.integers(20, 200))
 def test_on_a_device_values_of_a_first_pass_are_spread_evenly(share: float, count: int):
     """Though how many there are is known only at its end."""
-    pool, values = plan.OnDevice(int(share * count * MIB), torch.device("meta")), list[Value]()
+    pool, values = OnDevice(int(share * count * MIB), torch.device("meta")), list[Value]()
     for place in range(count):
         [value] = values_of(pool, [MIB], place * MIB)
         values.append(value)
@@ -287,11 +308,11 @@ def test_deleted_values_free_their_memory():
 def test_available_memory_is_not_queried_at_each_read(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
 
-    def available() -> int:
+    def counted() -> int:
         asked.append(1)
         return 10 * MIB
 
-    monkeypatch.setattr(plan, "available_bytes", available)
+    monkeypatch.setattr(plan, "available_bytes", counted)
     pool = Pool()
     values_of(pool, [MIB] * 20)
     for _ in range(100):

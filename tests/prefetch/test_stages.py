@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import ast
-from itertools import product
 
 import pytest
 
 from offload.prefetch.engine import Engine
-from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage
+from offload.prefetch.pages import Range
+from offload.prefetch.plan import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage
 from tests.engines import rest
 from tests.prefetch.fakes import MIB, Made, Memory, made, read, seed
 from tests.processes import ROOT
 
-FOLLOW = {
-    (AWAY, QUEUED), (QUEUED, READING), (READING, RESIDENT), (RESIDENT, IN_USE), (IN_USE, LEAVING), (LEAVING, AWAY),
-    (AWAY, IN_USE), (QUEUED, IN_USE),  # an op reads it by itself
-    (LEAVING, IN_USE), (LEAVING, QUEUED), (IN_USE, QUEUED),  # it is needed again
-    (AWAY, LEAVING), (READING, LEAVING), (RESIDENT, LEAVING),  # it is not needed after all
-    (QUEUED, AWAY), (READING, AWAY), (RESIDENT, AWAY), (IN_USE, AWAY),  # it is given up, broken, evicted
-    (AWAY, AWAY),  # by two threads at once
-}  # fmt: skip
 
-
-@pytest.mark.parametrize(("before", "after"), list(product(Stage, Stage)), ids=lambda stage: stage.name)
-def test_a_value_moves_to_the_stages_that_follow_its_own(before: Stage, after: Stage, memory: Memory):
+def test_a_value_does_not_skip_stages(memory: Memory):
     [value] = made(memory, "a")
-    value.stage = before
 
-    if (before, after) in FOLLOW:
-        value.move_to(after)
-        assert value.stage is after
-    else:
-        with pytest.raises(AssertionError, match="can't become"):
-            value.move_to(after)
-        assert value.stage is before
+    with pytest.raises(AssertionError, match="nothing is known about its pages can't become one that is being read"):
+        value.move_to(READING)
+
+    assert AWAY is value.stage
 
 
 def test_a_value_can_be_dropped_by_two_threads_at_once(memory: Memory, monkeypatch: pytest.MonkeyPatch):
@@ -45,13 +31,34 @@ def test_a_value_can_be_dropped_by_two_threads_at_once(memory: Memory, monkeypat
 
     def late(self: Made, stage: Stage) -> None:
         monkeypatch.setattr(Made, "move_to", move_to)
-        self.left()
+        self.let_go()
         self.move_to(stage)
 
     monkeypatch.setattr(Made, "move_to", late)
-    value.left()
+    value.let_go()
 
     assert AWAY is value.stage
+
+
+def test_a_value_that_is_used_while_it_is_dropped_stays_in_use(memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    [value] = made(memory, "a")
+    value.stage = LEAVING
+    monkeypatch.setattr(Range, "let_go", lambda self: self.move_to(IN_USE))
+
+    value.let_go()
+
+    assert IN_USE is value.stage
+
+
+def test_values_that_wait_to_be_read_can_be_given_up(engine: Engine, memory: Memory):
+    with engine.reader.lock:
+        stream = engine.streams.own()
+        stream.bring_soon(made(memory, "abc"))
+        stream.give_up()
+    rest(engine)
+
+    assert [] == memory.log
+    assert 0 == engine.reader.counts.wasted
 
 
 def test_one_function_assigns_stages():
@@ -62,25 +69,11 @@ def test_one_function_assigns_stages():
             if isinstance(function, ast.FunctionDef):
                 found += [(path.name, function.name) for node in ast.walk(function) if _assigns_a_stage(node)]
 
-    assert [("direct.py", "__init__"), ("value.py", "move_to"), ("value.py", "__init__")] == found
+    assert [("direct.py", "__init__"), ("plan.py", "move_to"), ("plan.py", "__init__")] == found
 
 
 def _assigns_a_stage(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "stage" and isinstance(node.ctx, ast.Store)
-
-
-def test_a_streaming_value_goes_through_all_stages(engine: Engine, memory: Memory):
-    values = seed(made(memory, "abc", window=MIB))
-    first = values[0]
-    seen = [first.stage]
-    for value in values:
-        engine.arrive(value)
-        rest(engine)
-        seen.append(first.stage)
-
-    assert [AWAY, IN_USE] == seen[:2]
-    assert AWAY is seen[-1]
-    assert not first.is_cached()
 
 
 def test_a_value_that_stays_is_in_use_until_it_is_evicted(engine: Engine, memory: Memory):

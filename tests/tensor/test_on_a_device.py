@@ -482,11 +482,10 @@ def test_an_integrated_device_holds_nothing_twice(
 
 @on_the_device
 def test_the_keys_and_values_of_a_context_have_room_on_a_device(
-    device: torch.device, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 4,096 tokens; `plan` and `doctor` say the same."""
     delayed.ops.late(20)
-    caplog.set_level("INFO", "offload.budget")
     monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda *_: Computing(1e9, 1e9, 1e9, 0.0, 1e9))
     FORMS["llama"].write(folder)
     delayed.filled_up_to(256 * MIB)
@@ -499,7 +498,6 @@ def test_the_keys_and_values_of_a_context_have_room_on_a_device(
     assert abs(first - (free - spare_of(free) - 4096 * per_token)) < MIB // 16
     assert planned.context_bytes == 4096 * per_token
     assert diagnose(folder, nbytes=0).on_devices["delayed:0"] == room_on(device) == planned.device_memory - 8 * MIB
-    assert "stay on delayed:0" in caplog.text
 
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
@@ -913,7 +911,7 @@ def test_no_value_is_stale_or_torn_on_streams_that_are_late(device: torch.device
 def test_no_value_is_wrong_as_a_full_device_runs_out_of_memory(device: torch.device, folder: Path) -> None:
     """At random, though what does not stay would have room; and no error is seen."""
     delayed.ops.late(300)
-    plan._CALM, plan._LOOK_AGAIN = 0.05, 0.02  # it soon fills itself again
+    room._CALM, plan._LOOK_AGAIN = 0.05, 0.02  # it soon fills itself again
     delayed.filled_up_to(5 * MIB // 2)
     delayed.ops.pinch(2 * MIB, 20)
 
