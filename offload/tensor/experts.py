@@ -279,18 +279,16 @@ class _Stack:
     """The experts of a layer, as far as they are known.
 
     Attributes:
-        key: of the two tensors, as long as they live.
+        key: of the values of the two tensors, and their views.
         pieces: `up` and `down`, with the rows of their experts.
         columns: of `up`'s rows and of `down`'s.
         outputs: rows of `up` and of `down`.
     """
 
     def __init__(self, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> None:
-        first, second = handle_of(up), handle_of(down)
         self.key = _key_of(up, down, is_turned=is_turned)
-        self.name = first.name
+        self.name = handle_of(up).name
         self.count = len(up)
-        self._sources = first.source, second.source
         self.pieces = [
             Piece(handle_of(one), view_spec_of(one).transpose(-2, -1) if is_turned else view_spec_of(one))
             for one in (up, down)
@@ -303,16 +301,12 @@ class _Stack:
     def of(cls, owner: object, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> _Stack:
         """That of two tensors of `owner`, which may be known from before."""
         found = _STACKS.get(owner)
-        if found is None or found.key != _key_of(up, down, is_turned=is_turned) or not found._is_of_now():
+        if found is None or found.key != _key_of(up, down, is_turned=is_turned) or found._is_exact():
             found = _STACKS[owner] = cls(up, down, is_turned=is_turned)
         return found
 
-    def _is_of_now(self) -> bool:
-        sources = (piece.handle.source for piece in self.pieces)
-        return all(map(operator.is_, sources, self._sources)) and not self._is_exact()
-
     def _is_exact(self) -> bool:
-        return any(getattr(source.composed, "is_exact", False) for source in self._sources)
+        return any(getattr(piece.handle.composed, "is_exact", False) for piece in self.pieces)
 
     def fits(self, width: int, between: Between) -> bool:
         """Whether tokens of that width go through `up`, and what it gives, through `down`."""
@@ -329,7 +323,7 @@ class _Stack:
 
 
 def _key_of(up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> object:
-    return is_turned, *((id(handle_of(one)), metadata_of(view_spec_of(one))) for one in (up, down))
+    return is_turned, *((handle_of(one).source, metadata_of(view_spec_of(one))) for one in (up, down))
 
 
 # By the owner, which lives as long as what is known of its experts: that refers to the values.

@@ -478,9 +478,7 @@ class Joined(Plain):
 
     def _inside(self, box: Box) -> list[Inside]:
         """The cut of each piece that is in a box, and where in the box it goes."""
-        return list(self._cut_out(box))
-
-    def _cut_out(self, box: Box) -> Iterator[Inside]:
+        found: list[Inside] = []
         first, end, rows = 0, len(self.pieces), self._rows
         if rows:
             first = bisect_left(rows, rows[bisect_right(rows, box.start[0]) - 1])
@@ -496,7 +494,8 @@ class Joined(Plain):
                 if high - low < view_spec.shape[dim]:
                     view_spec = view_spec.narrow(dim, low - begin, high - low)
             else:
-                yield piece, view_spec, at
+                found.append((piece, view_spec, at))
+        return found
 
 
 def _put_in_places(whole: torch.Tensor, inside: Iterable[Inside]) -> None:
