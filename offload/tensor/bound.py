@@ -86,11 +86,7 @@ class BoundWeight:
         return is_same and weight._target is CPU and self._releases == SMALL_VALUES.releases
 
     def result(self, func: Op, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-        """What a function gives, whose second argument is the weight; None if it is computed otherwise.
-
-        Raises:
-            ReadError: the disk failed.
-        """
+        """What a function gives, whose second argument is the weight; None if it is computed otherwise."""
         if torch.compiler.is_compiling():
             return None
         if func is F.linear and not kwargs and len(args) <= _OF_LINEAR:

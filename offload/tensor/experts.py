@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import operator
 import platform
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,18 +58,17 @@ Gate: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
 Gather: TypeAlias = "Callable[[Act], torch.Tensor | None]"
 Reads: TypeAlias = "list[tuple[Handle, torch.Tensor]]"
 
-_GATHERING = threading.local()
+_gathering: ContextVar[Gather | None] = ContextVar("gathering", default=None)
 
 
 @contextmanager
 def gathered_by(gather: Gather) -> Iterator[None]:
     """In this context, acts of this thread are given to `gather`, which returns their results."""
-    before = getattr(_GATHERING, "gather", None)
-    _GATHERING.gather = gather
+    before = _gathering.set(gather)
     try:
         yield
     finally:
-        _GATHERING.gather = before
+        _gathering.reset(before)
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _all_stay(device: torch.device, stack: OffloadedTensor) -> bool:
 
 
 def _done(act: Act) -> torch.Tensor | None:
-    gather: Gather | None = getattr(_GATHERING, "gather", None)
+    gather = _gathering.get()
     return act.result() if gather is None else gather(act)
 
 
@@ -150,9 +149,9 @@ def _here_and_there(
     between: Between,
     *matrices: torch.Tensor,
 ) -> torch.Tensor | None:
-    """The sum for tokens on a device: of experts that stay there, and of the others, which are computed here meanwhile.
+    """The sum of experts that stay on a device, and of the others, which are computed here meanwhile.
 
-    None if all stay, if it is not worth it, or if there is no such expert. The matrices are (experts, outputs, inputs).
+    None if all stay, or if that does not win. The matrices are (experts, outputs, inputs).
     """
     device, numbers, none = x.device, picks.cpu(), stack.count
     used = [one for one in numbers.unique().tolist() if one != none]
@@ -192,15 +191,10 @@ def _are_routed(x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, dev
 
 @dataclass(frozen=True)
 class _Mapped:
-    """An expert's matrices over its pieces, which are alive as long as this is.
+    """An expert's matrices over its pieces, which are alive as long as this is."""
 
-    Attributes:
-        bases: what the pieces are parts of.
-        values: of each run, those of `up` and then of `down`.
-    """
-
-    bases: list[torch.Tensor]
-    values: list[list[torch.Tensor]]
+    bases: list[torch.Tensor]  # what the pieces are parts of
+    values: list[list[torch.Tensor]]  # of each run, those of `up` and then of `down`
     up: Product
     down: Product
 
@@ -208,8 +202,7 @@ class _Mapped:
 def most_of_an_expert(dtype: torch.dtype) -> int:
     """Up to how many rows an expert is multiplied where it lies, faster than by torch.
 
-    With AVX2 torch multiplies bfloat16 at a fraction of its speed: with 16 rows for each expert this is 2.6 times as
-    fast, with 32 1.3 times (`python -m bench --only experts`).
+    With AVX2 torch is slow in bfloat16: this is 2.6 times as fast with 16 rows, 1.3 with 32 (`bench --only experts`).
     """
     has_avx2_alone = native.best_level() == 1 and platform.machine() == "x86_64"
     return 32 if dtype == torch.bfloat16 and has_avx2_alone else most_rows(dtype)
@@ -235,13 +228,7 @@ class _Known:
         return load_of(self.reads, self._parts)
 
     def mapped(self, load: direct.Load | None = None) -> _Mapped:
-        """Its matrices over what is mapped now, or was loaded.
-
-        Args:
-            load: what was loaded.
-
-        Raises: as `Handle.base`.
-        """
+        """Its matrices over what is mapped now, or was loaded."""
         bases, known = [handle.base() for handle, _ in self.reads] if load is None else [], self._mapped
         if load is None and known is not None and all(map(operator.is_, bases, known.bases)):
             return known
@@ -276,24 +263,15 @@ def _place(read: tuple[Handle, torch.Tensor]) -> tuple[str, int]:
 
 
 class _Stack:
-    """The experts of a layer, as far as they are known.
-
-    Attributes:
-        key: of the values of the two tensors, and their views.
-        pieces: `up` and `down`, with the rows of their experts.
-        columns: of `up`'s rows and of `down`'s.
-        outputs: rows of `up` and of `down`.
-    """
+    """The experts of a layer, as far as they are known; of `up` and `down`, their pieces, and what these have."""
 
     def __init__(self, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> None:
-        self.key = _key_of(up, down, is_turned=is_turned)
-        self.name = handle_of(up).name
-        self.count = len(up)
+        self.key, self.name = _key_of(up, down, is_turned=is_turned), handle_of(up).name
+        self.count, self._counts = len(up), [len(up), len(down)]
         self.pieces = [
             Piece(handle_of(one), view_spec_of(one).transpose(-2, -1) if is_turned else view_spec_of(one))
             for one in (up, down)
         ]
-        self._counts = [len(up), len(down)]
         self.outputs, self.columns = zip(*(piece.view_spec.shape[1:] for piece in self.pieces), strict=True)
         self._known: dict[int, _Known | None] = {}
 
@@ -323,7 +301,8 @@ class _Stack:
 
 
 def _key_of(up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> object:
-    return is_turned, *((handle_of(one).source, metadata_of(view_spec_of(one))) for one in (up, down))
+    ours = ((handle_of(one), view_spec_of(one)) for one in (up, down))
+    return is_turned, *((handle, handle.source, metadata_of(view_spec)) for handle, view_spec in ours)
 
 
 # By the owner, which lives as long as what is known of its experts: that refers to the values.
@@ -357,7 +336,6 @@ class Act:
     Attributes:
         key: acts with the same one can be done together.
         nbytes: of the results that are summed up.
-        is_last: whether no other thread is about to need the same experts.
     """
 
     def __init__(
@@ -368,7 +346,7 @@ class Act:
         self._weights = weights.reshape(-1).to(torch.float32).contiguous()
         self._most = native.MOST_ROWS if any_rows.get() else most_of_an_expert(x.dtype)
         self._tokens_of = [len(x)]  # each batch
-        self.is_last = not is_shared()
+        self.is_last = not is_shared()  # no other thread is about to need the same experts
         self.key = stack, between.owner, self._most, x.dtype, x.shape[1], picks.shape[1]
         self.nbytes = picks.numel() * stack.outputs[1] * torch.float32.itemsize
 

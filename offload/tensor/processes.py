@@ -75,20 +75,14 @@ def _pickler() -> Any:
 
 
 class Reference(NamedTuple):
-    """A value that is passed, and its state by then.
+    """A value that is passed, and its state by then."""
 
-    Attributes:
-        key: the same in every process, and another for another value.
-        path: of its file; None if it is computed.
-        opened: gives a handle for a value of this name and folder, in another process.
-    """
-
-    key: Hashable
-    path: Path | None
+    key: Hashable  # the same in every process, and another for another value
+    path: Path | None  # of its file; None if it is computed
     name: str
     folder: Path | None
     layout: Layout
-    opened: Callable[[str, Path | None], Handle]
+    opened: Callable[[str, Path | None], Handle]  # gives a handle of this name and folder, in another process
 
 
 def _opened(

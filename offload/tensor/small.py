@@ -50,10 +50,7 @@ class SmallValue:
         return 0 if known is None else known.value.nbytes
 
     def view(self, view_spec: torch.Tensor | None) -> torch.Tensor | None:
-        """The view that a meta tensor describes, or the whole: do not write to it.
-
-        None: it has to be computed, which raises if a file has changed.
-        """
+        """The view that a meta tensor describes, or the whole: do not write to it. None: it has to be computed."""
         known = self._known
         if known is None or version_of(known.value) != known.version:
             return None
@@ -72,11 +69,7 @@ class SmallValue:
     def computed(
         self, compute: Callable[[], torch.Tensor], handles: Iterable[Handle], view_spec: torch.Tensor | None
     ) -> torch.Tensor:
-        """Like `view`, of what `compute` gives now, which is kept from then on.
-
-        Args:
-            handles: that it is computed from. In files of ours they can change in place: then it is not kept.
-        """
+        """Like `view`, of what `compute` gives now; kept from then on, unless its sources are in files of ours."""
         sources = tuple((handle, handle.source) for handle in handles)
         with no_functions(), no_modes():
             value = compute().clone()  # it may lie in a mapping, or in memory that is used again
