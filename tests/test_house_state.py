@@ -48,7 +48,7 @@ CONSTANTS = (
 STATE = {
     "of a context or a thread: what it is at, and asks for": """
         batches.scheduler._CURRENT generation.alike._on integrations.torchao._AT_WORK offloading.context._NOTES
-        prefetch.loads._THREAD tensor.backends.any_rows tensor.bound.exactly tensor.experts._gathering
+        prefetch.loads._THREAD tensor.backends.any_rows tensor.bound.exactly tensor.experts._GATHERING
     """,
     "pure functions, remembered": """
         cache.columns._empty_head cache.columns._start checkpoints.forms.decoding._tried

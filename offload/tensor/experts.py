@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import operator
 import platform
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,17 +58,18 @@ Gate: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
 Gather: TypeAlias = "Callable[[Act], torch.Tensor | None]"
 Reads: TypeAlias = "list[tuple[Handle, torch.Tensor]]"
 
-_gathering: ContextVar[Gather | None] = ContextVar("gathering", default=None)
+_GATHERING = threading.local()
 
 
 @contextmanager
 def gathered_by(gather: Gather) -> Iterator[None]:
     """In this context, acts of this thread are given to `gather`, which returns their results."""
-    before = _gathering.set(gather)
+    before = getattr(_GATHERING, "gather", None)
+    _GATHERING.gather = gather
     try:
         yield
     finally:
-        _gathering.reset(before)
+        _GATHERING.gather = before
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _all_stay(device: torch.device, stack: OffloadedTensor) -> bool:
 
 
 def _done(act: Act) -> torch.Tensor | None:
-    gather = _gathering.get()
+    gather: Gather | None = getattr(_GATHERING, "gather", None)
     return act.result() if gather is None else gather(act)
 
 

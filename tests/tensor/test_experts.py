@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload import OffloadedTensor
+from offload.kernels import native
 from offload.prefetch.pages import Range
 from offload.tensor import groups as of_groups
 from offload.tensor.deferred import deferred
+from offload.tensor.experts import Between, multiplied_by_experts
 from offload.tensor.views import handle_of
 from tests.page_cache import dropped, needs_page_cache
 
@@ -123,3 +126,26 @@ def test_a_wrong_number_of_groups_is_an_error(plain: torch.Tensor, rows: torch.T
     for weight in (plain, stored):
         with pytest.raises(RuntimeError, match="matrix batch sizes have to match"):
             F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+
+
+@pytest.mark.fused
+@pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
+def test_experts_of_a_copy_are_not_those_of_the_value_that_it_was_copied_from(plain: torch.Tensor) -> None:
+    """A copy of a recipe is another value with the same recipe."""
+    parts = [plain[:2, :64, :32].contiguous(), plain[:2, :32, :32].contiguous()]
+    stored = [deferred(OffloadedTensor.from_original_tensor(one, "experts")).bfloat16().stored("x") for one in parts]
+    between = Between(torch.nn.Module(), lambda products, _: F.silu(products[:, :32]) * products[:, 32:], is_silu=True)
+
+    def sums(number: int, up: torch.Tensor) -> torch.Tensor:
+        x, picks, weights = torch.ones(1, 32).bfloat16(), torch.tensor([[number]]), torch.ones(1, 1)
+        found = multiplied_by_experts(x, picks, weights, up, stored[1], between)
+        assert found is not None
+        return found
+
+    copied = copy.deepcopy(stored[0])
+    expected = sums(1, copied)
+    sums(0, stored[0])
+    stored[0].zero_()
+
+    assert torch.equal(expected, sums(1, copied))
+    assert not sums(1, stored[0]).any()
