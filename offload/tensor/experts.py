@@ -264,7 +264,7 @@ def _place(read: tuple[Handle, torch.Tensor]) -> tuple[str, int]:
 
 
 class _Stack:
-    """The experts of a layer, as far as they are known; of `up` and `down`, their pieces, and what these have."""
+    """The experts of a layer, as far as they are known. What there are two of is of `up` and of `down`."""
 
     def __init__(self, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> None:
         self.key, self.name = _key_of(up, down, is_turned=is_turned), handle_of(up).name

@@ -35,7 +35,7 @@ _AS_MAPPED = version_of(torch.empty(0).set_(torch.empty(0).untyped_storage()))  
 
 
 def guest(tensor: OffloadedTensor) -> torch.Tensor:
-    """The plain tensor that stands in for `tensor` during an op: over the mapped file on the CPU, a copy elsewhere."""
+    """The plain tensor that stands in for `tensor` in an op, over its file or a copy: do not write to it."""
     target = tensor._target
     if target is CPU or target == CPU:
         return value_on_cpu(tensor)

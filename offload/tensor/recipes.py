@@ -163,7 +163,7 @@ class Recipe(Composition):
         return stored_in(piece.handle for piece in self.pieces)
 
     def part(self, _: tuple[int, ...], __: tuple[int, ...], /) -> Piece | None:
-        """A box, by start and shape, from no more than it, or one slightly larger, needs; None if that is all."""
+        """A box, by start and shape, of no more than it needs, or a cut of a larger one; None if it needs all."""
         return None
 
     @property
