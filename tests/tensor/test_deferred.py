@@ -111,9 +111,10 @@ def test_recorded_ops_give_the_values_that_torch_gives(
     ("make", "name"),
     [
         (lambda t: t["gate0"][...].detach(), "gate0"),
+        (lambda t: t["gate0"].double().float(), "gate0"),
         (fused, "experts.gate_up"),
     ],
-    ids=["unchanged", "fused"],
+    ids=["unchanged", "cast there and back", "fused"],
 )
 def test_assembling_writes_nothing(
     make: Callable[[Tensors], torch.Tensor], name: str, waiting: Tensors, plain: Tensors, file: Path, tmp_path: Path
