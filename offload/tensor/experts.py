@@ -267,8 +267,10 @@ class _Stack:
     """The experts of a layer, as far as they are known. What there are two of is of `up` and of `down`."""
 
     def __init__(self, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> None:
-        self.key, self.name = _key_of(up, down, is_turned=is_turned), handle_of(up).name
-        self.count, self._counts = len(up), [len(up), len(down)]
+        self.key = _key_of(up, down, is_turned=is_turned)
+        self.name = handle_of(up).name
+        self.count = len(up)
+        self._counts = [len(up), len(down)]
         self.pieces = [
             Piece(handle_of(one), view_spec_of(one).transpose(-2, -1) if is_turned else view_spec_of(one))
             for one in (up, down)

@@ -41,9 +41,10 @@ def multiply_groups(func: Op, args: Args, kwargs: Kwargs) -> Any:
         return read(func, args, kwargs)
     if ends.is_meta or modes_are_on():  # which groups have rows is unknown
         return read(func, args, kwargs)
-    ends, options = guest_of(ends), {name: value for name, value in kwargs.items() if name != "offs"}
+    ends, more = guest_of(ends), guests_of(rest[1:], {})
+    options = named_guests({name: value for name, value in kwargs.items() if name != "offs"}, {})
     counts = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu"))
-    groups, more, options = counts.nonzero().flatten(), guests_of(rest[1:], {}), named_guests(options, {})
+    groups = counts.nonzero().flatten()
     if matrices._handle.composed is not None:
         return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), more, options)
     parts = [view_spec_of(matrices).select(0, group) for group in groups.tolist()]
