@@ -371,6 +371,7 @@ WRITES = {
     "not seen by a cast": kept_by(torch.Tensor.double),
     "not seen by a cat": kept_by(lambda one: torch.cat([one, one])),
     "not seen by a stack": kept_by(lambda one: torch.stack([one, one])),
+    "not seen by a product": kept_by(lambda one: one * 2),
     "to rows that were set": written_again,
     "to a column": filled(lambda one: one[:, 1]),
     "to a transposed row": filled(lambda one: one.transpose(0, 1)[2]),
