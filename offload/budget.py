@@ -29,7 +29,7 @@ from offload.prefetch.value import page_state_of
 from offload.storage.handle import Access, Handle
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
-from offload.tensor.small import release_small, small_bytes
+from offload.tensor.small import SMALL_VALUES
 from offload.tensor.views import handle_of
 from offload.tensor.wrapper import is_offloaded
 from offload.torch_api import tree_leaves, usable_accelerator, usable_devices
@@ -155,7 +155,7 @@ def evict(*what: object) -> None:
         for pool in {value.pool for value in values}:
             leaving.extend(pool.reconsider(anew=True))
         leaving.extend([*values, *(copy for one in states for copy in one.copies.values())])
-    release_small()
+    SMALL_VALUES.release()
 
 
 def count_assistant(model: nn.Module, assistant: nn.Module) -> None:
@@ -300,7 +300,7 @@ def memory_summary() -> MemorySummary:
         values=_bytes_in(values),
         kept=_bytes_in(value for value in values if value.kept),
         resident=sum(extent.cached_bytes() for extent in joined(values)),
-        computed=small_bytes(),
+        computed=SMALL_VALUES.nbytes(),
         counts=counts(),
         on_devices=on_devices,
     )
@@ -350,7 +350,7 @@ def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None
         leaving.extend(value for pool in POOL.on_devices.values() for value in pool.values())
         POOL.max_memory, POOL.on_devices = max_memory, on_devices
         leaving.extend(POOL.reconsider(anew=True))
-    release_small()
+    SMALL_VALUES.release()
 
 
 def _values_in(what: Iterable[object]) -> list[Value]:

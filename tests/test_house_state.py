@@ -60,7 +60,7 @@ STATE = {
     "calls that are under way": "generation.alike._AT_WORK models.filling._LOADINGS",
     "known of a model, a module or a file for as long as that lives": """
         generation.candidates._MEASURED storage.file._OPENED tensor.experts._STACKS
-        tensor.small._ALL_KEPT
+        tensor.small.SMALL_VALUES
     """,
     "a class made of each class of a neighbour's, or of what is installed": """
         generation.past._stored_kind integrations.keys_values._kind_on_disk models.pretrained._kind_from_disk

@@ -109,29 +109,16 @@ class Chain:
 
 
 class Step(NamedTuple):
-    """Some rows, computed by one call of a decoder.
+    """Some rows, computed by one call of a decoder."""
 
-    Attributes:
-        low, high: the rows, counted from the first row that is wanted.
-        taken: for each piece, the range of its rows that is decoded, counted from its first row for the granule of the
-            first row that is wanted; None for all of the piece.
-        skipped: how many rows the decoder gives before `low`.
-    """
-
-    low: int
+    low: int  # counted from the first row that is wanted
     high: int
-    taken: tuple[tuple[int, int] | None, ...]
-    skipped: int
+    taken: tuple[tuple[int, int] | None, ...]  # rows of each piece, counted from those of the first granule; None: all
+    skipped: int  # rows that the decoder gives before `low`
 
 
 def steps(start: int, count: int, most: int, decoder: Decoder) -> Iterator[Step]:
-    """The steps that compute `count` rows from row `start` on, of one element if the value is a stack.
-
-    Args:
-        start, count: the rows that are wanted.
-        most: number of rows to compute at a time.
-        decoder: says what can be computed alone.
-    """
+    """The steps that compute `count` rows from row `start` on, of one element of a stack: at most `most` at a time."""
     granule, per, is_divisible = decoder.granule, decoder.per, decoder.is_divisible
     end, first, is_inside = start + count, start // granule, is_divisible and most < granule
     span = granule if is_inside else max(1, most // granule) * granule
@@ -160,12 +147,7 @@ COMPILED, ACCELERATED, CHAIN = Compiled(), Accelerated(), Chain()
 
 
 def choose(act: Act, device: torch.device, run: RowRun, dtype: torch.dtype, rows: int = 0) -> Backend:
-    """Who does it best: C on the CPU and Triton on a GPU, where they support it; else torch.
-
-    Args:
-        dtype: of the dense values.
-        rows: of activations.
-    """
+    """C on the CPU and Triton on a GPU, where they support it; else torch. `dtype`: of dense values and activations."""
     own = COMPILED if device == CPU else ACCELERATED if accelerated.is_there(device) else None
     return CHAIN if own is None or not own.supports(act, run, dtype, rows) else own
 
@@ -191,8 +173,5 @@ def most_rows_of(runs: Iterable[RowRun], dtype: torch.dtype) -> int:
 
 
 def product_with(runs: Iterable[RowRun], values: Iterable[Values]) -> native.Product:
-    """Products by C with runs, over their values, side by side.
-
-    Raises: as `RowRun.matrix`.
-    """
+    """Products by C with runs, over their values, side by side."""
     return native.Product([(run.matrix(some), run.outputs) for run, some in zip(runs, values, strict=True)])

@@ -43,9 +43,7 @@ def dense_layout(file: TensorFile, key: str) -> Layout:
 def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
     """Like `Handle.reference`; for a packed entry, its dense value as a matrix of its rows.
 
-    Raises:
-        CorruptFileError: as `TensorFile.entry`.
-        CheckpointError: such blocks can't be decoded.
+    Raises `CheckpointError` if such blocks can't be decoded.
     """
     if key not in file.header.kinds:
         return Handle.reference(file, key, offload_dir)

@@ -28,7 +28,7 @@ from offload.tensor.backends import COMPILED, any_rows, most_rows_of, product_wi
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Piece, Plain, stored_in
 from offload.tensor.runs import RowRun
-from offload.tensor.small import releases
+from offload.tensor.small import SMALL_VALUES
 from offload.tensor.views import cut
 from offload.tensor.wrapper import OffloadedTensor, guest_of
 from offload.torch_api import (
@@ -59,7 +59,7 @@ class BoundWeight:
     )  # fmt: skip
 
     def __init__(self, weight: OffloadedTensor, runs: list[RowRun]) -> None:
-        self._source, self._view_spec, self._releases = weight._handle.source, weight._view_spec, releases()
+        self._source, self._view_spec, self._releases = weight._handle.source, weight._view_spec, SMALL_VALUES.releases
         self._composed: Any = self._source.composed
         self._dtype = dtype = self._view_spec.dtype
         pieces = [[piece for _, piece in sorted(run.pieces, key=lambda one: one[0])] for run in runs]
@@ -83,14 +83,10 @@ class BoundWeight:
     def is_of(self, weight: OffloadedTensor) -> bool:
         """Whether it is of what the weight is now."""
         is_same = weight._handle.source is self._source and weight._view_spec is self._view_spec
-        return is_same and weight._target is CPU and self._releases == releases()
+        return is_same and weight._target is CPU and self._releases == SMALL_VALUES.releases
 
     def result(self, func: Op, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-        """What a function gives, whose second argument is the weight; None if it is computed otherwise.
-
-        Raises:
-            ReadError: the disk failed.
-        """
+        """What a function gives, whose second argument is the weight; None if it is computed otherwise."""
         if torch.compiler.is_compiling():
             return None
         if func is F.linear and not kwargs and len(args) <= _OF_LINEAR:

@@ -49,12 +49,12 @@ class Decoded(Plain):
 
     @property
     def form(self) -> str:
-        """As in all recipes: the module with the decoder."""
+        """See `Recipe`: the module with the decoder."""
         module = getattr(self.decoder.decode, "func", self.decoder.decode).__module__
         return f"decoded from {module.rpartition('.')[2]}"
 
     def part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece | None:
-        """As in all recipes: whole granules and whole rows."""
+        """See `Recipe`: whole granules and whole rows."""
         dim, granule = int(self.stacked), self.decoder.granule
         first, last = start[dim] // granule, -(-(start[dim] + shape[dim]) // granule)
         begin, end = first * granule, min(last * granule, self.layout.shape[dim])

@@ -48,21 +48,13 @@ Part: TypeAlias = tuple[Piece, tuple[int, ...]]  # of a value, and the index of 
 
 @dataclass(slots=True)
 class Body:
-    """The value that a tensor and its views are cut from.
+    """The value that a tensor and its views are cut from."""
 
-    Attributes:
-        whole: the value, on the CPU.
-        made: it was created here.
-        own: it is part of no other value: it may be written to.
-        is_fixed: its dtype stays, whatever a loader asks for.
-        fills: how often rows of it were set to a number by a recipe.
-    """
-
-    whole: OffloadedTensor
-    made: bool = False
-    own: bool = False
-    is_fixed: bool = False
-    fills: int = 0
+    whole: OffloadedTensor  # on the CPU
+    made: bool = False  # it was created here
+    own: bool = False  # it is part of no other value: it may be written to
+    is_fixed: bool = False  # its dtype stays, whatever a loader asks for
+    fills: int = 0  # how often rows of it were set to a number by a recipe
 
     def become(self, made: OffloadedTensor) -> None:
         self.whole, self.made, self.own = made, True, True
@@ -108,11 +100,7 @@ class DeferredTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Torch's C++ setter would change the wrapper and leave the values as they were.
-
-        Raises:
-            UnsupportedOpError: the new value has another shape, dtype or memory order.
-        """
+        """Torch's C++ setter would change the wrapper and leave the values as they were."""
         layouts = [(one.shape, one.dtype, one.stride()) for one in (self, value)]
         if layouts[0] != layouts[1]:
             raise UnsupportedOpError(
@@ -141,16 +129,7 @@ class DeferredTensor(torch.Tensor):
     ) -> OffloadedTensor:
         """The value on disk: where it is now if it is stored as it is, otherwise as a recipe.
 
-        Its sources may be in files of ours that have been, or may be, written to; with a named folder it is then
-        put together at once, in a file of its own.
-
-        Args:
-            name: of the value, and of its file once it has one.
-            offload_dir: the folder for that file, which stays; None for a private one, removed with the tensor.
-            device: where ops on it run.
-
-        Raises:
-            WriteError, NameInUseError, ForeignFileError, CorruptFileError
+        If its sources are in files of ours, which may be written to, it is put together at once in a named folder.
         """
         if self.is_stored:
             return self.source.to(device)  # type: ignore[return-value]
@@ -165,11 +144,7 @@ class DeferredTensor(torch.Tensor):
         return wrap_handle(Handle.compose(recipe, name, offload_dir), device)
 
     def in_file(self, name: str, offload_dir: str | os.PathLike[str] | None, device: torch.device) -> OffloadedTensor:
-        """The value in a new file.
-
-        Raises:
-            WriteError, NameInUseError, ForeignFileError, CorruptFileError
-        """
+        """The value in a new file."""
         with no_functions(), no_modes():
             handle = Handle.compose(self._recipe(), name, offload_dir)
             make_writable(handle)
@@ -249,11 +224,7 @@ def _in_its_own_file(recipe: Joined, name: str, offload_dir: str | os.PathLike[s
 
 
 def deferred(source: OffloadedTensor, *, keeps_dtype: bool = False) -> DeferredTensor:
-    """A deferred tensor over all of `source`, on the CPU.
-
-    Args:
-        keeps_dtype: whether it stays as it is when a loader casts; one of a subclass always does.
-    """
+    """A deferred tensor over `source`, on the CPU. `keeps_dtype`: a loader does not cast it, nor ever a subclass."""
     return _view(Body(source, is_fixed=keeps_dtype or handle_of(source).is_subclass), ())
 
 

@@ -150,9 +150,9 @@ def _here_and_there(
     between: Between,
     *matrices: torch.Tensor,
 ) -> torch.Tensor | None:
-    """The sum for tokens on a device: of experts that stay there, and of the others, which are computed here meanwhile.
+    """The sum of experts that stay on a device, and of the others, which are computed here meanwhile.
 
-    None if all stay, if it is not worth it, or if there is no such expert. The matrices are (experts, outputs, inputs).
+    None if all stay, or if that does not win. The matrices are (experts, outputs, inputs).
     """
     device, numbers, none = x.device, picks.cpu(), stack.count
     used = [one for one in numbers.unique().tolist() if one != none]
@@ -192,15 +192,10 @@ def _are_routed(x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, dev
 
 @dataclass(frozen=True)
 class _Mapped:
-    """An expert's matrices over its pieces, which are alive as long as this is.
+    """An expert's matrices over its pieces, which are alive as long as this is."""
 
-    Attributes:
-        bases: what the pieces are parts of.
-        values: of each run, those of `up` and then of `down`.
-    """
-
-    bases: list[torch.Tensor]
-    values: list[list[torch.Tensor]]
+    bases: list[torch.Tensor]  # what the pieces are parts of
+    values: list[list[torch.Tensor]]  # of each run, those of `up` and then of `down`
     up: Product
     down: Product
 
@@ -208,8 +203,7 @@ class _Mapped:
 def most_of_an_expert(dtype: torch.dtype) -> int:
     """Up to how many rows an expert is multiplied where it lies, faster than by torch.
 
-    With AVX2 torch multiplies bfloat16 at a fraction of its speed: with 16 rows for each expert this is 2.6 times as
-    fast, with 32 1.3 times (`python -m bench --only experts`).
+    With AVX2 torch is slow in bfloat16: this is 2.6 times as fast with 16 rows, 1.3 with 32 (`bench --only experts`).
     """
     has_avx2_alone = native.best_level() == 1 and platform.machine() == "x86_64"
     return 32 if dtype == torch.bfloat16 and has_avx2_alone else most_rows(dtype)
@@ -235,13 +229,7 @@ class _Known:
         return load_of(self.reads, self._parts)
 
     def mapped(self, load: direct.Load | None = None) -> _Mapped:
-        """Its matrices over what is mapped now, or was loaded.
-
-        Args:
-            load: what was loaded.
-
-        Raises: as `Handle.base`.
-        """
+        """Its matrices over what is mapped now, or was loaded."""
         bases, known = [handle.base() for handle, _ in self.reads] if load is None else [], self._mapped
         if load is None and known is not None and all(map(operator.is_, bases, known.bases)):
             return known
@@ -276,26 +264,17 @@ def _place(read: tuple[Handle, torch.Tensor]) -> tuple[str, int]:
 
 
 class _Stack:
-    """The experts of a layer, as far as they are known.
-
-    Attributes:
-        key: of the two tensors, as long as they live.
-        pieces: `up` and `down`, with the rows of their experts.
-        columns: of `up`'s rows and of `down`'s.
-        outputs: rows of `up` and of `down`.
-    """
+    """The experts of a layer, as far as they are known. What there are two of is of `up` and of `down`."""
 
     def __init__(self, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> None:
-        first, second = handle_of(up), handle_of(down)
         self.key = _key_of(up, down, is_turned=is_turned)
-        self.name = first.name
+        self.name = handle_of(up).name
         self.count = len(up)
-        self._sources = first.source, second.source
+        self._counts = [len(up), len(down)]
         self.pieces = [
             Piece(handle_of(one), view_spec_of(one).transpose(-2, -1) if is_turned else view_spec_of(one))
             for one in (up, down)
         ]
-        self._counts = [len(up), len(down)]
         self.outputs, self.columns = zip(*(piece.view_spec.shape[1:] for piece in self.pieces), strict=True)
         self._known: dict[int, _Known | None] = {}
 
@@ -303,16 +282,12 @@ class _Stack:
     def of(cls, owner: object, up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> _Stack:
         """That of two tensors of `owner`, which may be known from before."""
         found = _STACKS.get(owner)
-        if found is None or found.key != _key_of(up, down, is_turned=is_turned) or not found._is_of_now():
+        if found is None or found.key != _key_of(up, down, is_turned=is_turned) or found._is_exact():
             found = _STACKS[owner] = cls(up, down, is_turned=is_turned)
         return found
 
-    def _is_of_now(self) -> bool:
-        sources = (piece.handle.source for piece in self.pieces)
-        return all(map(operator.is_, sources, self._sources)) and not self._is_exact()
-
     def _is_exact(self) -> bool:
-        return any(getattr(source.composed, "is_exact", False) for source in self._sources)
+        return any(getattr(piece.handle.composed, "is_exact", False) for piece in self.pieces)
 
     def fits(self, width: int, between: Between) -> bool:
         """Whether tokens of that width go through `up`, and what it gives, through `down`."""
@@ -329,7 +304,8 @@ class _Stack:
 
 
 def _key_of(up: OffloadedTensor, down: OffloadedTensor, *, is_turned: bool) -> object:
-    return is_turned, *((id(handle_of(one)), metadata_of(view_spec_of(one))) for one in (up, down))
+    ours = ((handle_of(one), view_spec_of(one)) for one in (up, down))
+    return is_turned, *((handle, handle.source, metadata_of(view_spec)) for handle, view_spec in ours)
 
 
 # By the owner, which lives as long as what is known of its experts: that refers to the values.
@@ -363,7 +339,6 @@ class Act:
     Attributes:
         key: acts with the same one can be done together.
         nbytes: of the results that are summed up.
-        is_last: whether no other thread is about to need the same experts.
     """
 
     def __init__(
@@ -374,7 +349,7 @@ class Act:
         self._weights = weights.reshape(-1).to(torch.float32).contiguous()
         self._most = native.MOST_ROWS if any_rows.get() else most_of_an_expert(x.dtype)
         self._tokens_of = [len(x)]  # each batch
-        self.is_last = not is_shared()
+        self.is_last = not is_shared()  # no other thread is about to need the same experts
         self.key = stack, between.owner, self._most, x.dtype, x.shape[1], picks.shape[1]
         self.nbytes = picks.numel() * stack.outputs[1] * torch.float32.itemsize
 

@@ -41,11 +41,12 @@ def multiply_groups(func: Op, args: Args, kwargs: Kwargs) -> Any:
         return read(func, args, kwargs)
     if ends.is_meta or modes_are_on():  # which groups have rows is unknown
         return read(func, args, kwargs)
-    ends = guest_of(ends)
+    ends, more = guest_of(ends), guests_of(rest[1:], {})
+    options = named_guests({name: value for name, value in kwargs.items() if name != "offs"}, {})
     counts = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu"))
     groups = counts.nonzero().flatten()
     if matrices._handle.composed is not None:
-        return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), rest, kwargs)
+        return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), more, options)
     parts = [view_spec_of(matrices).select(0, group) for group in groups.tolist()]
     prefetch((matrices._handle, part) for part in parts)
     if matrices._target == CPU:
@@ -56,7 +57,7 @@ def multiply_groups(func: Op, args: Args, kwargs: Kwargs) -> Any:
         return guest_of(rows).new_zeros(len(rows), matrices.shape[-1])
     chosen = _stacked([value_on(handle_of(matrices), part, matrices._target) for part in parts])
     ends = ends[groups.to(ends.device)]
-    return call(func, [guest_of(rows), chosen, ends, *guests_of(rest[1:], {})], _without_ends(kwargs))
+    return call(func, [guest_of(rows), chosen, ends, *more], options)
 
 
 def _multiply_one_by_one(
@@ -65,14 +66,13 @@ def _multiply_one_by_one(
     matrices: OffloadedTensor,
     counts: torch.Tensor,
     groups: list[int],
-    rest: Sequence[object],
-    kwargs: Kwargs,
+    more: Sequence[object],
+    options: Kwargs,
 ) -> torch.Tensor:
     """Of a recipe: from its pieces, or one matrix after the other."""
     handle, view_spec, device = handle_of(matrices), view_spec_of(matrices), matrices._target
-    is_plain = all(value is None for value in (*rest[1:], *_without_ends(kwargs).values()))
+    is_plain = all(value is None for value in (*more, *options.values()))
     ends, each = [*accumulate(counts.tolist())], counts.split(1)
-    rest, kwargs = guests_of(rest[1:], {}), _without_ends(kwargs)
     results, begin = [], 0
 
     def multiply(group: int, some: torch.Tensor) -> torch.Tensor:
@@ -80,9 +80,8 @@ def _multiply_one_by_one(
             found = multiplied(some, Piece(handle, view_spec[group].t()), device=device)
             if found is not None:
                 return found
-        cut = view_spec[group : group + 1]
-        matrix = value_on(handle, cut, device)
-        made: torch.Tensor = call(func, [some, matrix, each[group].to(rows.device), *rest], kwargs)
+        matrix = value_on(handle, view_spec[group : group + 1], device)
+        made: torch.Tensor = call(func, [some, matrix, each[group].to(rows.device), *more], options)
         return made
 
     with closing(_arriving(handle, view_spec, groups, may_pass=device == CPU and not is_shared())) as arriving:
@@ -98,11 +97,7 @@ def _multiply_one_by_one(
 def _arriving(
     handle: Handle, view_spec: torch.Tensor, groups: Sequence[int], *, may_pass: bool
 ) -> Generator[tuple[int, Load | None]]:
-    """The groups, one by one; their matrices are read ahead, those that will not stay into loads.
-
-    Args:
-        may_pass: whether some may be read past the page cache.
-    """
+    """The groups, one by one; their matrices are read ahead, past the page cache if `may_pass`, and they leave."""
     recipe = handle.composed
     assert recipe is not None
     reads = {group: list(recipe.reads(view_spec[group : group + 1])) for group in groups}
@@ -125,7 +120,3 @@ def _stacked(matrices: list[torch.Tensor]) -> torch.Tensor:
     if matrices[0].stride(-2) == 1:
         return torch.stack([matrix.mT for matrix in matrices]).mT
     return torch.stack(matrices)
-
-
-def _without_ends(kwargs: Kwargs) -> Kwargs:
-    return named_guests({name: value for name, value in kwargs.items() if name != "offs"}, {})

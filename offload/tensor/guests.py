@@ -35,13 +35,7 @@ _AS_MAPPED = version_of(torch.empty(0).set_(torch.empty(0).untyped_storage()))  
 
 
 def guest(tensor: OffloadedTensor) -> torch.Tensor:
-    """The plain tensor that stands in for `tensor` during an op: over the mapped file on the CPU, a copy elsewhere.
-
-    Do not write to it or hand it out.
-
-    Raises:
-        StaleViewError, and as `Handle.base`.
-    """
+    """The plain tensor that stands in for `tensor` in an op, over its file or a copy: do not write to it."""
     target = tensor._target
     if target is CPU or target == CPU:
         return value_on_cpu(tensor)
@@ -79,12 +73,7 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
 
 
 def store_what_compiled_code_wrote(handle: Handle) -> None:
-    """Make a file of a referenced value that compiled code wrote to, in place.
-
-    Such code is given the mapping itself, which is only memory if the file is not ours, and calls nothing of ours when
-    it has written. The next read of the value is the first to see it, and has to act: pages that are dropped would
-    bring the old value back.
-    """
+    """Store what compiled code wrote to memory of a referenced value: dropped pages would bring back the old one."""
     replace_whole(handle, handle.base())
 
 
@@ -104,22 +93,14 @@ def where_torch_expects(value: torch.Tensor, handle: Handle | Traced, view_spec:
 
 
 def value_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """The cut by `view_spec` of a value, on an accelerator: do not write to it or keep it.
-
-    Raises: as `Handle.base`, and
-        torch.OutOfMemoryError: the device has no room, even if nothing stays there.
-    """
+    """The cut by `view_spec` of a value, on an accelerator: do not write to it or keep it."""
     composed = handle.source.composed
     value = partial(stored_on, handle) if composed is None else composed.value
     return retry_on_oom(target, lambda: value(view_spec, target))
 
 
 def stored_on(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """The cut by `view_spec` of a stored value on a device; on an accelerator, from what stays there or is sent now.
-
-    Raises: as `Handle.base`, even if the file is not read, and
-        torch.OutOfMemoryError: the device has no room.
-    """
+    """The cut by `view_spec` of a stored value on a device; on an accelerator, from what stays there or is sent now."""
     if target == CPU and (value := view_in_load(handle, view_spec)) is not None:
         return value
     base = handle.base()

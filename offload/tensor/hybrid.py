@@ -34,12 +34,9 @@ def crosses(x: torch.Tensor, device: torch.device) -> bool:
 def wins(
     weights: Sequence[Piece], x: torch.Tensor, here: Callable[[], object], send: Callable[[], object], *others: Hashable
 ) -> bool:
-    """Whether products with such weights are faster where these lie than on the device of x: tried once.
+    """Whether products with such weights are faster `here`, where these lie, than on the device of x: tried once.
 
-    Args:
-        here: the products in main memory; None if the kernels do not take them.
-        send: the products on the device.
-        others: what it also depends on.
+    `here` gives None if the kernels do not take them; `others` is what it also depends on.
     """
     staging, rows = staging_for(x.device), x.numel() // x.shape[-1]
     assert staging is not None, "nothing is computed elsewhere for a device without streams"

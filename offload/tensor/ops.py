@@ -7,7 +7,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ from offload.torch_api import (
     keys_kept,
     modes_are_on,
     tree_flatten,
+    tree_map_only,
     tree_unflatten,
     typed_storage_of,
 )
@@ -253,18 +254,6 @@ def compare_kinds(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func.decompose(*args, **kwargs)
 
 
-@overrides(are_swappable)
-def store_before_swapping(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """`module.to` asks it before a parameter is replaced. Where torch swaps tensors, `data` is not set: it is here."""
-    before, now = args
-    is_moved = has_file(before) and type(now) is torch.Tensor and not now.is_meta
-    if is_moved and torch.__future__.get_swap_module_params_on_conversion():
-        before.data = now
-        torch.utils.swap_tensors(now, before.detach())
-    with DisableTorchFunctionSubclass():
-        return func(before, now, **kwargs)
-
-
 # Ops that need some rows of the value
 
 
@@ -282,9 +271,8 @@ def pick_where_the_file_is(func: Op, args: Args, kwargs: Kwargs) -> Any:
     if table._target == CPU:
         return read(func, args, kwargs, {id(table): mapped})
     memo: dict[int, torch.Tensor] = {}
-    picks = _sent_to_cpu(guests_of(picks, memo))
-    named = dict(zip(kwargs, _sent_to_cpu(named_guests(kwargs, memo).values()), strict=True))
-    return sent_to(call(func, [mapped, *picks], named), table._target)
+    given = [mapped, *guests_of(picks, memo)], named_guests(kwargs, memo)
+    return sent_to(call(func, *tree_map_only(torch.Tensor, lambda one: one.to(CPU), given)), table._target)
 
 
 def _announce_rows(table: OffloadedTensor, rows: torch.Tensor | None) -> None:
@@ -330,13 +318,6 @@ def _row_numbers(func: Op, picks: Any) -> torch.Tensor | None:
 
 _NUMBERS = (torch.int64, torch.int32)
 _PICKS = {aten.embedding.default: 1, aten.index_select.default: 2, aten.index.Tensor: 1}  # which argument has the rows
-
-
-def _sent_to_cpu(values: Iterable[object]) -> list[Any]:
-    return [
-        value.to(CPU) if isinstance(value, torch.Tensor) else _sent_to_cpu(value) if isinstance(value, list) else value
-        for value in values
-    ]
 
 
 # Ops that change which memory a tensor is over

@@ -30,13 +30,7 @@ Take: TypeAlias = "tuple[Piece, int | None, torch.Tensor]"  # groups of so many 
 
 
 def picked(table: Piece, rows: torch.Tensor, device: torch.device = CPU) -> torch.Tensor:
-    """Some rows of a cut of a value, as a new tensor on a device.
-
-    Args:
-        rows: their indices, int64, sorted, from 0; on the CPU.
-
-    Raises: as `Piece.value`.
-    """
+    """Some rows of a cut of a value, as a new tensor on a device: by indices from 0, int64, sorted, on the CPU."""
     with no_functions(), no_modes():
         shares, row = list(_shares(table.runs(), rows)), table.view_spec.shape[1:]
         if not shares or not all(run.row == row and _is_taken(run, some, device) for run, some in shares):

@@ -15,13 +15,12 @@ import os
 import pickle
 import weakref
 from collections import ChainMap
-from collections.abc import Hashable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Hashable
+from functools import lru_cache, partial
 from itertools import count
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,60 +73,36 @@ def _pickler() -> Any:
     return type("ByReference", (Pickler,), {"dispatch_table": table})
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Where a value is, and its state when it was passed.
+class Reference(NamedTuple):
+    """A value that is passed, and its state by then."""
 
-    Attributes:
-        identity: of a file that is not ours and must not change; None for a file of ours.
-        entry: where the value lies in a file without a header; otherwise None.
-        part: see `Stored.part`.
-    """
-
-    path: Path
+    key: Hashable  # the same in every process, and another for another value
+    path: Path | None  # of its file; None if it is computed
     name: str
     folder: Path | None
     layout: Layout
-    identity: Identity | None
-    entry: Entry | None
-    part: Entry | None
-
-    @property
-    def key(self) -> Hashable:
-        return self.path, self.name, self.part
-
-    def opened(self) -> Handle:
-        """A handle for the file in this process."""
-        file = TensorFile.open(self.path) if self.entry is None else TensorFile.raw(self.path, self.entry)
-        if self.identity is None:
-            return Handle.shared(file, self.name, self.folder)
-        if file.identity != self.identity:
-            raise ChangedFileError(
-                f"tensor {self.name!r}: {self.path} has changed since it was passed "
-                "(size, modification time or inode): load the checkpoint again"
-            )
-        if self.part is not None:
-            return Handle.reference_part(file, self.part, self.folder)
-        return Handle.reference(file, self.name, self.folder)
+    opened: Callable[[str, Path | None], Handle]  # gives a handle of this name and folder, in another process
 
 
-@dataclass(frozen=True)
-class ComposedReference:
-    """How to compute a value that has no file; `key` distinguishes it from others."""
+def _opened(
+    path: Path, entry: Entry | None, part: Entry | None, identity: Identity | None, name: str, folder: Path | None
+) -> Handle:
+    """A handle for a value in a file.
 
-    composed: Composition
-    name: str
-    folder: Path | None
-    key: Hashable
-
-    @property
-    def layout(self) -> Layout:
-        return self.composed.layout
-
-    def opened(self) -> Handle:
-        handle = Handle.compose(self.composed, self.name, self.folder)
-        _NUMBERS[handle] = self.key
-        return handle
+    Args:
+        entry: where it lies in a file without a header; otherwise None.
+        part: see `Stored.part`.
+        identity: of a file that is not ours and must not change; None for a file of ours.
+    """
+    file = TensorFile.open(path) if entry is None else TensorFile.raw(path, entry)
+    if identity is None:
+        return Handle.shared(file, name, folder)
+    if file.identity != identity:
+        raise ChangedFileError(
+            f"tensor {name!r}: {path} has changed since it was passed "
+            "(size, modification time or inode): load the checkpoint again"
+        )
+    return Handle.reference(file, name, folder) if part is None else Handle.reference_part(file, part, folder)
 
 
 def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
@@ -135,10 +110,13 @@ def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
         raise UnsupportedOpError(
             f"{tensor.name!r} is not a leaf and requires grad: it can't be passed to a process. detach() it first."
         )
-    handle = handle_of(tensor)
-    cut = metadata_of(view_spec_of(tensor))
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return _rebuild, (_reference(handle), cut, tensor._target, tensor.requires_grad, is_parameter)
+    piece = Piece(handle_of(tensor), view_spec_of(tensor))
+    return _rebuild, (piece, tensor._target, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
+
+
+def _rebuild(piece: Piece, target: torch.device, requires_grad: bool, is_parameter: bool) -> OffloadedTensor:
+    wrapper = wrap(piece.handle, piece.view_spec, target)
+    return dressed(wrapper, requires_grad=requires_grad, is_parameter=is_parameter)
 
 
 def _reduce_with_attributes(tensor: OffloadedTensor) -> tuple[Any, ...]:
@@ -151,43 +129,27 @@ def _set_attributes(tensor: OffloadedTensor, noted: dict[str, Any]) -> None:
     vars(tensor).update(noted)
 
 
-def _reference(handle: Handle) -> Reference | ComposedReference:
+def _reference(handle: Handle) -> Reference:
     source = handle.source
+    path: Path | None = None
     if isinstance(source, Composition):
         with _LOCK:
             key = _NUMBERS.setdefault(handle, (os.getpid(), next(_COUNT)))
-        reference: Reference | ComposedReference = ComposedReference(source, handle.name, handle.folder, key)
+        opened: Callable[[str, Path | None], Handle] = partial(Handle.compose, source)
     else:
-        identity = None if source.owned else source.file.identity
-        entry, path = source.entry if source.file.is_raw else None, source.file.path
-        reference = Reference(path, handle.name, handle.folder, source.layout, identity, entry, source.part)
+        path, identity = source.file.path, None if source.owned else source.file.identity
+        key = path, handle.name, source.part
+        opened = partial(_opened, path, source.entry if source.file.is_raw else None, source.part, identity)
     with _LOCK:
-        _PASSED[reference.key] = handle
-    return reference
+        _PASSED[key] = handle
+    return Reference(key, path, handle.name, handle.folder, source.layout, opened)
 
 
 def _reduce_piece(piece: Piece) -> tuple[Any, ...]:
     return _rebuild_piece, (_reference(piece.handle), metadata_of(piece.view_spec))
 
 
-def _rebuild_piece(reference: Reference | ComposedReference, cut: Any) -> Piece:
-    handle = _handle(reference)
-    with no_functions(), no_modes():
-        return Piece(handle, view_with(meta_of_layout(handle.layout), cut))
-
-
-def _handle(reference: Reference | ComposedReference) -> Handle:
-    """The value's handle in this process, shared by all tensors over it."""
-    with _LOCK:
-        known = _PASSED.get(reference.key)
-        if known is None or (isinstance(reference, Reference) and known.path != reference.path):
-            known = _PASSED[reference.key] = reference.opened()
-        return known
-
-
-def _rebuild(
-    reference: Reference | ComposedReference, cut: Any, target: torch.device, requires_grad: bool, is_parameter: bool
-) -> OffloadedTensor:
+def _rebuild_piece(reference: Reference, cut: Any) -> Piece:
     handle = _handle(reference)
     if handle.layout != reference.layout:
         raise ChangedFileError(
@@ -195,8 +157,19 @@ def _rebuild(
             "which was passed: pass it again"
         )
     with no_functions(), no_modes():
-        view_spec = view_with(meta_of_layout(handle.layout), cut)
-    return dressed(wrap(handle, view_spec, target), requires_grad=requires_grad, is_parameter=is_parameter)
+        return Piece(handle, view_with(meta_of_layout(handle.layout), cut))
+
+
+def _handle(reference: Reference) -> Handle:
+    """The value's handle in this process, shared by all tensors over it."""
+    key, path = reference.key, reference.path
+    with _LOCK:
+        known = _PASSED.get(key)
+        if known is None or (path is not None and known.path != path):
+            known = _PASSED[key] = reference.opened(reference.name, reference.folder)
+            if path is None:
+                _NUMBERS[known] = key
+        return known
 
 
 _LOCK = fork_safe_lock()

@@ -172,12 +172,7 @@ def _multiplied_here_or_there(x: torch.Tensor, weight: Piece, bias: Any, device:
 
 
 def multiplied(x: torch.Tensor, weight: Piece, bias: Any = None, device: torch.device = CPU) -> torch.Tensor | None:
-    """`F.linear(x, weight, bias)` from the packed bytes of a cut of a recipe; None if it is that of the dense weight.
-
-    Args:
-        x: a tensor in memory.
-        device: where it is computed.
-    """
+    """`F.linear(x, weight, bias)` on a device, from the packed bytes of a recipe; None if it takes the dense weight."""
     shape, dtype = weight.view_spec.shape, weight.view_spec.dtype
     if not may_be_fused(x, dtype, device) or len(shape) != 2 or x.shape[-1:] != shape[1:] or not x.numel():
         return None
@@ -225,8 +220,7 @@ def may_be_fused(x: torch.Tensor, dtype: torch.dtype, device: torch.device = CPU
 def runs_of(weight: Piece, *, dense_too: bool = False) -> list[RowRun]:
     """The runs whose packed rows are those of a matrix, one after the other; none if it is not multiplied so.
 
-    Args:
-        dense_too: whether rows that are not packed are taken, too, in place of being joined first.
+    `dense_too`: rows that are not packed are taken, too, in place of being joined first.
     """
     composed, spec = weight.handle.composed, weight.view_spec
     if composed is None and not dense_too:

@@ -46,7 +46,7 @@ class Rebuilt(Recipe):
 
     @property
     def form(self) -> str:
-        """As in all recipes: it is stored in the checkpoint as is."""
+        """See `Recipe`: it is stored in the checkpoint as is."""
         return "referenced"
 
     def note(self, digest: Digest) -> None:
@@ -55,10 +55,7 @@ class Rebuilt(Recipe):
         digest.update(repr(self.subclass).encode())
 
     def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
-        """See `Composition`.
-
-        Raises: as `unflatten`, as `uncut`, and as `Handle.base`.
-        """
+        """See `Composition`."""
         if device != CPU:
             with no_functions(), no_modes(), naming(self._name, self.file.path):
                 sent = [piece.value(device=device) for piece in self.pieces]

@@ -37,7 +37,7 @@ from offload.tensor.guests import CPU, stored_on
 from offload.tensor.runs import RowRun
 from offload.tensor.small import MOST as SMALL
 from offload.tensor.small import SmallValue
-from offload.tensor.views import meta_of, metadata_of
+from offload.tensor.views import meta_of, meta_of_layout, metadata_of
 
 _CAST = 1 << 20  # bytes that are cast at a time
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
@@ -58,10 +58,7 @@ class Piece:
         self.view_spec = meta_of(handle) if view_spec is None else view_spec
 
     def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
-        """The value of `view_spec`, a cut of this piece: on the CPU, mapped if possible.
-
-        Raises: as `stored_on`.
-        """
+        """The value of `view_spec`, a cut of this piece: on the CPU, mapped if possible."""
         handle, view_spec = self.handle, self.view_spec if view_spec is None else view_spec
         if handle.composed is not None:
             return handle.composed.value(view_spec, device)
@@ -82,10 +79,7 @@ class Piece:
         return [RowRun(((0, self),), len(spec), tuple(spec.shape[1:]), (spec.dtype,))]
 
     def alone(self) -> Piece:
-        """The same numbers, from as small a value as possible: a part of a file, or of a recipe.
-
-        What is not needed is then neither counted, nor read ahead, nor copied at a first write.
-        """
+        """The same numbers, from a part of the file or recipe: the rest is neither counted, read ahead, nor copied."""
         handle, view_spec, layout = self.handle, self.view_spec, self.handle.layout
         if handle.is_subclass or handle.owned:
             return self
@@ -168,10 +162,7 @@ class Recipe(Composition):
         return stored_in(piece.handle for piece in self.pieces)
 
     def part(self, _: tuple[int, ...], __: tuple[int, ...], /) -> Piece | None:
-        """A box, by its start and shape, computed from no more than it needs, or a cut of a slightly larger one.
-
-        None if the whole value is needed.
-        """
+        """A box, by start and shape, of no more than it needs, or a cut of a larger one; None if it needs all."""
         return None
 
     @property
@@ -226,9 +217,7 @@ class Plain(Recipe, InBlocks):
     def _value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
         with no_functions(), no_modes():
             layout = self.layout
-            if view_spec is None:
-                box = Box((0,) * len(layout.shape), tuple(layout.shape[dim] for dim in layout.order), 0)
-                return self._in_box(box, device).as_strided(layout.shape, layout.stride)
+            view_spec = meta_of_layout(layout) if view_spec is None else view_spec
             if view_spec.numel() == 0:
                 return torch.empty_strided(view_spec.shape, view_spec.stride(), dtype=view_spec.dtype, device=device)
             box = Box.around(layout, view_spec)
@@ -342,7 +331,7 @@ class Joined(Plain):
 
     @property
     def form(self) -> str:
-        """As in all recipes."""
+        """See `Recipe`."""
         composed = (piece.handle.composed for piece in self.pieces)
         parts = sorted({one.form for one in composed if isinstance(one, Recipe)})
         parts += ["joined"] if len(self.pieces) > 1 else []
@@ -376,7 +365,8 @@ class Joined(Plain):
         """The piece that contains the whole box, in the value's memory order; None if there is none."""
         if len(inside) == 1:
             [(piece, view_spec, _)] = inside
-            if view_spec.dtype == self.layout.dtype and lies_as(view_spec, contiguous_stride(self._turned_shape())):
+            turned = tuple(self.layout.shape[dim] for dim in self.layout.order)
+            if view_spec.dtype == self.layout.dtype and lies_as(view_spec, contiguous_stride(turned)):
                 return piece, view_spec
         return None
 
@@ -401,10 +391,7 @@ class Joined(Plain):
         return whole
 
     def rows_of(self, view_spec: torch.Tensor) -> Iterator[tuple[Piece, int | None]]:
-        """The pieces that a cut of the value is computed from, and the row of the cut that each begins with.
-
-        Rows are those of all dimensions but the last. None: the rows of a piece do not follow one another.
-        """
+        """The pieces of a cut, and its row that each begins with; None if rows of a piece do not follow one another."""
         with no_functions(), no_modes():
             if view_spec.numel():
                 box = Box.around(self.layout, view_spec)
@@ -447,13 +434,13 @@ class Joined(Plain):
         return Piece(first.handle, first.view_spec.as_strided(view_spec.shape, view_spec.stride(), offset))
 
     def put_into(self, place: torch.Tensor) -> None:
-        """As in all recipes, piece by piece."""
+        """Put the whole value into a tensor on any device, piece by piece."""
         with no_functions(), no_modes():
             inside = [(piece, piece.view_spec, at) for piece, at in zip(self.pieces, self._places, strict=True)]
             _put_in_places(place.permute(self.layout.order), inside)
 
     def part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece | None:
-        """As in all recipes."""
+        """See `Recipe`."""
         if self.layout.order != tuple(range(len(shape))):
             return None
         pieces, places = [], []
@@ -472,14 +459,9 @@ class Joined(Plain):
             made.handle.composed.is_exact = self.is_exact
         return made
 
-    def _turned_shape(self) -> tuple[int, ...]:
-        return tuple(self.layout.shape[dim] for dim in self.layout.order)
-
     def _inside(self, box: Box) -> list[Inside]:
         """The cut of each piece that is in a box, and where in the box it goes."""
-        return list(self._cut_out(box))
-
-    def _cut_out(self, box: Box) -> Iterator[Inside]:
+        found: list[Inside] = []
         first, end, rows = 0, len(self.pieces), self._rows
         if rows:
             first = bisect_left(rows, rows[bisect_right(rows, box.start[0]) - 1])
@@ -495,7 +477,8 @@ class Joined(Plain):
                 if high - low < view_spec.shape[dim]:
                     view_spec = view_spec.narrow(dim, low - begin, high - low)
             else:
-                yield piece, view_spec, at
+                found.append((piece, view_spec, at))
+        return found
 
 
 def _put_in_places(whole: torch.Tensor, inside: Iterable[Inside]) -> None:

@@ -125,10 +125,7 @@ def replace_value(
 
 
 def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) -> None:
-    """Make `values` the whole stored value, and `tensor` the whole of it, on its own device.
-
-    On an error the value may have been replaced already, without the disk having confirmed it.
-    """
+    """Make `values` the whole stored value, and `tensor` the whole of it; on an error it may have been replaced."""
     handle = handle_of(tensor)
     before = handle.source
     with DisableTorchFunctionSubclass(), no_grad():

@@ -326,8 +326,7 @@ def _communicate(func: Op, args: Args, kwargs: Kwargs) -> Any:
                 "receive into a plain tensor, then copy_ it or call update_values"
             )
     results = write(func, args, kwargs)
-    for tensor in tensors:
-        torch.autograd.graph.increment_version(tensor)
+    torch.autograd.graph.increment_version(tensors)
     return results
 
 
@@ -340,9 +339,7 @@ def write_out(func: Op, args: Args, kwargs: Kwargs) -> Any:
         if records_graph(args, kwargs):
             return func(*args, **kwargs)
         results = write_into(outs, lambda guests, named: func(*guests, **named), args, kwargs)
-        for tensor in outs:
-            if type(tensor) is OffloadedTensor:
-                torch.autograd.graph.increment_version(tensor)
+        torch.autograd.graph.increment_version([tensor for tensor in outs if type(tensor) is OffloadedTensor])
     if results is None or isinstance(results, torch.Tensor):
         return None if results is None else out
     return out if type(results) in (tuple, list) else type(results)(outs)

@@ -129,10 +129,7 @@ class RowRun:
         return [piece.view_spec for _, piece in sorted(self.pieces, key=lambda one: one[0])]
 
     def values(self, device: torch.device = CPU) -> list[torch.Tensor]:
-        """The pieces as the decoder takes them.
-
-        Raises: as `Piece.value`.
-        """
+        """The pieces as the decoder takes them."""
         made = {number: piece.value(device=device) for number, piece in self.pieces}
         return [made[number] for number in range(len(made))]
 
@@ -141,10 +138,6 @@ class RowRun:
         return (read for _, piece in self.pieces for read in piece.reads(piece.view_spec))
 
     def matrix(self, values: list[torch.Tensor]) -> Matrix:
-        """Its packed rows as C takes them, over such values.
-
-        Raises:
-            ArgumentError: it does not take them.
-        """
+        """Its packed rows as C takes them, over such values; raises `ArgumentError` if it does not."""
         assert self.packed is not None, "only what C supports is given to it"
         return self.packed.matrix(values, self.columns)

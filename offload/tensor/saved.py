@@ -29,12 +29,7 @@ from offload.tensor.wrapper import OffloadedTensor
 
 
 def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Write the elements of a dense tensor to a file in row-major order, converted to `dtype`.
-
-    Raises:
-        OSError: writing failed.
-        StaleViewError, and as `Handle.base`.
-    """
+    """Write the elements of a dense tensor to a file in row-major order, converted to `dtype`."""
     with no_functions(), no_modes():
         if type(tensor) is not OffloadedTensor:
             write_tensor(fd, at, tensor, dtype)
@@ -49,13 +44,7 @@ def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> N
 
 
 def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, object]) -> None:
-    """Write a separate new file for a value of any kind, as a handle would; the caller removes what is left on failure.
-
-    `notes` are added to those of a handle.
-
-    Raises:
-        WriteError, UnknownSubclassError, and as `write_value`.
-    """
+    """Write a new file for a value of any kind, as a handle would, with `notes`; the caller removes it on failure."""
     value, notes = subclass_value(tensor), {**notes, "name": name}
     parts = {name: tensor}
     if value is not None:
@@ -69,10 +58,7 @@ def write_dense(
     notes: Mapping[str, object],
     advance: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Like `write_file`, for several dense values in one file; `advance` is told the bytes that were written.
-
-    Raises: as `write_file`.
-    """
+    """Like `write_file`, for several dense values in one file; `advance` is told the bytes that were written."""
     layouts = {key: layout_of(part) for key, part in tensors.items()}
 
     def fill(fd: int, key: str, start: int) -> None:

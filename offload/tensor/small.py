@@ -49,10 +49,7 @@ class SmallValue:
         return 0 if known is None else known.value.nbytes
 
     def view(self, view_spec: torch.Tensor | None) -> torch.Tensor | None:
-        """The view that a meta tensor describes, or the whole: do not write to it.
-
-        None: it has to be computed, which raises if a file has changed.
-        """
+        """The view that a meta tensor describes, or the whole: do not write to it. None: it has to be computed."""
         known = self._known
         if known is None or version_of(known.value) != known.version:
             return None
@@ -71,23 +68,18 @@ class SmallValue:
     def computed(
         self, compute: Callable[[], torch.Tensor], handles: Iterable[Handle], view_spec: torch.Tensor | None
     ) -> torch.Tensor:
-        """Like `view`, of what `compute` gives now, which is kept from then on.
-
-        Args:
-            handles: that it is computed from. In files of ours they can change in place: then it is not kept.
-        """
+        """Like `view`, of what `compute` gives now; kept from then on, unless its sources are in files of ours."""
         sources = tuple((handle, handle.source) for handle in handles)
         with no_functions(), no_modes():
             value = compute().clone()  # it may lie in a mapping, or in memory that is used again
         if not any(source.owned for _, source in sources):
             self._known = _Computed(value, version_of(value), sources)
-            _ALL_KEPT.count(self, value.nbytes)
+            SMALL_VALUES.count(self, value.nbytes)
         return value if view_spec is None else _view_of(value, view_spec)
 
-    def release(self) -> int:
-        """Give its memory back, and say how many bytes these were."""
-        nbytes, self._known, self._last_view = self.nbytes, None, None
-        return nbytes
+    def release(self) -> None:
+        """Give its memory back."""
+        self._known = self._last_view = None
 
 
 class _Computed(NamedTuple):
@@ -103,7 +95,13 @@ def _view_of(value: torch.Tensor, view_spec: torch.Tensor) -> torch.Tensor:
         return recut(value, 0, view_spec)
 
 
-class _Kept:
+class KeptValues:
+    """All small values that are kept.
+
+    Attributes:
+        releases: how often their memory was given back: whoever refers to some of it lets go when this moves.
+    """
+
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._values: WeakSet[SmallValue] = WeakSet()
@@ -114,42 +112,27 @@ class _Kept:
         with self._lock:
             self._values.add(small)
             self._at_most += nbytes
-            if self._at_most > _ALL and self._counted() > _ALL:
-                self._release()
+            is_too_much = self._at_most > _ALL and self._counted() > _ALL
+        if is_too_much:
+            self.release()
 
     def _counted(self) -> int:
         self._at_most = sum(one.nbytes for one in list(self._values))
         return self._at_most
 
-    def _release(self) -> int:
-        freed = sum(one.release() for one in list(self._values))
-        self._values.clear()
-        self._at_most = 0
-        self.releases += 1
-        return freed
-
     def nbytes(self) -> int:
+        """Bytes that they take."""
         with self._lock:
             return self._counted()
 
-    def release(self) -> int:
+    def release(self) -> None:
+        """Give their memory back; they are computed again when they are used."""
         with self._lock:
-            return self._release()
+            for one in list(self._values):
+                one.release()
+            self._values.clear()
+            self._at_most = 0
+            self.releases += 1
 
 
-_ALL_KEPT = _Kept()
-
-
-def small_bytes() -> int:
-    """Bytes of all small values that are kept."""
-    return _ALL_KEPT.nbytes()
-
-
-def release_small() -> int:
-    """Give the memory of all small values back; they are computed again when they are used. Returns its bytes."""
-    return _ALL_KEPT.release()
-
-
-def releases() -> int:
-    """How often their memory has been given back: whoever refers to some of it lets go when this moves."""
-    return _ALL_KEPT.releases
+SMALL_VALUES = KeptValues()

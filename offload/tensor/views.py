@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 def handle_of(tensor: OffloadedTensor) -> Handle:
-    """The stored value that it is a view of.
-
-    Raises:
-        UnsupportedOpError: a compiler is tracing it.
-    """
+    """The stored value that it is a view of; raises `UnsupportedOpError` if a compiler is tracing it."""
     handle = tensor._handle
     if type(handle) is not Handle:
         raise UnsupportedOpError("a tensor that is being traced has no file: call this outside compile or export")
@@ -122,11 +118,7 @@ def cut(base: torch.Tensor, view_spec: torch.Tensor) -> torch.Tensor:
 
 
 def uncut(base: torch.Tensor, view_spec: torch.Tensor, name: str) -> torch.Tensor:
-    """`base`, of a tensor subclass, for a view spec of the whole value.
-
-    Raises:
-        StaleViewError: it describes a cut of the plain value that was there before.
-    """
+    """`base`, of a subclass, for a view spec of the whole value; any other is a cut of the plain one that was there."""
     if (view_spec.shape, view_spec.stride(), view_spec.dtype) != (base.shape, base.stride(), base.dtype):
         raise StaleViewError(
             f"the value {name!r} was replaced by a {type(base).__name__}, and this tensor is an old view of a part: "

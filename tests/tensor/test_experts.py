@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import offload
 from offload import OffloadedTensor
+from offload.kernels import native
 from offload.prefetch.pages import Range
-from offload.storage.handle import Handle
 from offload.tensor import groups as of_groups
-from offload.tensor.deferred import DeferredTensor, deferred
+from offload.tensor.deferred import deferred
+from offload.tensor.experts import Between, multiplied_by_experts
 from offload.tensor.views import handle_of
 from tests.page_cache import dropped, needs_page_cache
 
@@ -66,16 +65,6 @@ def test_a_grouped_product_reads_the_experts_that_have_rows(
     assert in_memory(cold) <= 2.2 * plain[0].nbytes
 
 
-@needs_page_cache
-def test_an_expert_that_is_indexed_is_read_alone(
-    plain: torch.Tensor, cold: OffloadedTensor, rows: torch.Tensor
-) -> None:
-    result = F.linear(rows, cold[torch.tensor(3)])
-
-    assert torch.equal(F.linear(rows, plain[3]), result)
-    assert in_memory(cold) <= 1.2 * plain[0].nbytes
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_gradients_are_those_in_memory(
@@ -95,8 +84,12 @@ def test_gradients_are_those_in_memory(
         assert torch.equal(expected, got)  # type: ignore[arg-type]
 
 
-def test_a_grouped_product_without_rows_is_empty(plain: torch.Tensor, cold: OffloadedTensor) -> None:
-    result = F.grouped_mm(torch.empty(0, WIDTH), cold.transpose(-2, -1), offs=torch.zeros(EXPERTS, dtype=torch.int32))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grouped_product_without_rows_is_empty(cold: OffloadedTensor, dtype: torch.dtype) -> None:
+    """Also of experts that are cast as they are read."""
+    experts = deferred(cold).to(dtype).stored("experts").transpose(-2, -1)  # type: ignore[attr-defined]
+
+    result = F.grouped_mm(torch.empty(0, WIDTH, dtype=dtype), experts, offs=torch.zeros(EXPERTS, dtype=torch.int32))
 
     assert (0, INNER) == tuple(result.shape)
 
@@ -135,50 +128,24 @@ def test_a_wrong_number_of_groups_is_an_error(plain: torch.Tensor, rows: torch.T
             F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
 
 
-@pytest.fixture(params=["in one tensor", "each in its own"])
-def stack(request: pytest.FixtureRequest, tmp_path: Path) -> torch.Tensor:
-    """Eight matrices of 128 KiB."""
-    plain = torch.randn(8, 256, 128)
-    if request.param == "in one tensor":
-        save_file({"up": plain}, tmp_path / "experts.safetensors")
-        return offload.load_file(tmp_path / "experts.safetensors")["up"]
-    save_file({f"up {number}": matrix.clone() for number, matrix in enumerate(plain)}, tmp_path / "experts.safetensors")
-    stored = offload.load_file(tmp_path / "experts.safetensors")
-    return stored_stack([stored[f"up {number}"] for number in range(8)])
+@pytest.mark.fused
+@pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
+def test_experts_of_a_copy_are_not_those_of_the_value_that_it_was_copied_from(plain: torch.Tensor) -> None:
+    """A copy of a recipe is another value with the same recipe."""
+    parts = [plain[:2, :64, :32].contiguous(), plain[:2, :32, :32].contiguous()]
+    stored = [deferred(OffloadedTensor.from_original_tensor(one, "experts")).bfloat16().stored("x") for one in parts]
+    between = Between(torch.nn.Module(), lambda products, _: F.silu(products[:, :32]) * products[:, 32:], is_silu=True)
 
+    def sums(number: int, up: torch.Tensor) -> torch.Tensor:
+        x, picks, weights = torch.ones(1, 32).bfloat16(), torch.tensor([[number]]), torch.ones(1, 1)
+        found = multiplied_by_experts(x, picks, weights, up, stored[1], between)
+        assert found is not None
+        return found
 
-def stored_stack(matrices: list[torch.Tensor]) -> torch.Tensor:
-    joined = torch.stack([deferred(matrix) for matrix in matrices])
-    assert isinstance(joined, DeferredTensor)
-    return joined.stored("joined")
+    copied = copy.deepcopy(stored[0])
+    expected = sums(1, copied)
+    sums(0, stored[0])
+    stored[0].zero_()
 
-
-@pytest.fixture
-def announced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Which matrices are announced."""
-    seen: list[int] = []
-    coming = of_groups.prefetch
-
-    def look(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
-        views = list(views)
-        for handle, view_spec in views:
-            _, _, number = handle.name.partition(" ")
-            seen.append(int(number or view_spec.storage_offset() // (256 * 128)))
-        coming(views)
-
-    monkeypatch.setattr(of_groups, "prefetch", look)
-    return seen
-
-
-def multiply(stack: torch.Tensor, *experts: int) -> None:
-    """One row with each of some experts."""
-    counts = torch.zeros(8, dtype=torch.int32)
-    counts[list(experts)] = 1
-    F.grouped_mm(torch.ones(len(experts), stack.shape[1]), stack, offs=counts.cumsum(0, dtype=torch.int32))
-
-
-def test_an_op_announces_the_experts_that_it_needs(stack: torch.Tensor, announced: list[int]) -> None:
-    """Before it waits for the first of them."""
-    multiply(stack, 2, 5)
-
-    assert [2, 5] == announced
+    assert torch.equal(expected, sums(1, copied))
+    assert not sums(1, stored[0]).any()

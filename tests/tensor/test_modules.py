@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,28 +53,6 @@ def parameters_on_disk(module: nn.Module) -> bool:
 
 
 # Parameters
-
-
-def test_a_parameter_of_an_offloaded_tensor_is_one(plain: Model) -> None:
-    """Registered, listed and counted like any other; it shares the file."""
-    w = OffloadedTensor.from_original_tensor(torch.ones(2, 3), "w")
-    module = nn.Module()
-    module.w = nn.Parameter(w)
-
-    assert [("w", module.w)] == list(module.named_parameters())
-    assert module.w.requires_grad
-    assert w.offload_path == module.w.offload_path
-    assert "Parameter" not in repr(module)
-
-
-def test_a_module_runs_and_trains_its_buffers(plain: Model, on_disk: Model) -> None:
-    """Batch norm updates its running mean in the file."""
-    assert_equal(plain(TOKENS), on_disk(TOKENS))
-
-    assert_equal(plain, on_disk)
-    mean = on_disk.norm.running_mean
-    assert_equal(plain.norm.running_mean, safetensors.torch.load_file(mean.offload_path)[mean.name])
-    assert on_disk.norm.num_batches_tracked.item() == 1
 
 
 @pytest.mark.parametrize(
@@ -243,19 +219,6 @@ def test_a_fused_optimizer_writes_through(fused: Any, plain: Model, on_disk: Mod
     assert_equal(plain, on_disk)
 
 
-def test_an_optimizers_state_is_plain_and_can_be_saved(on_disk: Model) -> None:
-    """And loaded again."""
-    optimizer = torch.optim.Adam(on_disk.parameters())
-    F.cross_entropy(on_disk(TOKENS), TOKENS).backward()
-    optimizer.step()
-    state = optimizer.state_dict()
-    torch.optim.Adam(on_disk.parameters()).load_state_dict(copy.deepcopy(state))
-
-    moments = [value for entry in state["state"].values() for value in entry.values()]
-    assert moments
-    assert not any(offload.is_offloaded(moment) for moment in moments)
-
-
 # Ways to run a module
 
 
@@ -385,55 +348,3 @@ def test_an_embedding_takes_no_other_indices_than_in_memory(index: torch.Tensor)
         on_disk(index)
 
     assert str(expected.value) == str(found.value)
-
-
-CASTS: dict[str, Callable[[nn.Module], object]] = {
-    "double": lambda module: module.double(),
-    "to a dtype": lambda module: module.to(torch.float16),
-    "to a dtype and device": lambda module: module.to("cpu", torch.float16),
-}
-
-
-@pytest.fixture
-def swapping() -> Any:
-    """torch swaps the tensors of a module when it converts them."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-@pytest.mark.parametrize("cast", CASTS)
-def test_a_cast_by_swapping_leaves_weights_on_disk(cast: str, swapping: None, tmp_path: Path) -> None:
-    """As one that sets their data: in the same files, one weight at a time."""
-    plain = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    model = offload.disk_offload(copy.deepcopy(plain), tmp_path)
-    weight, before = model[0].weight, set(tmp_path.iterdir())
-    weight.grad = torch.ones(2, 3)
-
-    CASTS[cast](model)
-    CASTS[cast](plain)
-
-    assert weight is model[0].weight
-    assert all(map(offload.is_offloaded, model.parameters()))
-    assert all(value.requires_grad for value in model.parameters())
-    assert before == set(tmp_path.iterdir())
-    assert plain[0].weight.dtype == weight.grad.dtype == weight.dtype
-    assert plain[0].weight._version == weight._version
-    assert_equal(plain, model)
-    model(torch.ones(1, 3, dtype=weight.dtype)).sum().backward()
-    with torch.no_grad():
-        weight.add_(1)
-    assert_equal(weight.materialize(), OffloadedTensor.from_file(tmp_path / "0.weight.safetensors").materialize())
-
-
-def test_conversions_without_a_cast_leave_weights_on_disk_where_tensors_are_swapped(swapping: None) -> None:
-    model = offload.disk_offload(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
-
-    model.to("cpu").float()
-    model.load_state_dict({name: value.materialize() + 1 for name, value in model.state_dict().items()})
-    model[0].weight.data = torch.ones(2, 3, dtype=torch.float64)
-
-    assert all(map(offload.is_offloaded, model.parameters()))
-    assert torch.float64 == model[0].weight.dtype
-    assert model.to("meta")[1].weight.is_meta

@@ -1,18 +1,17 @@
-"""Values computed from others when they are read are bit-identical to plain tensors."""
+"""Values computed from others when they are read are bit-identical to plain tensors, and so are ops on them."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import contents
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -22,13 +21,14 @@ import offload
 from offload import OffloadedTensor, memory
 from offload.errors import ChangedFileError, MissingFileError
 from offload.prefetch import scratch
-from offload.storage.handle import Handle
+from offload.prefetch.engine import track
+from offload.storage.handle import Access, Handle
 from offload.storage.layout import contiguous
 from offload.tensor import backends
 from offload.tensor.decoded import Decoded
-from offload.tensor.deferred import deferred
+from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.guests import CPU
-from offload.tensor.recipes import Piece
+from offload.tensor.recipes import Piece, Plain, Recipe
 from offload.tensor.runs import Decoder
 from offload.tensor.views import handle_of, meta_of
 from offload.tensor.wrapper import wrap_handle
@@ -224,40 +224,18 @@ def test_conjugated_views_compute_as_plain_ones(tmp_path: Path) -> None:
         assert torch.equal(cut(expected).resolve_conj().resolve_neg(), cut(value) + 0)
 
 
-def test_ops_give_what_they_give_on_the_plain_tensor(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
-    rows = torch.randn(3, plain.shape[-1], dtype=plain.dtype)
-
-    assert torch.equal(rows @ plain[0].t(), rows @ recipe[0].t()) if plain.dim() == 3 else True
-    assert torch.equal(plain[torch.tensor([3, 0, 3])], recipe[torch.tensor([3, 0, 3])])
-    assert torch.equal(plain.sum(), recipe.sum())
-    assert torch.equal(plain.flatten()[:7], recipe.flatten()[:7])
-    assert plain.tolist() == recipe.tolist()
-    assert repr(plain)[7:40] in repr(recipe)
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_a_recipe_is_computed_under_modes(
-    recipe: OffloadedTensor, plain: torch.Tensor, mode: Callable[[], object]
-) -> None:
-    with mode():  # type: ignore[attr-defined]
-        result, view = recipe + 1, recipe[1]
-
-    assert torch.equal(plain + 1, result)
-    assert torch.equal(plain[1], view.materialize())
-
-
-def test_a_recipe_works_under_a_fake_mode_and_another_default_device(
-    recipe: OffloadedTensor, plain: torch.Tensor
-) -> None:
+def test_a_recipe_is_computed_under_modes(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = recipe + 1
         value = recipe.materialize()
-    with torch.device("meta"):
-        result = recipe + 1
+    results = []
+    for mode in (torch.device("meta"), torch.inference_mode()):
+        with mode:
+            results += [recipe + 1, recipe[1].materialize()]
 
     assert (plain.shape, plain.dtype) == (fake.shape, fake.dtype)
     assert torch.equal(plain, value)
-    assert torch.equal(plain + 1, result)
+    assert all(map(torch.equal, [plain + 1, plain[1]] * 2, results))
 
 
 # Writing
@@ -371,18 +349,7 @@ def test_ties_are_found_by_addresses_which_write_nothing(folder: Path) -> None:
     assert is_recipe(recipe)
 
 
-# Processes and threads
-
-
-def test_a_passed_recipe_is_small_and_comes_back_as_one_value(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
-    sent = io.BytesIO()
-    ForkingPickler(sent, pickle.HIGHEST_PROTOCOL).dump([recipe, recipe[1]])
-
-    whole, row = pickle.loads(sent.getvalue())
-
-    assert len(sent.getvalue()) < 8192
-    assert handle_of(whole) is handle_of(row) is handle_of(recipe)
-    assert torch.equal(plain[1], row.materialize())
+# Threads
 
 
 def test_threads_that_compute_a_recipe_do_not_share_memory(folder: Path) -> None:
@@ -493,3 +460,130 @@ def test_a_missing_or_changed_file_of_a_piece_is_an_error(recipe: OffloadedTenso
         recipe + 0
     with pytest.raises(ChangedFileError), torch.no_grad():
         recipe.zero_()
+
+
+# Ops on recipes: only picked rows are computed
+
+
+E, N, K = 8, 48, 64
+
+
+@pytest.fixture
+def matrices(tmp_path: Path) -> tuple[OffloadedTensor, torch.Tensor]:
+    """Eight matrices in a file, joined; and the same in memory."""
+    plain = [torch.randn(N, K) for _ in range(E)]
+    save_file({f"{number}": matrix for number, matrix in enumerate(plain)}, tmp_path / "experts.safetensors")
+    stored = offload.load_file(tmp_path / "experts.safetensors")
+    joined = torch.stack([deferred(stored[f"{number}"]) for number in range(E)])
+    return _stored(joined), torch.stack(plain)
+
+
+def _stored(tensor: torch.Tensor) -> OffloadedTensor:
+    assert isinstance(tensor, DeferredTensor)
+    stored = tensor.stored("joined")
+    assert handle_of(stored).composed is not None
+    return stored
+
+
+@pytest.fixture
+def carried_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many elements are computed at each read."""
+    seen: list[int] = []
+    value = Plain.value
+
+    def look(self: Plain, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = value(self, *args, **kwargs)
+        seen.append(found.numel())
+        return found
+
+    monkeypatch.setattr(Plain, "value", look)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda one: one[torch.tensor([[1, 5], [5, 1]])],
+        lambda one: one[torch.tensor([-1, 2]), torch.tensor([3, 4])],
+        lambda one: one[torch.tensor([3]), :, torch.tensor([5])],
+        lambda one: torch.index_select(one, 0, torch.tensor([6, 6, 0])),
+        lambda one: torch.index_select(one, 1, torch.tensor([6, 6, 0])),
+        lambda one: one.gather(0, torch.tensor([[[1, 2]]])),
+        lambda one: one[torch.tensor([True, False] * 4)],
+        lambda one: F.embedding(torch.tensor([[7, 0], [0, 7]]), one[2]),
+        lambda one: F.embedding(torch.tensor([7, 5]), one[2], padding_idx=5),
+        lambda one: F.embedding(torch.tensor([7, 5], dtype=torch.int32), one.flatten(0, 1)),
+        lambda one: one[torch.tensor([], dtype=torch.int64)],
+    ],
+)
+def test_picked_rows_are_those_of_plain_tensors(
+    matrices: tuple[OffloadedTensor, torch.Tensor], pick: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    stored, plain = matrices
+    assert torch.equal(pick(stored), pick(plain))
+
+
+def test_picked_rows_are_taken_from_the_pieces(matrices: tuple[Any, torch.Tensor], carried_out: list[int]) -> None:
+    F.embedding(torch.tensor([3, 300, 301, 3]), matrices[0].flatten(0, 1))
+
+    assert [] == carried_out
+
+
+def test_an_unknown_row_raises_the_error_of_torch(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
+    with pytest.raises(IndexError, match="out of range"):
+        F.embedding(torch.tensor([N]), matrices[0][1])
+
+
+def test_the_gradient_of_an_embedding_is_of_the_whole_table(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
+    grads = []
+    for one in matrices:
+        table = torch.nn.Parameter(one[2])
+        F.embedding(torch.tensor([[1, 5], [5, 1]]), table, padding_idx=1).pow(2).sum().backward()  # type: ignore[no-untyped-call]
+        grads.append(table.grad)
+    assert isinstance(grads[0], torch.Tensor)
+    assert isinstance(grads[1], torch.Tensor)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_are_multiplied_with_their_matrices_alone(
+    matrices: tuple[OffloadedTensor, torch.Tensor], dtype: torch.dtype, carried_out: list[int]
+) -> None:
+    stored, plain = matrices
+    stored = _stored(deferred(stored).to(dtype))
+    rows, ends = torch.randn(15, K).to(dtype), torch.tensor([0, 3, 3, 3, 9, 9, 15, 15], dtype=torch.int32)
+    result = torch._grouped_mm(rows, stored.transpose(1, 2), offs=ends)
+    assert torch.equal(result, torch._grouped_mm(rows, plain.to(dtype).transpose(1, 2), offs=ends))
+    assert max(carried_out) == N * K
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_joined_weight_multiplies_as_the_whole_one(
+    tmp_path: Path, dtype: torch.dtype, rows: int, has_bias: bool
+) -> None:
+    gate, up = torch.randn(512, 256).to(dtype), torch.randn(520, 256).to(dtype)
+    save_file({"gate": gate, "up": up}, tmp_path / "w.safetensors")
+    stored = offload.load_file(tmp_path / "w.safetensors")
+    weight = _stored(torch.cat([deferred(stored["gate"]), deferred(stored["up"])]))
+    x, bias = torch.randn(rows, 256).to(dtype), torch.randn(1032).to(dtype) if has_bias else None
+    wanted = F.linear(x, torch.cat([gate, up]), bias)
+    assert all(torch.equal(F.linear(x, weight, bias), wanted) for _ in range(3))
+
+
+def test_an_expert_is_read_without_its_neighbours(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
+    recipe = handle_of(matrices[0]).composed
+    assert isinstance(recipe, Recipe)
+    assert all(handle.access is Access.PICKED for handle in recipe.handles())
+    assert all(track(handle, *handle.extent).is_part for handle in recipe.handles())
+    [handle] = _whole(matrices[0]).handles()
+    assert handle.access is not Access.PICKED
+
+
+def _whole(tensor: OffloadedTensor) -> Recipe:
+    """A cast of a whole value that has a file."""
+    wide = OffloadedTensor.from_original_tensor(offload.materialize(tensor).double(), "wide")
+    cast = handle_of(_stored(deferred(wide).float())).composed
+    assert isinstance(cast, Recipe)
+    return cast

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +15,6 @@ from tests.equal import assert_equal
 from tests.processes import run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-
-# A composite op that takes another branch, with other last bits, for subclasses.
 
 INPUT = torch.linspace(-1, 1, 60).view(4, 3, 5)
 IMAGES = torch.linspace(-1, 1, 300).view(2, 3, 5, 10)
@@ -46,14 +42,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
     "recurrent": (lambda: nn.GRU(5, 4, batch_first=True), INPUT),
 }
 NOT_SCRIPTED = {"recurrent"}  # torch scripts `flatten_parameters`, which looks at the storage of each weight
-
-
-def traced(function: Any, tensors: list[torch.Tensor]) -> Any:
-    """A trace without torch's own check: that compares source lines, too, with a trace over plain clones."""
-    torch.default_generator.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.trace(function, tuple(tensors), check_trace=False)
 
 
 def in_memory_and_on_disk(name: str) -> tuple[nn.Module, nn.Module, torch.Tensor]:
@@ -92,7 +80,7 @@ def test_a_trace_takes_arguments_for_what_they_are():
     weight = torch.arange(9.0).view(3, 3)
     stored = OffloadedTensor.from_original_tensor(weight, "w")
 
-    function = traced(lambda x, w: x @ w + w.t(), [torch.eye(3), stored])
+    function = torch.jit.trace(lambda x, w: x @ w + w.t(), (torch.eye(3), stored), check_trace=False)
 
     assert torch.equal(torch.eye(3) @ (weight * 2) + weight.t() * 2, function(torch.eye(3), weight * 2))
 
@@ -119,13 +107,3 @@ SAVE = """
 def test_saving_torchscript_over_offloaded_tensors_is_refused(tmp_path):
     """It reads the memory behind a tensor, where there is none; in a separate process, since it might crash."""
     assert ["refused"] * 12 == run_script(SAVE, tmp_path).split()
-
-
-def test_torchscript_of_a_materialized_module_is_saved(tmp_path):
-    """The workaround."""
-    module = offload.disk_offload(nn.Linear(3, 4))
-    expected = module(torch.ones(3))
-
-    torch.jit.script(offload.materialize(module)).save(tmp_path / "saved.pt")
-
-    assert torch.equal(expected, torch.jit.load(tmp_path / "saved.pt")(torch.ones(3)))

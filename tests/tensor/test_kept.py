@@ -1,4 +1,4 @@
-"""A product with a packed weight that was made ready is never of another value than the weight has."""
+"""What is kept of a value is never stale: a small one that was computed, a product or a pick that was made ready."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -23,11 +24,15 @@ import offload
 from offload import OffloadedTensor, budget
 from offload.errors import ChangedFileError, MissingFileError
 from offload.kernels import native
-from offload.tensor import bound, products, small
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.layout import contiguous
+from offload.tensor import bound, products, recipes, small
 from offload.tensor.bound import BoundWeight
 from offload.tensor.products import compute_exactly
-from offload.tensor.recipes import stored_in
+from offload.tensor.recipes import Joined, Piece, stored_in
 from offload.tensor.views import handle_of
+from offload.tensor.wrapper import wrap_handle
 from tests.checkpoints.forms import FORMS
 from tests.engines import Clock
 from tests.processes import in_fork
@@ -158,7 +163,7 @@ def written(weight: OffloadedTensor) -> None:
 
 
 def part_written(weight: OffloadedTensor) -> None:
-    weight[0, 0] = 3
+    weight.view(-1)[0] = 3
 
 
 def assigned(weight: OffloadedTensor) -> None:
@@ -175,17 +180,6 @@ def turned(weight: OffloadedTensor) -> None:
 
 def made_exact(weight: OffloadedTensor) -> None:
     compute_exactly(handle_of(weight))
-
-
-@pytest.mark.parametrize(
-    "change", [new_value, written, part_written, assigned, given_another_packed_one, turned, made_exact]
-)
-def test_another_value_is_seen_by_the_next_product(
-    weight: OffloadedTensor, x: torch.Tensor, change: Callable[[Any], None]
-) -> None:
-    change(weight)
-
-    assert torch.equal(F.linear(x, weight.materialize()), F.linear(x, weight))
 
 
 def test_a_piece_that_has_another_source_is_noticed(weight: OffloadedTensor, x: torch.Tensor) -> None:
@@ -205,48 +199,6 @@ def test_exact_products_are_those_with_the_dense_weight(weight: OffloadedTensor,
         found = F.linear(x, weight)
 
     assert torch.equal(F.linear(x, weight.materialize()), found)
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_another_file_is_noticed_after_a_tenth_of_a_second(
-    weight: OffloadedTensor, x: torch.Tensor, still_clock: Clock, is_there: bool
-) -> None:
-    expected, file = F.linear(x, weight), weight.offload_path
-    text = file.read_bytes()
-    file.unlink()
-    if is_there:
-        file.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
-        os.utime(file, ns=(1, 1))
-
-    assert torch.equal(expected, F.linear(x, weight))
-    still_clock.time += 0.11
-    with pytest.raises(ChangedFileError if is_there else MissingFileError, match=file.name):
-        F.linear(x, weight)
-
-
-def test_a_file_is_looked_at_ten_times_a_second_at_most(
-    weight: OffloadedTensor, x: torch.Tensor, still_clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[Path] = []
-    check = type(handle_of(weight).file).check
-    monkeypatch.setattr(type(handle_of(weight).file), "check", lambda file: (looks.append(file.path), check(file)))
-
-    for _ in range(100):
-        still_clock.time += 0.01
-        F.linear(x, weight)
-
-    assert 9 <= len(looks) <= 10
-
-
-def test_a_weight_that_was_dropped_is_read_again(weight: OffloadedTensor, x: torch.Tensor, calls: list[str]) -> None:
-    expected = unbound(x, weight)
-    for change in (lambda: budget.evict(weight), lambda: offload.set_max_memory(0), small.release_small):
-        undo = change()
-        assert torch.equal(expected, F.linear(x, weight))
-        assert torch.equal(expected, F.linear(x, weight))
-        assert "bound" == calls[-1]
-        if hasattr(undo, "close"):
-            undo.close()
 
 
 class Seen(TorchDispatchMode):
@@ -333,50 +285,12 @@ def test_activations_that_lie_otherwise_have_the_same_products(
     assert torch.equal(F.linear(given.resolve_neg().contiguous(), weight), F.linear(given, weight))
 
 
-def test_copies_and_other_processes_bind_for_themselves(
-    weight: OffloadedTensor, x: torch.Tensor, calls: list[str]
-) -> None:
-    expected = F.linear(x, weight)
-
-    for other in (copy.deepcopy(weight), ForkingPickler.loads(ForkingPickler.dumps(weight)), weight.detach()):
-        assert other._bound is None
-        assert torch.equal(expected, F.linear(x, other))
-        other.data = torch.zeros_like(weight)
-        assert not F.linear(x, other).any()
-    assert in_fork(lambda: torch.equal(expected, F.linear(x, weight)))
-    assert torch.equal(expected, F.linear(x, weight))
-    weight.update_values(torch.ones_like(weight))
-    assert in_fork(lambda: torch.equal(F.linear(x, torch.ones(weight.shape)), F.linear(x, weight)))
-
-
 def test_swapped_tensors_have_the_products_of_their_values(weight: OffloadedTensor, x: torch.Tensor) -> None:
     expected, other = F.linear(x, weight), torch.ones(weight.shape)
     torch.utils.swap_tensors(weight, other)
 
     assert torch.equal(expected, F.linear(x, other))
     assert torch.equal(F.linear(x, torch.ones(weight.shape)), F.linear(x, weight))
-
-
-def test_threads_see_the_old_value_or_the_new_one(weight: OffloadedTensor, x: torch.Tensor) -> None:
-    values = [F.linear(x, weight), F.linear(x, torch.ones(weight.shape)), F.linear(x, torch.zeros(weight.shape))]
-    wrong: list[torch.Tensor] = []
-
-    def use() -> None:
-        with torch.no_grad():
-            for _ in range(200):
-                found = F.linear(x, weight)
-                wrong.extend([] if any(torch.equal(found, one) for one in values) else [found])
-
-    threads = [threading.Thread(target=use) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    weight.update_values(torch.ones(weight.shape))
-    weight.update_values(torch.zeros(weight.shape))
-    for thread in threads:
-        thread.join()
-
-    assert not wrong
-    assert not F.linear(x, weight).any()
 
 
 # Rows that are picked from a bound table
@@ -429,13 +343,6 @@ def test_other_picks_end_as_with_the_dense_table(table: OffloadedTensor, rows: t
     assert expected is found if isinstance(expected, type) else torch.equal(expected, found) or rows.is_meta
 
 
-@pytest.mark.parametrize("change", [new_value, written, part_written, assigned, turned, made_exact])
-def test_another_value_is_seen_by_the_next_pick(table: OffloadedTensor, change: Callable[[Any], None]) -> None:
-    change(table)
-
-    assert torch.equal(table.materialize()[[3, 1]], F.embedding(torch.tensor([3, 1]), table))
-
-
 def test_a_pick_reads_no_other_rows(table: OffloadedTensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table is neither read as a whole nor counted as such."""
     asked: list[list[int]] = []
@@ -462,11 +369,257 @@ def test_modes_and_graphs_see_a_pick(table: OffloadedTensor, monkeypatch: pytest
     assert not table.grad[2].any()
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_weight_that_asks_for_a_gradient_is_scaled_without_a_graph(tmp_path: Path, grad: bool) -> None:
-    weight = OffloadedTensor.from_original_tensor(torch.arange(4.0), "weight", tmp_path).requires_grad_()
-    with torch.set_grad_enabled(grad):
-        found = weight * torch.ones(4)
+# Small values that are computed from others
 
-    assert grad == found.requires_grad
-    assert torch.equal(torch.arange(4.0), found.detach())
+
+WIDTH = 48
+
+
+class Scaled(nn.Module):
+    """A norm and a scale, which are stored in another dtype than they are wanted in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.empty(WIDTH, dtype=torch.bfloat16), requires_grad=False)
+        self.scale = nn.Parameter(torch.empty(2, WIDTH, dtype=torch.bfloat16), requires_grad=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path / "model.safetensors"
+    save_file({"norm": torch.randn(WIDTH), "scale": torch.randn(2, WIDTH)}, path)
+    return path
+
+
+@pytest.fixture
+def scaled(file: Path) -> Scaled:
+    scaled = Scaled()
+    offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.bfloat16)
+    return scaled
+
+
+@pytest.fixture
+def norm(scaled: Scaled) -> OffloadedTensor:
+    assert handle_of(scaled.norm).composed is not None
+    return scaled.norm  # type: ignore[return-value]
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of pieces that values are computed from, each time."""
+    names: list[str] = []
+    put = recipes.Piece.put
+
+    def counted(self: Any, place: torch.Tensor, view_spec: torch.Tensor) -> None:
+        names.append(self.handle.name)
+        put(self, place, view_spec)
+
+    monkeypatch.setattr(recipes.Piece, "put", counted)
+    return names
+
+
+def test_a_small_value_is_computed_once_for_all_its_ops_and_views(scaled: Scaled, computed: list[str]) -> None:
+    expected = scaled.scale.materialize()  # type: ignore[operator]
+
+    for _ in range(3):
+        assert torch.equal(expected * 2, scaled.scale * 2)
+        assert torch.equal(expected[1] + expected[0], scaled.scale[1] + scaled.scale[0])
+        assert torch.equal(expected.t().contiguous(), scaled.scale.t().contiguous())
+
+    assert ["scale"] == computed
+
+
+def test_a_large_value_is_computed_at_each_use(scaled: Scaled, computed: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(recipes, "SMALL", WIDTH)
+    again = recipes.Joined(handle_of(scaled.norm).layout, handle_of(scaled.norm).composed.pieces, [(0,)])  # type: ignore
+
+    assert again.small is None
+    assert torch.equal(again.value(), again.value())
+    assert ["norm", "norm"] == computed
+
+
+@pytest.mark.parametrize("is_owned", [True, False])
+def test_a_write_to_a_source_is_seen(file: Path, tmp_path: Path, is_owned: bool) -> None:
+    """Recipes of checkpoints have sources of their own; of others, this one's are not kept, or followed."""
+    w = OffloadedTensor.from_file(file, "norm")
+    if is_owned:
+        w = OffloadedTensor.from_original_tensor(w.materialize(), "w")
+    recipe = Handle.compose(Joined(contiguous(torch.float16, (WIDTH,)), [Piece(handle_of(w))], [(0,)]), "w")
+    cast = wrap_handle(recipe, torch.device("cpu"))
+    assert all(torch.equal(w.materialize().half() + 1, cast + 1) for _ in range(2))  # its file was looked at
+
+    w.mul_(3)
+
+    assert torch.equal(w.materialize().half() + 1, cast + 1)
+
+
+def test_an_array_of_a_small_value_can_not_be_written_to(file: Path) -> None:
+    scaled = Scaled().half()
+    offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.float16)
+    array = scaled.norm.numpy()
+
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+def test_the_next_op_does_not_see_a_write_to_a_guest(norm: OffloadedTensor) -> None:
+    """As compiled code does, which is given the memory itself."""
+    expected = norm.materialize()
+    norm._guest.zero_()
+
+    assert torch.equal(expected, norm.materialize())
+
+
+def test_results_do_not_share_the_memory_of_a_small_value(norm: OffloadedTensor) -> None:
+    expected = norm.materialize()
+    for result in (norm.materialize(), norm.clone(), norm.contiguous(), norm.to(torch.bfloat16), norm.reshape(-1)):
+        result.detach().zero_() if type(result) is torch.Tensor else None
+
+    assert torch.equal(expected, norm.materialize())
+
+
+def test_small_values_take_a_bounded_amount_of_memory(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.SMALL_VALUES.release()
+    monkeypatch.setattr(small, "_ALL", 10 * 2 * WIDTH)
+    layers = [Scaled() for _ in range(30)]
+    for scaled in layers:
+        offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.bfloat16)
+        _ = scaled.norm + 1
+
+        assert small.SMALL_VALUES.nbytes() <= 10 * 2 * WIDTH
+
+    assert all(torch.equal(layers[0].norm + 1, scaled.norm + 1) for scaled in layers)
+
+
+def test_memory_of_a_small_value_goes_with_its_tensor(file: Path) -> None:
+    small.SMALL_VALUES.release()
+    scaled = Scaled()
+    offload.load_checkpoint_and_dispatch(scaled, file, device_map="disk", dtype=torch.bfloat16)
+    _ = scaled.norm + 1
+    assert 2 * WIDTH == small.SMALL_VALUES.nbytes()
+    del scaled
+
+    assert 0 == small.SMALL_VALUES.nbytes()
+
+
+def test_a_value_that_inference_mode_computed_can_be_used_by_autograd(norm: OffloadedTensor) -> None:
+    with torch.inference_mode():
+        _ = norm + 1
+    x = torch.ones(WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (x * norm).sum().backward()
+
+    assert torch.equal(norm.materialize(), x.grad)  # type: ignore[arg-type]
+
+
+# What all that is kept has in common
+
+
+class Kept(NamedTuple):
+    """A tensor of which something is kept, and what it is kept for."""
+
+    tensor: OffloadedTensor
+    use: Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(params=["a small value", "a product", "picked rows"])
+def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
+    """One that was used twice."""
+    if request.param == "a small value":
+        made = Kept(request.getfixturevalue("norm"), lambda one: one + 1)
+    elif request.param == "a product":
+        weight, x = request.getfixturevalue("weight"), request.getfixturevalue("x")
+        made = Kept(weight, lambda one: F.linear(x, one))
+    else:
+        made = Kept(request.getfixturevalue("table"), lambda one: F.embedding(torch.tensor([3, 1]), one))
+    with torch.no_grad():
+        made.use(made.tensor), made.use(made.tensor)
+        yield made
+
+
+@pytest.mark.parametrize(
+    "change", [new_value, written, part_written, assigned, given_another_packed_one, turned, made_exact]
+)
+def test_another_value_is_seen_by_the_next_use(kept: Kept, change: Callable[[Any], None]) -> None:
+    change(kept.tensor)
+
+    assert torch.equal(kept.use(kept.tensor.materialize()), kept.use(kept.tensor))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_another_file_is_noticed_after_a_tenth_of_a_second(kept: Kept, still_clock: Clock, is_there: bool) -> None:
+    expected, file = kept.use(kept.tensor), kept.tensor.offload_path
+    text = file.read_bytes()
+    file.unlink()
+    if is_there:
+        file.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
+        os.utime(file, ns=(1, 1))
+
+    assert torch.equal(expected, kept.use(kept.tensor))
+    still_clock.time += 0.11
+    with pytest.raises(ChangedFileError if is_there else MissingFileError, match=file.name):
+        kept.use(kept.tensor)
+
+
+def test_a_file_is_looked_at_ten_times_a_second_at_most(
+    kept: Kept, still_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Path] = []
+    check = TensorFile.check
+    monkeypatch.setattr(TensorFile, "check", lambda file: (looks.append(file.path), check(file)))
+
+    for _ in range(100):
+        still_clock.time += 0.01
+        kept.use(kept.tensor)
+
+    assert 9 <= len(looks) <= 10
+
+
+@pytest.mark.parametrize("ask", [budget.evict, lambda _: offload.set_max_memory(0)])
+def test_kept_memory_goes_when_it_is_asked_back(kept: Kept, ask: Callable[[Any], Any]) -> None:
+    expected, product = kept.use(kept.tensor), kept.tensor._bound
+    undo = ask(kept.tensor)
+
+    assert 0 == offload.memory_summary().computed
+    assert all(torch.equal(expected, kept.use(kept.tensor)) for _ in range(2))
+    assert product is None or product is not kept.tensor._bound  # it refers to such memory
+    if undo is not None:
+        undo.close()
+
+
+def test_copies_and_other_processes_keep_for_themselves(kept: Kept) -> None:
+    tensor, use, expected = *kept, kept.use(kept.tensor)
+
+    for other in (copy.deepcopy(tensor), ForkingPickler.loads(ForkingPickler.dumps(tensor)), tensor.detach()):
+        assert torch.equal(expected, use(other))
+        other.data = torch.zeros_like(tensor)
+        assert torch.equal(use(torch.zeros(tensor.shape, dtype=tensor.dtype)), use(other))
+    ones = torch.ones(tensor.shape, dtype=tensor.dtype)
+    assert in_fork(lambda: torch.equal(expected, use(tensor)))
+    assert torch.equal(expected, use(tensor))
+    tensor.update_values(ones)
+    assert in_fork(lambda: torch.equal(use(ones), use(tensor)))
+
+
+def test_threads_see_the_old_value_or_the_new_one(kept: Kept) -> None:
+    tensor, use = kept
+    news = [torch.full(tensor.shape, number, dtype=tensor.dtype) for number in (1.0, 0.0)]
+    values, wrong = [use(tensor), *map(use, news)], []
+
+    def act() -> None:
+        with torch.no_grad():
+            for _ in range(200):
+                found = use(tensor)
+                wrong.extend([] if any(torch.equal(found, one) for one in values) else [found])
+
+    threads = [threading.Thread(target=act) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for new in news:
+        small.SMALL_VALUES.release()
+        tensor.update_values(new)
+    for thread in threads:
+        thread.join()
+
+    assert not wrong
+    assert torch.equal(values[-1], use(tensor))
