@@ -247,30 +247,29 @@ def _open_file(path: Path, file: Path) -> Checkpoint:
 def _open_folder(folder: Path) -> Checkpoint:
     with reading(folder):
         names = _without_adapter(sorted(os.listdir(folder)))
+    found = _usual_in(names, "model.safetensors")
     files = [name for name in names if name.endswith(".safetensors")]
-    found = _model_in(folder, names, "model", (".safetensors",))
     if found is None and files:
         opened = [TensorFile.open(folder / name) for name in files]
         if all("name" in file.notes for file in opened):
             return Checkpoint(folder, _values_by_name(opened), is_offload_folder=True)
-        found = _the_only(folder, files, names)
+    found = found or _the_only(folder, names, (".safetensors",))
     if found is None and METADATA in names:
         return _open_distributed(folder)
-    found = found or _model_in(folder, names, "pytorch_model", PICKLES)
+    found = found or _usual_in(names, "pytorch_model.bin") or _the_only(folder, names, PICKLES)
     if found is None:
-        pickled = [name for name in names if name.endswith(PICKLES) and not is_beside(name)]
-        if not pickled and any(name.endswith(SUFFIX) for name in names):
-            raise CheckpointError(
-                f"{folder} holds {SUFFIX} files but no {METADATA}, which describes them: the save was not finished"
-            )
-        if not pickled:
-            packed = ", ".join(name for name in names if name.endswith(".gguf"))
-            more = f", but GGUF files ({packed}): give the path of one of them" if packed else ""
-            raise CheckpointError(f"{folder} has no checkpoint, neither .safetensors nor .bin{more}")
-        found = _the_only(folder, pickled, names)
-    if found.endswith(INDEX):
-        return _open_index(folder / found)
-    return _open_file(folder, folder / found)
+        raise _nothing_in(folder, names)
+    return _open_index(folder / found) if found.endswith(INDEX) else _open_file(folder, folder / found)
+
+
+def _nothing_in(folder: Path, names: list[str]) -> CheckpointError:
+    if any(name.endswith(SUFFIX) for name in names):
+        return CheckpointError(
+            f"{folder} holds {SUFFIX} files but no {METADATA}, which describes them: the save was not finished"
+        )
+    packed = ", ".join(name for name in names if name.endswith(".gguf"))
+    more = f", but GGUF files ({packed}): give the path of one of them" if packed else ""
+    return CheckpointError(f"{folder} has no checkpoint, neither .safetensors nor .bin{more}")
 
 
 def _without_adapter(names: list[str]) -> list[str]:
@@ -312,15 +311,8 @@ def _values_by_name(files: Iterable[TensorFile]) -> dict[str, StoredValue]:
     return values
 
 
-def _model_in(folder: Path, names: list[str], stem: str, suffixes: tuple[str, ...]) -> str | None:
-    """The file or index that is a folder's model: the usual file, the usual index, or the only index."""
-    indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
-    usual = stem + suffixes[0]
-    if usual in names and usual + INDEX not in indexes:
-        return usual
-    if usual + INDEX in indexes:
-        return usual + INDEX
-    return _the_only(folder, indexes, []) if indexes else None
+def _usual_in(names: list[str], usual: str) -> str | None:
+    return next((name for name in (usual + INDEX, usual) if name in names), None)
 
 
 def is_beside(name: str) -> bool:
@@ -328,19 +320,18 @@ def is_beside(name: str) -> bool:
     return name.startswith(_BESIDE)
 
 
-def _the_only(folder: Path, names: list[str], beside: list[str]) -> str:
-    """The only one of these files; of several, the only index among the files beside them, whatever its name."""
-    indexes = [name for name in beside if name.endswith(INDEX)]
-    if len(names) > 1 and len(indexes) == 1:
-        return indexes[0]
-    shard = next(filter(is_shard, names), None)
+def _the_only(folder: Path, names: list[str], suffixes: tuple[str, ...]) -> str | None:
+    """The only index of a form, else the only file; None if there is neither."""
+    indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
+    found = indexes or [name for name in names if name.endswith(suffixes) and not is_beside(name)]
+    shard = next(filter(is_shard, found), None)
     if shard is not None:
         raise CheckpointError(
             f"{folder} holds {shard}, a part of a checkpoint, but no index: get the *{INDEX} again, or name the file"
         )
-    if len(names) > 1:
-        raise CheckpointError(f"{folder} holds {len(names)} checkpoints ({some(names, 3)}): name the file")
-    return names[0]
+    if len(found) > 1:
+        raise CheckpointError(f"{folder} holds {len(found)} checkpoints ({some(found, 3)}): name the file")
+    return next(iter(found), None)
 
 
 def is_shard(name: str) -> bool:
@@ -386,10 +377,6 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, Json]]:
     for name, shard in places.items():
         if not is_file_name(shard):
             raise CheckpointError(f"{path} places {short(name)!r} in {short(shard)!r}, outside its folder: refused")
-        if not shard.endswith((".safetensors", *PICKLES)):
-            raise CheckpointError(
-                f"{path} places {short(name)!r} in {short(shard)!r}, which is neither .safetensors nor .bin"
-            )
     return places, metadata if isinstance(metadata, dict) else {}
 
 
@@ -423,46 +410,33 @@ def pattern_of(name: str) -> str:
     return name if found is None else f"{found['stem']}-?????-of-{found['count']}.gguf"
 
 
-def paths_of_parts(file: TensorFile) -> list[Path]:
-    """The paths of all parts of a GGUF file, in order, given any of them; of a file that is whole, its own.
+def with_other_parts(file: TensorFile) -> list[TensorFile]:
+    """All parts of a GGUF file, in order, given any of them; of a file that is whole, only itself.
 
-    Raises `MissingFileError` if a part is missing; `CheckpointError` if the file's name does not say which part it is.
+    Raises `MissingFileError` if a part is missing; `CheckpointError` if a file is not the part that its name says;
+    and as `TensorFile.open`.
     """
-    count = file.header.metadata.get(PARTS, "1")
-    if count in ("0", "1"):
-        return [file.path]
+    count = int(file.header.metadata.get(PARTS, 1))
+    if count < 2:
+        return [file]
     found = _PART.fullmatch(file.path.name)
-    if found is None or int(found["count"]) != int(count):
+    if found is None or int(found["count"]) != count:
         raise CheckpointError(
             f"{file.path} is one of {count} parts, and its name does not say which: give the parts the names "
-            f"...-00001-of-{int(count):05}.gguf and so on"
+            f"...-00001-of-{count:05}.gguf and so on"
         )
-    paths = [file.path.with_name(_name_of(found, number)) for number in range(1, int(count) + 1)]
+    paths = [file.path.with_name(_name_of(found, number)) for number in range(1, count + 1)]
     missing = [path.name for path in paths if not is_there(path)]
     if missing:
         raise MissingFileError(
             f"{file.path.parent} lacks {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, of "
             f"{count} parts of a model: download or copy that file again"
         )
-    return paths
-
-
-def check_part(part: TensorFile, number: int, count: int) -> None:
-    """Raises `CheckpointError` if a file is not part `number`, counted from 0, of as many as its name says."""
-    metadata = part.header.metadata
-    if count > 1 and (metadata.get(PART), metadata.get(PARTS)) != (str(number), str(count)):
-        raise CheckpointError(f"{part.path} is not part {number + 1} of {count}, though it is named so")
-
-
-def with_other_parts(file: TensorFile) -> list[TensorFile]:
-    """All parts of a GGUF file, in order; of a file that is whole, only itself.
-
-    Raises: as `paths_of_parts`, `check_part` and `TensorFile.open`.
-    """
-    paths = paths_of_parts(file)
     opened = [file if path == file.path else TensorFile.open(path) for path in paths]
     for number, part in enumerate(opened):
-        check_part(part, number, len(opened))
+        metadata = part.header.metadata
+        if (metadata.get(PART), metadata.get(PARTS)) != (str(number), str(count)):
+            raise CheckpointError(f"{part.path} is not part {number + 1} of {count}, though it is named so")
     return opened
 
 

@@ -19,11 +19,11 @@ from offload.annotations import Pretrained
 from offload.budget import handles_in
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.checkpoints.companions import quantization_of
-from offload.checkpoints.forms.values import Form, values_in
+from offload.checkpoints.forms.formats import Form, values_in
 from offload.errors import ArgumentError, CheckpointError, OffloadError
 from offload.generation.candidates import measured
 from offload.models.device_map import places
-from offload.models.filling import filled_with, waiting
+from offload.models.pretrained import filled_with, waiting
 from offload.models.slots import place_tensors, tensor_slots
 from offload.prefetch.engine import count_in
 from offload.prefetch.value import page_state_of

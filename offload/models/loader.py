@@ -10,9 +10,8 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +23,7 @@ from offload.annotations import Kwargs
 from offload.budget import Amount, MaxMemory, expect_context, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
-from offload.checkpoints.forms.values import refuse_scaled
+from offload.checkpoints.forms.formats import refuse_scaled
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, MetaTensorError
 from offload.memory import uncollected
 from offload.models import log
@@ -42,7 +41,6 @@ from offload.models.device_map import (
     warn_of_strangers,
 )
 from offload.models.experts import prefer_experts
-from offload.models.placing import share_of
 from offload.models.pretrained import Fitted, as_in, let_save, quantized_by_torchao
 from offload.models.slots import (
     Slot,
@@ -51,7 +49,7 @@ from offload.models.slots import (
     is_meta,
     place_of_slot,
     place_tensors,
-    same_bits,
+    share_of,
     tensor_slots,
     tied_slots,
 )
@@ -68,7 +66,6 @@ from offload.system.reasons import some
 from offload.system.regular import is_folder
 from offload.tensor.arguments import computing_device, floating_dtype, refuse_others
 from offload.tensor.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
-from offload.tensor.guests import CPU
 from offload.tensor.locals import local_of
 from offload.tensor.products import compute_exactly
 from offload.tensor.recipes import Recipe, stored_in
@@ -77,7 +74,6 @@ from offload.tensor.wrapper import OffloadedTensor, PathLike, is_offloaded
 from offload.torch_api import DisableTorchFunctionSubclass, blocks_of, buffers_of, parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
-Models = TypeVar("Models")  # a module, or a pipeline of modules
 
 _MOST_OF_A_FILE = 0.75  # share of a file from which it is read including the gaps between a model's values
 _REFERENCED = "referenced"
@@ -90,11 +86,9 @@ class HeldForm:
 
     values: int
     nbytes: int  # what a pass over them reads from disk, as stored
-    times: float = 1.0  # how often that is a shard's own size, if it is cut at each read
 
     def __str__(self) -> str:
-        more = f", {self.times:.1f} times this rank's share" if self.times > 1 else ""
-        return f"{self.values} ({self.nbytes:,} bytes{more})"
+        return f"{self.values} ({self.nbytes:,} bytes)"
 
 
 @dataclass(frozen=True)
@@ -105,8 +99,6 @@ class LoadReport:
         missing_keys: tensors of the model that the checkpoint does not have.
         unexpected_keys: tensors of the checkpoint that the model does not have.
         mismatched_keys: name, shape in the checkpoint, shape in the model.
-        overruled_keys: tensors of the checkpoint that are not used, since the model ties them to another one, which the
-            checkpoint has with other values: the name, and the name of that one, the last, as torch's own loading uses.
         forms: how many values are "referenced" in the checkpoint, "stored" from recipes in the `offload_dir`, "in files
             of their own", "in memory", and recipes, by what is done when they are read: "cast", "joined", "laid out
             anew", "decoded from fp8, joined"...
@@ -122,19 +114,16 @@ class LoadReport:
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    overruled_keys: list[tuple[str, str]] = field(default_factory=list)
     forms: Mapping[str, HeldForm] = field(default_factory=dict)
 
     @property
     def differs(self) -> bool:
         """Whether anything did not match."""
-        return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys or self.overruled_keys)
+        return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys)
 
     def __str__(self) -> str:
         mismatched = [f"{name} (checkpoint {theirs}, model {ours})" for name, theirs, ours in self.mismatched_keys]
-        overruled = [f"{name} (tied to {other}, which has other values)" for name, other in self.overruled_keys]
-        lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys}
-        lines |= {"mismatched": mismatched, "overruled": overruled}
+        lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys, "mismatched": mismatched}
         texts = [f"{len(names)} {what}: {some(names)}" for what, names in lines.items() if names] or ["all match"]
         if self.forms.keys() - {_REFERENCED, _IN_MEMORY}:
             texts += [f"{what}: {form}" for what, form in self.forms.items()]
@@ -255,20 +244,19 @@ def load_checkpoint_in_model(
 
 
 def disk_offload(
-    model: Models,
+    model: Model,
     offload_dir: PathLike | None = None,
     *,
     execution_device: torch.device | str | int | None = None,
     offload_buffers: bool = False,
-) -> Models:
+) -> Model:
     """Move the parameters of a model to disk, one by one.
 
     A model that accelerate has dispatched, to the CPU's memory or to disk, is refused: its hooks hold the weights. Load
     such a model with `load_checkpoint_and_dispatch` or `from_pretrained`. Other hooks stay.
 
     Args:
-        model: its parameters stay the same objects, so that what is tied to them, optimizers and lists follow. Of a
-            pipeline of diffusers, all models among its `components`, each with its own subfolder of `offload_dir`.
+        model: its parameters stay the same objects, so that what is tied to them, optimizers and lists follow.
         offload_dir: the folder for the files, which then stay; None for a private one. What is on disk already stays
             where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied,
             and its first write goes to the folder.
@@ -290,13 +278,6 @@ def disk_offload(
         >>> type(model.weight.data).__name__
         'OffloadedTensor'
     """
-    components = getattr(model, "components", None)
-    if not isinstance(model, nn.Module) and isinstance(components, Mapping):
-        for name, part in components.items():
-            if isinstance(part, nn.Module):
-                place = None if offload_dir is None else Path(offload_dir) / name
-                disk_offload(part, place, execution_device=execution_device, offload_buffers=offload_buffers)
-        return model
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"a {type(model).__name__} is not a module: offload its parts one by one")
     refuse_held(model)
@@ -364,8 +345,8 @@ def _fill(
     source = open_checkpoint(checkpoint)
     source.refuse_own_folder(offload_dir)
     slots = _tied_as_noted(slots, source)
-    keyed, overruled = _keyed(slots, source, partial(_have_same_bits, source))
-    report = replace(_compare(keyed, source), overruled_keys=overruled)
+    keyed = _keyed(slots, source)
+    report = _compare(keyed, source)
     fitted: Fitted | None = None
     if is_of_transformers(model) and (report.differs or _is_packed(model, source)):
         log.info("%s differs from %s: transformers converts it", source.path, type(model).__name__)
@@ -375,10 +356,10 @@ def _fill(
         fitted = quantized_by_torchao(source, offload_dir, shapes)
     if fitted is not None:
         named = fitted.tensors
-        keyed, overruled = _keyed(slots, named, lambda one, other: named[one] is named[other])
+        keyed = _keyed(slots, named)
         refuse_other_names(source, ((slot.keys, named[key]) for slot, key in keyed if key is not None), offload_dir)
         missing = [slot.keys[0] for slot, key in keyed if key is None]
-        report = replace(report_of(fitted.report), missing_keys=missing, overruled_keys=overruled)
+        report = replace(report_of(fitted.report), missing_keys=missing)
     if fitted is None:
         filled = {key: source[key].layout for slot, key in keyed if key is not None and slot.held.is_floating_point()}
         stored_as = {key: layout.dtype for key, layout in filled.items() if layout is not None}
@@ -419,27 +400,14 @@ def _is_packed(model: Any, source: Checkpoint) -> bool:
     return quantization_of(model.config) is not None and not source.is_offload_folder
 
 
-def _keyed(
-    slots: Iterable[Slot], values: Container[str], are_same: Callable[[str, str], bool]
-) -> tuple[list[tuple[Slot, str | None]], list[tuple[str, str]]]:
-    """Each tensor of a model with the one of its names that is in a checkpoint, or None; and `overruled_keys`."""
+def _keyed(slots: Iterable[Slot], values: Mapping[str, object]) -> list[tuple[Slot, str | None]]:
+    """Each tensor of a model with its name in a checkpoint, or None; of several names the last, as torch takes it."""
     keyed: list[tuple[Slot, str | None]] = []
-    overruled: list[tuple[str, str]] = []
     for slot in slots:
         stored = [key for key in slot.keys if key in values]
-        others = {key for key in stored[:-1] if not are_same(key, stored[-1])}
-        overruled += [(key, stored[-1]) for key in stored if key in others]
         if slot.keys:
-            keyed.append((slot, next((key for key in stored if key not in others), None)))
-    return keyed, overruled
-
-
-def _have_same_bits(source: Checkpoint, name: str, other: str) -> bool:
-    """Whether a checkpoint has the same value under two names; if they are stored apart, they are read."""
-    one, two = source.tensors(None, {name: CPU, other: CPU}).values()
-    left, right = handle_of(one), handle_of(two)
-    is_one = left.composed is None and (left.path, left.extent, left.layout) == (right.path, right.extent, right.layout)
-    return is_one or same_bits(one, two)
+            keyed.append((slot, next((key for key in stored if values[key] is values[stored[-1]]), None)))
+    return keyed
 
 
 def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:
@@ -552,13 +520,7 @@ def _forms(slots: Iterable[Slot]) -> dict[str, HeldForm]:
     held: dict[str, list[Slot]] = {}
     for slot in slots:
         held.setdefault(_form(slot.tensor), []).append(slot)
-    return {what: HeldForm(len(found), _stored_bytes(found), _times(found)) for what, found in sorted(held.items())}
-
-
-def _times(slots: list[Slot]) -> float:
-    """How many times its own bytes a rank reads if its columns are cut from whole stored rows."""
-    is_cut = all(slot.outer is not None and _form(slot.tensor) in ("laid out anew", "joined") for slot in slots)
-    return max(1.0, _stored_bytes(slots) / max(1, sum(slot.nbytes for slot in slots))) if is_cut else 1.0
+    return {what: HeldForm(len(found), _stored_bytes(found)) for what, found in sorted(held.items())}
 
 
 def _form(tensor: torch.Tensor) -> str:
