@@ -47,6 +47,8 @@ from offload.torch_api import (
     world_of,
 )
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(slots=True)
 class Slot:
@@ -214,6 +216,13 @@ def folder_of(slot: Slot, offload_dir: PathLike | None) -> PathLike | None:
 def is_meta(tensor: torch.Tensor) -> bool:
     with DisableTorchFunctionSubclass():
         return tensor.is_meta
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    bits = _BITS.get(one.itemsize, one.dtype)  # 0.0 and -0.0 compare equal
+    return torch.equal(one.detach().view(bits), other.detach().view(bits))
 
 
 def _is_at(tensor: torch.Tensor, place: Place, offload_dir: PathLike | None) -> bool:
