@@ -44,6 +44,7 @@ campaign: $(VENV)/.installed
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .
+	$(PY) -m ruff check --preview --select PLW1514 offload bench  # text is read and written in an encoding that is named
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 

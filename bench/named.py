@@ -23,7 +23,7 @@ from bench.page_cache import files_in, warm
 from bench.peers import OURS
 from bench.rounds import Figure, in_turn
 from bench.scale import Scale
-from bench.tokens_apart import LLAMA_CPP, TokensTrial, absent, trial
+from bench.tokens_apart import AS_STORED, LLAMA_CPP, TokensTrial, absent, trial
 
 _MARGIN = 2 << 30  # bytes that stay free on the disk
 
@@ -60,6 +60,8 @@ def _of_model(name: str, files: dict[str, Path], memory: tuple[int | None, ...],
 
 
 def _figures(name: str, files: dict[str, Path], limit: int | None, scale: Scale) -> list[Figure]:
+    if limit is not None and limit < files[LLAMA_CPP].stat().st_size:
+        files = {**files, AS_STORED: files[LLAMA_CPP]}
     arms = {arm: partial(_warmed, arm, path, limit, scale) for arm, path in files.items()}
     done = in_turn(arms, scale.rounds, absent())
     case = f"named, {name}, {'all memory' if limit is None else f'{limit >> 30} GiB'}"

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from itertools import groupby, zip_longest
 from pathlib import Path
+from typing import Any
 
 from bench.memory_cap import memory_cap
 from bench.models import smollm2_dense
@@ -33,17 +34,21 @@ RESULTS = Path(__file__).parent / "results"
 RECORD, DRAWING = RESULTS / "recording.json", RESULTS / "recording.svg"
 LIMIT = 500_000_000
 COMMANDS = ("offload plan {model}", 'offload generate {model} --prompt "What is the capital of France?"')
-_COLUMNS, _FONT, _LINE, _EDGE = 80, 13, 19, 14
+_COLUMNS, _ROWS, _FONT, _LINE, _EDGE = 92, 40, 13, 19, 14
 _SPINNER = re.compile("[⠁-⣿]")
-_CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|[\r\n]")
+_DIM, _GREY = "\x1b[2m", "\x1b[90m"  # pyte does not know the first
 _STYLE = (
     "text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#d5dbe1;white-space:pre}"
-    ".called{fill:#7aa2ff;font-weight:600}.passing{visibility:hidden}"
+    ".called{fill:#7aa2ff}.bold,.called{font-weight:600}.passing{visibility:hidden}.brightblack{fill:#8b949e}"
+    ".green{fill:#7ee787}.brown{fill:#e3b341}.red{fill:#ff7b72}.cyan{fill:#56d4dd}"
     "@keyframes hidden{from,to{visibility:hidden}}@keyframes shown{from,to{visibility:visible}}"
     "@media(prefers-reduced-motion){text{animation:none!important}}"
 )
 
-Screens = list[tuple[float, list[str]]]
+Line = list[tuple[str, str]]
+"""Pieces of a line, and the colours and weight of each: names of CSS classes."""
+
+Screens = list[tuple[float, list[Line]]]
 """What the terminal shows from a second on."""
 
 
@@ -58,60 +63,12 @@ class Record:
     screens: Screens
 
 
-class Terminal:
-    """A terminal that understands what the command sends."""
-
-    def __init__(self, columns: int) -> None:
-        self.lines = [""]
-        self._columns, self._row, self._column = columns, 0, 0
-
-    def feed(self, text: str) -> None:
-        """Process output.
-
-        Raises:
-            ValueError: it contains an unsupported escape sequence.
-        """
-        start = 0
-        for found in _CONTROL.finditer(text):
-            self._write(text[start : found.start()])
-            self._obey(found)
-            start = found.end()
-        self._write(text[start:])
-
-    def _obey(self, found: re.Match[str]) -> None:
-        number, letter = found[1] or "", found[2]
-        if found[0] == "\n":
-            self._go_down()
-        elif found[0] == "\r":
-            self._column = 0
-        elif letter == "A":
-            self._row = max(0, self._row - int(number or 1))
-        elif letter == "K":
-            self.lines[self._row] = "" if number == "2" else self.lines[self._row][: self._column]
-        elif letter not in ("m", "h", "l"):  # colours, and showing the cursor
-            raise ValueError(f"an escape that is not known: {found[0]!r}")
-
-    def _write(self, text: str) -> None:
-        for letter in text:
-            if self._column == self._columns:
-                self._go_down()
-                self._column = 0
-            line = self.lines[self._row].ljust(self._column)
-            self.lines[self._row] = line[: self._column] + letter + line[self._column + 1 :]
-            self._column += 1
-
-    def _go_down(self) -> None:
-        self._row += 1
-        if self._row == len(self.lines):
-            self.lines.append("")
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "SmolLM2-135M")  # a name with which the commands fit into the columns
         model.symlink_to(smollm2_dense())
         record = recorded(model, LIMIT)
-    RECORD.write_text(json.dumps(asdict(record), ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+    RECORD.write_text(json.dumps(asdict(record), ensure_ascii=False) + "\n", encoding="utf-8")
     DRAWING.write_text(drawn(record), encoding="utf-8")
     print(DRAWING)
 
@@ -128,23 +85,34 @@ def recorded(model: Path, limit: int) -> Record:
         OSError: this process can't create a memory cgroup.
         CalledProcessError: a command fails.
     """
-    terminal, screens = Terminal(_COLUMNS), []
-    start = time.perf_counter()
+    import pyte
+
+    screen, screens = pyte.Screen(_COLUMNS, _ROWS), []
+    terminal, start = pyte.Stream(screen), time.perf_counter()
     for command in COMMANDS:
         make_cold(files_in(model))
         terminal.feed(("\r\n" if screens else "") + f"$ {command.format(model=model.name)}\r\n")
-        screens.append((time.perf_counter() - start, list(terminal.lines)))
+        screens.append((time.perf_counter() - start, _lines(screen)))
         for text in _sent(shlex.split(command.format(model=model.name))[1:], model.parent, limit):
-            terminal.feed(text)
-            screens.append((time.perf_counter() - start, list(terminal.lines)))
+            terminal.feed(text.replace(_DIM, _GREY))
+            screens.append((time.perf_counter() - start, _lines(screen)))
     stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     return Record(model.name, stored, limit, _COLUMNS, list(_changes(screens)))
+
+
+def _lines(screen: Any) -> list[Line]:
+    rows = ([screen.buffer[row][column] for column in range(screen.columns)] for row in range(screen.lines))
+    return [[("".join(one.data for one in group), style) for style, group in groupby(row, _style)] for row in rows]
+
+
+def _style(letter: Any) -> str:
+    return " ".join([*([] if letter.fg == "default" else [letter.fg]), *(["bold"] if letter.bold else [])])
 
 
 def _sent(words: list[str], folder: Path, limit: int) -> Iterator[str]:
     """The command's output on a terminal, as it arrives."""
     leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (40, _COLUMNS))
+    termios.tcsetwinsize(follower, (_ROWS, _COLUMNS))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
     environment |= {"TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", "offload", *words]
@@ -169,15 +137,21 @@ def _read(leader: int) -> bytes:
         return b""
 
 
-def _changes(screens: Screens) -> Iterator[tuple[float, list[str]]]:
+def _changes(screens: Screens) -> Iterator[tuple[float, list[Line]]]:
     """At least a tenth of a second apart, with a spinner standing still."""
-    still = [(second, [_SPINNER.sub("⠿", line).rstrip() for line in lines]) for second, lines in screens]
-    by_time = {round(second, 1): lines for second, lines in still}
-    last: list[str] = []
+    by_time = {round(second, 1): [_still(line) for line in lines] for second, lines in screens}
+    last: list[Line] = []
     for second, lines in by_time.items():
         if lines != last:
             yield second, lines
         last = lines
+
+
+def _still(line: Line) -> Line:
+    pieces = [(_SPINNER.sub("⠿", text), style) for text, style in line]
+    while pieces and not pieces[-1][0].strip():
+        pieces.pop()
+    return [*pieces[:-1], *((text.rstrip(), style) for text, style in pieces[-1:])]
 
 
 def drawn(record: Record) -> str:
@@ -195,22 +169,24 @@ def drawn(record: Record) -> str:
 def _texts(screens: Screens, rows: int) -> Iterator[str]:
     """Each line, with the time for which it was visible."""
     for row in range(rows):
-        shown = [(lines[row] if row < len(lines) else "", second) for second, lines in screens]
+        shown = [(lines[row] if row < len(lines) else [], second) for second, lines in screens]
         runs = [next(group) for _, group in groupby(shown, key=lambda one: one[0])]
-        for (text, start), (_, end) in zip_longest(runs, runs[1:], fillvalue=("", None)):
-            if text and start is not None:
-                yield _text(text, row * _LINE + _EDGE + _FONT, start, end)
+        for (line, start), (_, end) in zip_longest(runs, runs[1:], fillvalue=([], None)):
+            if line and start is not None:
+                yield _text(line, row * _LINE + _EDGE + _FONT, start, end)
 
 
-def _text(text: str, y: int, start: float, end: float | None) -> str:
-    kinds = ["called"] if text.startswith("$ ") else []
+def _text(line: Line, y: int, start: float, end: float | None) -> str:
+    kinds = ["called"] if line[0][0].startswith("$ ") else []
     if end is None:
         moves = f"hidden {start:.1f}s"
     else:
         kinds.append("passing")
         moves = f"shown {end - start:.1f}s {start:.1f}s"
     kind = f' class="{" ".join(kinds)}"' if kinds else ""
-    return f'<text{kind} x="{_EDGE}" y="{y}" style="animation:{moves}">{escape(text)}</text>'
+    parts = [(escape(text), style) for text, style in line]
+    inside = "".join(f'<tspan class="{style}">{text}</tspan>' if style else text for text, style in parts)
+    return f'<text{kind} x="{_EDGE}" y="{y}" style="animation:{moves}">{inside}</text>'
 
 
 if __name__ == "__main__":

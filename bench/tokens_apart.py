@@ -5,20 +5,25 @@ Always true:
 - after a prompt of four tokens each token is another one, the same ones for all: a mixture meets new experts
 - what takes longer than its time ends early, after one token at the least: first some tokens that are not measured,
   then those that are
-- llama.cpp runs from the package node-llama-cpp, whose folder is named by the variable NODE_LLAMA_CPP
+- llama.cpp runs from the package node-llama-cpp, whose folder is named by the variable NODE_LLAMA_CPP; with its
+  weights repacked in memory, as it does by itself, or as stored
 
 `python -m bench.tokens_apart FILE WARM_UP TOKENS SECONDS` prints the seconds and the bytes read of each token.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -34,7 +39,7 @@ from bench.peers import OURS
 from bench.process import read_bytes
 from bench.scale import Timed
 
-LLAMA_CPP = "llama.cpp"
+LLAMA_CPP, AS_STORED = "llama.cpp", "llama.cpp, not repacked"
 PROMPT = (1, 504, 314, 253)
 _OTHERS = 2 << 30  # bytes that stay for the rest of the machine, without a limit
 _LONGEST = 300.0  # seconds, after which a process is ended
@@ -62,7 +67,7 @@ def trial(arm: str, path: Path, limit: int | None, timed: Timed) -> TokensTrial:
     with memory_cap(limit or psutil.virtual_memory().total - _OTHERS) as group, subprocess.Popen(
         command(arm, path, timed),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", preexec_fn=group.join,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "PYTHONWARNINGS": "ignore", **(_as_stored() if arm == AS_STORED else {})},
     ) as process:  # fmt: skip
         with _Peak(group) as peak:
             try:
@@ -85,11 +90,20 @@ def command(arm: str, path: Path, timed: Timed) -> list[str | Path]:
     return ["node", program, os.environ["NODE_LLAMA_CPP"], path.resolve(), *numbers, str(torch.get_num_threads())]
 
 
+@cache
+def _as_stored() -> dict[str, str]:
+    library = Path(tempfile.mkdtemp(), "as_stored.so")
+    source = Path(__file__).with_name("llama_cpp_as_stored.c")
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    atexit.register(shutil.rmtree, library.parent)
+    return {"LD_PRELOAD": str(library)}
+
+
 def absent() -> dict[str, str]:
     """Why llama.cpp can't run."""
     if "NODE_LLAMA_CPP" in os.environ:
         return {}
-    return {LLAMA_CPP: "node-llama-cpp is not installed: NODE_LLAMA_CPP names no folder"}
+    return dict.fromkeys((LLAMA_CPP, AS_STORED), "node-llama-cpp is not installed: NODE_LLAMA_CPP names no folder")
 
 
 def _require_end(code: int, said: str, group: Group) -> None:

@@ -91,14 +91,12 @@ def beside_inputs(folder: Path) -> Path:
     return folder
 
 
-def answers(folder: Path) -> dict[str, str]:
+def answers(folder: Path) -> list[str]:
     place = folder.parent / "given"
     words = ["--traceback", "batch", place / "model", place / "one is refused", folder / "out", "--max-new-tokens", "2"]
     assert 1 == main([*map(str, words)])  # one is refused
-    return {
-        said["custom_id"]: str(said["response"]["body"].get("choices"))
-        for said in map(json.loads, (folder / "out").open())
-    }
+    found = [json.loads(line) for line in (folder / "out").open()]
+    return sorted(f"{said['custom_id']}: {said['response']['body'].get('choices')}" for said in found)
 
 
 INT8 = ("--int8", "--group-size", "32")
@@ -113,7 +111,7 @@ COMMANDS = {
     "quantize, shards": command("quantize", "given/shards", *INT8, crashes=POWER),
     "merge-lora": command("merge-lora", "given/model", "given/adapter"),
     "merge-lora, shards": command("merge-lora", "given/shards", "given/adapter", crashes=POWER),
-    "batch": Act(beside_inputs, answers, crashes=FILES, codes=[errno.EIO]),
+    "batch": Act(beside_inputs, answers, crashes=KILLED, codes=[errno.EIO]),
 }
 
 
@@ -170,14 +168,6 @@ def runs(model: nn.Module) -> Any:
 # Folders of tensordict
 
 
-def rows() -> Any:
-    """A TensorDict of three rows."""
-    from tensordict import NonTensorStack, TensorDict
-
-    plain = {"a/b": STATES[0, 0, :3], "deep": {"c": torch.ones(3, dtype=torch.bfloat16)}, "same": "for all"}
-    return TensorDict({**plain, "words": NonTensorStack("x", "y", "z")}, batch_size=[3])
-
-
 def memmapped(folder: Path) -> Path:
     from tensordict import LazyStackedTensorDict, TensorDict
 
@@ -214,34 +204,8 @@ def numbered(folder: Path) -> int:
     return number
 
 
-def begun_numbered(folder: Path) -> Path:
-    save_numbered(folder, 0)
-    return folder
-
-
 def either_numbered(folder: Path) -> None:
     assert not (folder / "data").exists() or numbered(folder) in (0, 1)
-
-
-def save_rows(folder: Path) -> Path:
-    from offload.integrations.tensordict import save_memmap
-
-    save_memmap(rows(), folder / "data")
-    return folder
-
-
-def like(folder: Path) -> None:
-    from offload.integrations.tensordict import memmap_like
-
-    shutil.rmtree(folder / "data", ignore_errors=True)
-    memmap_like(rows(), folder / "data")
-
-
-def write_through(folder: Path) -> int:
-    from offload.integrations.tensordict import load_memmap
-
-    load_memmap(folder / "data", mode="r+")["a"].mul_(1)
-    return numbered(folder)
 
 
 CODES = (errno.EIO, errno.ENOSPC, errno.EACCES)
@@ -251,10 +215,5 @@ OTHERS = {
     "quantize_": Act(layers, quantized, runs, crashes=FAULTS),
     "load_memmap": Act(memmapped, entries, crashes=FAULTS),
     "save_memmap": Act(lambda at: at, lambda at: save_numbered(at, 1), either_numbered, crashes=KILLED, codes=CODES),
-    "memmap_like": Act(lambda folder: folder, like, crashes=FILES, codes=CODES),
-    "load_memmap, written through": Act(begun_numbered, write_through, either_numbered, crashes=FAULTS, codes=CODES),
-    "cache_from a folder": Act(
-        save_rows, lambda at: offload.integrations.cache_from(at / "data").close(), crashes=FAULTS, codes=[errno.EMFILE]
-    ),
 }
 NEIGHBOURS = {**COMMANDS, **OTHERS}

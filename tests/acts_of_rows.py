@@ -171,17 +171,20 @@ def fill(folder: Path) -> list[Any]:
         return listed(cache[:])
 
 
-def to_disk(name: str) -> Act:
-    def write(folder: Path) -> Any:
-        TensorCache(tensors={"x": torch.arange(3)}).to_disk(folder / name)
-        return torch.load(folder / name) if name == "x.pt" else load_file(folder / name)
+def to_disk(name: str, *, old: bool) -> Act:
+    def write(folder: Path, number: int = 1) -> Any:
+        place = folder / name
+        TensorCache(tensors={"x": torch.arange(3) * number}, metadata={"number": number}).to_disk(place)
+        return (torch.load(place) if name == "x.pt" else load_file(place))["x"]
 
     def check(folder: Path) -> None:
         left = [*folder.iterdir()] if folder.exists() else []
-        assert left in ([], [folder / name]) or left[0].name.startswith(".offload-tmp-"), left
-        assert not (folder / name).exists() or [0, 1, 2] == TensorCache.from_disk(folder / name)[:]["x"].tolist()
+        assert [] == [path for path in left if path != folder / name and not path.name.startswith(".offload-tmp-")]
+        if old or (folder / name).exists():
+            cache = TensorCache.from_disk(folder / name)
+            assert [0, cache.metadata["number"], 2 * cache.metadata["number"]] == cache[:]["x"].tolist()
 
-    return Act(lambda folder: folder, write, check)
+    return Act(lambda folder: (old and write(folder, 7), folder)[1], write, check)
 
 
 opened_to_read = partial(opened, mode="r")
@@ -210,5 +213,6 @@ ROWS = {
     "cache: in place": Act(opened, in_place, is_whole, crashes=CHANGED),
     "cache: close": Act(about_to_close, TensorCache.close, has_lost_nothing, crashes=CHANGED),
     "cache: fill": Act(lambda folder: folder, fill, whole_or_made_again, crashes=CHANGED),
-    **{f"to_disk, {name}": to_disk(name) for name in ("x.pt", "x.safetensors")},
+    "to_disk": to_disk("x.safetensors", old=False),
+    **{f"to_disk over another, {name}": to_disk(name, old=True) for name in ("x.pt", "x.safetensors")},
 }

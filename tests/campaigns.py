@@ -30,8 +30,6 @@ CAMPAIGNS = {
     "requests": "200 random requests to a server, alone and sixteen at a time",
     "rows": "a cache of ten million rows, and batches that are stopped at 1,000 moments",
     "shapes": "10,000 shapes of packed rows, 100,000 with flipped bits, and one of more than 2^31 numbers",
-    "storms": "100,000 real signals at random moments of every public call",
-    "texts": "a pretrained model still answers after each quantization",
 }
 
 

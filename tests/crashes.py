@@ -33,27 +33,16 @@ READS, WRITES = frozenset({FAULT, INTERRUPT}), frozenset({FAULT, KILL, INTERRUPT
 
 @dataclass(frozen=True)
 class Act:
-    """What is cut short.
+    """What is cut short."""
 
-    Attributes:
-        begin: prepares a folder that does not exist yet, and returns the argument of `act`.
-        act: what meets a crash; repeated, it gives the same again.
-        check: raises if what is left is neither the old state nor the new one.
-        name: the tensor's name, or whatever else each error has to name.
-        crashes: those that it meets.
-        changes: the global state that it is meant to change.
-        codes: the errors that it meets outside of a campaign.
-        all_threads: whether calls of other threads may fail, too.
-    """
-
-    begin: Callable[[Path], Any]
-    act: Callable[[Any], Any]
-    check: Callable[[Any], object] = lambda given: None
-    name: str = ""
-    crashes: frozenset[str] = WRITES
-    changes: frozenset[str] = frozenset()
-    codes: Sequence[int] = faults.CODES
-    all_threads: bool = False
+    begin: Callable[[Path], Any]  # prepares a folder that does not exist yet, and returns the argument of `act`
+    act: Callable[[Any], Any]  # repeated, it gives the same again
+    check: Callable[[Any], object] = lambda given: None  # raises if what is left is neither the old state nor the new
+    name: str = ""  # the tensor's name, or whatever else each error has to name
+    crashes: frozenset[str] = WRITES  # those that it meets
+    changes: frozenset[str] = frozenset()  # the global state that it is meant to change
+    codes: Sequence[int] = faults.CODES  # the errors that it meets outside of a campaign
+    all_threads: bool = False  # whether calls of other threads may fail, too
 
     def result(self, given: Any) -> Any:
         """What the act gives, in a form that can be compared."""
@@ -88,7 +77,7 @@ def meets_each_fault(tried: Act, place: Path, codes: Sequence[int], *, lasting: 
                 assert expected == failure.result
             else:
                 _check_error(failure, tried.name, place)
-            assert [] == [name for name in failure.leaked if not name.endswith(STATES)]  # remapped as it grows
+            assert [] == not_kept_open(failure.leaked)
             tried.check(failure.given)
             assert expected == tried.result(failure.given)
             assert lasting or _is_of_removing(failure.call) or [] == list(place.rglob(f"{TEMPORARY}*"))
@@ -123,6 +112,11 @@ def _check_error(failure: faults.Failure[Any], name: str, place: Path) -> None:
         error = error.__cause__
     assert isinstance(error, OSError)
     assert failure.code == error.errno
+
+
+def not_kept_open(descriptors: list[str]) -> list[str]:
+    """Without that of a cache's states, which are mapped again as they grow."""
+    return [name for name in descriptors if not name.endswith(STATES)]
 
 
 def _is_of_removing(call: faults.Call) -> bool:

@@ -17,10 +17,8 @@ import torch
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # torch can copy these bit by bit
 
 
-def assert_equal(
-    expected: object, found: object, *, strides: bool = True, nan_bits: bool = True, signed_zeros: bool = True
-) -> None:
-    """Raise unless two values are equal: in shape, dtype, strides, and in every bit.
+def assert_equal(expected: object, found: object, *, strides: bool = True) -> None:
+    """Raise unless two values are equal: in shape, dtype, strides, and in every bit; says where they differ.
 
     Args:
         expected: a tensor, a module (its state dict), or mappings, sequences and dataclasses of them. What else is in
@@ -28,35 +26,14 @@ def assert_equal(
         found: the same. A tensor with a method `materialize`, as those on disk have, counts as what that gives. A
             wrapper subclass has to be of one class on both sides; the tensors inside are compared.
         strides: whether strides count, but for those of dimensions of one element.
-        nan_bits: whether NaNs have to be the same NaN; else any equals any other.
-        signed_zeros: whether 0.0 differs from -0.0.
-
-    Raises:
-        AssertionError: says where they differ, and in what.
-
-    Example:
-        >>> assert_equal({"w": torch.ones(2)}, {"w": torch.ones(2)})
-        >>> assert_equal({"w": torch.zeros(2)}, {"w": -torch.zeros(2)})
-        Traceback (most recent call last):
-        AssertionError: ['w']: equal, but for the sign of zeros or the bits of NaNs
-        >>> assert_equal(torch.zeros(2), -torch.zeros(2), signed_zeros=False)
     """
-    difference = partial(difference_between, nan_bits=nan_bits, signed_zeros=signed_zeros)
-    assert_same(expected, found, partial(assert_same_tensor, difference=difference, strides=strides))
+    assert_same(expected, found, partial(assert_same_tensor, difference=difference_between, strides=strides))
 
 
-def is_equal(expected: object, found: object, **options: bool) -> bool:
-    """Whether `assert_equal` passes; it takes the same arguments.
-
-    Returns:
-        True or False, where `assert_equal` says what differs.
-
-    Example:
-        >>> is_equal(torch.ones(2), torch.ones(2, dtype=torch.float64))
-        False
-    """
+def is_equal(expected: object, found: object, *, strides: bool = True) -> bool:
+    """Whether `assert_equal` passes."""
     try:
-        assert_equal(expected, found, **options)
+        assert_equal(expected, found, strides=strides)
     except AssertionError:
         return False
     return True
@@ -168,20 +145,14 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.dequantize(plain) if plain.is_quantized else plain
 
 
-def difference_between(
-    one: torch.Tensor, other: torch.Tensor, *, nan_bits: bool = True, signed_zeros: bool = True
-) -> str:
-    """How the values of two plain tensors of one shape and dtype differ; empty if not in any way that counts."""
+def difference_between(one: torch.Tensor, other: torch.Tensor) -> str:
+    """How the values of two plain tensors of one shape and dtype differ; empty if not."""
     bits, others = _bits(one), _bits(other)
     if torch.equal(bits, others):
         return ""
     left, right = _numbers(one), _numbers(other)
     same = (bits == others).view(left.numel(), -1).all(1)
-    nans, zeros = left.isnan() & right.isnan(), (left == 0) & (right == 0)
-    passing = same | (nans & (not nan_bits)) | (zeros & (not signed_zeros))
-    if passing.all():
-        return ""
-    apart = ~(same | nans | zeros)
+    apart = ~(same | (left.isnan() & right.isnan()) | ((left == 0) & (right == 0)))
     if not apart.any():
         return "equal, but for the sign of zeros or the bits of NaNs"
     first = int(apart.nonzero()[0])

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import functools
 import gc
+import inspect
 import io
 import mmap
 import os
@@ -28,11 +29,11 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 from unittest import mock
 
 import offload
@@ -44,6 +45,7 @@ from tests.campaigns import campaign
 from tests.processes import ended, forked
 
 T = TypeVar("T")
+Before: TypeAlias = "Callable[[Call, Callable[[], object], tuple[Any, ...]], None]"
 CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EINTR, errno.ENOMEM)
 
 
@@ -70,22 +72,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Failure(Generic[T]):
-    """The outcome of one fault.
-
-    Attributes:
-        call, code: what failed, with which errno.
-        given: what `begin` returned.
-        error: the error from `act`; None if it succeeded in spite of the fault.
-        result: what it returned in that case.
-        leaked: descriptors left open, and their files.
-    """
+    """The outcome of one fault."""
 
     call: Call
     code: int
-    given: T
-    error: BaseException | None
-    result: Any
-    leaked: list[str]
+    given: T  # what `begin` returned
+    error: BaseException | None  # from `act`
+    result: Any  # what it returned if it succeeded in spite of the fault
+    leaked: list[str]  # descriptors left open, and their files
 
     def __str__(self) -> str:
         return f"{errno.errorcode[self.code]} of {self.call}: {self.error!r}"
@@ -95,28 +89,26 @@ class Failure(Generic[T]):
 def watched(*, all_threads: bool = False) -> Iterator[list[Call]]:
     """The calls made in the block, in order."""
     calls: list[Call] = []
-    with _patched(lambda call, _: calls.append(call), all_threads=all_threads):
+    with _patched(lambda call, *_: calls.append(call), all_threads=all_threads):
         yield calls
+
+
+def seen(before: Before) -> AbstractContextManager[None]:
+    """In the block, `before` is called with each call, of any thread."""
+    return _patched(before, all_threads=True)
 
 
 @contextmanager
 def failing(
-    index: int,
-    code: int,
-    *,
-    lasting: bool = False,
-    only: Callable[[Call], bool] = bool,
-    all_threads: bool = False,
+    index: int, code: int, *, lasting: bool = False, only: Callable[[Call], bool] = bool, all_threads: bool = False
 ) -> Iterator[Fault]:
-    """In the block, call number `index` fails with errno `code`.
+    """In the block, call number `index` of those that count (`only`) fails with errno `code`.
 
-    Args:
-        lasting: all later calls fail, too, except those that remove something.
-        only: which calls count, and may fail.
+    If it is `lasting`, so do all later ones, except those that remove something.
     """
     fault, seen = Fault(index, code), 0
 
-    def before(call: Call, _: Callable[[], object]) -> None:
+    def before(call: Call, *_: object) -> None:
         nonlocal seen
         if not only(call):
             return
@@ -134,7 +126,7 @@ def killed(index: int) -> Iterator[None]:
     """In the block, this process dies at its file-changing call number `index`; in the middle of it if it writes."""
     seen = 0
 
-    def before(call: Call, half: Callable[[], object]) -> None:
+    def before(call: Call, half: Callable[[], object], _: object) -> None:
         nonlocal seen
         seen += call.changes
         if call.changes and seen - 1 == index:
@@ -168,7 +160,7 @@ def each_failure(
             only = functools.partial(may_fail, code=code)
             for index in sampled(list(filter(only, calls))):
                 given, error, result = begin(), None, None
-                before = _descriptors()
+                before = descriptors()
                 with failing(index, code, lasting=lasting, only=only, all_threads=all_threads) as fault:
                     try:
                         result = act(given)
@@ -176,7 +168,7 @@ def each_failure(
                         error = caught
                 if fault.call is not None:
                     forget_frames(error)
-                    yield Failure(fault.call, code, given, error, result, _left_open(before))
+                    yield Failure(fault.call, code, given, error, result, left_open(before))
                 del given, error, result
     finally:
         gc.unfreeze()
@@ -185,13 +177,10 @@ def each_failure(
 def killed_at_each(
     begin: Callable[[], T], act: Callable[[T], object], check: Callable[[T, Call], object]
 ) -> list[Call]:
-    """Kill a forked child at each call of `act` that changes files, and `check` here what it leaves.
+    """Kill a forked child at each call of `act` that changes files, and `check` here what it leaves; these calls.
 
     `begin` is called here before each run; its result is passed to `act` and `check`. If values get private folders,
     these should be created in a folder of the test's own (`private_place`): children sweep what dead processes left.
-
-    Returns:
-        The calls at which it died.
     """
     calls = [call for call in _calls_in_child(act, _begun(begin)) if call.changes]
     chosen = sampled(calls)
@@ -258,26 +247,25 @@ _OF_PATHS = {
 }
 _READS = {f"os.{name}" for name in ("fstat", "read", "pread", "preadv", "lseek", "posix_fadvise")}
 _OS = {name.removeprefix("os.") for name in _CHANGES | _OF_PATHS | _READS if name.startswith("os.")}
-_HALVED = {"os.write": 1, "os.pwrite": 1, "os.sendfile": 3}  # which argument is the size to write
+_HALVED = {"os.write": 1, "os.pwrite": 1, "os.sendfile": 3, "file.write": 1}  # which argument is the size to write
+_OPEN = inspect.signature(io.open)
 _OURS = str(Path(offload.__file__).parent) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-
-Before = Callable[[Call, Callable[[], object]], None]
 
 
 @contextmanager
 def _patched(before: Before, *, all_threads: bool = False) -> Iterator[None]:
-    """In the block, `before` is called with each call that counts, and a function that does half of it."""
+    """In the block, `before` is called with each call that counts, a function that does half of it, and arguments."""
     own, inside = threading.get_ident(), set()
 
-    def count(name: str, half: Callable[[], object], *, creates: bool = False) -> None:
+    def count(name: str, half: Callable[[], object], *args: Any, creates: bool = False) -> None:
         thread = threading.get_ident()
         where = None if thread in inside or not (all_threads or thread == own) else _place(sys._getframe(2))
         if where is None:
             return
         inside.add(thread)
         try:
-            before(Call(name, where, creates or name in _CHANGES), half)
+            before(Call(name, where, creates or name in _CHANGES), half, args)
         finally:
             inside.discard(thread)
 
@@ -302,7 +290,7 @@ def _patches(count: Callable[..., None]) -> Iterator[Any]:
 def _counting(real: Callable[..., Any], name: str, count: Callable[..., None]) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         creates = name == "os.open" and bool((args[1] if len(args) > 1 else kwargs["flags"]) & os.O_CREAT)
-        count(name, lambda: _half(real, args, _HALVED.get(name)), creates=creates)
+        count(name, lambda: _half(real, args, _HALVED.get(name)), *args, creates=creates)
         return real(*args, **kwargs)
 
     return counted
@@ -317,40 +305,23 @@ def _half(real: Callable[..., Any], args: Sequence[Any], place: int | None) -> N
 
 def _opening(real: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
     class Counted(io.FileIO):
-        def readinto(self, buffer: Any) -> Any:
-            count("file.read", lambda: None)
-            return super().readinto(buffer)
+        readinto = _counting(io.FileIO.readinto, "file.read", count)
+        readall = _counting(io.FileIO.readall, "file.read", count)
+        truncate = _counting(io.FileIO.truncate, "file.truncate", count)
+        write = _counting(io.FileIO.write, "file.write", count)
 
-        def readall(self) -> Any:
-            count("file.read", lambda: None)
-            return super().readall()
-
-        def write(self, data: Any) -> Any:
-            count("file.write", lambda: _half(super(Counted, self).write, [data], 0))
-            return super().write(data)
-
-        def truncate(self, size: int | None = None) -> int:
-            count("file.truncate", lambda: None)
-            return super().truncate(size)
-
-    def opened(
-        file: Any,
-        mode: str = "r",
-        buffering: int = -1,
-        encoding: str | None = None,
-        errors: str | None = None,
-        newline: str | None = None,
-        closefd: bool = True,
-        opener: Any = None,
-    ) -> Any:
+    def opened(*args: Any, **kwargs: Any) -> Any:
         if _place(sys._getframe(1)) is None:
-            return real(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        count("open", lambda: None, creates=any(letter in mode for letter in "wxa"))
+            return real(*args, **kwargs)
+        given = _OPEN.bind(*args, **kwargs)
+        given.apply_defaults()
+        file, mode, buffering, *text, closefd, opener = given.arguments.values()
+        count("open", lambda: None, file, creates=any(letter in mode for letter in "wxa"))
         raw = Counted(file, mode.replace("b", "").replace("t", ""), closefd, opener)
         if buffering == 0:
             return raw
         kind = io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter
-        return kind(raw) if "b" in mode else io.TextIOWrapper(kind(raw), encoding, errors, newline)
+        return kind(raw) if "b" in mode else io.TextIOWrapper(kind(raw), *text)
 
     return opened
 
@@ -395,7 +366,7 @@ def _place(frame: FrameType | None) -> str | None:
     return None
 
 
-def _descriptors() -> dict[str, str]:
+def descriptors() -> dict[str, str]:
     folder = "/proc/self/fd"
     found = {}
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
@@ -406,10 +377,10 @@ def _descriptors() -> dict[str, str]:
     return found
 
 
-def _left_open(before: dict[str, str]) -> list[str]:
-    if set(_descriptors()) - set(before):
+def left_open(before: dict[str, str]) -> list[str]:
+    if set(descriptors()) - set(before):
         gc.collect()
-    return [f"{name}: {of}" for name, of in _descriptors().items() if name not in before]
+    return [f"{name}: {of}" for name, of in descriptors().items() if name not in before]
 
 
 def _begun(begin: Callable[[], T]) -> T:

@@ -64,15 +64,10 @@ class ForkServer:
         return self._environment == _read_early(environment)
 
     def run(self, job: dict[str, Any], limit: float, given: bytes = b"") -> subprocess.CompletedProcess[str]:
-        """Run a script in a child.
-
-        Args:
-            job: `argv`, `cwd`, `env`, and `code` or `module`.
-            limit: seconds. Longer ones are killed, and the server with it.
-            given: the standard input.
+        """Run a job in a child: `argv`, `cwd`, `env`, and `code` or `module`; `given` is its standard input.
 
         Raises:
-            TimeoutError: it took longer.
+            TimeoutError: it took longer than `limit` seconds: it is killed, and the server with it.
         """
         asked = json.dumps(job).encode()
         with self._lock, _file(asked) as request, _file(given) as stdin, _file() as out, _file() as err:

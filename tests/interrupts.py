@@ -32,11 +32,12 @@ from offload.prefetch import engine as engines
 from offload.prefetch.value import SMALL
 from offload.storage.replacing import TEMPORARY
 from offload.system.locks import _LOCKS
-from tests.crashes import Act
+from tests import faults
+from tests.crashes import Act, not_kept_open
 
 _PACKAGE = str(Path(offload.__file__).parent) + os.sep
 _LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
-_DELICATE = ("system/modes", "system/locks", "prefetch")
+_DELICATE = ("system/modes", "system/locks", "system/regular", "prefetch")
 Place = tuple[CodeType, int]
 
 
@@ -82,9 +83,7 @@ class _Tracer:
             nonlocal last
             if event == "opcode":
                 now = frame.f_lasti
-                if last is None or (last in looks and last not in ends):
-                    self._at((code, now))
-                if now in ends:
+                for _ in range((last is None or last in looks - ends) + (now in ends)):
                     self._at((code, now))
                 last = now
             return local
@@ -146,12 +145,12 @@ def meets_interrupts(tried: Act, place: Path, seen: set[Place], step: int = 1) -
 
 
 def is_delicate(code: CodeType) -> bool:
-    """Whether it changes thread or process state: modes, locks, read-ahead."""
+    """Whether it changes thread or process state: modes, locks, descriptors, read-ahead."""
     return code.co_filename.removeprefix(_PACKAGE).startswith(_DELICATE)
 
 
 def _stopped_at(stop: Stop, tried: Act, given: Any, expected: Any, place: Path) -> bool:
-    before = torch_state()
+    before, descriptors = torch_state(), faults.descriptors()
     error: BaseException | None = None
     with _Tracer(stop) as tracer:
         try:
@@ -162,7 +161,7 @@ def _stopped_at(stop: Stop, tried: Act, given: Any, expected: Any, place: Path) 
         assert tracer.has_stopped or error is None
         assert error is None or type(error) is KeyboardInterrupt, f"{error!r}"
         error = None
-        assert [] == [*left_behind(before), *_temporaries(place)]
+        assert [] == [*left_behind(before), *_temporaries(place), *not_kept_open(faults.left_open(descriptors))]
         tried.check(given)
         assert expected == tried.result(given)
     except BaseException as failure:

@@ -51,9 +51,7 @@ def op_database() -> dict[str, OpInfo]:
 ARBITRARY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 # Ops that plain torch computes from uninitialized memory: two plain calls differ unless it is filled.
-FILL_MEMORY = {
-    "linalg.lstsq": "driver gelsy starts from pivots that it leaves uninitialized (torch 2.13)",
-}
+FILL_MEMORY = {"linalg.lstsq": "driver gelsy starts from pivots that it leaves uninitialized (torch 2.13)"}
 
 # torch itself writes out of bounds of a batched, non-contiguous `out` (2.13): such an `out` is not tried.
 OUT_OF_BOUNDS = {"tril", "triu", "lu_unpack", "linalg.lu"}

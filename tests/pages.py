@@ -26,7 +26,6 @@ RUN = {"python", "sh"}
 SHOWN = {"text", "console", "json", "yaml", "toml"}  # languages that are never run
 _FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>\w*).*")
 _EXCUSE = re.compile(r"\s*<!-- not run:(?P<reason>.*)-->\s*")
-_PROMPT = ">>>"
 _ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -36,21 +35,13 @@ class PageError(Exception):
 
 @dataclass(frozen=True)
 class Fence:
-    """A block of code on a page.
+    """A block of code on a page."""
 
-    Attributes:
-        line: of its opening marks; the first is 1.
-        language: the word after the marks; empty if none.
-        text: its content, without the indentation of the block.
-        excuse: why it is not run; None if it is.
-        follows: only blank lines are between it and the previous fence.
-    """
-
-    line: int
-    language: str
-    text: str
-    excuse: str | None
-    follows: bool
+    line: int  # of its opening marks; the first is 1
+    language: str  # empty if none
+    text: str  # without the indentation of the block
+    excuse: str | None  # why it is not run
+    follows: bool  # whether only blank lines are between it and the previous fence
 
     @property
     def runs(self) -> bool:
@@ -58,11 +49,7 @@ class Fence:
 
 
 def fences(page: str) -> Iterator[Fence]:
-    """The fences of a page.
-
-    Raises:
-        PageError: one of them is not closed, has an unknown language, or is excused without a reason.
-    """
+    """The fences of a page; an error if one is not closed, has an unknown language, or an excuse without a reason."""
     lines = page.splitlines()
     place, between = 0, ["the page begins"]
     while place < len(lines):
@@ -102,15 +89,7 @@ def _known(fence: Fence) -> Fence:
 
 
 def run(page: Path, setup: str = "") -> None:
-    """Run a page in this process, which then prints to a file.
-
-    Args:
-        page: the Markdown file.
-        setup: code to run first, in the namespace of the page.
-
-    Raises:
-        PageError: a fence raises, or its output differs from the page.
-    """
+    """Run a page in this process, which then prints to a file; `setup` is code to run first, in its namespace."""
     module = sys.modules["__main__"] = ModuleType("__main__")  # so that definitions on the page can be pickled
     exec(setup, module.__dict__)
     printed = Printed()
@@ -126,12 +105,10 @@ def run(page: Path, setup: str = "") -> None:
 
 
 def _run(fence: Fence, page: Path, module: ModuleType) -> None:
-    if fence.text.lstrip().startswith(_PROMPT):
-        _run_prompts(fence, page, module)
-        return
+    if fence.text.lstrip().startswith(">>>"):
+        return _run_prompts(fence, page, module)
     if fence.language == "sh":
-        _run_in_shell(fence, module)
-        return
+        return _run_in_shell(fence, module)
     lines_before = "\n" * fence.line  # so that tracebacks have the line numbers of the page
     try:
         exec(compile(lines_before + fence.text, str(page), "exec"), module.__dict__)
@@ -174,11 +151,8 @@ class Printed:
 
 def _stay_here(event: str, arguments: tuple[object, ...]) -> None:
     """An audit hook that allows connections to this machine only."""
-    if (
-        event == "socket.connect"
-        and isinstance(address := arguments[1], tuple)
-        and address[0] not in ("127.0.0.1", "::1")
-    ):
+    address = arguments[1] if event == "socket.connect" else None
+    if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "::1"):
         raise ConnectionRefusedError(f"a page runs without a network, and this one asks for {address[0]}")
 
 

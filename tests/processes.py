@@ -27,7 +27,7 @@ from tests.fork_server import ROOT, ForkServer
 
 _OWN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 OF_THIS_PROCESS = {  # what libraries set in it as they are imported: torch._inductor, sentence-transformers
-    *("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+    *("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 }
 _SERVERS: dict[int, ForkServer] = {}  # by the process that uses it
 
@@ -41,14 +41,12 @@ def run_script(
     limit: float = 280,
     fresh: bool = False,
 ) -> str:
-    """The output of a Python script.
+    """The output of a Python script, which may be indented; `args` become `sys.argv[1:]`.
 
     Torch, transformers and offload are imported already, unless it is `fresh`, has a `shell`, or an environment that
     imports may look at.
 
     Args:
-        code: the script; may be indented.
-        args: become `sys.argv[1:]`.
         shell: runs before it in the same shell, for example `ulimit -n 256`.
         expected: the exit code, or minus the signal that killed it.
         env: added to the environment.
@@ -79,16 +77,7 @@ def run_module(
     given: bytes = b"",
     limit: float = 280,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m name args...`, in a fork of the server where that makes no difference.
-
-    Args:
-        name: the module.
-        args: become `sys.argv[1:]`.
-        cwd: the current folder.
-        env: added to the environment.
-        given: the standard input.
-        limit: seconds until it is killed, and the test fails.
-    """
+    """`python -m name args...`, with `given` as its standard input; see `run_script`."""
     words = [*map(str, args)]
     environment = {**_environment(), **(env or {})}
     if fork_server().fits(environment):

@@ -17,8 +17,8 @@ MISBEHAVING = """
     from pathlib import Path
     import torch
     from tests.fuzz import campaign as fuzz
-    from tests.fuzz.kind import Kind
-    from offload.errors import CorruptFileError, MissingFileError
+    from tests.fuzz.models import Kind
+    from offload.errors import CorruptFileError
 
     def damage(files, chance):
         return files
@@ -73,29 +73,23 @@ def test_forbidden_behaviour_of_a_reader_is_found(tmp_path):
     assert {"failed failed 2"} == set(found.values())
 
 
-def test_damaged_files_of_every_kind_are_read_rightly_or_refused():
+MODELS = ("awq", "mxfp4", "dcp", "adapter")  # few of each here: `make campaign` has more, and every form
+
+
+@pytest.mark.parametrize(("kinds", "trials"), [(KINDS, 120), (MODELS, 20)], ids=["files", "models"])
+def test_damaged_files_of_every_kind_are_read_rightly_or_refused(kinds, trials):
     pytest.importorskip("tensordict")
-    done = run_module("tests.fuzz.campaign", "--trials", "120", "--only", ",".join(KINDS), limit=240)
-
-    assert not done.returncode, done.stdout + done.stderr
-    table = [line.split() for line in done.stdout.splitlines()]
-    assert HEAD == table[0]
-    assert sorted(KINDS) == sorted(name for name, *_ in table[1:])
-    for name, tried, equal, read, refused, failed in table[1:]:
-        assert ("120", "0") == (tried, failed)
-        assert int(refused) > 10
-        assert int(equal if name in COMPARED else read) > 10, f"{name}: hardly anything is read"
-
-
-def test_damaged_models_adapters_and_settings_are_read_rightly_or_refused():
-    """Few of each here: `make campaign` has more, and every form."""
     pytest.importorskip("peft")
-    done = run_module("tests.fuzz.campaign", "--trials", "20", "--only", "awq,mxfp4,dcp,adapter,chat", limit=240)
+    done = run_module("tests.fuzz.campaign", "--trials", trials, "--only", ",".join(kinds), limit=240)
 
     assert not done.returncode, done.stdout + done.stderr
     table = [line.split() for line in done.stdout.splitlines()]
-    found = {name: [tried, failed] for name, tried, *_, failed in table[table.index(HEAD) + 1 :]}
-    assert {name: ["20", "0"] for name in ("awq", "mxfp4", "dcp", "adapter", "chat")} == found
+    rows = table[table.index(HEAD) + 1 :]
+    assert sorted(kinds) == sorted(name for name, *_ in rows)
+    for name, tried, equal, read, refused, failed in rows:
+        assert (str(trials), "0") == (tried, failed)
+        assert kinds is MODELS or int(refused) > 10
+        assert kinds is MODELS or int(equal if name in COMPARED else read) > 10, f"{name}: hardly anything is read"
 
 
 def test_the_same_seed_damages_alike():

@@ -12,7 +12,7 @@ from offload.memory import anonymous_bytes
 from offload.recording import Recording
 
 
-def test_a_mark_knows_what_was_read_so_far() -> None:
+def test_a_mark_knows_what_was_read_so_far():
     weight = OffloadedTensor.from_original_tensor(torch.ones(1 << 20), "w")
 
     with Recording().running() as recording:
@@ -25,7 +25,7 @@ def test_a_mark_knows_what_was_read_so_far() -> None:
     assert 0 <= before.read <= after.read <= recording.end.read
 
 
-def test_memory_between_marks_counts_for_the_peak() -> None:
+def test_memory_between_marks_counts_for_the_peak():
     size = 64 << 20
     before = anonymous_bytes()
 
@@ -39,7 +39,7 @@ def test_memory_between_marks_counts_for_the_peak() -> None:
     assert recording.peak >= before + size // 2
 
 
-def test_a_block_that_raises_is_watched_to_its_end() -> None:
+def test_a_block_that_raises_is_watched_to_its_end():
     recording = Recording()
 
     with pytest.raises(ZeroDivisionError), recording.running():

@@ -12,39 +12,34 @@ from bench.peers import IN_MEMORY, OURS
 from bench.report import RESULTS
 from tests.processes import ROOT
 
-GGUF = "2026-11-29-packed.json"
-# For each row of the table: the file, and the case in it.
+GGUF, NAMED = "2026-11-29-packed.json", "2026-11-29-named.json"
+LOADING = "2026-11-27-loading.json"
+# For each row of the table that is not of a named model: the file, and the case in it.
 ROWS = {
-    "in memory, time per token": ("2026-11-27-loading.json", "generate: a token"),
-    "in memory, peak of anonymous memory": ("2026-11-27-loading.json", "generate: peak anonymous memory"),
-    "in memory, 1.1 GB of Q4_K_M, time per token": (GGUF, "gguf: a token, 1.1 GB, Q4_K_M, bfloat16"),
-    "in memory, 0.1 GB of Q4_1, time per token": (GGUF, "gguf: a token, SmolLM2-135M, Q4_1, bfloat16"),
-    "256 random rows of 8 KiB of a cache, cold": ("2026-11-29-cache.json", "cache, cold: 256 random rows of 8192 B"),
-    "cold, the first pass, one token": ("2026-11-27-cold.json", "cold, first pass: prompt of 1"),
-    "a model of 30 GB, nothing set, time per token": ("2026-11-27-larger.json", "larger, dense: a token"),
-    "a model of 30 GB, bytes read per token": ("2026-11-27-larger.json", "larger, dense: bytes read, a token"),
-    "capped, the model 1.5 times the budget, time per token": ("2026-11-27-capped.json", "capped, 1.5x: a token"),
-    "capped, bytes read per token": ("2026-11-27-capped.json", "capped, 1.5x: bytes read, a token"),
+    "Llama of 953 MB, bfloat16, all memory": (LOADING, "generate: a token"),
+    "Llama of 30 GB, bfloat16, 24 GiB": ("2026-11-27-larger.json", "larger, dense: a token"),
+    "or 256 random rows of 8 KiB of a cache, cold": ("2026-11-29-cache.json", "cache, cold: 256 random rows of 8192 B"),
 }
 ARMS = {
-    "transformers": "transformers",
     "transformers, on disk": "transformers",
-    "mapped, plain transformers": IN_MEMORY,
-    "accelerate": "accelerate",
+    "plain transformers": IN_MEMORY,
+    "llama.cpp, not repacked": "llama.cpp, not repacked",
     **{arm: arm for arm in ("compressed-tensors", "llama.cpp", "h5py", "tensordict")},
 }
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": 1e9}
 
 
 def table() -> dict[str, list[str]]:
-    """The cells of the README's table, by row name."""
+    """The cells of the README's table, by what is in the first two of a row."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What was measured")[2]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    return {row[0]: row[1:] for row in rows[2:]}
+    return {", ".join(filter(None, row[:2])): row[2:] for row in rows[2:]}
 
 
 def figure(name: str) -> dict:
-    file, case = ROWS[name]
+    """Of a row: that of `ROWS`, or of a named model, whose size in brackets is not in the case."""
+    model = re.sub(r" \(.*?\)", "", name)
+    file, case = ROWS.get(name) or (NAMED, f"named, {model}: a token")
     figures = json.loads((RESULTS / file).read_text(encoding="utf-8"))["figures"]
     return next(one for one in figures if one["case"] == case)
 
@@ -56,28 +51,39 @@ def are_one(said: str, measured: float) -> bool:
     return abs(measured / UNITS[unit] - float(digits)) <= last / 2 * 1.001
 
 
-def test_every_row_of_the_table_has_a_result():
-    assert ROWS.keys() == table().keys()
+def test_every_figure_of_the_table_is_listed():
+    assert ROWS.keys() <= table().keys()
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", table())
 def test_a_figure_equals_that_of_the_result(name):
-    ours, peers, limit = table()[name]
+    ours, peers = table()[name]
     found = figure(name)
+    medians = {arm: median(rounds) for arm, rounds in found["values"].items() if rounds}
 
-    assert are_one(ours, median(found["values"][OURS]))
-    for said, arm in re.findall(r"([\d.]+(?: \w+)?) \(([^)]*)\)", peers):
-        assert are_one(said, median(found["values"][ARMS[arm]]))
-    if limit:
-        assert are_one(limit.partition(" (")[0], median(found["limit"]))
+    assert are_one(ours, medians[OURS])
+    said = {ARMS[arm]: time for time, arm in re.findall(r"([\d.]+ \w+|killed) \(([^)]*)\)", peers)}
+    assert said
+    limits = {found["limit_name"]: median(found["limit"])} if found["limit"] else {}
+    measured = {**limits, **medians}
+    assert [] == [arm for arm, time in said.items() if time != "killed" and not are_one(time, measured[arm])]
+    assert all("killed" in found["missing"][arm] for arm, time in said.items() if time == "killed")
+    assert min(value for arm, value in medians.items() if arm != OURS) in (medians.get(arm) for arm in said)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_the_peer_is_the_best_one(name):
-    values = {arm: median(rounds) for arm, rounds in figure(name)["values"].items() if rounds and arm != OURS}
-    arms = [ARMS[arm] for arm in re.findall(r"\(([^)]*)\)", table()[name][1])]
+def test_the_table_of_named_models_equals_the_result():
+    text = (ROOT / PERFORMANCE).read_text(encoding="utf-8").partition("## Named models")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][2:]
+    arms = (OURS, "llama.cpp", "llama.cpp, not repacked")
 
-    assert values[arms[0]] == min(values.values())
+    assert len(rows) == 14
+    for name, *cells in rows:
+        found = figure(name)
+        for arm, said in zip(arms, cells, strict=True):
+            if said[:1].isdigit():
+                assert are_one(said, median(found["values"][arm]))
+            else:
+                assert said.partition(" in ")[0].replace("none", "no token") in found["missing"].get(arm, "")
 
 
 def test_a_figure_is_compared_to_its_last_digit():
@@ -87,152 +93,113 @@ def test_a_figure_is_compared_to_its_last_digit():
     assert not are_one("58 ms", 0.0589)
 
 
-CAPPED, LARGER = "2026-11-27-capped.json", "2026-11-27-larger.json"
+PERFORMANCE = "tutorials/explanation/performance.md"
+FORMS, MACHINES = "tutorials/explanation/forms.md", "tutorials/explanation/beyond-one-machine.md"
+CAPPED, LARGER, DRAFTS = "2026-11-27-capped.json", "2026-11-27-larger.json", "2026-11-26-drafts.json"
 BATCHES, LARGER_BATCHES = "2026-11-27-batches.json", "2026-11-27-larger-batches.json"
-PACKED, EXPERTS = "2026-11-27-larger-packed.json", "larger-packed, 30.7 GB of experts in FP8"
-RANKS = "2026-11-27-ranks.json"
-PACKED_NAMES, BOTH = ("0.1 GB of Q4_1", "1.1 GB of Q4_K_M"), (OURS, "llama.cpp")
-TOKEN, LARGER_FIRST = "capped, 1.5x: a token", "larger, dense: first pass"
-BATCH, EIGHT = "batches, dense, 32 tokens, 16 in flight: a batch", "larger-batches, 16 tokens, 8 in flight"
-EIGHT_MADE = "larger-batches, 16 tokens and 4 generated, 8 in flight"
-ONE_BY_ONE, BEST = "offload, one by one", "best"
-DRAFTS, DRAFTED, RIGHT = "2026-11-26-drafts.json", "drafts: dense, a third fits, {} accepted: a token", (0.5, 0.8, 0.95)
-# A sentence on a page without its figures, and for each figure the file, the case in it, and the arm.
+PACKED, RANKS, GPU = "2026-11-27-larger-packed.json", "2026-11-27-ranks.json", "2026-11-27-gpu.json"
+BEST, BOTH, MODEL = "best", (OURS, "llama.cpp"), "a language model"
+STAYS = ("nothing stays", "half stays", "everything stays")
+
+
+def of(file: str, case: str, *arms: str, what: tuple[str, ...] = ("",)) -> list[tuple[str, ...]]:
+    """Where the figures of these arms are: each of `what`, which stands in the case for `{}`, for each of the arms."""
+    return [(file, case.format(one), arm) for arm in arms or (OURS,) for one in what]
+
+
+def on_a_gpu(row: str, *keys: tuple[str, ...], figure: str = r"(\d+ ms)") -> tuple[str, str, list[tuple[str, ...]]]:
+    return PERFORMANCE, rf"\| {re.escape(row)} \| {figure} \|", [(GPU, *path) for path in keys]
+
+
+# A sentence on a page without its figures, and where each figure is: the file, and the case and the arm, or the keys.
 SENTENCES = [
     (
-        "tutorials/index.md",
-        r"\*\*([\d.]+ s) per token\*\* from a Llama of 953 MB, 1\.5 times the memory that its weights may take; "
-        r"the next best way takes ([\d.]+ s)",
-        [(CAPPED, TOKEN, OURS), (CAPPED, TOKEN, BEST)],
-    ),
-    (
-        "tutorials/explanation/performance.md",
+        PERFORMANCE,
         r"the first pass takes ([\d.]+ s) \(plain transformers ([\d.]+ s), its disk map ([\d.]+ s)\), "
         r"and each token after it reads ([\d.]+ GB)",
-        [
-            (LARGER, LARGER_FIRST, OURS),
-            (LARGER, LARGER_FIRST, IN_MEMORY),
-            (LARGER, LARGER_FIRST, "transformers"),
-            (LARGER, "larger, dense: bytes read, a token", OURS),
-        ],
+        of(LARGER, "larger, dense: first pass", OURS, IN_MEMORY, "transformers")
+        + of(LARGER, "larger, dense: bytes read, a token"),
     ),
     (
-        "tutorials/explanation/performance.md",
+        PERFORMANCE,
         r"with 4 of 64 experts per token and layer, the first pass takes ([\d.]+ s) \(best peer ([\d.]+ s)\), "
         r"and a token ([\d.]+ s) and ([\d.]+ GB) \(best peer ([\d.]+ s) and ([\d.]+ GB)\)",
-        [
-            (LARGER, f"larger, experts: {what}", arm)
-            for whats in (["first pass"], ["a token", "bytes read, a token"])
-            for arm in (OURS, BEST)
-            for what in whats
-        ],
+        of(LARGER, "larger, experts: first pass", OURS, BEST)
+        + of(LARGER, "larger, experts: {}", OURS, BEST, what=("a token", "bytes read, a token")),
     ),
     (
-        "tutorials/explanation/performance.md",
+        PERFORMANCE,
         r"After 20 tokens, one takes ([\d.]+ s) and ([\d.]+ GB) \(best peer ([\d.]+ s) and ([\d.]+ GB)\)",
-        [
-            (LARGER, f"larger, experts: {what}", arm)
-            for arm in (OURS, BEST)
-            for what in ("a token after 20", "bytes read, a token after 20")
-        ],
+        of(LARGER, "larger, experts: {} after 20", OURS, BEST, what=("a token", "bytes read, a token")),
     ),
     (
-        "tutorials/explanation/performance.md",
+        PERFORMANCE,
         r"it takes ([\d.]+ s) then \(([\d.]+ s) among the first three\)",
-        [
-            (LARGER, f"larger, experts: {what}", f"{OURS}, experts as one act")
-            for what in ("a token after 20", "a token")
-        ],
+        of(LARGER, "larger, experts: a token{}", f"{OURS}, experts as one act", what=(" after 20", "")),
     ),
     (
-        "tutorials/explanation/performance.md",
+        PERFORMANCE,
         r"a batch of 32 tokens takes ([\d.]+ s), and ([\d.]+ s) with the best of the others",
-        [(BATCHES, BATCH, OURS), (BATCHES, BATCH, BEST)],
+        of(BATCHES, "batches, dense, 32 tokens, 16 in flight: a batch", OURS, BEST),
+    ),
+    *(
+        (
+            PERFORMANCE,
+            sentence,
+            of(LARGER_BATCHES, case, OURS, "offload, one by one", what=("a batch", "bytes read, a batch")),
+        )
+        for sentence, case in {
+            r"each takes ([\d.]+ s) and reads ([\d.]+ GB); "
+            r"one by one, after a first pass, it is ([\d.]+ s) and ([\d.]+ GB)\.": "16 tokens, 8 in flight",
+            r"With 4 tokens generated it is ([\d.]+ s) and ([\d.]+ GB); "
+            r"one by one ([\d.]+ s) and ([\d.]+ GB)\.": "16 tokens and 4 generated, 8 in flight",
+        }.items()
+        for case in (f"larger-batches, {case}: {{}}",)
     ),
     (
-        "tutorials/explanation/performance.md",
-        r"each takes ([\d.]+ s) and reads ([\d.]+ GB); "
-        r"one by one, after a first pass, it is ([\d.]+ s) and ([\d.]+ GB)\.",
-        [
-            (LARGER_BATCHES, f"{EIGHT}: a batch", OURS),
-            (LARGER_BATCHES, f"{EIGHT}: bytes read, a batch", OURS),
-            (LARGER_BATCHES, f"{EIGHT}: a batch", ONE_BY_ONE),
-            (LARGER_BATCHES, f"{EIGHT}: bytes read, a batch", ONE_BY_ONE),
-        ],
-    ),
-    (
-        "tutorials/explanation/performance.md",
-        r"With 4 tokens generated it is ([\d.]+ s) and ([\d.]+ GB); one by one ([\d.]+ s) and ([\d.]+ GB)\.",
-        [
-            (LARGER_BATCHES, f"{EIGHT_MADE}: a batch", OURS),
-            (LARGER_BATCHES, f"{EIGHT_MADE}: bytes read, a batch", OURS),
-            (LARGER_BATCHES, f"{EIGHT_MADE}: a batch", ONE_BY_ONE),
-            (LARGER_BATCHES, f"{EIGHT_MADE}: bytes read, a batch", ONE_BY_ONE),
-        ],
-    ),
-    (
-        "tutorials/explanation/forms.md",
+        FORMS,
         r"it loads in ([\d.]+ s) and (\d+ MB), and writes nothing\. A token for which nothing is cached reads "
         r"([\d.]+ GB), what it needs, and takes ([\d.]+ s)\. The tokens after it take ([\d.]+ s), though they read "
         r"([\d.]+ GB) each: .* one takes ([\d.]+ s) and reads ([\d.]+ GB)\. Beside the mapped files, no more than "
         r"(\d+ MB)",
-        [
-            (PACKED, f"{EXPERTS}: {what}", OURS)
-            for what in (
-                "load",
-                "anonymous memory, loaded",
-                "bytes read, a token, cold",
-                "a token, cold",
-                "a token after another",
-                "bytes read, a token after another",
-                "a token after 20",
-                "bytes read, a token after 20",
-                "peak anonymous memory",
-            )
-        ],
+        of(
+            *(PACKED, "larger-packed, 30.7 GB of experts in FP8: {}"),
+            what=(
+                *("load", "anonymous memory, loaded", "bytes read, a token, cold", "a token, cold"),
+                *("a token after another", "bytes read, a token after another", "a token after 20"),
+                *("bytes read, a token after 20", "peak anonymous memory"),
+            ),
+        ),
     ),
     (
-        "tutorials/explanation/performance.md",
+        PERFORMANCE,
         r"Without drafts a token takes ([\d.]+ s)\. With an assistant that is right in half of the positions it is "
         r"([\d.]+ s), in 80 % of them ([\d.]+ s), in 95 % of them ([\d.]+ s)\.",
-        [(DRAFTS, DRAFTED.format(0.8), "no draft"), *((DRAFTS, DRAFTED.format(right), OURS) for right in RIGHT)],
+        of(DRAFTS, "drafts: dense, a third fits, 0.8 accepted: a token", "no draft")
+        + of(DRAFTS, "drafts: dense, a third fits, {} accepted: a token", what=("0.5", "0.8", "0.95")),
     ),
     (
-        "tutorials/explanation/performance.md",
+        PERFORMANCE,
         r"SmolLM2-135M, Q4_1, in memory \| (\d+ ms) \| (\d+ ms) \| "
         r".* \(1\.1 GB\), in memory \| (\d+ ms) \| (\d+ ms) \| "
         r".* 1,107 MB of memory \| ([\d.]+ s) \| ([\d.]+ s) \| .* 830 MB \| ([\d.]+ s) \| killed",
-        [
-            *((GGUF, ROWS[f"in memory, {name}, time per token"][1], arm) for name in PACKED_NAMES for arm in BOTH),
-            *((GGUF, "gguf, capped: a token, 1.1 GB, Q4_K_M, in 1,107 MB", arm) for arm in BOTH),
-            (GGUF, "gguf, capped: a token, 1.1 GB, Q4_K_M, in 830 MB", OURS),
-        ],
+        of(GGUF, "gguf: a token, SmolLM2-135M, Q4_1, bfloat16", *BOTH)
+        + of(GGUF, "gguf: a token, 1.1 GB, Q4_K_M, bfloat16", *BOTH)
+        + of(GGUF, "gguf, capped: a token, 1.1 GB, Q4_K_M, in 1,107 MB", *BOTH)
+        + of(GGUF, "gguf, capped: a token, 1.1 GB, Q4_K_M, in 830 MB"),
     ),
     *(
         (
-            "tutorials/explanation/beyond-one-machine.md",
+            MACHINES,
             rf"\| {ranks} \| (\d+ ms) \| (\d+ ms) \| (\d+ MB) of \d+ \| (\d+ ms) \| (\d+ ms) \|",
-            [
-                (RANKS, f"ranks, {ranks}: a token", OURS),
-                (RANKS, f"ranks, {ranks}: a token", "plain parallel"),
-                (RANKS, f"ranks, {ranks}: read by a rank to the first token", OURS),
-                (RANKS, f"ranks, {ranks}, 1.5x capped: a token", OURS),
-                (RANKS, f"ranks, {ranks}, 1.5x capped: a token", "plain parallel"),
-            ],
+            of(RANKS, f"ranks, {ranks}: a token", OURS, "plain parallel")
+            + of(RANKS, f"ranks, {ranks}: read by a rank to the first token")
+            + of(RANKS, f"ranks, {ranks}, 1.5x capped: a token", OURS, "plain parallel"),
         )
         for ranks in (1, 2, 4)
     ),
-]
-
-
-GPU = "2026-11-27-gpu.json"
-PERFORMANCE = "tutorials/explanation/performance.md"
-STAYS = ("nothing stays", "half stays", "everything stays")
-MODEL, STACK = "a language model", "accelerate"
-# As above, with the keys under which the figure of a GPU is.
-ON_A_GPU = [
     *(
-        (PERFORMANCE, rf"\| {re.escape(row)} \| (\d+ ms) \|", [(MODEL, arm, "a token, s")])
+        on_a_gpu(row, (MODEL, arm, "a token, s"))
         for row, arm in {
             "in the memory of the GPU": "in the memory of the device",
             "from disk, with a budget for all of them": "offload, everything stays",
@@ -243,14 +210,11 @@ ON_A_GPU = [
         }.items()
     ),
     *(
-        (
-            PERFORMANCE,
-            rf"\| {re.escape(row)} \| (\d+ MB) \| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+) \|",
-            [
-                (form, "stored bytes"),
-                *((form, stays, "later tokens, s") for stays in STAYS),
-                (form, STAYS[0], "of the plain copy's rate"),
-            ],
+        on_a_gpu(
+            row,
+            *((form, "stored bytes"), *((form, stays, "later tokens, s") for stays in STAYS)),
+            (form, STAYS[0], "of the plain copy's rate"),
+            figure=r"(\d+ MB) \| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+)",
         )
         for row, form in {
             "bfloat16": "bfloat16", "FP8 in blocks": "FP8", "W4A16 in groups of 128": "W4A16", "Q4_K": "Q4_K",
@@ -259,31 +223,20 @@ ON_A_GPU = [
     (
         PERFORMANCE,
         r"accelerate takes (\d+ ms) for the matrices in bfloat16 from main memory, and (\d+ ms) from disk",
-        [(STACK, "memory", "later tokens, s"), (STACK, "disk", "later tokens, s")],
+        [(GPU, "accelerate", place, "later tokens, s") for place in ("memory", "disk")],
     ),
-    (PERFORMANCE, r"plain copies from pinned memory make (\d+ GB)/s", [("bfloat16", "plain pinned copy, bytes/s")]),
+    (PERFORMANCE, r"plain copies from pinned memory make (\d+ GB)/s", [(GPU, "bfloat16", "plain pinned copy, bytes/s")]),  # noqa: E501
     (
         "README.md",
         r"a token of a Llama of ([\d.]+ GB) takes (\d+ ms) in plain transformers, (\d+ ms) here if all of it may stay "
         r"there, and (\d+ ms) if none may",
         [
-            (MODEL, "bytes"),
-            (MODEL, "in the memory of the device", "a token, s"),
-            *((MODEL, f"offload, {stays}", "a token, s") for stays in ("everything stays", "nothing stays")),
+            (GPU, MODEL, "bytes"),
+            (GPU, MODEL, "in the memory of the device", "a token, s"),
+            *((GPU, MODEL, f"offload, {stays}", "a token, s") for stays in ("everything stays", "nothing stays")),
         ],
     ),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("page", "sentence", "keys"), ON_A_GPU)
-def test_a_figure_of_a_gpu_equals_that_of_the_result(page, sentence, keys):
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-    found = json.loads((RESULTS / GPU).read_text(encoding="utf-8"))
-    [said] = re.findall(sentence, text)
-
-    figures = (said,) if isinstance(said, str) else said
-    measured = [reduce(getitem, path, found) for path in keys]
-    assert [] == [pair for pair in zip(figures, measured, strict=True) if not are_one(*pair)]
 
 
 @pytest.mark.parametrize(("page", "sentence", "sources"), SENTENCES)
@@ -292,14 +245,16 @@ def test_a_figure_in_a_sentence_equals_that_of_the_result(page, sentence, source
     [said] = re.findall(sentence, text)
 
     figures = (said,) if isinstance(said, str) else said
-    assert len(sources) == len(figures)
-    measured = [median_of(*source) for source in sources]
+    measured = [measured_by(*source) for source in sources]
     assert [] == [pair for pair in zip(figures, measured, strict=True) if not are_one(*pair)]
 
 
-def median_of(file: str, case: str, arm: str) -> float:
-    """The median of an arm's rounds; for "best", of the best peer's."""
-    figures = json.loads((RESULTS / file).read_text(encoding="utf-8"))["figures"]
-    values = next(one["values"] for one in figures if one["case"] == case)
+def measured_by(file: str, *keys: str) -> float:
+    """Of a GPU, what is under the keys; else of a case the median of an arm's rounds, or of the best peer's."""
+    found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    if file == GPU:
+        return reduce(getitem, keys, found)
+    case, arm = keys
+    values = next(one["values"] for one in found["figures"] if one["case"] == case)
     peers = [median(rounds) for name, rounds in values.items() if rounds and not name.startswith(OURS)]
     return min(peers) if arm == BEST else median(values[arm])

@@ -19,7 +19,7 @@ def test_the_drawing_is_made_from_the_record():
 def test_the_model_is_larger_than_the_memory_and_read_from_the_disk():
     record = read()
     _, last = record.screens[-1]
-    shown = "".join(last)
+    shown = "".join(text for line in last for text, _ in line)
 
     assert record.stored > record.limit
     assert [command for command in COMMANDS if f"$ {command.format(model=record.model)}" not in shown] == []
@@ -38,7 +38,8 @@ def test_pages_with_the_recording_name_its_sizes(page):
 
 
 def test_a_line_is_shown_as_long_as_it_was():
-    screens = [(0.0, ["$ offload"]), (1.0, ["$ offload", "opening"]), (3.5, ["$ offload", "<done>"])]
+    called, opening, done = [("$ offload", "")], [("opening", "")], [("<done>", "")]
+    screens = [(0.0, [called]), (1.0, [called, opening]), (3.5, [called, done])]
     parts = list(ElementTree.fromstring(drawn(Record("m", 2, 1, 20, screens))).iter("{http://www.w3.org/2000/svg}text"))
 
     assert ["$ offload", "opening", "<done>"] == [part.text for part in parts]

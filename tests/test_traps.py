@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import offload
 from offload import OffloadedTensor
-from offload.errors import ArgumentTypeError, UnknownSubclassError, UnsupportedOpError
+from offload.errors import ArgumentTypeError, UnsupportedOpError
 from tests.distributed.ranks import in_a_rank
 from tests.equal import assert_equal
 from tests.processes import run_script
@@ -85,12 +85,10 @@ def test_04_a_parameter_can_be_rebuilt_from_its_class(plain):
     ("given", "named"),
     [
         ((torch.ones(2),), {}),
-        ((torch.ones(2), "w"), {}),
         ((torch.ones(2), True), {}),
         ((), {"requires_grad": True}),
         (([1.0, 2.0],), {"requires_grad": True}),
         ((torch.ones(2),), {"requires_grad": True, "name": "w"}),
-        ((torch.ones(2),), {"requires_grad": True, "offload_dir": "values"}),
     ],
 )
 def test_04_the_class_is_not_called_otherwise(given, named):
@@ -114,11 +112,7 @@ def test_05_autograd_saves_the_view_on_disk(plain):
 
 def test_06_a_mutating_op_gives_its_argument(plain):
     """According to the schema's aliases, at the aten level too, in a tuple too."""
-    w, values, indices = (
-        offloaded(plain),
-        offloaded(torch.empty(6), "v"),
-        offloaded(torch.empty(6, dtype=torch.int64), "i"),
-    )
+    w, values, indices = map(offloaded, (plain, torch.empty(6), torch.empty(6, dtype=torch.int64)))
 
     assert w is torch.ops.aten.add_.Tensor(w, 1)
     assert w is torch.ops.aten.mul.out(w, 2, out=w)
@@ -177,15 +171,6 @@ def test_11_lazy_conjugation_and_negation_are_understood(op):
     matrix = torch.randn(4, 4, dtype=torch.complex64)
 
     assert_equal(op(matrix), op(offloaded(matrix)))
-
-
-@pytest.mark.parametrize("op", [torch.ops.aten.pinverse, torch.ops.aten.linalg_pinv, torch.ops.aten.fft_hfft])
-def test_11_lazy_conjugation_is_understood_inside_a_composite_op(op):
-    """In inference mode these arrive whole in Python dispatch, and conjugate inside."""
-    matrix = torch.randn(5, 3, dtype=torch.complex64)
-
-    with torch.inference_mode():
-        assert_equal(op(matrix), op(offloaded(matrix)))
 
 
 def test_12_tensor_split_takes_an_offloaded_tensor(plain):
@@ -277,7 +262,7 @@ def test_13_every_value_has_a_pointer_of_its_own(plain):
     pointer = w.untyped_storage().data_ptr()
     w.sum()
 
-    assert 0 not in (w.data_ptr(), other.data_ptr())
+    assert 5 == len({0, *(one.data_ptr() for one in (w, other, offloaded(_quantized(0)), offloaded(_quantized(0))))})
     assert pointer == w.untyped_storage().data_ptr() == nn.Parameter(w).untyped_storage().data_ptr()
     assert pointer != other.untyped_storage().data_ptr()
     assert w[1].data_ptr() == w.data_ptr() + 8 * 4
@@ -368,14 +353,12 @@ def _quantized(seed: int) -> torch.Tensor:
 
 
 def test_17_a_quantized_weight_computes_as_in_memory(int8):
-    """Bit for bit: as a tensor, as a parameter, with a bias and with an input on disk, with and without a graph."""
+    """With a bias and an input on disk, too."""
     w, x, bias = offloaded(int8), torch.randn(3, 32), torch.randn(16)
     expected = F.linear(x, int8, bias)
 
-    assert_equal(expected, F.linear(x, w, bias))
     assert_equal(expected, F.linear(x, w, offloaded(bias, "bias")))
     assert_equal(expected, F.linear(offloaded(x, "x"), nn.Parameter(w, requires_grad=False), bias))
-    assert_equal(w.dequantize(), int8.dequantize())
 
 
 def test_17_gradients_flow_past_a_quantized_weight(int8):
@@ -391,42 +374,21 @@ def test_17_gradients_flow_past_a_quantized_weight(int8):
         assert_equal(expected, actual)
 
 
-def test_17_a_quantized_weight_comes_back_as_its_class(int8):
-    """With `materialize`, in its own memory; and from its file."""
-    w = offloaded(int8, "q")
-    back = w.materialize()
-    again = OffloadedTensor.from_file(w.offload_path)
+@pytest.mark.parametrize("replace", [OffloadedTensor.update_values, OffloadedTensor.copy_])
+def test_17_another_quantized_weight_takes_its_place(int8, replace):
+    """Aliases see it, and the version increases; a plain value may follow, too."""
+    w, other = offloaded(int8), _quantized(1)
+    alias, before = w.detach(), w._version
+    result = replace(w, other)
 
-    assert type(int8) is type(back) is type(again.materialize())
-    assert torch.equal(int8.dequantize(), back.dequantize())
-    assert torch.equal(int8.dequantize(), again.dequantize())
-    back.qdata.zero_()
-    assert torch.equal(int8.dequantize(), w.dequantize())
-
-
-def test_17_update_values_takes_another_quantized_weight(int8):
-    """Aliases see it; a plain value may follow, too."""
-    w = offloaded(int8)
-    alias, other = w.detach(), _quantized(1)
-    w.update_values(other)
-
-    assert torch.equal(other.dequantize(), w.dequantize())
-    assert torch.equal(other.dequantize(), alias.dequantize())
+    assert result in (None, w)
+    assert before < w._version
+    for one in (w, alias, OffloadedTensor.from_file(w.offload_path)):
+        assert torch.equal(other.dequantize(), one.dequantize())
     w.update_values(other.dequantize())
     assert type(w.materialize()) is torch.Tensor
     w.update_values(int8)
     assert type(int8) is type(w.materialize())
-
-
-def test_17_inplace_functions_replace_the_value(int8):
-    """`copy_` returns the tensor itself, and the version increases."""
-    w, other = offloaded(int8), _quantized(1)
-    before = w._version
-
-    assert w is w.copy_(other)
-    assert before < w._version
-    assert torch.equal(other.dequantize(), w.dequantize())
-    assert torch.equal(other.dequantize(), OffloadedTensor.from_file(w.offload_path).dequantize())
 
 
 def test_17_metadata_and_moves_ask_the_tensor(int8):
@@ -442,50 +404,15 @@ def test_17_metadata_and_moves_ask_the_tensor(int8):
     assert w.to("meta").is_meta
 
 
-def test_17_results_do_not_share_memory_with_the_file(int8):
-    """A slice of a quantized weight is a separate value of its class; changing it leaves the file alone."""
+@pytest.mark.parametrize("taken", [lambda w: w[:4], lambda w: w.materialize()])
+def test_17_results_do_not_share_memory_with_the_file(int8, taken):
+    """A part of a quantized weight is a separate value of its class; changing it leaves the file alone."""
     w = offloaded(int8)
-    part = w[:4]
+    part = taken(w)
     part.qdata.zero_()
 
     assert type(int8) is type(part)
     assert torch.equal(int8.dequantize(), w.dequantize())
-
-
-def test_17_quantized_weights_have_pointers_of_their_own(int8):
-    """Zero for all would mean that they are all tied."""
-    w, other = offloaded(int8), offloaded(int8, "other")
-
-    assert 0 != w.data_ptr() != other.data_ptr() != 0
-    assert w.data_ptr() == w.detach().data_ptr()
-
-
-def test_17_a_quantized_module_runs_from_disk(tmp_path):
-    """With its parameters offloaded one by one; so do copies and saved states."""
-    import copy
-
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4))
-    quantize_(model, Int8WeightOnlyConfig())
-    x = torch.randn(3, 32)
-    expected = model(x)
-    for name, parameter in list(model.named_parameters()):
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, OffloadedTensor.from_original_tensor(parameter, name))
-
-    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
-    assert_equal(expected, model(x))
-    assert_equal(expected, copy.deepcopy(model)(x))
-    assert_equal(expected, offload.materialize(model)(x))
-
-
-def test_17_an_unknown_subclass_is_refused_when_it_is_stored():
-    """And the error says what to call if it is trusted."""
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    with pytest.raises(UnknownSubclassError, match="register_subclass"):
-        offloaded(TwoTensor(torch.ones(2), torch.ones(2)))
 
 
 def test_17_a_registered_subclass_computes_and_trains():

@@ -15,7 +15,7 @@ from tests.pages import PageError, fences
 from tests.processes import ROOT, run_module, run_script
 from tests.test_house import MODULES, dotted
 
-PAGES = sorted((ROOT / "tutorials").rglob("*.md"))
+README, PAGES = ROOT / "README.md", sorted((ROOT / "tutorials").rglob("*.md"))
 WITH_EXAMPLES = [path for path in MODULES if ">>> " in path.read_text()]
 
 # The README refers to a folder with a model.
@@ -57,17 +57,11 @@ def told(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "tutorials")))
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path):
     skip_newer_names(page)
     skip_without_packages(page)
-    done = run_page(page, tmp_path)
-
-    assert not done.returncode, done.stderr
-
-
-def test_the_readme_runs(tmp_path):
-    done = run_page(ROOT / "README.md", tmp_path, README_SETUP)
+    done = run_page(page, tmp_path, README_SETUP if page == README else "")
 
     assert not done.returncode, done.stderr
 
@@ -129,10 +123,7 @@ SERVED = (
     "```python\naddress = 'http://here:1'\n```\n\n```sh\necho http://127.0.0.1:8000/v1\n```\n\n```text\n{}/v1\n```\n"
 )
 TOLD = {
-    "names stay": (
-        "```python\na = 1\n```\n\n    ```python\n    print(a)\n    ```\n\n    ```text\n    1\n    ```\n",
-        "",
-    ),
+    "names stay": ("```python\na = 1\n```\n\n  ```python\n  print(a)\n  ```\n\n  ```text\n  1\n  ```\n", ""),
     "a text after prose is not output": ("```python\nprint(2)\n```\n\nA file holds:\n\n```text\n3\n```\n", ""),
     "left out": ("<!-- not run: needs a GPU -->\n```python\nraise ValueError\n```\n\n```text\nnothing\n```\n", ""),
     "the server of the page": (SERVED.format("http://here:1"), ""),

@@ -176,16 +176,22 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, config: MkDocsConfig, **_: Any) -> str:
     """Replace comments by generated content.
 
-    These are `chart: FILE | CASE | TITLE`, `charts: FILE`, `forms: FILE`, `memory: FILE`, `picture: FILE | TEXT` and
-    `summary`.
+    These are `chart: FILE | CASE | TITLE`, `charts: FILE`, `forms: FILE`, `memory: FILE`, `picture: FILE | TEXT`,
+    `summary`, and `table of the README`.
     """
     root = Path(config.config_file_path).parent
     markdown = re.sub(r"<!-- picture: (\S+) \| (.+?) -->", partial(_picture, root), markdown)
     for word, draw in (("chart", _one), ("charts", _all), ("forms", _forms), ("memory", _memory)):
         markdown = re.sub(rf"<!-- {word}: (\S+)(?: \| (.+?))? -->", partial(_drawn, root, draw), markdown)
-    return (
-        markdown.replace("<!-- summary -->", "\n".join(summary(root))) if "<!-- summary -->" in markdown else markdown
-    )
+    for comment, made in (("summary", summary), ("table of the README", _of_the_readme)):
+        if f"<!-- {comment} -->" in markdown:
+            markdown = markdown.replace(f"<!-- {comment} -->", "\n".join(made(root)))
+    return markdown
+
+
+def _of_the_readme(root: Path) -> Iterator[str]:
+    text = (root / "README.md").read_text(encoding="utf-8").partition("## What was measured")[2]
+    yield from (line for line in text.splitlines() if line.startswith("|"))
 
 
 def _picture(root: Path, found: re.Match[str]) -> str:

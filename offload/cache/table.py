@@ -421,7 +421,7 @@ class TensorCache:
 
         Args:
             sampler: how many rows a batch has, for all rows, each once; or what names the rows of each batch, as
-                `torch.utils.data.BatchSampler` does.
+                `torch.utils.data.BatchSampler` does: to be resumed it must name the same again, so not at random.
             shuffle: a seed: with the epoch it determines the order of the rows, on every machine; None for their own.
             drop_last: whether to leave out the rows that don't make a whole batch for each rank.
             rank, world_size: which of so many ranks takes these batches; each takes its share of every step. If fewer
@@ -546,6 +546,7 @@ class TensorCache:
 
         Raises:
             ShapeMismatchError: there is not one input per row.
+            CacheError: `fn` left out a column that these rows need.
             MapError: `fn`, or `inputs`, raised StopIteration. The rest as `cache[rows] = values`, and `fn`.
 
         Example:
@@ -568,13 +569,24 @@ class TensorCache:
         log.info("%s: %d of %d rows are missing and are computed", self.folder, total, len(self))
         is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)
 
-        def made(part: torch.Tensor) -> Mapping[str, Any]:
-            return fn(inputs[part] if is_taken_whole else collate([inputs[row] for row in part.tolist()]))
-
         store = self._open()
-        if total and isinstance(store, Store):
-            with Bar(desc="rows", total=total, delay=1, disable=None if progress else True, leave=False) as bar:
-                fill_missing(store, columns, count, made, self.__setitem__, batch_size=size, map_fn=map_fn, bar=bar)
+        if not total or not isinstance(store, Store):
+            return
+
+        def made(part: torch.Tensor) -> Any:
+            values: Any = fn(inputs[part] if is_taken_whole else collate([inputs[row] for row in part.tolist()]))
+            others = [name for name in columns or self.schema if isinstance(values, Mapping) and name not in values]
+            if others and store.are_missing(others, part.numpy()).any():
+                store.flush()  # `fn` may have written it
+            if left := [name for name in others if store.are_missing([name], part.numpy()).any()]:
+                raise CacheError(
+                    f"fn gave {', '.join(values) or 'no column'}, and these rows need {', '.join(left)}, too: return "
+                    "it, or say with columns= which ones fn makes"
+                )
+            return values
+
+        with Bar(desc="rows", total=total, delay=1, disable=None if progress else True, leave=False) as bar:
+            fill_missing(store, columns, count, made, self.__setitem__, batch_size=size, map_fn=map_fn, bar=bar)
 
     def flush(self) -> None:
         """Wait until what was written is on the disk: the rows are filled then, also after a power cut.

@@ -109,7 +109,11 @@ OPTIONS = {
     "--top-p": _takes(share, "of the most likely tokens to sample among (default: 1)"),
     "--seed": _takes(seed, "of sampling (default: a random one)"),
     "--assistant": _takes(None, "a smaller model that drafts tokens (default: none)", "DIRECTORY", metavar="SMALL"),
-    "--draft": _takes(draft, "tokens of a draft (default: auto, as many as pay)", default="auto"),
+    "--draft": _takes(
+        draft,
+        "tokens to draft, also from the text (default: auto)",
+        default="auto",
+    ),
     "input": _takes(path, "JSON lines: custom_id, and messages or a prompt; - for standard input", "FILE"),
     "output": _takes(path, "where answers are appended, as JSON lines", "FILE"),
     "--errors": _takes(path, "for bad lines (default: OUTPUT.errors.jsonl)"),
@@ -215,7 +219,7 @@ COMMANDS = {
     "inspect": Command(files, "list the tensors of a checkpoint", "path --json"),
     "verify": Command(files, "check that a checkpoint is complete", "path --json"),
     "cache info": Command(rows, "print what a cache of rows holds", "path@cache --json"),
-    "cache verify": Command(rows, "check that a cache of rows is complete", "path@cache --json"),
+    "cache verify": Command(rows, "check that a cache of rows is undamaged", "path@cache --json"),
     "cache export": Command(rows, "write a cache of rows to one file", "path@cache target@export --columns"),
     "doctor": Command(machine, "show what this machine can do", "folder --check --json"),
 }

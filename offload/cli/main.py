@@ -28,14 +28,14 @@ _EPILOG = """examples:
   offload batch MODEL requests.jsonl answers.jsonl
   offload quantize MODEL model-int8 --int8
 
-MODEL is a folder with a checkpoint, or a model on the hub.
+MODEL is a folder with a checkpoint, a GGUF file, or a model on the hub.
 offload COMMAND --help lists a command's options.
 
 exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line;
 130 interrupted"""
 
 
-_WRONG = re.compile(r"invalid choice: '([^']+)'|unrecognized arguments: (?:[^-]\S* )*(-\S+)")
+_CHOICE = re.compile(r"invalid choice: '([^']+)'")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,19 +84,28 @@ def parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """A parser that says what a mistyped command or option may be meant for (argparse does in Python 3.14)."""
 
+    _line: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._line = sys.argv[1:] if args is None else [*args]
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        wrong = _WRONG.search(message)
-        word = (wrong[1] or wrong[2].partition("=")[0]) if wrong else ""
-        close = difflib.get_close_matches(word, set(self._names()), 1)
-        super().error(message + "".join(f"; did you mean {name}?" for name in close))
+        known = {*self._names()}
+        words = _CHOICE.findall(message) + [word.partition("=")[0] for word in self._line if word.startswith("--")]
+        close = (difflib.get_close_matches(word, known, 1) for word in words if word not in known)
+        meant = next(filter(None, close), ())
+        super().error(message + "".join(f"; did you mean {name}?" for name in meant))
 
     def _names(self) -> Iterator[str]:
+        """Of its options and their choices, and those of the command on its line; else of all commands."""
         for action in self._actions:
             yield from action.option_strings
-            yield from action.choices or ()
-            if isinstance(action, argparse._SubParsersAction):
-                for command in action.choices.values():
-                    yield from command._names()
+            if isinstance(action, argparse._SubParsersAction) and (given := action.choices.keys() & {*self._line}):
+                for command in given:
+                    yield from action.choices[command]._names()
+            else:
+                yield from action.choices or ()
 
 
 def _allow_everywhere(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

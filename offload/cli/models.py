@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.annotations import Json, Kwargs
-from offload.cli.output import counted, doing, hide_bars_off_a_terminal, print_json, say
+from offload.cli.output import console, counted, doing, hide_bars_off_a_terminal, print_json, say
 from offload.errors import ArgumentError, CheckpointError, OffloadError, visible_lines
 from offload.generation.bodies import Asked, Refused
 from offload.generation.chat import ONE_ANSWER, Prompt, Prompts, ends_of
@@ -57,7 +57,7 @@ def generate(options: argparse.Namespace) -> None:
         print_json({"text": "".join(pieces), "tokens": job.tokens, **figures})
     else:
         print()
-        print(_in_words(len(job.tokens), figures), file=sys.stderr)
+        console(stderr=True).print(_in_words(len(job.tokens), figures))
 
 
 def _asked(prompts: Prompts, options: argparse.Namespace) -> Asked:
@@ -101,7 +101,7 @@ def chat(options: argparse.Namespace) -> None:
                 continue
             else:
                 print(flush=True)
-                print(_in_words(len(job.tokens), _figures(recording, job)), file=sys.stderr)
+                console(stderr=True).print(_in_words(len(job.tokens), _figures(recording, job)))
             messages.append({"role": "assistant", "content": "".join(pieces)})
 
 

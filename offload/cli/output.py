@@ -112,12 +112,12 @@ def doing(what: str) -> Iterator[Callable[[], None]]:
         status.stop()
 
 
-def console() -> Console:
+def console(*, stderr: bool = False) -> Console:
     """A console that cuts lines on a terminal only."""
     from rich.console import Console
 
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=10_000)
+    made = Console(highlight=False, stderr=stderr)
+    return made if made.is_terminal else Console(highlight=False, stderr=stderr, width=10_000)
 
 
 def table(*names: str, footer: bool = False, header: bool = True) -> Table:

@@ -41,7 +41,7 @@ def info(options: argparse.Namespace) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check that a cache of rows is complete; rows that are not filled are not an error."""
+    """Check that a cache of rows is undamaged; rows that are not filled are not an error."""
     cache = _opened(options.path)
     found = _findings(cache)
     if options.json:

@@ -44,22 +44,14 @@ ELSEWHERE = {
 
 
 def refuse_others(function: str, others: Iterable[str]) -> None:
-    """Refuse arguments that a function does not take; those of accelerate and transformers with what to give instead.
-
-    Raises:
-        ArgumentTypeError: there are some.
-    """
+    """Raises `ArgumentTypeError` for arguments that a function does not take; it says what to give instead of some."""
     for name in others:
         instead = f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
         raise ArgumentTypeError(f"offload.{function} does not take {name!r}{instead}")
 
 
 def checked_count(number: int, what: str, *, least: int = 1) -> int:
-    """A count, at least `least`.
-
-    Raises:
-        ArgumentError: it is less than `least`.
-    """
+    """A count; raises `ArgumentError` if it is less than `least`."""
     count = operator.index(number)
     if not least <= count <= sys.maxsize:
         raise ArgumentError(f"{what} should be {least} or more, not {count}")
@@ -91,12 +83,7 @@ def refuse_unstorable(tensor: object, name: str) -> None:
 
 
 def checked_dense(tensor: object, name: str) -> torch.Tensor:
-    """`tensor`, if it has dense values.
-
-    Raises:
-        TypeError: it is not a tensor.
-        UnsupportedOpError: it is meta, sparse...
-    """
+    """`tensor`; raises `ArgumentTypeError` if it is none, and `UnsupportedOpError` if it is meta, sparse..."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
     if tensor.is_meta:
@@ -110,12 +97,7 @@ def checked_dense(tensor: object, name: str) -> torch.Tensor:
 
 
 def refuse_new_value(stored: torch.Tensor, values: object, name: str) -> None:
-    """Refuse a new value that `stored` can't take, before anything is written.
-
-    Raises:
-        UnsupportedOpError: among others, a dtype without gradients where they are required, as in torch.
-        TypeError, UnknownSubclassError
-    """
+    """Refuse a new value that `stored` can't take, also of a dtype without gradients where they are required."""
     values = checked_dense(values, name)
     refuse_lossy(values, name)
     if stored.requires_grad and not (values.is_floating_point() or values.is_complex()):
@@ -141,11 +123,7 @@ def refuse_other_kind(
 
 
 def checked_device(device: torch.device | str | int) -> torch.device:
-    """The device with its index, as torch reports it.
-
-    Raises:
-        DeviceError: this machine has no such device.
-    """
+    """The device with its index, as torch reports it; raises `DeviceError` if this machine has no such device."""
     try:
         with no_functions(), no_modes():
             return torch.empty(0, device=device).device
@@ -154,11 +132,7 @@ def checked_device(device: torch.device | str | int) -> torch.device:
 
 
 def computing_device(device: torch.device | str | int) -> torch.device:
-    """Like `checked_device`, for a device that ops should run on.
-
-    Raises:
-        DeviceError: as `checked_device`; or ops can't run there.
-    """
+    """Like `checked_device`, for a device that ops should run on: also raises for one where they can't."""
     found = checked_device(device)
     if found.type == "meta":
         raise DeviceError(f"ops can't run on 'meta': use one of {_devices()}")
@@ -171,11 +145,7 @@ def _devices() -> str:
 
 
 def checked_layout(shape: Any, sizes: Sequence[int], dtype: torch.dtype | None, name: str) -> Layout:
-    """The layout of a new tensor in its file; the shape as torch takes it: `(2, 3)`, or `2` and more sizes.
-
-    Raises:
-        ArgumentTypeError, ArgumentError: the shape contains bools, or negative numbers.
-    """
+    """The layout of a new tensor; the shape as torch takes it, `(2, 3)` or `2, 3`, without bools or negative sizes."""
     given = tuple(shape) if isinstance(shape, tuple | list) and not sizes else (shape, *sizes)
     if any(isinstance(size, bool) for size in given):
         raise ArgumentTypeError(f"{name!r}: the sizes in {repr(given)[:80]} should be integers")
@@ -188,11 +158,7 @@ def checked_layout(shape: Any, sizes: Sequence[int], dtype: torch.dtype | None, 
 
 
 def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A floating-point dtype, given as such or by name.
-
-    Raises:
-        ValueError: it is not one.
-    """
+    """A floating-point dtype, given as such or by name; raises `ArgumentError` if it is not one."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ArgumentError(f"dtype {dtype!r} is not a floating-point dtype of torch: use torch.bfloat16, 'float16'...")
@@ -200,11 +166,7 @@ def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def without_stop(fn: Callable[..., T], *args: object) -> T:
-    """The result of a caller's function inside an iteration, which StopIteration would end without a word.
-
-    Raises:
-        MapError: it raised that.
-    """
+    """The result of a caller's function inside an iteration, which StopIteration would end without a word."""
     try:
         return fn(*args)
     except StopIteration as error:

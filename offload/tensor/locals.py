@@ -16,32 +16,18 @@ from offload.torch_api import dtensor_class, dtensor_like, local_tensor
 
 
 def is_dtensor(x: object) -> bool:
-    """Whether this is a DTensor of torch.distributed.
-
-    Example:
-        >>> is_dtensor(torch.ones(2))
-        False
-    """
+    """Whether this is a DTensor of torch.distributed."""
     kind = dtensor_class()
     return kind is not None and isinstance(x, kind)
 
 
 def local_of(x: Any) -> Any:
-    """The local tensor of a DTensor; anything else as it is.
-
-    Example:
-        >>> local_of(torch.ones(1))
-        tensor([1.])
-    """
+    """The local tensor of a DTensor; anything else as it is."""
     return local_tensor(x) if is_dtensor(x) else x
 
 
 def with_local(outer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor like `outer` with another local tensor: `local` itself if `outer` is not a DTensor.
-
-    Args:
-        local: of the same shape as the local tensor of `outer`; the DTensor gets its dtype.
-    """
+    """A tensor like `outer` with another local tensor of that shape: `local` itself if `outer` is not a DTensor."""
     return dtensor_like(outer, local) if is_dtensor(outer) else local
 
 

@@ -22,11 +22,7 @@ INNER = "inner"  # a call on a value of a tensor subclass
 
 
 def implements(*ops: object) -> Callable[[Rule], Rule]:
-    """Register the rule of aten ops, below autograd.
-
-    Raises:
-        ArgumentError: one of them already has a rule.
-    """
+    """Register the rule of aten ops, below autograd; raises `ArgumentError` if one of them has a rule already."""
     return _registrar(RULES, ops)
 
 

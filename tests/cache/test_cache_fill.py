@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, StackDataset
 
 from offload import TensorCache, map_batches, progress
-from offload.errors import ArgumentError, ArgumentTypeError, ColumnError, MapError, ShapeMismatchError
+from offload.errors import ArgumentError, ArgumentTypeError, CacheError, ColumnError, MapError, ShapeMismatchError
 from tests.campaigns import amount
 from tests.processes import in_fork, run_script
 
@@ -239,6 +239,24 @@ def test_several_processes_share_the_rows_and_a_killed_one_loses_little(tmp_path
     alive = [row for pid, row in done if pid not in killed]
     assert len(set(alive)) == len(alive)
     assert count <= len(done) <= count + 6 * kills
+
+
+def test_a_column_that_is_left_out_is_an_error_unless_it_is_there(tmp_path):
+    cache = TensorCache.create(tmp_path, dict.fromkeys("ab", (torch.float32, ())), num_rows=4)
+
+    with pytest.raises(CacheError, match="gave a, and these rows need b, too: return it, or say with"):
+        cache.fill(lambda batch: {"a": batch}, torch.arange(4.0))
+    cache.fill(lambda batch: {"a": batch}, torch.arange(4.0), columns=["a"])
+    cache.fill(lambda batch: {"b": -batch}, torch.arange(4.0), batch_size=3)
+    assert not len(cache.missing_rows())
+
+    def writes_itself(batch):
+        cache[batch] = {"b": batch.float()}
+        return {"a": batch.float()}
+
+    cache = TensorCache.create(tmp_path / "own", dict.fromkeys("ab", (torch.float32, ())), num_rows=4)
+    cache.fill(writes_itself, torch.arange(4), batch_size=3)
+    assert not len(cache.missing_rows())
 
 
 def test_two_threads_that_fill_one_cache_do_not_wait_for_each_other_for_ever(cache):

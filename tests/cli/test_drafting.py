@@ -28,7 +28,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_drafts_of_a_fixed_length_give_one_token_more_per_pass(folder: str, capsys: pytest.CaptureFixture[str]):
+def test_drafts_of_a_fixed_length_give_one_token_more_per_pass(folder, capsys):
     plain = answer(capsys, folder)
     drafted = answer(capsys, folder, "--assistant", folder, "--draft", "3")
 
@@ -38,7 +38,7 @@ def test_drafts_of_a_fixed_length_give_one_token_more_per_pass(folder: str, caps
     assert (None, 4.0) == (plain["tokens_per_pass"], drafted["tokens_per_pass"])
 
 
-def test_an_assistant_may_have_another_vocabulary(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_assistant_may_have_another_vocabulary(folder, tmp_path, capsys):
     other = saved(tmp_path / "other", tiny_tokenizer(["<more>"]))
 
     assert answer(capsys, folder)["tokens"] == answer(capsys, folder, "--assistant", str(other))["tokens"]
@@ -48,7 +48,7 @@ def test_an_assistant_may_have_another_vocabulary(folder: str, tmp_path: Path, c
     ("streams", "options"), [(0, ["--draft", "4"]), (1 << 40, []), (1 << 40, ["--temperature", "0.7"])]
 )
 def test_the_text_is_looked_up_where_a_pass_reads_from_the_disk_or_on_request(
-    folder: str, streams: int, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder, streams, options, monkeypatch, capsys
 ):
     monkeypatch.setattr(budget, "read_by_a_pass", lambda _: (streams, 0))
     found = answer(capsys, folder, *options)
@@ -58,9 +58,7 @@ def test_the_text_is_looked_up_where_a_pass_reads_from_the_disk_or_on_request(
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["alone", "drafted"])
-def test_one_answer_is_generated_where_the_model_s_settings_ask_for_beams(
-    drafts: bool, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_one_answer_is_generated_where_the_model_s_settings_ask_for_beams(drafts, folder, tmp_path, capsys):
     beams = shutil.copytree(folder, tmp_path / "beams")
     with_settings(beams, num_beams=4, num_return_sequences=2, early_stopping=True, length_penalty=2.0)
     options = ["--assistant", folder, "--draft", "3"] if drafts else []
@@ -74,7 +72,7 @@ def with_settings(folder: Path, **asked: object) -> str:
     return str(folder)
 
 
-def test_stop_strings_of_the_model_s_settings_end_an_answer(folder: str, capsys: pytest.CaptureFixture[str]):
+def test_stop_strings_of_the_model_s_settings_end_an_answer(folder, capsys):
     whole = answer(capsys, folder)["text"].split()
     end = next(at for at, word in enumerate(whole) if at and word not in whole[:at])
 
@@ -82,9 +80,7 @@ def test_stop_strings_of_the_model_s_settings_end_an_answer(folder: str, capsys:
 
 
 @pytest.mark.parametrize("kind", ["quantized", "offloaded"])
-def test_a_cache_that_can_not_be_had_here_is_an_error_in_a_sentence(
-    kind: str, folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cache_that_can_not_be_had_here_is_an_error_in_a_sentence(kind, folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optimum", None)
     if kind == "offloaded" and torch.cuda.is_available():
         pytest.skip("a cache can be offloaded from an accelerator here")
@@ -94,9 +90,7 @@ def test_a_cache_that_can_not_be_had_here_is_an_error_in_a_sentence(
     assert "perhaps because of its generation_config.json" in capsys.readouterr().err
 
 
-def test_a_model_whose_states_can_t_be_taken_back_refuses_an_assistant(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_model_whose_states_can_t_be_taken_back_refuses_an_assistant(tmp_path, capsys):
     model = str(tmp_path / "mamba")
     MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1)).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)

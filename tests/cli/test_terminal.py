@@ -11,14 +11,13 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from offload.cli.main import parser
-from tests.processes import run_module, run_script
+from tests.processes import run_script
 from tests.serving.servers import tiny_tokenizer
 
 NAME = "model.layers.10.block_sparse_moe.experts.7.down_projection_of_the_feed_forward_part.weight"
@@ -36,66 +35,62 @@ COMMANDS = [pytest.param(one, id=one.prog) for one in _parsers(parser())]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_into_80_columns_describes_each_argument_and_names_defaults(
-    command: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_fits_into_80_columns_describes_each_argument_and_names_defaults(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     told = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]
     takes_a_value = [action for action in command._actions if action.option_strings and action.nargs != 0]
     optional = [action for action in takes_a_value if not action.required and action.dest != "print_completion"]
 
-    assert [] == [line for line in command.format_help().splitlines() if len(line) > 80]
+    lines = command.format_help().splitlines()
+
+    assert len(lines) <= 40 or command.prog.endswith(("chat", "batch", "serve"))
+    assert [] == [line for line in lines if len(line) > 80]
     assert [] == [action.dest for action in told if not action.help]
     assert [] == [action.dest for action in optional if "default: " not in (action.help or "")]
 
 
-def test_a_table_fits_into_a_terminal_and_keeps_its_words(tmp_path: Path) -> None:
+def test_a_table_fits_into_a_terminal_which_shows_that_torch_is_being_imported(tmp_path):
     """A name wider than the terminal continues on the next line."""
-    save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
-
-    lines = _on_a_terminal("inspect", str(tmp_path))
-
-    assert [] == [line for line in lines if len(line) > 80]
-    first_words = [line.split()[0] for line in lines if line.strip()]
-    assert NAME in "".join(word for word in first_words if word in NAME)
-
-
-def test_an_error_on_a_terminal_is_printed_whole(tmp_path: Path) -> None:
-    missing = str(tmp_path / NAME)
-
-    assert missing in "".join(_on_a_terminal("inspect", missing))
-
-
-def test_a_table_in_a_pipe_has_one_line_per_row_and_no_escapes(tmp_path: Path) -> None:
-    save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
-
-    done = run_module("offload", "inspect", tmp_path)
-
-    assert (0, "") == (done.returncode, done.stderr)
-    assert "\x1b" not in done.stdout
-    assert [f"{NAME} float32 [2, 3] 24 bytes model.safetensors".split()] == [
-        line.split() for line in done.stdout.splitlines() if NAME in line
-    ]
-
-
-def test_a_terminal_shows_that_torch_is_being_imported(tmp_path: Path) -> None:
     save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
 
     said = _sent_to_a_terminal(_command("inspect", str(tmp_path)))
 
     assert said.startswith("importing torch\r\x1b[K")
     assert 1 == said.count("importing torch")
-    assert "1 tensor" in said
+    lines = _lines(said)
+    assert [] == [line for line in lines if len(line) > 80]
+    first_words = [line.split()[0] for line in lines if line.strip()]
+    assert NAME in "".join(word for word in first_words if word in NAME)
 
 
-def test_a_program_that_imports_offload_prints_nothing_on_a_terminal() -> None:
+def test_an_error_on_a_terminal_is_printed_whole(tmp_path):
+    missing = str(tmp_path / NAME)
+
+    assert missing in "".join(_lines(_sent_to_a_terminal(_command("inspect", missing))))
+
+
+def test_a_table_in_a_pipe_has_one_line_per_row_and_nothing_else(tmp_path):
+    """No escapes, and no word on what is imported."""
+    save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    command, environment = _command("inspect", str(tmp_path)), {**os.environ, "TERM": "xterm"}
+
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+
+    assert "" == done.stderr
+    assert "\x1b" not in done.stdout
+    assert "importing" not in done.stdout
+    row = f"{NAME} float32 [2, 3] 24 bytes model.safetensors".split()
+    assert [row] == [line.split() for line in done.stdout.splitlines() if NAME in line]
+
+
+def test_a_program_that_imports_offload_prints_nothing_on_a_terminal():
     assert "" == _sent_to_a_terminal([sys.executable, "-c", "import offload"])
 
 
 @pytest.mark.parametrize(
     "words", [["--help"], ["--version"], ["--print-completion", "bash"], ["plan", "--help"], ["plan"]], ids=" ".join
 )
-def test_a_line_is_read_without_torch(words: list[str]) -> None:
+def test_a_line_is_read_without_torch(words):
     """As the installed command calls it."""
     script = """
         import sys
@@ -115,7 +110,7 @@ def test_a_line_is_read_without_torch(words: list[str]) -> None:
     assert ("offload 0." in said) == (words == ["--version"])
 
 
-def test_a_program_with_the_name_of_the_command_has_the_package() -> None:
+def test_a_program_with_the_name_of_the_command_has_the_package():
     script = """
         import sys
 
@@ -131,7 +126,7 @@ def test_a_program_with_the_name_of_the_command_has_the_package() -> None:
 @pytest.mark.parametrize(
     ("name", "policy", "expected"), [("offload", "", "3000"), ("offload", "active", "None"), ("train", "", "None")]
 )
-def test_threads_of_the_command_wait_for_one_another_for_a_short_time(name: str, policy: str, expected: str) -> None:
+def test_threads_of_the_command_wait_for_one_another_for_a_short_time(name, policy, expected):
     """Unless the user says how; other programs decide that themselves."""
     script = f"""
         import os, sys
@@ -147,23 +142,11 @@ def test_threads_of_the_command_wait_for_one_another_for_a_short_time(name: str,
     assert f"{expected}\n" == said
 
 
-@pytest.mark.parametrize("term", ["dumb", "xterm"])
-def test_imports_are_not_reported_in_a_pipe(tmp_path: Path, term: str) -> None:
-    save_file({"w": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
-    environment = {**os.environ, "TERM": term}
-
-    done = subprocess.run(
-        _command("inspect", str(tmp_path)), capture_output=True, text=True, check=True, env=environment
-    )
-
-    assert "" == done.stderr
-    assert "importing" not in done.stdout
-
-
-def test_opening_a_model_leaves_no_progress_bars_on_a_terminal(llama_folder: Path, tmp_path: Path) -> None:
+def test_opening_a_model_leaves_no_progress_bars_on_a_terminal(llama_folder, tmp_path):
     tiny_tokenizer().save_pretrained(shutil.copytree(llama_folder, tmp_path / "model"))
+    command = _command("generate", str(tmp_path / "model"), "--prompt", "w1", "--max-new-tokens", "2")
 
-    said = "\n".join(_on_a_terminal("generate", str(tmp_path / "model"), "--prompt", "w1", "--max-new-tokens", "2"))
+    said = "\n".join(_lines(_sent_to_a_terminal(command)))
 
     assert "2 tokens: " in said
     assert "Loading weights" not in said
@@ -173,9 +156,8 @@ def _command(*words: str) -> list[str]:
     return [sys.executable, "-m", "offload", *words]
 
 
-def _on_a_terminal(*words: str) -> list[str]:
-    """A command's lines on a terminal of 80 columns, without colours."""
-    said = _sent_to_a_terminal(_command(*words))
+def _lines(said: str) -> list[str]:
+    """What was sent, without the note on imports and without colours."""
     said = said.removeprefix("importing torch\r\x1b[K")
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said).replace("\r", "").splitlines()
 

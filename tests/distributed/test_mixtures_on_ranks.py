@@ -1,26 +1,21 @@
 """Mixtures of experts on two ranks: each rank has a part of each expert, or some experts completely."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig
 
 import offload
-from bench.architectures import align, names, prepared
+from bench.architectures import names, prepared
 from offload.tensor.locals import local_of
-from tests.checkpoints.forms import FORMS, Form
+from tests.checkpoints.forms import FORMS
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_ranks import full_model, of_experts
+from tests.distributed.test_ranks import decoded, full_model, of_experts
 from tests.models.test_experts_implementation import ARCHITECTURES, MIXTURES
 
-pytestmark = [
-    pytest.mark.fused,
-    pytest.mark.parametrize("way", ["by_plan", "by_experts"]),
-]
+pytestmark = [pytest.mark.fused, pytest.mark.parametrize("way", ["by_plan", "by_experts"])]
 IN_THE_CAMPAIGN = pytest.mark.campaign("mixtures", only=True)
 VIEWS = ["inkling2_text", "gguf-qwen3_moe"]  # whose experts are values of another shape
 PLAIN_REFUSES = ("has no `ep_plan`", "Cannot evenly shard")
@@ -48,26 +43,14 @@ def test_each_mixture_gives_on_ranks_what_the_plain_one_gives(tmp_path, name, wa
 )
 def test_each_form_of_a_mixture_gives_on_ranks_what_a_dense_one_gives(tmp_path, name, way):
     form = FORMS[name]
-    (tmp_path / "stored").mkdir()
-    form.write(tmp_path / "stored")
-    dense = tmp_path / "stored"
-    if "gguf_file" in form.options or hasattr(AutoConfig.from_pretrained(dense), "quantization_config"):
-        dense = decoded(form, tmp_path)
+    form.write(tmp_path)
+    is_packed = "gguf_file" in form.options or hasattr(AutoConfig.from_pretrained(tmp_path), "quantization_config")
+    dense = decoded(form, tmp_path) if is_packed else tmp_path
 
     assert_as_plain(
         lambda: full_model(dense, **{"dtype": "auto", **form.options, "gguf_file": None}, **settings(way)),
-        lambda **options: offload.from_pretrained(tmp_path / "stored", **form.options, **settings(way), **options),
+        lambda **options: offload.from_pretrained(tmp_path, **form.options, **settings(way), **options),
     )
-
-
-def decoded(form: Form, folder: Path) -> Path:
-    """Plain transformers does not load packed shares, or not all: a checkpoint with the values that it decodes."""
-    model = form.plain(folder / "stored")
-    model.config.save_pretrained(folder / "decoded")
-    path = folder / "decoded" / "model.safetensors"
-    save_file({name: value.clone() for name, value in model.state_dict().items()}, path, metadata={"format": "pt"})
-    align(path)
-    return path.parent
 
 
 def assert_as_plain(in_memory: Callable[[], Any], on_disk: Callable[..., Any]) -> None:

@@ -21,13 +21,7 @@ from offload.tensor.views import handle_of
 from tests.processes import forked
 from tests.tensor.test_recipes import GRANULE, decoded
 
-PLACEMENTS = [
-    Replicate(),
-    Shard(0),
-    Shard(1),
-    _StridedShard(0, split_factor=2),
-    _StridedShard(1, split_factor=3),
-]
+PLACEMENTS = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)]
 
 
 def in_a_fake_group(act, rank: int, world: int) -> None:

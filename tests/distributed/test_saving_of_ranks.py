@@ -65,7 +65,7 @@ def _is_right(name: str, value: torch.Tensor) -> bool:
     return torch.equal(expected, local.materialize() if offload.is_offloaded(local) else local)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_another_number_of_ranks_loads_what_dcp_saved_of_values_on_disk(world, tmp_path):
     """And one process opens the folder in place."""
 
@@ -167,15 +167,7 @@ def test_ranks_save_what_they_loaded_from_disk_and_what_they_changed_of_it(llama
 
 
 @pytest.mark.parametrize(
-    ("world", "shard", "others"),
-    [
-        (1, by_fsdp, 2),
-        (3, by_fsdp, 4),
-        (4, by_replicas, 2),
-        (4, by_both, 2),
-        (4, by_tensor, 2),
-        (2, by_tensor, 4),
-    ],
+    ("world", "shard", "others"), [(3, by_fsdp, 4), (4, by_replicas, 2), (4, by_both, 2), (2, by_tensor, 4)]
 )
 def test_another_number_of_ranks_loads_a_saved_checkpoint(tmp_path, world, shard, others):
     """Rows that the ranks do not divide, replicated shards, and two ways of sharding combined; also loaded by one."""

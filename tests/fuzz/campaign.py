@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import ctypes
 import io
-import json
+import itertools
 import mmap
 import os
 import random
@@ -23,7 +23,6 @@ import re
 import resource
 import shutil
 import signal
-import struct
 import sys
 import tempfile
 import time
@@ -33,6 +32,8 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ from offload.models.values import NAME as JOURNAL
 from offload.models.values import Journal
 from offload.storage.file import TensorFile
 from offload.storage.pickled import _tensors_in
+from tests.conftest import contents
 from tests.fuzz import models
-from tests.fuzz.kind import Files, Kind, Wrong, files_of
+from tests.fuzz.models import Files, Kind, Wrong, files_of
 from tests.fuzz.mutations import (
     bytes_damaged,
     json_file_damaged,
@@ -58,6 +60,7 @@ from tests.fuzz.mutations import (
     safetensors_made,
     zip_damaged,
 )
+from tests.processes import ended, forked, kill
 
 EQUAL, READ, REFUSED, FAILED = OUTCOMES = ("equal", "read", "refused", "failed")
 _BATCH = 2000  # trials per child
@@ -66,7 +69,7 @@ _MEMORY = 2 << 30  # bytes that a child may map in addition
 _GROWTH = 192 << 20  # memory that a trial may use: files are a few KB, and packed ones have their own limit
 _DISK = 4 << 20  # bytes that it may write
 _PERTURB = -6  # glibc's fill pattern for new memory
-_BOARD = struct.Struct("6q")  # the trial, whether another reader is running, and the outcomes
+THEIRS = "theirs"  # told before and after another reader runs, whose end is not our failure
 
 
 @dataclass
@@ -80,11 +83,16 @@ class Found:
     def tried(self) -> int:
         return sum(self.counts.values())
 
+    def add(self, outcome: str, number: int, what: str) -> None:
+        self.counts[outcome] += 1
+        if outcome == FAILED:
+            self.failures.append({"trial": number, "what": what})
+
 
 # A trial
 
 
-def _trial(kind: Kind, seed: int, number: int, work: Path, board: mmap.mmap) -> str:
+def _trial(kind: Kind, seed: int, number: int, work: Path, sender: Connection) -> str:
     """The outcome of one trial.
 
     Raises:
@@ -95,7 +103,7 @@ def _trial(kind: Kind, seed: int, number: int, work: Path, board: mmap.mmap) -> 
     folder = work / f"{number}"
     _put(folder, files)
     try:
-        before, memory = _seen(folder), _new_peak()
+        before, memory = contents(folder), _new_peak()
         try:
             values = kind.read(folder)
         except OffloadError as error:
@@ -103,24 +111,24 @@ def _trial(kind: Kind, seed: int, number: int, work: Path, board: mmap.mmap) -> 
             return REFUSED
         finally:
             _require_modest(folder, work, _peak() - memory)
-            if _seen(folder) != before:
+            if contents(folder) != before:
                 raise Wrong("a file was changed, made or removed by looking")
-        return _compared(kind, values, folder, board)
+        return _compared(kind, values, folder, sender)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compared(kind: Kind, values: Mapping[str, torch.Tensor], folder: Path, board: mmap.mmap) -> str:
+def _compared(kind: Kind, values: Mapping[str, torch.Tensor], folder: Path, sender: Connection) -> str:
     notes = TensorFile.open(folder / _TENSORS).notes if kind.name == "safetensors" else {}
     if kind.theirs is None or "subclass" in notes:
         return READ
-    _note(board, 1, 1)
+    sender.send((THEIRS, True))
     try:
         theirs = kind.theirs(folder)
     except Exception:
         return READ
     finally:
-        _note(board, 1, 0)
+        sender.send((THEIRS, False))
     try:
         if values.keys() != theirs.keys():
             raise Wrong(f"names {sorted(values.keys() ^ theirs.keys())[:3]}")
@@ -210,15 +218,6 @@ def _put(folder: Path, files: Files) -> None:
         path.write_bytes(data)
 
 
-def _seen(folder: Path) -> dict[str, Any]:
-    """The exact contents of a folder."""
-    return {
-        os.path.join(at, name): (Path(at, name).read_bytes(), os.stat(os.path.join(at, name)).st_mtime_ns)
-        for at, _, names in os.walk(folder)
-        for name in names
-    }
-
-
 # Child processes
 
 
@@ -226,93 +225,64 @@ def campaign(
     kinds: Sequence[Kind], seed: int, work: Path, *, seconds: float = 0, trials: int = 0, start: int = 0
 ) -> dict[str, Found]:
     """Try each kind for its share of the time, or a number of trials."""
-    whole = sum(kind.weight for kind in kinds)
+    whole, numbers = sum(kind.weight for kind in kinds), range(start, start + (trials or 10**12))
     found = {}
     for kind in kinds:
         ends = time.monotonic() + (seconds * kind.weight / whole if seconds else 10**9)
-        found[kind.name] = _tried(kind, seed, work, start, start + trials if trials else 10**12, ends)
+        found[kind.name] = _tried(kind, seed, work, numbers, ends)
     return found
 
 
-def _tried(kind: Kind, seed: int, work: Path, start: int, stop: int, ends: float) -> Found:
-    found, board, log = Found(), mmap.mmap(-1, _BOARD.size), work.parent / f"{kind.name}.log"
-    at = start
-    while at < stop and time.monotonic() < ends:
+def _tried(kind: Kind, seed: int, work: Path, numbers: range, ends: float) -> Found:
+    found = Found()
+    while numbers and time.monotonic() < ends:
         work.mkdir(exist_ok=True)
-        log.write_bytes(b"")
-        board[:] = _BOARD.pack(at, 0, 0, 0, 0, 0)
-        pid = os.fork()
-        if not pid:
-            _be_child(kind, seed, range(at, min(at + _BATCH, stop)), ends, work, board, log)
-        what = _watched(pid, board)
-        at, is_theirs, *counts = _BOARD.unpack(board[:])
-        for outcome, count in zip(OUTCOMES, counts, strict=True):
-            found.counts[outcome] += count
-        found.failures += map(json.loads, log.read_text(encoding="utf-8").splitlines())
-        if what is not None:
-            if is_theirs:
-                found.counts[READ] += 1
-            else:
-                found.counts[FAILED] += 1
-                found.failures.append({"trial": at, "what": what})
-            at += 1
+        receiver, sender = Pipe(duplex=False)
+        pid = forked(partial(_try_many, kind, seed, numbers[:_BATCH], ends, work, sender))
+        sender.close()
+        numbers = numbers[_followed(pid, receiver, found, numbers.start) :]
         shutil.rmtree(work, ignore_errors=True)
     return found
 
 
-def _watched(pid: int, board: mmap.mmap) -> str | None:
-    """Wait for a child; returns what it died of, if it failed."""
-    last, since = -1, time.monotonic()
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            return None if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        now = _BOARD.unpack(board[:])[0]
-        if now != last:
-            last, since = now, time.monotonic()
-        elif time.monotonic() - since > _LIMIT:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return "it hangs"
-        time.sleep(0.005)
+def _followed(pid: int, receiver: Connection, found: Found, first: int) -> int:
+    """Counts what a child says of its trials, and what the last one dies of; returns how many there were."""
+    before, is_theirs = found.tried, False
+    while receiver.poll(_LIMIT):
+        try:
+            outcome, what = receiver.recv()
+        except EOFError:
+            code = ended(pid)
+            what = "" if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            break
+        is_theirs = outcome == THEIRS and what
+        if outcome != THEIRS:
+            found.add(outcome, first + found.tried - before, what)
+    else:
+        kill(pid)
+        what = "it hangs"
+    if what:
+        found.add(READ if is_theirs else FAILED, first + found.tried - before, what)
+    return found.tried - before
 
 
-def _be_child(kind: Kind, seed: int, numbers: range, ends: float, work: Path, board: mmap.mmap, log: Path) -> None:
-    code = 1
-    try:
-        warnings.simplefilter("ignore")
-        tempfile.tempdir = str(work)
-        os.chdir(work)
-        size = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * mmap.PAGESIZE
-        resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with log.open("a", encoding="utf-8") as notes, open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-            for number in numbers:
-                _note(board, 0, number)
-                if time.monotonic() > ends:
-                    break
-                try:
-                    outcome = _trial(kind, seed, number, work, board)
-                except Exception as error:
-                    outcome, trace = FAILED, traceback.extract_tb(error.__traceback__)
-                    ours = [f"{Path(step.filename).name}:{step.lineno}" for step in trace if "offload" in step.filename]
-                    what = f"{type(error).__name__}: {str(error)[:300]} ({' '.join(ours[-3:])})"
-                    notes.write(json.dumps({"trial": number, "what": what}) + "\n")
-                    notes.flush()
-                place = 2 + OUTCOMES.index(outcome)
-                _note(board, place, _BOARD.unpack(board[:])[place] + 1)
-            else:
-                _note(board, 0, numbers.stop)
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _note(board: mmap.mmap, place: int, value: int) -> None:
-    board[8 * place : 8 * place + 8] = struct.pack("q", value)
+def _try_many(kind: Kind, seed: int, numbers: range, ends: float, work: Path, sender: Connection) -> None:
+    warnings.simplefilter("ignore")
+    tempfile.tempdir = str(work)
+    os.chdir(work)
+    size = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    for number in itertools.takewhile(lambda _: time.monotonic() < ends, numbers):
+        try:
+            outcome, what = _trial(kind, seed, number, work, sender), ""
+        except Exception as error:
+            trace = traceback.extract_tb(error.__traceback__)
+            ours = [f"{Path(step.filename).name}:{step.lineno}" for step in trace if "offload" in step.filename]
+            outcome, what = FAILED, f"{type(error).__name__}: {str(error)[:300]} ({' '.join(ours[-3:])})"
+        sender.send((outcome, what))
 
 
 # The kinds
@@ -371,8 +341,7 @@ def _damage_any(files: Files, chance: random.Random) -> Files:
 
 def _read_file(folder: Path) -> Mapping[str, torch.Tensor]:
     (path,) = folder.iterdir()
-    verify(path)
-    return _looked_at(offload.load_file(path))
+    return _read_folder(path)
 
 
 def _read_folder(folder: Path) -> Mapping[str, torch.Tensor]:
@@ -419,18 +388,13 @@ def _tensor_samples(folder: Path) -> list[Files]:
 
 
 def _pickle_samples(form: Mapping[str, Any]) -> list[Files]:
-    base, numbers = torch.arange(24.0).reshape(4, 6), torch.arange(5.0).to(torch.complex64)
+    base, c = torch.arange(24.0).reshape(4, 6), torch.arange(5.0).to(torch.complex64)
     states: list[Any] = [
         {"w": base, "b": torch.arange(3, dtype=torch.int64)},
         {"view": base[1:, ::2], "turned": base.t(), "wide": base[:1].expand(3, 6), "windows": base[0].unfold(0, 3, 1)},
         {"model": nn.Linear(3, 2).state_dict(), "step": 7, "name": "x", "betas": (0.9, 0.99)},
         {"p": nn.Parameter(base[0].clone()), "half": base.half(), "bool": base > 3, "none": torch.ones(0, 3)},
-        {
-            "conj": numbers.conj(),
-            "neg": numbers.clone().conj().imag,
-            "c": numbers.to(torch.complex128),
-            "s": torch.tensor(3),
-        },
+        {"conj": c.conj(), "neg": c.clone().conj().imag, "c": c.to(torch.complex128), "s": torch.tensor(3)},
     ]
     made = []
     for state in states:
@@ -445,10 +409,8 @@ def _packed_samples() -> list[Files]:
     made = []
     for files in _pickle_samples({}):
         data = io.BytesIO()
-        with (
-            zipfile.ZipFile(io.BytesIO(files[_PICKLE])) as old,
-            zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as new,
-        ):
+        old = zipfile.ZipFile(io.BytesIO(files[_PICKLE]))
+        with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as new:
             for info in old.infolist():
                 new.writestr(info.filename, old.read(info))
         made.append({_PICKLE: data.getvalue()})
@@ -458,12 +420,8 @@ def _packed_samples() -> list[Files]:
 def _folder_sample(folder: Path) -> Files:
     place = folder / "values"
     offload.register_subclass(TwoTensor)
-    values = {
-        "a.weight": torch.ones(3, 4),
-        "b": torch.arange(5),
-        "c": TwoTensor(torch.randn(8, 64), torch.randn(8, 64)),
-    }
-    offload.save_checkpoint({"x": torch.ones(2)}, folder / "other")
+    two = TwoTensor(torch.randn(8, 64), torch.randn(8, 64))
+    values = {"a.weight": torch.ones(3, 4), "b": torch.arange(5), "c": two}
     tensors = [offload.OffloadedTensor.from_original_tensor(value, name, place) for name, value in values.items()]
     assert len(tensors) == len(list(place.iterdir()))
     return files_of(place)
@@ -482,13 +440,8 @@ def _cache_sample(folder: Path) -> Files:
     cache = offload.TensorCache.create(place, columns, metadata={"model": "m"})
     rows = [torch.arange(n) for n in range(6)]
     for at in (0, 3):
-        part = {
-            "x": torch.ones(3, 3),
-            "y": rows[at : at + 3],
-            "said": [{"a": at}, "b", None],
-            "raw": [b"", b"a", b"bc"],
-        }
-        cache.append(part)
+        said = {"said": [{"a": at}, "b", None], "raw": [b"", b"a", b"bc"]}
+        cache.append({"x": torch.ones(3, 3), "y": rows[at : at + 3], **said})
     cache.close()
     return {name: data[: 64 << 10] for name, data in files_of(place).items()}
 
@@ -517,9 +470,8 @@ def _tree_sample(folder: Path) -> Files:
     tree = {
         "record": _Record(3, torch.arange(4.0)),
         "list": [1, 2.5, None, True, "text", b"bytes", float("inf"), 10**30, 1j, {3: tied, (1, 2): tied}],
-        "more": (torch.float16, torch.device("cpu"), torch.Size([2, 3]), {1, 2}, nn.Parameter(tied)),
+        "more": (torch.float16, torch.device("cpu"), torch.Size([2, 3]), nn.Parameter(tied)),
     }
-    tree["more"] = tree["more"][:3] + tree["more"][4:]
     offload.save_tree(tree, folder / "tree")
     return files_of(folder / "tree")
 
@@ -533,12 +485,9 @@ def _read_tree(folder: Path) -> Mapping[str, torch.Tensor]:
 def _leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif isinstance(tree, Mapping):
-        yield from (leaf for value in tree.values() for leaf in _leaves(value))
-    elif isinstance(tree, list | tuple):
-        yield from (leaf for value in tree for leaf in _leaves(value))
-    elif isinstance(tree, _Record):
-        yield from _leaves(tree.weight)
+    elif isinstance(tree, Mapping | list | tuple | _Record):
+        inner = tree.values() if isinstance(tree, Mapping) else [tree.weight] if isinstance(tree, _Record) else tree
+        yield from (leaf for value in inner for leaf in _leaves(value))
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -629,26 +578,19 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", default="", help="kinds, with commas between them")
     options.add_argument("--trials", type=int, default=0, help="of each kind, in place of seconds")
-    options.add_argument("--trial", type=int, help="one trial again; what is tried is left in --keep")
-    options.add_argument("--keep", type=Path, help="a folder for what has failed")
+    options.add_argument("--trial", type=int, help="one trial again")
     chosen = options.parse_args()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as place:
         (samples := Path(place, "samples")).mkdir()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            every = kinds(samples, chosen.only.split(",") if chosen.only else ())
-        length = {"trials": 1} if chosen.trial is not None else {"seconds": chosen.seconds, "trials": chosen.trials}
-        if chosen.trials:
-            length["seconds"] = 0
+        every = kinds(samples, chosen.only.split(",") if chosen.only else ())
+        trials = chosen.trials if chosen.trial is None else 1
+        length = {"seconds": 0 if trials else chosen.seconds, "trials": trials}
         found = campaign(every, chosen.seed, Path(place, "work"), start=chosen.trial or 0, **length)
-        for kind in every:
-            for failure in found[kind.name].failures:
-                print(f"{kind.name} {failure['trial']}: {failure['what']!a}")
-                if chosen.keep:
-                    chance = random.Random(f"{chosen.seed} {kind.name} {failure['trial']}")
-                    files = kind.damage(dict(chance.choice(kind.samples)), chance)
-                    _put(chosen.keep / f"{kind.name}-{failure['trial']}", files)
+    for name, one in found.items():
+        for failure in one.failures:
+            print(f"{name} {failure['trial']}: {failure['what']!a}")
     print(table(found))
     return 1 if any(one.counts[FAILED] for one in found.values()) else 0
 

@@ -1,6 +1,7 @@
 """What is damaged and read: checkpoints of models, in every packed form, and what comes beside them.
 
 Always true:
+- a sample is a whole folder, as bytes by relative path: each trial damages its own copy
 - a sample notes in the file `form` which of `tests.checkpoints.forms` it is; that note is never damaged
 - a checkpoint that does not fit itself is refused when it is loaded: an error at a later op is a failure
 - a weight read as a whole, by rows, and through a product is the same weight; and it is that of plain transformers
@@ -8,11 +9,9 @@ Always true:
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.cli.main import parser
 from offload.errors import OffloadError
 from offload.kernels.native import DTYPES
 from tests.checkpoints.forms import FORMS, PROMPT
-from tests.fuzz.kind import Files, Kind, Wrong, files_of
 from tests.fuzz.mutations import (
     bytes_damaged,
     gguf_damaged,
@@ -34,6 +31,37 @@ from tests.fuzz.mutations import (
     pieces_damaged,
     safetensors_damaged,
 )
+
+Files = dict[str, bytes]  # by relative path
+
+
+class Wrong(Exception):
+    """What was read is not what the file contains."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file.
+
+    Attributes:
+        samples: complete sample folders.
+        damage: returns randomly damaged files for some.
+        read: reads a folder; returns what was read, for comparison.
+        theirs: what another library reads from it; None if there is none.
+        weight: its share of the time.
+    """
+
+    name: str
+    samples: Sequence[Files]
+    damage: Callable[[Files, random.Random], Files]
+    read: Callable[[Path], Mapping[str, torch.Tensor]]
+    theirs: Callable[[Path], Mapping[str, torch.Tensor]] | None = None
+    weight: float = 1.0
+
+
+def files_of(folder: Path) -> Files:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
 
 _NOTE = "form"
 _FAMILIES = ("gptq", "awq", "fp8", "mxfp4", "bnb", "ct", "bitnet", "torchao", "gguf")
@@ -186,49 +214,7 @@ def _read_adapter(folder: Path) -> Mapping[str, torch.Tensor]:
     return {}
 
 
-def _chat(folder: Path) -> Files:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
-    config = LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64, eos_token_id=31)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(32)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", eos_token="w31")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    tokenizer.save_pretrained(folder)
-    settings = {"temperature": 0.9, "top_k": 5, "return_dict_in_generate": True, "suppress_tokens": [3]}
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 31, **settings}), encoding="utf-8")
-    return files_of(folder)
-
-
-def _damage_chat(files: Files, chance: random.Random) -> Files:
-    name = chance.choice(("generation_config.json", "generation_config.json", "chat_template.jinja"))
-    data = files[name]
-    damaged = json_file_damaged(data, chance) if name.endswith(".json") else bytes_damaged(data, chance)
-    return {**files, name: damaged}
-
-
-def _read_chat(folder: Path) -> Mapping[str, torch.Tensor]:
-    """Every request is answered or refused."""
-    place = folder.parent
-    asked = [{"custom_id": "a", "messages": [{"role": "user", "content": "w1 w2"}]}, {"custom_id": "b", "prompt": "w3"}]
-    (place / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked), encoding="utf-8")
-    for path in place.glob("out.jsonl*"):
-        path.unlink()
-    line = ["batch", str(folder), str(place / "in.jsonl"), str(place / "out.jsonl"), "--max-new-tokens", "2", "--json"]
-    options = parser().parse_args(line)
-    with contextlib.redirect_stdout(io.StringIO()):
-        options.run(options)
-    found = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in place.glob("out.jsonl*"))
-    if found != len(asked):
-        raise Wrong(f"{len(asked)} requests have {found} answers and refusals")
-    return {}
-
-
 _BESIDE = {
     "dcp": (_distributed, _damage_distributed, _read_distributed),
     "adapter": (_adapter, _damage_adapter, _read_adapter),
-    "chat": (_chat, _damage_chat, _read_chat),
 }

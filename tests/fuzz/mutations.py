@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import pickletools
 import re
 import struct
@@ -20,22 +21,7 @@ from typing import Any
 
 NUMBERS = (0, 1, -1, 2, 3, 4, 7, 8, 16, 63, 127, 255, 256, 4095, 4096, 65535, 65536, 2**20, 2**31 - 1, 2**31, 2**32)
 LARGE = (2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**31), -(2**63), 10**12, 4 * 10**18)
-TEXTS = (
-    "",
-    "a",
-    "w",
-    "..",
-    "../x",
-    "/",
-    "\0",
-    "é",
-    "\ud800",
-    "x" * 300,
-    "__metadata__",
-    "offload",
-    "F32",
-    "torch.uint8",
-)
+TEXTS = ("", "a", "w", "..", "../x", "/", "\0", "é", "\ud800", "x" * 300, "__metadata__", "offload", "F32", "int")
 ODD = (None, True, False, 0.5, 1e308, float("nan"), float("inf"), [], {}, [[]], [0], {"a": 1}, "1", "1.safetensors")
 WORDS = ("BOOL", "U8", "I8", "I16", "U16", "I32", "I64", "U64", "F16", "BF16", "F32", "F64", "C64", "F8_E4M3", "F4")
 DTYPES = ("float32", "complex128", "complex64", "bool", "uint8", "qint8", "bfloat16", "float4_e2m1fn_x2", "int64", "no")
@@ -176,17 +162,12 @@ def safetensors_made(chance: Random) -> bytes:
     """A valid file with a few values, at any alignment."""
     specs: dict[str, Any] = {}
     at = 0
-    for name in range(chance.randrange(5)):
+    for number in range(chance.randrange(5)):
         word = chance.choice(WORDS[:-1])
         shape = [chance.choice((0, 1, 1, 2, 3, 5)) for _ in range(chance.randrange(4))]
-        size = _WIDTHS.get(word, 1)
-        for each in shape:
-            size *= each
-        specs[chance.choice((f"w{name}", f"layer.{name}.weight", f"ü{name}"))] = {
-            "dtype": word,
-            "shape": shape,
-            "data_offsets": [at, at + size],
-        }
+        size = _WIDTHS.get(word, 1) * math.prod(shape)
+        name = chance.choice((f"w{number}", f"layer.{number}.weight", f"ü{number}"))
+        specs[name] = {"dtype": word, "shape": shape, "data_offsets": [at, at + size]}
         at += size
     if chance.random() < 0.3:
         specs["__metadata__"] = {"format": "pt", "w9": "w0"}
@@ -438,13 +419,9 @@ def legacy_damaged(data: bytes, chance: Random) -> bytes:
     match chance.randrange(8):
         case 0:
             values = bytes_damaged(values, chance)
-        case 1:
-            which = chance.randrange(5)
+        case turn:
+            which = {1: chance.randrange(5), 2: 4}.get(turn, 3)
             pickles[which] = pickle_damaged(pickles[which], chance)
-        case 2:
-            pickles[4] = pickle_damaged(pickles[4], chance)
-        case _:
-            pickles[3] = pickle_damaged(pickles[3], chance)
     return b"".join(pickles) + values
 
 
@@ -512,11 +489,8 @@ def _piece_damaged(word: str, shape: list[int], content: bytes, chance: Random) 
             turned = chance.choice((shape[::-1], [1, *shape], [*shape, 1], [len(content) // width]))
             return word, turned, content
         case 7:  # the whole of it: numbers out of range, NaN, zeros
-            return (
-                word,
-                shape,
-                chance.choice((chance.randbytes(len(content)), bytes(len(content)), b"\xff" * len(content))),
-            )
+            size = len(content)
+            return word, shape, chance.choice((chance.randbytes(size), bytes(size), b"\xff" * size))
     made = bytearray(content)
     for _ in range(chance.choice((1, 4)) if made else 0):
         made[chance.randrange(len(made))] = chance.randrange(256)
@@ -538,11 +512,9 @@ def gguf_damaged(data: bytes, chance: Random) -> bytes:
     if chance.random() < 0.5:  # after the name of a tensor: how many sides, these, the kind, and where it begins
         at = chance.choice([found.end() for found in re.finditer(rb"[a-z_]+\.weight", data)])
         sides = min(struct.unpack_from("<I", data, at)[0], 4)
-        at, form = chance.choice(
-            [(at, "<I"), *((at + 4 + 8 * side, "<Q") for side in range(sides)), (at + 4 + 8 * sides, "<I")]
-            + [(at + 4 + 8 * sides, "<I")] * 2
-            + [(at + 8 + 8 * sides, "<Q")]
-        )
+        kind = at + 4 + 8 * sides
+        places = [(at, "<I"), *((at + 4 + 8 * side, "<Q") for side in range(sides)), *[(kind, "<I")] * 3]
+        at, form = chance.choice([*places, (kind + 4, "<Q")])
         old = struct.unpack_from(form, data, at)[0]
         new = chance.choice((chance.randrange(45), old + chance.choice((1, -1, 32, 256)), old * 2, number(chance)))
         struct.pack_into(form, made, at, new % 256 ** struct.calcsize(form))

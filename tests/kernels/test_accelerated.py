@@ -25,6 +25,7 @@ from offload.kernels import accelerated
 from offload.kernels.packed import BLOCKS, GgufRows, NumberRows, Packed
 from offload.tensor import blocks
 from offload.tensor.views import handle_of
+from tests.kernels.test_gguf_rows import same_bits
 from tests.prefetch import delayed_device
 from tests.processes import run_script
 
@@ -56,62 +57,42 @@ def halves(numbers: torch.Tensor, scales: torch.Tensor, *, table: tuple[float, .
     return scaled(of_halves(numbers, table), scales.float(), 1, group)
 
 
-FORMS: dict[str, tuple[NumberRows, Callable[..., torch.Tensor], tuple[int, int], tuple[int, int]]] = {
+def of_halves_low(table: tuple[float, ...]) -> tuple[NumberRows, Callable[..., torch.Tensor]]:
+    return NumberRows("halves_low", group=32, table=table), partial(halves, table=table, group=32)
+
+
+FORMS: dict[str, tuple[NumberRows, Callable[..., torch.Tensor]]] = {
     "FP8 in blocks": (
         NumberRows("e4m3", group=64, rows_per_scale=32),
         partial(decode, rows=32, columns=64, is_fp4=False),
-        (ROWS, COLUMNS),
-        (3, 3),
     ),
-    "FP8 in rows": (
-        NumberRows("e4m3", group=0),
-        partial(decode, rows=1, columns=COLUMNS, is_fp4=False),
-        (ROWS, COLUMNS),
-        (ROWS, 1),
-    ),
-    "4-bit integers in groups": (
-        NumberRows("halves_low", group=32, table=LEVELS),
-        partial(halves, table=LEVELS, group=32),
-        (ROWS, COLUMNS // 2),
-        (ROWS, COLUMNS // 32),
-    ),
-    "4-bit floats in groups": (
-        NumberRows("halves_low", group=32, table=E2M1),
-        partial(halves, table=E2M1, group=32),
-        (ROWS, COLUMNS // 2),
-        (ROWS, COLUMNS // 32),
-    ),
+    "FP8 in rows": (NumberRows("e4m3"), partial(decode, rows=1, columns=COLUMNS, is_fp4=False)),
+    "4-bit integers in groups": of_halves_low(LEVELS),
+    "4-bit floats in groups": of_halves_low(E2M1),
     "4-bit integers, the first in the high half": (
         NumberRows("halves_high", group=32, table=LEVELS),
         lambda numbers, scales: halves(numbers << 4 | numbers >> 4, scales, table=LEVELS, group=32),
-        (ROWS, COLUMNS // 2),
-        (ROWS, COLUMNS // 32),
     ),
     "8-bit integers": (
         NumberRows("signed_bytes", group=32),
         lambda numbers, scales: scaled(numbers.view(torch.int8).float(), scales.float(), 1, 32),
-        (ROWS, COLUMNS),
-        (ROWS, COLUMNS // 32),
     ),
     "8-bit integers of bitsandbytes": (
         NumberRows("signed_bytes", last=_ONE_OF_127),
         lambda numbers, scales: _decode_8_bits(numbers.view(torch.int8), scales),
-        (ROWS, COLUMNS),
-        (ROWS, 1),
     ),
     "8-bit integers around 128": (
-        NumberRows("centred_bytes", group=0),
+        NumberRows("centred_bytes"),
         lambda numbers, scales: scaled(numbers.float() - 128, scales.float(), 1, COLUMNS),
-        (ROWS, COLUMNS),
-        (ROWS, 1),
     ),
 }
 
 
 def pieces_of(form: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    packed, _, numbers, scales = FORMS[form]
-    stored = bits(*numbers)
-    return [stored.view(torch.float8_e4m3fn) if packed.kind == "e4m3" else stored, factors(*scales, dtype)]
+    packed, _ = FORMS[form]
+    stored = bits(ROWS, COLUMNS // 2 if "halves" in packed.kind else COLUMNS)
+    scales = factors(-(-ROWS // packed.rows_per_scale), -(-COLUMNS // (packed.group or COLUMNS)), dtype)
+    return [stored.view(torch.float8_e4m3fn) if packed.kind == "e4m3" else stored, scales]
 
 
 def product(packed: Packed, pieces: list[torch.Tensor], x: torch.Tensor, count: int = ROWS) -> torch.Tensor:
@@ -120,7 +101,7 @@ def product(packed: Packed, pieces: list[torch.Tensor], x: torch.Tensor, count: 
     return place
 
 
-def test_the_kernels_are_as_the_chain(delayed_library: Path) -> None:
+def test_the_kernels_are_as_the_chain(delayed_library):
     """In one process with Triton's interpreter, which it has to know before it is imported."""
     code = "import sys; from tests.kernels.test_accelerated import check; check(sys.argv[1])"
 
@@ -134,7 +115,7 @@ def check(library: str) -> None:
     assert accelerated._works(torch.device("cpu"))
     for form in FORMS:
         numbers_are_those_of_the_chain(form)
-        what_is_decoded_has_the_bits_of_the_chain(*FORMS[form][:2], [pieces_of(form), pieces_of(form, torch.bfloat16)])
+        what_is_decoded_has_the_bits_of_the_chain(*FORMS[form], [pieces_of(form), pieces_of(form, torch.bfloat16)])
         a_product_is_no_further_from_the_truth_than_possible(form)
     stacks_that_are_stored_turned_are_decoded()
     blocks_that_run_across_rows_are_decoded()
@@ -149,7 +130,7 @@ def check(library: str) -> None:
 
 def numbers_are_those_of_the_chain(form: str) -> None:
     """Whatever the finite factors, of each dtype: seen by products with rows that are 1 in one column."""
-    packed, chain, _, _ = FORMS[form]
+    packed, chain = FORMS[form]
     for dtype in (torch.float32, torch.bfloat16):
         numbers, scales = pieces_of(form, dtype)
         pieces = [without_nan(numbers), torch.where(scales.isfinite(), scales, 1).clamp(-1e30, 1e30)]
@@ -167,9 +148,7 @@ def what_is_decoded_has_the_bits_of_the_chain(
         for dtype, first in ((torch.float32, 0), (torch.float32, 7), (torch.float16, 20)):
             place = torch.full((len(dense) - first, dense.shape[1] + 3), 7.0, dtype=dtype)
             accelerated.decode(packed, pieces, first, place[:, :-3])
-            expected, found = dense[first:].to(dtype), place[:, :-3]
-            assert torch.equal(expected.isnan(), found.isnan())
-            assert torch.equal(bits_of(expected.nan_to_num(0)), bits_of(found.nan_to_num(0)))
+            assert same_bits(dense[first:].to(dtype), place[:, :-3])
             assert bool((place[:, -3:] == 7).all())
 
 
@@ -182,8 +161,7 @@ def stacks_that_are_stored_turned_are_decoded() -> None:
 
     accelerated.decode(packed, [blocks, exponents], 0, place)
 
-    assert torch.equal(expected.isnan(), place.isnan())
-    assert torch.equal(bits_of(expected.nan_to_num(0)), bits_of(place.nan_to_num(0)))
+    assert same_bits(expected, place)
     for first, part in ((32, place[32:]), (0, place[:, :8])):
         with pytest.raises(ArgumentError, match="do not take"):
             accelerated.decode(packed, [blocks, exponents], first, part)
@@ -199,8 +177,7 @@ def blocks_that_run_across_rows_are_decoded() -> None:
 
     given = {"numbers": _NUMBERS["nf4"], "columns": 128, "block": 64}
     expected = _decode_4_bits(numbers, scales, scales_block=None, offset=0.0, **given)
-    assert torch.equal(expected.isnan(), place.isnan())
-    assert torch.equal(bits_of(expected.nan_to_num(0)), bits_of(place.nan_to_num(0)))
+    assert same_bits(expected, place)
 
     packed = replace(packed, roles=_NESTED, nested_block=32, nested_offset=0.125)
     nested = [bits(1, 128).flatten(), torch.tensor([0.5, 1e-40, 3e38, -0.25]), torch.randn(256)]
@@ -208,12 +185,8 @@ def blocks_that_run_across_rows_are_decoded() -> None:
     accelerated.decode(packed, [numbers, *nested], 0, place)
 
     expected = _decode_4_bits(numbers, *nested, scales_block=32, offset=0.125, **given)
-    assert torch.equal(bits_of(expected), bits_of(place))
+    assert same_bits(expected, place)
     assert not accelerated.supports(packed, [numbers, nested[0], nested[1][:3], nested[2]], 128, torch.float32)
-
-
-def bits_of(values: torch.Tensor) -> torch.Tensor:
-    return values.view({2: torch.int16, 4: torch.int32}[values.itemsize])
 
 
 def blocks_are_decoded_and_multiplied(kind: str, nbytes: int) -> None:
@@ -247,7 +220,7 @@ def without_nan(numbers: torch.Tensor) -> torch.Tensor:
 
 def a_product_is_no_further_from_the_truth_than_possible(form: str) -> None:
     """With float32 sums; and its rows do not depend on the rows beside them."""
-    packed, chain, _, _ = FORMS[form]
+    packed, chain = FORMS[form]
     numbers, scales = pieces_of(form)
     pieces = [without_nan(numbers), torch.rand_like(scales) + 0.5]
     dense, x = chain(*pieces), torch.randn(16, COLUMNS)
@@ -323,9 +296,7 @@ COMPILED = [  # a kind, how its scales are read, and their type
 
 
 @pytest.mark.parametrize(("kind", "scales", "type_of_scales"), COMPILED)
-def test_the_kernels_compile_for_a_gpu_that_is_not_here(
-    kind: str, scales: str, type_of_scales: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(kind, scales, type_of_scales, tmp_path, monkeypatch):
     """For compute capability 8.0; and what decodes fuses no product with a sum, which would round otherwise."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from triton.backends.compiler import GPUTarget
@@ -351,7 +322,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here(
     assert ".ftz" not in decoding  # subnormal numbers stay
 
 
-def test_pieces_of_other_sizes_are_not_taken() -> None:
+def test_pieces_of_other_sizes_are_not_taken():
     packed = NumberRows("e4m3", group=64, rows_per_scale=32)
     numbers, scales = bits(ROWS, COLUMNS).view(torch.float8_e4m3fn), torch.ones(3, 3)
     x = torch.ones(1, COLUMNS)

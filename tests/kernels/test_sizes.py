@@ -167,7 +167,7 @@ def outcome_of_other(name: str, argument: str, other: str) -> str | None:
     return None if is_same else outcome(name, **{argument: changed})
 
 
-def test_each_function_that_takes_a_tensor_is_tried() -> None:
+def test_each_function_that_takes_a_tensor_is_tried():
     functions = [act for name, act in vars(native).items() if inspect.isfunction(act) and name[0] != "_"]
     taking = {one.__name__ for one in functions if "torch.Tensor" in str(inspect.signature(one))}
 
@@ -178,7 +178,7 @@ def test_each_function_that_takes_a_tensor_is_tried() -> None:
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("argument", ["x", "bias"])
-def test_a_product_takes_usual_tensors_that_fit_alone(argument: str, other: str) -> None:
+def test_a_product_takes_usual_tensors_that_fit_alone(argument, other):
     given = GIVEN["multiply"][1]
     product, tensors = Product([(given["matrix"], ROWS)]), {name: given[name] for name in ("x", "bias")}
     changed = OTHERS[other](tensors[argument])
@@ -193,7 +193,7 @@ def test_a_product_takes_usual_tensors_that_fit_alone(argument: str, other: str)
     assert product.times(**tensors, dtype=torch.float32, most=4) is None
 
 
-def test_addresses_are_taken_in_one_place_and_of_usual_tensors() -> None:
+def test_addresses_are_taken_in_one_place_and_of_usual_tensors():
     folder = Path(native.__file__).parent
     lines = [line for path in folder.glob("*.py") for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -202,15 +202,8 @@ def test_addresses_are_taken_in_one_place_and_of_usual_tensors() -> None:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_arguments_that_fit_are_computed(name: str) -> None:
+def test_arguments_that_fit_are_computed(name):
     assert "" == outcome(name)
-
-
-@pytest.mark.parametrize(("name", "argument", "other"), [*cases()])
-def test_a_tensor_that_does_not_fit_is_refused(name: str, argument: str, other: str) -> None:
-    found = outcome_of_other(name, argument, other)
-
-    assert found is None or ((argument, other) in FITS[name]) == (found == "")
 
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
@@ -252,43 +245,35 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_numbers_that_do_not_fit_are_refused(what: str) -> None:
-    name, others = WRONG[what]
-
-    assert "" != outcome(name, **others)
-
-
 @pytest.mark.parametrize(
     "parts",
     [[(matrix(), ROWS + 1)], [(matrix(), -1)], [(matrix(), 4), (matrix(columns=32), 4)]],
     ids=["more rows than there are", "fewer than none", "other columns"],
 )
-def test_parts_of_an_expert_that_do_not_fit_are_refused(parts: list[tuple[Matrix, int]]) -> None:
+def test_parts_of_an_expert_that_do_not_fit_are_refused(parts):
     with pytest.raises(ArgumentError, match="do not take"):
         Product(parts)
 
 
-def test_sizes_are_checked_without_assertions() -> None:
-    """With `python -O`, there are none."""
-    code = """
-        from tests.kernels.test_sizes import FITS, WRONG, cases, outcome, outcome_of_other
-
-        if __debug__:
-            raise SystemExit("there are assertions")
-        for name, others in WRONG.values():
-            if not outcome(name, **others):
-                print(name, list(others))
-        for name, argument, other in cases():
-            found = outcome_of_other(name, argument, other)
-            if found is not None and ((argument, other) in FITS[name]) != (found == ""):
-                print(name, argument, other)
-    """
-
-    assert "" == run_script(code, env={"PYTHONOPTIMIZE": "1"}, fresh=True)
+def not_as_expected() -> list[object]:
+    """What was taken and does not fit, or was refused and fits."""
+    taken: list[object] = [what for what, (name, others) in WRONG.items() if not outcome(name, **others)]
+    for name, argument, other in cases():
+        found = outcome_of_other(name, argument, other)
+        if found is not None and ((argument, other) in FITS[name]) != (found == ""):
+            taken.append((name, argument, other))
+    return taken
 
 
-def test_a_piece_that_is_not_in_memory_is_refused() -> None:
+def test_tensors_and_numbers_that_do_not_fit_are_refused():
+    """Without assertions: with `python -O`, there are none."""
+    code = "from tests.kernels.test_sizes import not_as_expected; print(__debug__, not_as_expected())"
+
+    assert [] == not_as_expected()
+    assert "False []\n" == run_script(code, env={"PYTHONOPTIMIZE": "1"}, fresh=True)
+
+
+def test_a_piece_that_is_not_in_memory_is_refused():
     rows = torch.zeros(4, 34, dtype=torch.uint8)
 
     assert GgufRows("Q8_0").matrix([rows], 32) is not None

@@ -7,6 +7,7 @@ import mmap
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from offload.kernels import native
 from offload.kernels.packed import BLOCKS, GgufRows
 from tests.campaigns import amount
 from tests.kernels.multiplying import multiply
-from tests.kernels.test_gguf_rows import LEVELS, decoded, dequantized, multiplied, same_bits, some_bytes, tame_bytes
+from tests.kernels.test_gguf_rows import decoded, dequantized, multiplied, same_bits, tame_bytes
 from tests.processes import in_fork
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the kernels were not built")
@@ -29,22 +30,16 @@ def test_eight_threads_multiply_by_the_same_rows(kind):
     rows, columns = tame_bytes(kind, 160, 512), 512
     xs = [torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) for count in range(1, 9)]
     expected = [multiplied(x, rows, kind, BEST) for x in xs]
-    found: dict[int, list[torch.Tensor]] = {number: [] for number in range(8)}
     together = threading.Barrier(8)
 
-    def multiply(number: int) -> None:
+    def multiply(x: torch.Tensor) -> list[torch.Tensor]:
         together.wait()
-        for _ in range(20):
-            found[number].append(multiplied(xs[number], rows, kind, BEST))
+        return [multiplied(x, rows, kind, BEST) for _ in range(20)]
 
-    threads = [threading.Thread(target=multiply, args=(number,)) for number in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        found = [*threads.map(multiply, xs)]
 
-    assert all(torch.equal(expected[number], one) for number, some in found.items() for one in some)
-    assert 160 == sum(map(len, found.values()))
+    assert all(torch.equal(one, other) for one, others in zip(expected, found, strict=True) for other in others)
 
 
 def test_a_product_does_not_wait_for_a_team_that_was_late(monkeypatch):
@@ -110,64 +105,34 @@ def test_a_signal_during_a_product_is_served_after_it():
     assert all(found)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_no_rows_and_one_column_block_are_decoded_and_multiplied(kind, level):
-    columns, _ = BLOCKS[kind]
-    none, one = some_bytes(kind, 0, columns), tame_bytes(kind, 2, 512)[:, : BLOCKS[kind][1]][:1].contiguous()
-    x = torch.randn(3, columns)
-
-    assert (0, columns) == decoded(none, kind, columns, torch.float32, level).shape
-    assert (3, 0) == multiplied(x, none, kind, level).shape
-    assert same_bits(dequantized(one, kind), decoded(one, kind, columns, torch.float32, level))
-    torch.testing.assert_close(x @ dequantized(one, kind).T, multiplied(x, one, kind, level), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.campaign("shapes")
-def test_rows_of_random_shapes_at_any_address_are_those_of_the_package():
-    """10,000 shapes in the campaign."""
-    chance = np.random.default_rng(7)
-    kinds = list(BLOCKS)
-    tame = {kind: tame_bytes(kind, 8, 2048).reshape(-1, BLOCKS[kind][1]) for kind in kinds}
-    for number in range(amount("shapes", 60, 10_000)):
-        kind, level = kinds[number % len(kinds)], int(chance.integers(BEST + 1))
-        numbers, nbytes = BLOCKS[kind]
-        high, blocks = int(chance.integers(1, 40)), int(chance.integers(1, 1 + 1024 // numbers))
-        chosen = tame[kind][torch.from_numpy(chance.integers(len(tame[kind]), size=high * blocks))]
-        offset, pages = int(chance.integers(64)), mmap.mmap(-1, high * blocks * nbytes + 64)
-        pages[offset : offset + chosen.numel()] = chosen.numpy().tobytes()
-        rows = torch.frombuffer(memoryview(pages)[offset:], dtype=torch.uint8, count=chosen.numel()).view(high, -1)
-        x = torch.from_numpy(chance.standard_normal((int(chance.integers(1, 12)), blocks * numbers), np.float32))
-        dense = dequantized(rows, kind)
-
-        assert same_bits(dense, decoded(rows, kind, blocks * numbers, torch.float32, level)), (kind, level, rows.shape)
-        exact, size = x.double() @ dense.double().T, x.abs().double() @ dense.abs().double().T
-        error = (multiplied(x, rows, kind, level).double() - exact).abs()
-        assert bool((error <= 3e-7 * size + 1e-30).all()), (kind, level, rows.shape, x.shape)
-
-
-@pytest.mark.campaign("shapes")
-def test_rows_with_flipped_bits_are_those_of_the_package():
-    """100,000 mutations in the campaign. A product has the right numbers where they are finite, and writes no more."""
-    chance = np.random.default_rng(8)
-    kinds = list(BLOCKS)
+@pytest.mark.parametrize("is_flipped", [False, True], ids=["random", "flipped"])
+def test_rows_of_random_shapes_at_any_address_and_with_flipped_bits_are_those_of_the_package(is_flipped):
+    """10,000 shapes in the campaign, and 100,000 mutations. Products are right where they are finite."""
+    chance, kinds = np.random.default_rng(7), list(BLOCKS)
     tame = {kind: tame_bytes(kind, 8, 2048).reshape(-1, BLOCKS[kind][1]).numpy() for kind in kinds}
-    x = torch.from_numpy(chance.standard_normal((3, 256), np.float32))
-    for number in range(amount("shapes", 300, 100_000)):
+    for number in range(amount("shapes", 300, 100_000) if is_flipped else amount("shapes", 60, 10_000)):
         kind, level = kinds[number % len(kinds)], int(chance.integers(BEST + 1))
-        columns, _ = BLOCKS[kind]
-        chosen = tame[kind][chance.integers(len(tame[kind]), size=4)]
-        for bit in chance.integers(chosen.size * 8, size=int(chance.integers(1, 9))):
+        numbers, _ = BLOCKS[kind]
+        high, blocks = (4, 1) if is_flipped else map(int, chance.integers(1, (40, 1 + 1024 // numbers)))
+        chosen, columns = tame[kind][chance.integers(len(tame[kind]), size=high * blocks)], blocks * numbers
+        for bit in chance.integers(chosen.size * 8, size=chance.integers(1, 9)) if is_flipped else ():
             chosen.reshape(-1)[bit // 8] ^= 1 << (bit % 8)
-        rows, given = torch.from_numpy(chosen), x[: 1 + 2 * (number // len(kinds) % 2), :columns]
-        dense = dequantized(rows, kind)
-        place = torch.full((2 + len(given), 4), 7.0)
+        offset, pages = int(chance.integers(64)), mmap.mmap(-1, chosen.size + 64)
+        pages[offset : offset + chosen.size] = chosen.tobytes()
+        rows = torch.frombuffer(memoryview(pages)[offset:], dtype=torch.uint8, count=chosen.size).view(high, -1)
+        x = torch.from_numpy(chance.standard_normal((int(chance.integers(1, 12)), columns), np.float32))
+        dense, place = dequantized(rows, kind), torch.full((2 + len(x), high), 7.0)
 
         assert same_bits(dense, decoded(rows, kind, columns, torch.float32, level)), (kind, level, chosen.tobytes())
-        multiply(GgufRows(kind).matrix([rows], columns), given, None, place[1:-1], level=level)
-        exact, size = given.double() @ dense.double().T, given.abs().double() @ dense.abs().double().T
-        clear = size < 1e30  # otherwise sums overflow, here or there
-        assert bool(((place[1:-1] - exact).abs() <= 3e-7 * size + 1e-30)[clear].all()), (kind, level, chosen.tobytes())
+        multiply(GgufRows(kind).matrix([rows], columns), x, None, place[1:-1], level=level)
+        exact, size = x.double() @ dense.double().T, x.abs().double() @ dense.abs().double().T
+        is_clear = size < 1e30  # otherwise sums overflow, here or there
+        assert bool(((place[1:-1] - exact).abs() <= 3e-7 * size + 1e-30)[is_clear].all()), (
+            kind,
+            level,
+            chosen.tobytes(),
+        )
         assert bool((place[[0, -1]] == 7).all())
 
 
@@ -182,25 +147,18 @@ def test_rows_beyond_two_to_the_31_numbers_are_found():
     rows = torch.from_numpy(stored)
     assert rows.shape[0] * columns > 1 << 31
 
-    last, x = dequantized(rows[-1:], "Q4_0"), torch.randn(1, columns)
+    last, x, found = dequantized(rows[-1:], "Q4_0"), torch.randn(1, columns), torch.empty(1, columns)
     product = multiplied(x, rows, "Q4_0", BEST)
+    native.decode(GgufRows("Q4_0").matrix([rows], columns), high - 1, found)
 
-    assert torch.equal(last, _decoded_last(rows, columns))
+    assert torch.equal(last, found)
     assert product[0, :-1].count_nonzero() == 0
     torch.testing.assert_close((x @ last.T)[0], product[0, -1:], rtol=1e-4, atol=1e-4)
 
 
-def _decoded_last(rows: torch.Tensor, columns: int) -> torch.Tensor:
-    found = torch.empty(1, columns)
-    native.decode(GgufRows("Q4_0").matrix([rows], columns), len(rows) - 1, found)
-    return found
-
-
 @pytest.mark.parametrize("is_built", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_bytes_are_put_where_they_belong_and_nothing_beside_them(
-    is_built: bool, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_put_where_they_belong_and_nothing_beside_them(is_built, threads, monkeypatch):
     """Pieces of no byte, and of more and less than a thread takes at a time."""
     monkeypatch.setattr(
         native, "_threads", lambda _: (threads, ctypes.addressof(native._team()) if threads > 1 else None)

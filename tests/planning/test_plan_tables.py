@@ -32,7 +32,7 @@ def test_the_page_contains_the_table():
 def test_the_page_on_plans_contains_the_measured_figures():
     page = (ROOT / "tutorials/how-to/plan.md").read_text(encoding="utf-8")
 
-    assert planned.table(RESULTS / "2026-11-27-plan.json") in page
+    assert planned.table(RESULTS / "2026-11-29-plan.json") in page
 
 
 @pytest.mark.parametrize("name", MODELS)
