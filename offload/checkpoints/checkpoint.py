@@ -377,6 +377,10 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[str, Json]]:
     for name, shard in places.items():
         if not is_file_name(shard):
             raise CheckpointError(f"{path} places {short(name)!r} in {short(shard)!r}, outside its folder: refused")
+        if not shard.endswith((".safetensors", *PICKLES)):
+            raise CheckpointError(
+                f"{path} places {short(name)!r} in {short(shard)!r}, which is neither .safetensors nor .bin"
+            )
     return places, metadata if isinstance(metadata, dict) else {}
 
 
@@ -410,33 +414,46 @@ def pattern_of(name: str) -> str:
     return name if found is None else f"{found['stem']}-?????-of-{found['count']}.gguf"
 
 
-def with_other_parts(file: TensorFile) -> list[TensorFile]:
-    """All parts of a GGUF file, in order, given any of them; of a file that is whole, only itself.
+def paths_of_parts(file: TensorFile) -> list[Path]:
+    """The paths of all parts of a GGUF file, in order, given any of them; of a file that is whole, its own.
 
-    Raises `MissingFileError` if a part is missing; `CheckpointError` if a file is not the part that its name says;
-    and as `TensorFile.open`.
+    Raises `MissingFileError` if a part is missing; `CheckpointError` if the file's name does not say which part it is.
     """
-    count = int(file.header.metadata.get(PARTS, 1))
-    if count < 2:
-        return [file]
+    count = file.header.metadata.get(PARTS, "1")
+    if count in ("0", "1"):
+        return [file.path]
     found = _PART.fullmatch(file.path.name)
-    if found is None or int(found["count"]) != count:
+    if found is None or int(found["count"]) != int(count):
         raise CheckpointError(
             f"{file.path} is one of {count} parts, and its name does not say which: give the parts the names "
-            f"...-00001-of-{count:05}.gguf and so on"
+            f"...-00001-of-{int(count):05}.gguf and so on"
         )
-    paths = [file.path.with_name(_name_of(found, number)) for number in range(1, count + 1)]
+    paths = [file.path.with_name(_name_of(found, number)) for number in range(1, int(count) + 1)]
     missing = [path.name for path in paths if not is_there(path)]
     if missing:
         raise MissingFileError(
             f"{file.path.parent} lacks {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, of "
             f"{count} parts of a model: download or copy that file again"
         )
+    return paths
+
+
+def check_part(part: TensorFile, number: int, count: int) -> None:
+    """Raises `CheckpointError` if a file is not part `number`, counted from 0, of as many as its name says."""
+    metadata = part.header.metadata
+    if count > 1 and (metadata.get(PART), metadata.get(PARTS)) != (str(number), str(count)):
+        raise CheckpointError(f"{part.path} is not part {number + 1} of {count}, though it is named so")
+
+
+def with_other_parts(file: TensorFile) -> list[TensorFile]:
+    """All parts of a GGUF file, in order; of a file that is whole, only itself.
+
+    Raises: as `paths_of_parts`, `check_part` and `TensorFile.open`.
+    """
+    paths = paths_of_parts(file)
     opened = [file if path == file.path else TensorFile.open(path) for path in paths]
     for number, part in enumerate(opened):
-        metadata = part.header.metadata
-        if (metadata.get(PART), metadata.get(PARTS)) != (str(number), str(count)):
-            raise CheckpointError(f"{part.path} is not part {number + 1} of {count}, though it is named so")
+        check_part(part, number, len(opened))
     return opened
 
 

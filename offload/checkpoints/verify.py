@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from offload.checkpoints.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index, with_other_parts
+from offload.checkpoints.checkpoint import INDEX, PICKLES, check_part, is_beside, is_shard, paths_of_parts, read_index
 from offload.checkpoints.dcp import METADATA, archives_of, check_shard, read_metadata
 from offload.errors import CheckpointError, OffloadError, ReadError
 from offload.storage.file import TensorFile
@@ -97,8 +97,10 @@ def _verify_file(path: Path, verdict: Verdict) -> None:
     """A file, and the other parts if it is one of several."""
     file = verdict.open(path)
     with verdict.noting(path):
-        for part in with_other_parts(file) if file is not None else ():
-            verdict.open(part.path)
+        paths = [] if file is None else paths_of_parts(file)
+        for number, part in enumerate(map(verdict.open, paths)):
+            if part is not None:
+                check_part(part, number, len(paths))
 
 
 def _verify_folder(folder: Path, verdict: Verdict) -> None:

@@ -10,8 +10,9 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +50,7 @@ from offload.models.slots import (
     is_meta,
     place_of_slot,
     place_tensors,
+    same_bits,
     share_of,
     tensor_slots,
     tied_slots,
@@ -66,6 +68,7 @@ from offload.system.reasons import some
 from offload.system.regular import is_folder
 from offload.tensor.arguments import computing_device, floating_dtype, refuse_others
 from offload.tensor.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
+from offload.tensor.guests import CPU
 from offload.tensor.locals import local_of
 from offload.tensor.products import compute_exactly
 from offload.tensor.recipes import Recipe, stored_in
@@ -99,6 +102,8 @@ class LoadReport:
         missing_keys: tensors of the model that the checkpoint does not have.
         unexpected_keys: tensors of the checkpoint that the model does not have.
         mismatched_keys: name, shape in the checkpoint, shape in the model.
+        overruled_keys: tensors of the checkpoint that are not used, since the model ties them to another one, which the
+            checkpoint has with other values: the name, and the name of that one, the last, as torch's own loading uses.
         forms: how many values are "referenced" in the checkpoint, "stored" from recipes in the `offload_dir`, "in files
             of their own", "in memory", and recipes, by what is done when they are read: "cast", "joined", "laid out
             anew", "decoded from fp8, joined"...
@@ -114,16 +119,19 @@ class LoadReport:
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    overruled_keys: list[tuple[str, str]] = field(default_factory=list)
     forms: Mapping[str, HeldForm] = field(default_factory=dict)
 
     @property
     def differs(self) -> bool:
         """Whether anything did not match."""
-        return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys)
+        return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys or self.overruled_keys)
 
     def __str__(self) -> str:
         mismatched = [f"{name} (checkpoint {theirs}, model {ours})" for name, theirs, ours in self.mismatched_keys]
-        lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys, "mismatched": mismatched}
+        overruled = [f"{name} (tied to {other}, which has other values)" for name, other in self.overruled_keys]
+        lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys}
+        lines |= {"mismatched": mismatched, "overruled": overruled}
         texts = [f"{len(names)} {what}: {some(names)}" for what, names in lines.items() if names] or ["all match"]
         if self.forms.keys() - {_REFERENCED, _IN_MEMORY}:
             texts += [f"{what}: {form}" for what, form in self.forms.items()]
@@ -345,8 +353,8 @@ def _fill(
     source = open_checkpoint(checkpoint)
     source.refuse_own_folder(offload_dir)
     slots = _tied_as_noted(slots, source)
-    keyed = _keyed(slots, source)
-    report = _compare(keyed, source)
+    keyed, overruled = _keyed(slots, source, partial(_have_same_bits, source))
+    report = replace(_compare(keyed, source), overruled_keys=overruled)
     fitted: Fitted | None = None
     if is_of_transformers(model) and (report.differs or _is_packed(model, source)):
         log.info("%s differs from %s: transformers converts it", source.path, type(model).__name__)
@@ -356,10 +364,10 @@ def _fill(
         fitted = quantized_by_torchao(source, offload_dir, shapes)
     if fitted is not None:
         named = fitted.tensors
-        keyed = _keyed(slots, named)
+        keyed, overruled = _keyed(slots, named, lambda one, other: named[one] is named[other])
         refuse_other_names(source, ((slot.keys, named[key]) for slot, key in keyed if key is not None), offload_dir)
         missing = [slot.keys[0] for slot, key in keyed if key is None]
-        report = replace(report_of(fitted.report), missing_keys=missing)
+        report = replace(report_of(fitted.report), missing_keys=missing, overruled_keys=overruled)
     if fitted is None:
         filled = {key: source[key].layout for slot, key in keyed if key is not None and slot.held.is_floating_point()}
         stored_as = {key: layout.dtype for key, layout in filled.items() if layout is not None}
@@ -400,14 +408,27 @@ def _is_packed(model: Any, source: Checkpoint) -> bool:
     return quantization_of(model.config) is not None and not source.is_offload_folder
 
 
-def _keyed(slots: Iterable[Slot], values: Mapping[str, object]) -> list[tuple[Slot, str | None]]:
-    """Each tensor of a model with its name in a checkpoint, or None; of several names the last, as torch takes it."""
+def _keyed(
+    slots: Iterable[Slot], values: Container[str], are_same: Callable[[str, str], bool]
+) -> tuple[list[tuple[Slot, str | None]], list[tuple[str, str]]]:
+    """Each tensor of a model with the one of its names that is in a checkpoint, or None; and `overruled_keys`."""
     keyed: list[tuple[Slot, str | None]] = []
+    overruled: list[tuple[str, str]] = []
     for slot in slots:
         stored = [key for key in slot.keys if key in values]
+        others = {key for key in stored[:-1] if not are_same(key, stored[-1])}
+        overruled += [(key, stored[-1]) for key in stored if key in others]
         if slot.keys:
-            keyed.append((slot, next((key for key in stored if values[key] is values[stored[-1]]), None)))
-    return keyed
+            keyed.append((slot, next((key for key in stored if key not in others), None)))
+    return keyed, overruled
+
+
+def _have_same_bits(source: Checkpoint, name: str, other: str) -> bool:
+    """Whether a checkpoint has the same value under two names; if they are stored apart, they are read."""
+    one, two = source.tensors(None, {name: CPU, other: CPU}).values()
+    left, right = handle_of(one), handle_of(two)
+    is_one = left.composed is None and (left.path, left.extent, left.layout) == (right.path, right.extent, right.layout)
+    return is_one or same_bits(one, two)
 
 
 def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:

@@ -634,7 +634,7 @@ def marks_of(file: TensorFile) -> tuple[str, ...]:
 
 def _checked(raw: Mapping[str, Any]) -> Run:
     run = Run(**raw)
-    are_texts = isinstance(run.name, str) and isinstance(run.key, str) and isinstance(run.finished, bool)
-    if not are_texts or not all(isinstance(source, str | None) for source in run.sources.values()):
+    kinds = [type(part) for part in (run.name, run.key, run.sources, run.finished)]
+    if kinds != [str, str, dict, bool] or not all(isinstance(source, str | None) for source in run.sources.values()):
         raise ValueError("a run is malformed")
     return run

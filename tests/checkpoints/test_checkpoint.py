@@ -104,6 +104,7 @@ def test_a_harmed_shard_is_named(sharded: Path, suffix: str, harm: Any, error: t
         *((json.dumps({"weight_map": {"a": shard}}), "outside its folder") for shard in OUTSIDE + OUTSIDE_ELSEWHERE),
         (OF_A_MODEL, r"index\.json is not an index of shards.*name an index, a file"),
         ('{"weight_map": {}}', "names no tensors"),
+        ('{"weight_map": {"a": "one.json"}}', r"'a' in 'one\.json', which is neither \.safetensors nor \.bin"),
         ('{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}', r"index\.json .*names 'a' twice"),
     ],
 )

@@ -315,6 +315,22 @@ def test_shards_tile_a_shape_if_each_element_is_in_one_of_them(seed: int) -> Non
     assert bool((counts == 1).all()) == _is_cut_into(shape, tuple(changed))
 
 
+def test_the_work_for_shards_grows_with_their_number_alone() -> None:
+    """Of one row: the sums are taken from each shard once, and not from each pair."""
+
+    class Counted(tuple):
+        reads = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            Counted.reads += 1
+            return super().__getitem__(at)
+
+    shards = tuple(Shard("file", "key", 0, 1, Counted((0, at)), Counted((1, 1))) for at in range(500))
+
+    assert _is_cut_into((1, 500), shards)
+    assert 10 * len(shards) > Counted.reads > 0
+
+
 def test_several_models_are_refused(tmp_path: Path) -> None:
     dcp.save({"a": {"model": STATE}, "b": {"model": STATE}}, checkpoint_id=tmp_path, no_dist=True)
 

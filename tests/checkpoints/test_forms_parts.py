@@ -136,7 +136,7 @@ def scales_of(draw: Draw, rows: int, columns: int, size: int) -> tuple[str, int 
 
 
 def words(draw: Draw) -> Made:
-    bits, rows, size = (4, 8)[draw(0, 1)], draw(1, 40), 8 * draw(1, 8)
+    bits, rows, size = draw(1, 8), draw(1, 40), 8 * draw(1, 8)
     columns = size * draw(1, 4)
     strategy, group, shape = scales_of(draw, rows, columns, size)
     is_symmetric = strategy == "tensor" or draw(0, 1) == 1

@@ -51,7 +51,6 @@ REFUSED: dict[str, tuple[str, tuple[str, ...], Any]] = {
     "experts left out": ("ct-w4a16", ("moe_sparsity_config",), {"sparsity_structure": "2:4"}),
     "columns in another order": ("ct-w4a16", ("config_groups", "group_0", "weights", "actorder"), "group"),
     "weights quantized at each use": ("ct-w4a16", ("config_groups", "group_0", "weights", "dynamic"), True),
-    "odd words": ("ct-w4a16", ("config_groups", "group_0", "weights", "num_bits"), 3),
     "another kind of number": ("ct-w4a16", ("config_groups", "group_0", "weights", "type"), "posit"),
     "another kind of experts": ("fp8-fp4-experts", ("expert_dtype",), "fp6"),
     "another format of scales": ("fp8-llama", ("scale_fmt",), "e3m4"),

@@ -26,11 +26,13 @@ from offload.prefetch import direct, engine, loads, plan
 from offload.prefetch.direct import Load
 from offload.prefetch.engine import Views
 from offload.prefetch.loads import Arriving
+from offload.prefetch.scratch import take_scratch
 from offload.prefetch.value import SMALL, Value
 from offload.tensor import experts as acts
 from offload.tensor.backends import Compiled
-from offload.tensor.recipes import Joined
+from offload.tensor.recipes import Joined, stored_in
 from offload.tensor.views import handle_of
+from offload.torch_api import storage_id, storage_uses
 from tests.checkpoints.forms import FORMS, outcome
 from tests.page_cache import needs_direct_reads
 
@@ -129,6 +131,20 @@ def test_experts_with_many_tokens_are_multiplied_by_torch(name, tmp_path, monkey
     found = experts(x, numbers, weights)
 
     torch.testing.assert_close(exact, found, rtol=0.02, atol=0.02 * float(exact.abs().max()))
+
+
+@torch.no_grad()
+def test_models_give_the_same_text(tmp_path):
+    model = loaded("qwen3_moe", tmp_path)
+    plain = outcome(FORMS["qwen3_moe"].plain(tmp_path))
+    found = outcome(model)
+    with offload.exact():
+        exact = outcome(model)
+
+    assert torch.equal(plain.logits, exact.logits)
+    assert torch.equal(plain.tokens, found.tokens)
+    exact = offload.from_pretrained(tmp_path, experts_implementation="offload", exact=True)
+    assert torch.equal(plain.logits, outcome(exact).logits)
 
 
 @torch.no_grad()
@@ -278,6 +294,28 @@ def test_small_scales_stay_and_their_experts_are_read_past_the_page_cache(implem
 
 @needs_direct_reads
 @torch.no_grad()
+@pytest.mark.parametrize("implementation", ["offload", "grouped_mm"])
+def test_nothing_refers_to_the_memory_of_an_expert_that_was_multiplied(implementation, tmp_path, past, monkeypatch):
+    """Otherwise it would not be free, and all experts of a layer would be in memory together."""
+    model, uses = loaded("qwen3_moe", tmp_path, **TIGHT), []
+    model.set_experts_implementation(implementation)
+    release = Load.release
+
+    def noting(self: Load) -> None:
+        uses.append(storage_uses(storage_id(self._memory.untyped_storage())))
+        release(self)
+
+    monkeypatch.setattr(Load, "release", noting)
+    for experts in experts_of(model):
+        experts(*routed(torch.bfloat16, [0, 1], [2, 3]))
+
+    unused = take_scratch(100)
+    assert len(uses) >= 6
+    assert {storage_uses(storage_id(unused.untyped_storage()))} == {*uses}
+
+
+@needs_direct_reads
+@torch.no_grad()
 @pytest.mark.parametrize("name", [*NAMES, "ct-w4a16-qwen3_moe", "ct-nvfp4a16-qwen3_moe"])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fused"])
 def test_products_of_groups_take_experts_that_will_not_stay_from_past_the_page_cache(name, exact, tmp_path, past):
@@ -376,6 +414,30 @@ def test_gradients_flow_through_frozen_experts(tmp_path):
     experts.config._experts_implementation = "grouped_mm"
     experts(x, numbers, weights).sum().backward()
     assert torch.equal(x.grad, found)
+
+
+@torch.no_grad()
+def test_experts_in_memory_are_computed_first_and_others_in_file_order(tmp_path, monkeypatch):
+    experts = experts_of(loaded("qwen3_moe", tmp_path))[0]
+    given = routed(torch.bfloat16, [3, 0], [1, 2])
+    expected = experts(*given)
+    asked, computed, plain = [], [], acts.Act._multiply
+
+    def noting(act: Any, some: Any, **how: Any) -> Any:
+        computed.append([one.number for one in some])
+        return plain(act, some, **how)
+
+    monkeypatch.setattr(acts, "touch_if_resident", lambda reads: ".experts.2." in reads[0][0].name)
+    monkeypatch.setattr(acts, "prefetch", lambda reads: asked.append([handle.name for handle, _ in reads]))
+    monkeypatch.setattr(acts.Act, "_multiply", noting)
+
+    assert torch.equal(expected, experts(*given))
+    stored = stored_in([handle_of(experts.gate_up_proj), handle_of(experts.down_proj)])
+    starts = {handle.name: handle.extent[0] for handle in stored}
+    [found] = asked
+    assert 9 == len(found)
+    assert sorted(found, key=starts.get) == found
+    assert [[2], [0], [1], [3]] == computed
 
 
 @pytest.mark.parametrize(

@@ -62,21 +62,17 @@ def _refuse_other(pieces: Pieces, key: str) -> None:
 
 
 def _state_of(pieces: Pieces, kind: str) -> tuple[tuple[int, ...], torch.dtype, int, int | None, float]:
-    """The shape and dtype of a dense 4-bit weight, how many numbers share a scale, and of packed scales how many share
-    one, and what is added.
+    """Of a 4-bit weight: the dense shape and dtype, and how many numbers share a scale; how many packed scales share one.
 
-    Raises `CheckpointError` if it can't be parsed.
+    The last is what is added to packed scales. Raises `CheckpointError` if it can't be parsed.
     """
     written = read_now(pieces[kind])
     try:
         if written.dtype != torch.uint8:
             raise ValueError("it should be text")
         fields = json.loads(bytes(written.flatten().tolist()))
-        shape, block, nested = (
-            tuple(map(int, fields["shape"])),
-            int(fields["blocksize"]),
-            fields.get("nested_blocksize"),
-        )
+        shape, block = tuple(map(int, fields["shape"])), int(fields["blocksize"])
+        nested = fields.get("nested_blocksize")
         scales_block = None if nested is None else int(nested)
         if min(*shape, block, 1 if scales_block is None else scales_block) < 1:
             raise ValueError(f"no sizes: {fields}")
@@ -103,8 +99,14 @@ def _of_4_bits(pieces: Pieces, weight: OffloadedTensor, kind: str) -> OffloadedT
     unit = math.lcm(*(each for each in counts if each is not None))
     granule = min(unit // math.gcd(unit, shape[1]), shape[0])
     per = [None if granule == shape[0] or each is None else granule * shape[1] // each for each in counts]
-    how = {"columns": shape[1], "block": block, "scales_block": scales_block, "offset": offset}
-    decode = partial(_decode_4_bits, numbers=_NUMBERS[kind], **how)
+    decode = partial(
+        _decode_4_bits,
+        numbers=_NUMBERS[kind],
+        columns=shape[1],
+        block=block,
+        scales_block=scales_block,
+        offset=offset,
+    )
     options = {"nested_block": scales_block, "nested_offset": offset} if nested else {}
     packed = number_rows("halves_high", stored, _ROLES[: len(stored)], group=block, table=_NUMBERS[kind], **options)
     decoder = Decoder(decode, tuple(per), granule, packed=packed if shape[1] % block == 0 else None)

@@ -85,7 +85,7 @@ class _Scheme:
         wrong = {
             f"the strategy {strategy!r}": strategy in ("tensor", "channel", "group", "tensor_group", "block"),
             f"a scale for {size}": min(sizes, default=1) >= 1,
-            f"{bits} bits": bits in (4, 8),
+            f"{bits} bits": 1 <= bits <= 8,
             f"the format {found!r}": found in (_WORDS, *_HALVES, *_BYTES, None),
             **{
                 f"{key} {weights[key]!r}": weights[key] in (None, False) or is_followed(weights[key], followed)
@@ -165,12 +165,14 @@ class _Layer:
 
     def of_words(self) -> OffloadedTensor:
         """pack-quantized"""
-        bits = self.scheme.bits
+        bits, scheme = self.scheme.bits, self.scheme
         self._needs(self.numbers.dim() == 2, "weight_packed", _WORDS)
         rows, columns = self._shape_of_words()
         fits = self.numbers.shape[1] == -(-columns * bits // 32) and len(self.numbers) == rows
         self._needs(fits, "weight_packed")
-        return self._made(partial(_words, bits=bits, columns=columns), (rows, columns))
+        granule = 32 // bits if 32 % bits == 0 else 32
+        packed_zeros = granule if not scheme.symmetric and scheme.strategy != "tensor" else None
+        return self._made(partial(_words, bits=bits, columns=columns), (rows, columns), packed_zeros=packed_zeros)
 
     def _shape_of_words(self) -> tuple[int, int]:
         rows, words = self.numbers.shape
@@ -209,11 +211,15 @@ class _Layer:
         shape: tuple[int, ...],
         *,
         whole: OffloadedTensor | None = None,
+        packed_zeros: int | None = None,
         is_wide: bool = False,
     ) -> OffloadedTensor:
         """The recipe: from the packed piece, the scales, and zero points or a global scale (`whole`) if there are any.
 
-        With `is_wide`, the dense weight is rounded to float32 only.
+        Args:
+            packed_zeros: how many rows have their zero points in one word, or in the fewest whole words; None if zero
+                points are not packed.
+            is_wide: whether the dense weight is rounded to float32 only.
         """
         rows, columns, grid = self._blocks(*shape)
         numbers, scales, scheme = self.numbers, self.pieces["weight_scale"], self.scheme
@@ -224,27 +230,40 @@ class _Layer:
             dtypes = _SMALL[:1] if whole is not None else (torch.uint8,)
         fits = scales.numel() == 1 if is_one else tuple(scales.shape) == grid
         self._needs(scales.dtype in dtypes and fits, "weight_scale")
-        are_words = numbers.dtype == torch.int32 and not scheme.symmetric and scheme.strategy != "tensor"  # zero points
-        granule = 32 // scheme.bits if are_words else rows if in_blocks else 1
+        granule = packed_zeros or (rows if in_blocks else 1)
         each = None if is_one else 1 if in_blocks else granule
         used, per = {"numbers": numbers, "scales": scales}, [granule, each]
         if whole is not None:
             used["divisor"] = whole
             per.append(None)
         zeros = None if is_small else self.pieces.get("weight_zero_point")
-        if not (is_small or scheme.symmetric):
+        if packed_zeros is not None or (zeros is None and not scheme.symmetric and not is_small):
             zeros = self.pieces["weight_zero_point"]
+        if zeros is not None and packed_zeros is not None:
+            right = (-(-shape[0] * scheme.bits // 32), grid[1])
+            self._needs(zeros.dtype == torch.int32 and tuple(zeros.shape) == right, "weight_zero_point")
+            each = packed_zeros * scheme.bits // 32
+        elif zeros is not None:
+            fits = zeros.numel() == 1 if is_one else tuple(zeros.shape) == grid
+            self._needs(zeros.dtype in _ZEROS and fits, "weight_zero_point")
         if zeros is not None:
-            right = (-(-shape[0] // granule), grid[1]) if are_words else grid
-            fits = zeros.numel() == 1 if is_one and not are_words else tuple(zeros.shape) == right
-            self._needs(zeros.dtype in ((torch.int32,) if are_words else _ZEROS) and fits, "weight_zero_point")
             used["zeros"] = zeros
-            per.append(1 if are_words else each)
-        dtype = torch.float32 if is_wide else scales.dtype if scales.dtype in SCALES else torch.bfloat16
-        keywords = dict(sorted({**decode.keywords, "rows": rows, "block": columns}.items()))
-        by_kernel = self._by_kernel(used, shape[1], is_one)
-        decoder = Decoder(partial(decode.func, **keywords), tuple(per), granule, not are_words, by_kernel)
-        return decoded(self.pieces.name, decoder, list(used.values()), shape=shape, dtype=dtype)
+            per.append(each)
+        dtype = scales.dtype if scales.dtype in SCALES else torch.bfloat16
+        keywords = {**decode.keywords, "rows": rows, "block": columns}
+        return decoded(
+            self.pieces.name,
+            Decoder(
+                partial(decode.func, **dict(sorted(keywords.items()))),
+                tuple(per),
+                granule,
+                packed_zeros is None,
+                self._by_kernel(used, shape[1], is_one),
+            ),
+            list(used.values()),
+            shape=shape,
+            dtype=torch.float32 if is_wide else dtype,
+        )
 
     def _by_kernel(self, named: dict[str, OffloadedTensor], width: int, is_one: bool) -> NumberRows | None:
         numbers, zeros, whole, bits = named["numbers"], named.get("zeros"), named.get("divisor"), self.scheme.bits

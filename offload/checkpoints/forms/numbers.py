@@ -48,22 +48,31 @@ def _pairs_of_halves(numbers: tuple[float, ...], high_first: bool, device: torch
 
 
 def of_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integers of 2, 4 or 8 bits, packed one after the other in 32-bit words, each minus 2 ** (bits - 1).
+    """Integers packed one after the other in the bits of 32-bit words, each minus 2 ** (bits - 1).
 
     Args:
         packed: (rows, n), int32.
+        bits: per number, 1 to 8; a number may cross a word boundary.
 
-    Returns: (rows, 32 * n // bits), int8
+    Returns: (rows, 32 * n // bits), int8; an incomplete number at the end is left out.
     """
-    flat, rows = _bytes(packed), len(packed)
+    rows = len(packed)
     if bits == 8:
-        return (flat ^ 128).view(torch.int8).view(rows, -1)
+        return (_bytes(packed) ^ 128).view(torch.int8).view(rows, -1)
     if bits == 4:
-        two = flat.to(torch.int16)
+        two = _bytes(packed).to(torch.int16)
         apart = (two * 16).bitwise_or_(two).bitwise_and_(0x0F0F)
         return apart.view(torch.int8).view(rows, -1).sub_(8)
-    apart = torch.stack([flat >> shift for shift in range(0, 8, bits)], -1).bitwise_and_((1 << bits) - 1)
-    return apart.view(torch.int8).view(rows, -1).sub_(1 << (bits - 1))
+    count = 32 * packed.shape[1] // bits
+    words = torch.nn.functional.pad(packed, (0, -packed.shape[1] % bits)).view(rows, -1, bits)
+    numbers = torch.empty(rows, words.shape[1], 32, dtype=torch.int8, device=packed.device)
+    for number in range(32):
+        word, first = divmod(number * bits, 32)
+        found = words[..., word] >> first
+        if first + bits > 32:
+            found = (found & ((1 << (32 - first)) - 1)) | (words[..., word + 1] << (32 - first))
+        numbers[..., number] = (found & ((1 << bits) - 1)) - (1 << (bits - 1))
+    return numbers.view(rows, -1)[:, :count]
 
 
 def of_exponents(packed: torch.Tensor) -> torch.Tensor:
