@@ -396,7 +396,12 @@ def test_a_run_does_not_resume_over_another_checkpoint(checkpoint, tmp_path):
         map_values(double, loaded(checkpoint, tmp_path / "q"), resume="double")
 
 
-@pytest.mark.parametrize("text", ["", "no journal", "[]", '{"version": 2, "runs": []}', '{"version": 1, "runs": [{}]}'])
+RUNS = ["{}", '{"name": "a", "key": "b", "sources": ["c"]}', '{"name": "a", "key": "b", "sources": {"c": 1}}']
+RUNS += ['{"name": "a", "key": 1, "sources": {}}', '{"name": "a", "key": "b", "sources": {}, "finished": 1}']
+RUNS = [f'{{"version": 1, "runs": [{run}]}}' for run in RUNS]
+
+
+@pytest.mark.parametrize("text", ["", "no journal", "[]", '{"version": 2, "runs": []}', *RUNS])
 def test_a_file_that_is_not_a_journal_is_reported_and_not_changed(checkpoint, tmp_path, text):
     path = tmp_path / "q" / ".offload-journal"
     path.parent.mkdir()

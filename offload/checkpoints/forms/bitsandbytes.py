@@ -62,7 +62,7 @@ def _refuse_other(pieces: Pieces, key: str) -> None:
 
 
 def _state_of(pieces: Pieces, kind: str) -> tuple[tuple[int, ...], torch.dtype, int, int | None, float]:
-    """Of a 4-bit weight: the dense shape and dtype, and how many numbers share a scale; how many packed scales share one.
+    """Of a 4-bit weight: its dense shape and dtype; how many numbers share a scale; how many packed scales share one.
 
     The last is what is added to packed scales. Raises `CheckpointError` if it can't be parsed.
     """
