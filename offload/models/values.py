@@ -66,7 +66,7 @@ class MapReport:
     Attributes:
         replaced: those that have a new value.
         kept: those that the function gave back as they were.
-        before: those that an earlier call had done before it was interrupted.
+        before: those that an earlier call had replaced before it was interrupted.
 
     Example:
         >>> model = nn.Linear(2, 3)
