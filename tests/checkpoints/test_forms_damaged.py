@@ -43,6 +43,15 @@ def test_a_single_scale_that_the_configuration_allows_is_used(
     assert torch.equal(torch.full((128, 128), 3.0), fp8(tmp_path, size, 128, 128, torch.full(shape, 3.0)).materialize())
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+def test_a_single_scale_for_several_experts_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Each has its own."""
+    experts = {"w.weight": torch.ones(2, 64, 64).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(shape)}
+
+    with pytest.raises(CheckpointError, match=r"in blocks of \[128, 128\], they do not cover it"):
+        unpacked(stored(tmp_path, experts), {"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+
 def test_blocks_of_no_stated_size_that_are_not_equal_are_refused(tmp_path: Path) -> None:
     """320 rows with three scales: blocks of 128, 120 or 107 would all do."""
     with pytest.raises(CheckpointError, match="no weight_block_size, and they do not divide it evenly"):

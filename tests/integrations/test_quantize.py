@@ -322,6 +322,7 @@ def test_a_run_resumes_in_another_process(folders, tmp_path, kind, finished):
     offload.quantize_(first, int8(), None if finished else lambda _, name: name in some)
     if not finished:
         journal = json.loads((tmp_path / ".offload-journal").read_text())
+        assert journal["runs"][0]["finished"]
         journal["runs"][0]["finished"] = False  # as after a kill
         (tmp_path / ".offload-journal").write_text(json.dumps(journal))
     del first
