@@ -10,7 +10,6 @@ import copy
 import io
 import itertools
 import json
-import math
 import os
 import pickle
 import shutil
@@ -28,7 +27,6 @@ from torch import nn
 import offload
 from offload import OffloadedTensor
 from offload.checkpoints.conversion import convert_checkpoint, resumable_folder
-from offload.models import journal
 from offload.storage import folders
 from offload.storage.replacing import put_file, replacing_folder
 from offload.system.modes import no_grad
@@ -291,7 +289,6 @@ def numbers(folder: Path) -> dict[str, OffloadedTensor]:
 
 
 def mapped_once(tensors: dict[str, OffloadedTensor]) -> list[OffloadedTensor]:
-    journal._PATIENCE = math.inf  # it writes after a second, too: how often depends on the machine
     offload.map_values(lambda name, value: value * 2, tensors, resume="twice", progress=False)
     return [*tensors.values()]
 

@@ -48,7 +48,7 @@ OTHERS = {
     ): "`unpacked` tells of it, as a CheckpointError",
     ("offload.checkpoints.forms.integers", "raise ValueError"): "`unpacked` tells of it",
     ("offload.kernels.native", "raise MemoryError"): "what Python raises when there is no memory for its own objects",
-    ("offload.models.journal", "raise ValueError"): "`Journal.open` tells of it, with the path",
+    ("offload.models.values", "raise ValueError"): "`Journal.open` tells of it, with the path",
     ("offload.checkpoints.writing", "raise AssertionError"): "the loop before it ends in no other way",
     ("offload.storage.gguf_header", "raise ValueError"): "`read_header` tells of it, as a damaged file",
     ("offload.system.regular", "raise OSError"): "what a file object says to a place before its beginning",

@@ -57,7 +57,7 @@ STATE = {
         tensor.deferred._meta_of_many tensor.replacing._unread tensor.rules._returned_arguments
         tensor.rules.is_composite tensor.rules.written_arguments tensor.views.meta_of_layout
     """,
-    "calls that are under way": "generation.alike._AT_WORK models.filling._LOADINGS",
+    "calls that are under way": "generation.alike._AT_WORK models.pretrained._LOADINGS",
     "known of a model, a module or a file for as long as that lives": """
         generation.candidates._MEASURED storage.file._OPENED tensor.experts._STACKS
         tensor.small.SMALL_VALUES

@@ -244,30 +244,29 @@ def _open_file(path: Path, file: Path) -> Checkpoint:
 def _open_folder(folder: Path) -> Checkpoint:
     with reading(folder):
         names = _without_adapter(sorted(os.listdir(folder)))
+    found = _usual_in(names, "model.safetensors")
     files = [name for name in names if name.endswith(".safetensors")]
-    found = _model_in(folder, names, "model", (".safetensors",))
     if found is None and files:
         opened = [TensorFile.open(folder / name) for name in files]
         if all("name" in file.notes for file in opened):
             return Checkpoint(folder, _values_by_name(opened), is_offload_folder=True)
-        found = _the_only(folder, files, names)
+    found = found or _the_only(folder, names, (".safetensors",))
     if found is None and METADATA in names:
         return _open_distributed(folder)
-    found = found or _model_in(folder, names, "pytorch_model", PICKLES)
+    found = found or _usual_in(names, "pytorch_model.bin") or _the_only(folder, names, PICKLES)
     if found is None:
-        pickled = [name for name in names if name.endswith(PICKLES) and not is_beside(name)]
-        if not pickled and any(name.endswith(SUFFIX) for name in names):
-            raise CheckpointError(
-                f"{folder} holds {SUFFIX} files but no {METADATA}, which describes them: the save was not finished"
-            )
-        if not pickled:
-            packed = ", ".join(name for name in names if name.endswith(".gguf"))
-            more = f", but GGUF files ({packed}): give the path of one of them" if packed else ""
-            raise CheckpointError(f"{folder} has no checkpoint, neither .safetensors nor .bin{more}")
-        found = _the_only(folder, pickled, names)
-    if found.endswith(INDEX):
-        return _open_index(folder / found)
-    return _open_file(folder, folder / found)
+        raise _nothing_in(folder, names)
+    return _open_index(folder / found) if found.endswith(INDEX) else _open_file(folder, folder / found)
+
+
+def _nothing_in(folder: Path, names: list[str]) -> CheckpointError:
+    if any(name.endswith(SUFFIX) for name in names):
+        return CheckpointError(
+            f"{folder} holds {SUFFIX} files but no {METADATA}, which describes them: the save was not finished"
+        )
+    packed = ", ".join(name for name in names if name.endswith(".gguf"))
+    more = f", but GGUF files ({packed}): give the path of one of them" if packed else ""
+    return CheckpointError(f"{folder} has no checkpoint, neither .safetensors nor .bin{more}")
 
 
 def _without_adapter(names: list[str]) -> list[str]:
@@ -309,15 +308,8 @@ def _values_by_name(files: Iterable[TensorFile]) -> dict[str, StoredValue]:
     return values
 
 
-def _model_in(folder: Path, names: list[str], stem: str, suffixes: tuple[str, ...]) -> str | None:
-    """The file or index that is a folder's model: the usual file, the usual index, or the only index."""
-    indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
-    usual = stem + suffixes[0]
-    if usual in names and usual + INDEX not in indexes:
-        return usual
-    if usual + INDEX in indexes:
-        return usual + INDEX
-    return _the_only(folder, indexes, []) if indexes else None
+def _usual_in(names: list[str], usual: str) -> str | None:
+    return next((name for name in (usual + INDEX, usual) if name in names), None)
 
 
 def is_beside(name: str) -> bool:
@@ -325,19 +317,18 @@ def is_beside(name: str) -> bool:
     return name.startswith(_BESIDE)
 
 
-def _the_only(folder: Path, names: list[str], beside: list[str]) -> str:
-    """The only one of these files; of several, the only index among the files beside them, whatever its name."""
-    indexes = [name for name in beside if name.endswith(INDEX)]
-    if len(names) > 1 and len(indexes) == 1:
-        return indexes[0]
-    shard = next(filter(is_shard, names), None)
+def _the_only(folder: Path, names: list[str], suffixes: tuple[str, ...]) -> str | None:
+    """The only index of a form, else the only file; None if there is neither."""
+    indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
+    found = indexes or [name for name in names if name.endswith(suffixes) and not is_beside(name)]
+    shard = next(filter(is_shard, found), None)
     if shard is not None:
         raise CheckpointError(
             f"{folder} holds {shard}, a part of a checkpoint, but no index: get the *{INDEX} again, or name the file"
         )
-    if len(names) > 1:
-        raise CheckpointError(f"{folder} holds {len(names)} checkpoints ({some(names, 3)}): name the file")
-    return names[0]
+    if len(found) > 1:
+        raise CheckpointError(f"{folder} holds {len(found)} checkpoints ({some(found, 3)}): name the file")
+    return next(iter(found), None)
 
 
 def is_shard(name: str) -> bool:

@@ -17,7 +17,6 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -136,7 +135,7 @@ def _code_of(model: Pretrained, config: Config) -> dict[str, bytes]:
             custom_object_save(model, scratch, config=config)
         if config._auto_class is not None:
             custom_object_save(config, scratch, config=config)
-        return {path.name: path.read_bytes() for path in Path(scratch).glob("*.py")}
+        return files_like(Path(scratch), "*.py")
 
 
 def _tokenizer_of(model: Pretrained) -> dict[str, bytes]:
@@ -145,13 +144,16 @@ def _tokenizer_of(model: Pretrained) -> dict[str, bytes]:
     folder = loaded_from or Path(model.name_or_path or "")
     if loaded_from is not None and is_there(loaded_from) and not is_folder(loaded_from):
         return _written_tokenizer(loaded_from)
-    if folder == Path() or not is_folder(folder):
-        return {}
+    return {} if folder == Path() or not is_folder(folder) else files_like(folder, *_OF_TOKENIZERS)
+
+
+def files_like(folder: Path, *patterns: str) -> dict[str, bytes]:
+    """The files in a folder whose names match one of the patterns, by name. Raises `ReadError`."""
     with reading(folder):
         return {
             path.name: path.read_bytes()
             for path in sorted(folder.iterdir())
-            if any(fnmatch.fnmatch(path.name, pattern) for pattern in _OF_TOKENIZERS) and is_file(path)
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns) and is_file(path)
         }
 
 
@@ -164,7 +166,7 @@ def _written_tokenizer(path: Path) -> dict[str, bytes]:
         return {}
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
-        return {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir())}
+        return files_like(Path(scratch), "*")
 
 
 def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
@@ -203,27 +205,6 @@ def tokenizer_in(place: Path, *, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-@dataclass(frozen=True)
-class Companions:
-    """Files to be placed beside weights.
-
-    Attributes:
-        new: those to write, by name.
-        note: for the metadata of the weights, so that a later save recognises our files; empty if there are none.
-        old: files of an earlier save that the new checkpoint does not have.
-    """
-
-    new: Mapping[str, bytes]
-    note: Mapping[str, str]
-    old: tuple[Path, ...]
-
-    def put(self, folder: Path) -> None:
-        """Write the new ones, each as a whole, and remove the old ones. Raises `WriteError`."""
-        put_files(folder, self.new)
-        for path in self.old:
-            path.unlink(missing_ok=True)
-
-
 def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files, each as a whole. Raises `WriteError`."""
     for name, data in files.items():
@@ -232,16 +213,21 @@ def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
         put_file(folder / name, data)
 
 
-def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mapping[str, str]) -> Companions:
-    """What has to be written and removed so that a folder has these files, of a checkpoint whose metadata was `noted`.
+def companions_in(
+    folder: Path, files: Mapping[str, bytes] | None, noted: Mapping[str, str]
+) -> tuple[dict[str, bytes], dict[str, str], list[Path]]:
+    """What has to be done so that a folder has these files, where the metadata of its earlier checkpoint was `noted`.
 
     An existing tokenizer or generation config from elsewhere is kept, with a warning. Without `files`, nothing is known
     of the model, as for a state dict: what is there stays. Raises `ForeignFileError` if there is a different
     configuration, or code, that offload did not write; `ReadError`.
+
+    Returns: the files to write, by name; a note for the new metadata, so that a later save recognises ours; and the
+        files of the earlier save that are to be removed.
     """
     known = _hashes(noted)
     if files is None:
-        return Companions({}, {NOTE: noted[NOTE]} if known else {}, ())
+        return {}, {NOTE: noted[NOTE]} if known else {}, []
     existing = {name: data for name in {*files, *known} if (data := _content(folder / name)) is not None}
     ours = {name for name, data in existing.items() if _hash(data) in known.get(name, ())}
     new = {
@@ -260,11 +246,8 @@ def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mappin
         name: sorted({_hash(one[name]) for one in (files, existing) if name in one})
         for name in {*new} | ours & {*files}
     }
-    return Companions(
-        new=new,
-        note={NOTE: json.dumps(hashes, sort_keys=True)} if hashes else {},
-        old=tuple(folder / name for name in sorted(ours - files.keys())),
-    )
+    note = {NOTE: json.dumps(hashes, sort_keys=True)} if hashes else {}
+    return new, note, [folder / name for name in sorted(ours - files.keys())]
 
 
 def _hashes(metadata: Mapping[str, str]) -> dict[str, list[str]]:
@@ -343,9 +326,3 @@ def refuse_lone_adapter(folder: Path) -> None:
             f"{folder} holds an adapter and no model: write one with `offload merge-lora {base} {folder} TARGET`, or "
             f"give the model, {base}"
         )
-
-
-def adapter_files(folder: Path) -> dict[str, bytes]:
-    """The weights of the adapter in a folder, by the names of their files; empty without one."""
-    with reading(folder):
-        return {path.name: path.read_bytes() for path in folder.glob(f"{ADAPTER}*")} if has_adapter(folder) else {}

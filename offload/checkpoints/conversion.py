@@ -9,7 +9,6 @@ Always true:
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -20,12 +19,19 @@ from pathlib import Path
 import torch
 
 from offload.annotations import Json, Settings
-from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
-from offload.checkpoints.companions import CONFIG, adapter_files, companions_of, put_files, refuse_lone_adapter
+from offload.checkpoints.checkpoint import ADAPTER, COMPANIONS, INDEX, Checkpoint, open_checkpoint
+from offload.checkpoints.companions import (
+    CONFIG,
+    companions_of,
+    files_like,
+    has_adapter,
+    put_files,
+    refuse_lone_adapter,
+)
 from offload.checkpoints.forms.decoding import method_of
+from offload.checkpoints.forms.formats import Form, values_in
 from offload.checkpoints.forms.gguf import empty_model
 from offload.checkpoints.forms.torchao import PARTS_NOTE
-from offload.checkpoints.forms.values import Form, values_in
 from offload.checkpoints.writing import contents_in, contents_of, largest_shard, write_checkpoint, write_file_by_file
 from offload.errors import ArgumentError, CheckpointError, CorruptFileError, ForeignFileError, JournalError
 from offload.progress import progress
@@ -285,23 +291,20 @@ def companions_beside(source: Path, dtype: torch.dtype | None = None, *, is_dens
     configuration is to say this dtype, if one is given, and with `is_dense` nothing of quantization. Raises
     `CheckpointError` if there is no JSON in `config.json`, or there is an adapter alone; `ReadError`.
     """
-    found: dict[str, bytes] = {}
     if not is_folder(source):
-        return found
+        return {}
     refuse_lone_adapter(source)
-    found.update(adapter_files(source))
+    found = files_like(source, f"{ADAPTER}*") if has_adapter(source) else {}
     parts = read_json(source / _PARTS, "the parts of a model") if is_file(source / _PARTS) else []
     names = {part.get("path") for part in parts if isinstance(part, dict)} if isinstance(parts, list) else set()
     with reading(source):
         folders = [path for path in source.iterdir() if path.name in names and is_folder(path)]
         inside = [path for folder in folders for path in sorted(folder.rglob("*")) if is_file(path)]
         found.update((str(path.relative_to(source)), path.read_bytes()) for path in inside)
-        for path in sorted(source.iterdir()):
-            wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
-            if not wanted or path.name.endswith(INDEX) or not is_file(path):
-                continue
-            is_kept = path.name != CONFIG or (dtype is None and not is_dense)
-            found[path.name] = path.read_bytes() if is_kept else _rewritten(path, dtype, is_dense=is_dense)
+    own = files_like(source, *COMPANIONS)
+    found.update((name, data) for name, data in own.items() if not name.endswith(INDEX))
+    if CONFIG in own and (dtype is not None or is_dense):
+        found[CONFIG] = _rewritten(source / CONFIG, dtype, is_dense=is_dense)
     return found
 
 

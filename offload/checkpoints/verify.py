@@ -3,7 +3,7 @@
 Always true:
 - every header is read, every length is compared with the file's, and every index with its files; no value is read
 - nothing is written, and nothing in a pickle is executed
-- a finding names its file; it is a warning if every value can still be read
+- a finding names its file
 """
 
 from __future__ import annotations
@@ -26,15 +26,10 @@ from offload.system.regular import absolute, is_folder
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a file.
-
-    Attributes:
-        is_error: False for a warning.
-    """
+    """A defect of a file."""
 
     path: Path
     what: str
-    is_error: bool = True
 
 
 @dataclass
@@ -47,7 +42,7 @@ class Verdict:
     @property
     def is_whole(self) -> bool:
         """Whether every value can be read."""
-        return not any(finding.is_error for finding in self.findings)
+        return not self.findings
 
     @property
     def tensors(self) -> int:
@@ -156,15 +151,8 @@ def _verify_index(path: Path, verdict: Verdict) -> None:
         file = verdict.open(path.parent / shard)
         if file is None:
             continue
-        stored = _names(file)
-        verdict.findings.extend(
-            Finding(path, f"places {name!r} in {shard}, which does not have it") for name in sorted(names - stored)
-        )
-        verdict.findings.extend(
-            Finding(file.path, f"holds {name!r}, which {path.name} {elsewhere}", is_error=False)
-            for name in sorted(stored - names)
-            for elsewhere in [f"places in {places[name]}" if name in places else "does not name"]
-        )
+        lacking = sorted(names - _names(file))
+        verdict.findings += [Finding(path, f"places {name!r} in {shard}, which does not have it") for name in lacking]
 
 
 def _names(file: TensorFile) -> set[str]:

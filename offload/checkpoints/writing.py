@@ -24,7 +24,7 @@ import torch
 
 from offload.checkpoints import log
 from offload.checkpoints.checkpoint import Checkpoint
-from offload.checkpoints.companions import NOTE, companions_in
+from offload.checkpoints.companions import NOTE, companions_in, put_files
 from offload.checkpoints.forms.torchao import in_torchaos_form, prefixes_of_quantized
 from offload.errors import (
     ArgumentError,
@@ -77,14 +77,16 @@ def write_checkpoint(
     earlier = _earlier_in(folder, files, contents.sources)
     opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None and file.is_ours]
     noted = {key: text for file in opened for key, text in file.header.metadata.items()}
-    beside = companions_in(folder, companions, noted)
-    contents = replace(contents, metadata={**contents.metadata, **beside.note})
+    beside, note, outdated = companions_in(folder, companions, noted)
+    contents = replace(contents, metadata={**contents.metadata, **note})
     files = _with_free_names(folder, files)
     targets = _targets_in(folder, files)
     made_folder(folder, contents.nbytes)
     with replacing_all(targets, contents.nbytes) as temporaries:
         _write_files(contents, files, temporaries)
-    beside.put(folder)
+    put_files(folder, beside)
+    for path in outdated:
+        path.unlink(missing_ok=True)
     _remove_earlier(path for path in earlier if path not in targets)
     log.info("saved %d values, %d bytes, in %d files in %s", len(contents.parts), contents.nbytes, len(files), folder)
     return targets

@@ -91,11 +91,9 @@ def verify(options: argparse.Namespace) -> int:
     if verdict.findings:
         made = table("", "file", "what")
         for finding in verdict.findings:
-            word = Text("error", style="red") if finding.is_error else Text("warning", style="yellow")
-            made.add_row(word, cell(finding.path.name), cell(finding.what))
+            made.add_row(Text("error", style="red"), cell(finding.path.name), cell(finding.what))
         console().print(made)
-    errors = sum(finding.is_error for finding in verdict.findings)
-    state = "whole" if verdict.is_whole else counted(errors, "error")
+    state = "whole" if verdict.is_whole else counted(len(verdict.findings), "error")
     held = f"{counted(len(verdict.files), 'file')}, {counted(verdict.tensors, 'tensor')}, {decimal(verdict.nbytes)}"
     say(f"{options.path}: {state} ({held})")
     return code

@@ -24,9 +24,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload.checkpoints.companions import is_of_transformers
 from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError, UnsupportedOpError
-from offload.models.journal import Journal
 from offload.models.pretrained import note_quantizer
-from offload.models.values import Replacing, is_done, journal_for, values_of
+from offload.models.values import Journal, Replacing, is_done, journal_for, values_of
 from offload.progress import progress_in_bytes
 from offload.system.modes import no_grad
 from offload.tensor.locals import is_dtensor
@@ -110,8 +109,8 @@ def quantize_(
         quantizing.has_quantized = has_quantized
         log.info("torchao quantizes %s by %s", type(model).__name__, type(config).__name__)
         try:
-            with journal.kept_up():
-                quantizing.run(model, config, chosen, device)
+            quantizing.run(model, config, chosen, device)
+            journal.finish()
         finally:
             quantizing.finish()
             if quantizing.has_quantized and quantizer is not None and is_of_transformers(model):
@@ -178,8 +177,6 @@ class _Quantizing:
         stored = self._places.stored(old, new, full_name, self._journal.key if is_quantized else ())
         if stored is not None:
             log.debug("quantized %s to a %s in %s", full_name, type(new).__name__, stored.offload_path)
-        if is_quantized:
-            self._journal.note(full_name, replaced=True)
         return stored
 
     def run(self, model: nn.Module, config: Any, chosen: Filter | None, device: Any) -> None:

@@ -21,17 +21,16 @@ from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import class_of, has_adapter, quantization_of, refuse_more_layers
 from offload.checkpoints.forms.decoding import method_of
+from offload.checkpoints.forms.formats import Form, values_in
 from offload.checkpoints.forms.gguf import config_of, usual_dtype
-from offload.checkpoints.forms.values import Form, values_in
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.adapters import load_adapter
 from offload.integrations.hub import base_folder, folder_of
 from offload.memory import return_freed
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
 from offload.models.experts import NAME, prefer_experts, register_experts
-from offload.models.filling import filled, waiting
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
-from offload.models.pretrained import note_form, without_quantization
+from offload.models.pretrained import filled, note_form, waiting, without_quantization
 from offload.models.slots import tensor_slots
 from offload.storage.state_file import MOST_JSON, parse_json
 from offload.system.modes import no_inference

@@ -11,12 +11,10 @@ Always true:
 | --- | --- |
 | `device_map` | which tensor goes where, and accelerate's hooks: where weights are held, and activations go |
 | `loader` | fills a model, empty or not, and moves it: `load_checkpoint_and_dispatch` `disk_offload` `load_file` |
-| `slots` | a model's distinct tensors, each under all its names |
-| `placing` | a rank's shard of a value, as a DTensor says |
-| `filling` | transformers' own loader, given tensors that are on disk |
-| `pretrained` | what transformers decides: names and formats |
+| `slots` | a model's distinct tensors, each under all its names, and their places; a rank's shard of a DTensor |
+| `pretrained` | what transformers decides: names and formats; its own loader, given tensors that are on disk |
 | `experts` | an implementation of transformers' experts, the default for those on disk: a layer's in one act |
-| `values` `journal` | replacing many values one at a time, `map_values`, and the record of its runs |
+| `values` | replacing many values one at a time, `map_values`, and the record of its runs |
 | `saving` | `save_checkpoint` |
 """
 

@@ -24,7 +24,7 @@ from offload.annotations import Kwargs
 from offload.budget import Amount, MaxMemory, expect_context, pool_for
 from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
-from offload.checkpoints.forms.values import refuse_scaled
+from offload.checkpoints.forms.formats import refuse_scaled
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, MetaTensorError
 from offload.memory import uncollected
 from offload.models import log
@@ -42,7 +42,6 @@ from offload.models.device_map import (
     warn_of_strangers,
 )
 from offload.models.experts import prefer_experts
-from offload.models.placing import share_of
 from offload.models.pretrained import Fitted, as_in, let_save, quantized_by_torchao
 from offload.models.slots import (
     Slot,
@@ -52,6 +51,7 @@ from offload.models.slots import (
     place_of_slot,
     place_tensors,
     same_bits,
+    share_of,
     tensor_slots,
     tied_slots,
 )
@@ -89,11 +89,9 @@ class HeldForm:
 
     values: int
     nbytes: int  # what a pass over them reads from disk, as stored
-    times: float = 1.0  # how often that is a shard's own size, if it is cut at each read
 
     def __str__(self) -> str:
-        more = f", {self.times:.1f} times this rank's share" if self.times > 1 else ""
-        return f"{self.values} ({self.nbytes:,} bytes{more})"
+        return f"{self.values} ({self.nbytes:,} bytes)"
 
 
 @dataclass(frozen=True)
@@ -557,13 +555,7 @@ def _forms(slots: Iterable[Slot]) -> dict[str, HeldForm]:
     held: dict[str, list[Slot]] = {}
     for slot in slots:
         held.setdefault(_form(slot.tensor), []).append(slot)
-    return {what: HeldForm(len(found), _stored_bytes(found), _times(found)) for what, found in sorted(held.items())}
-
-
-def _times(slots: list[Slot]) -> float:
-    """How many times its own bytes a rank reads if its columns are cut from whole stored rows."""
-    is_cut = all(slot.outer is not None and _form(slot.tensor) in ("laid out anew", "joined") for slot in slots)
-    return max(1.0, _stored_bytes(slots) / max(1, sum(slot.nbytes for slot in slots))) if is_cut else 1.0
+    return {what: HeldForm(len(found), _stored_bytes(found)) for what, found in sorted(held.items())}
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -17,10 +17,10 @@ from torch import nn
 from offload.annotations import Settings
 from offload.checkpoints.checkpoint import Checkpoint
 from offload.checkpoints.companions import companions_of, is_of_transformers, quantization_of
-from offload.checkpoints.forms.packing import packed_state
+from offload.checkpoints.forms.formats import packed_state
 from offload.checkpoints.writing import Contents, contents_in, contents_of, largest_shard, write_checkpoint
 from offload.errors import ArgumentTypeError, UnsupportedOpError
-from offload.models.placing import is_whole
+from offload.models.slots import is_whole
 from offload.system.regular import absolute
 from offload.tensor.arguments import floating_dtype
 from offload.tensor.locals import is_dtensor, local_of

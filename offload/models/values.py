@@ -5,39 +5,42 @@ Always true:
 - at most `workers` values are in memory
 - if ranks share values, the function gets this rank's shard of each
 - finished values stay finished, whatever happens to the next one
-- a resumed run passes each value to the function once: the value's own file notes that it was replaced
+- a resumed run passes no value that it has replaced to the function again: that is noted in the value's own file, which
+  changes together with the value; the journal, a small file beside them, lists the runs and what they cover
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 
-from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError
+from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError, MissingFileError
 from offload.memory import count_freed, return_freed
 from offload.models import log
-from offload.models.journal import RUNS, Journal, marks_of, words_of
 from offload.models.slots import Slot, is_meta, tensor_slots
 from offload.prefetch.value import page_state_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.folders import file_name, named_folder
 from offload.storage.owning import Notes, create_value, open_owned, switch_to
+from offload.storage.state_file import Kind, read_state, write_state
 from offload.storage.subclasses import refuse_lossy
 from offload.storage.write import refuse_earlier
 from offload.system.modes import inside, no_grad, no_inference
-from offload.system.reasons import some
+from offload.system.reasons import short, some
 from offload.system.regular import is_there
 from offload.tensor.arguments import checked_count, checked_dense, refuse_other_kind
 from offload.tensor.recipes import files_in
@@ -63,7 +66,7 @@ class MapReport:
     Attributes:
         replaced: those that have a new value.
         kept: those that the function gave back as they were.
-        before: those that an earlier call had done before it was interrupted.
+        before: those that an earlier call had replaced before it was interrupted.
 
     Example:
         >>> model = nn.Linear(2, 3)
@@ -95,8 +98,9 @@ def map_values(
 
     Where the values have an `offload_dir`, a small journal there records what is done. A run that was interrupted or
     killed continues when the same lines are run again with `resume=True`, also in another process that loads the
-    checkpoint anew: values that were replaced are taken from the folder, and none goes through `fn` twice. Those that
-    are loaded anew (in another dtype, or into memory) are as in the checkpoint, and are computed again.
+    checkpoint anew: values that were replaced are taken from the folder, and none of these goes through `fn` twice.
+    Those that are loaded anew (in another dtype, or into memory) are as in the checkpoint, and are computed again; and
+    `fn` sees again what it left alone.
 
     Args:
         fn: called with a name, as in the state dict, and the tensor, which is on disk if it was: ops on it read what
@@ -109,8 +113,7 @@ def map_values(
         select: which values: patterns of names (`"*.mlp.*"`), classes of the modules that hold them (`nn.Linear`),
             several of these, or a function of name and tensor. Of a tied value one name is enough. None for all.
         workers: threads; each holds the working set of one value.
-        resume: continue the run of this name; True for that of the function. If there is none it starts, and one that
-            is finished is not repeated.
+        resume: continue the run of this name; True for that of the function. If there is none it starts.
         progress: show a bar, on a terminal.
         strict_shape, strict_dtype: refuse a value of another shape or dtype.
 
@@ -135,10 +138,11 @@ def map_values(
     journal = journal_for(values, _name_of_run(fn, resume), resume=bool(resume))
     before = [value.name for value in values if is_done(value, journal)]
     todo = [value for value in values if not is_done(value, journal)]
-    with journal.kept_up(), progress_in_bytes(sum(value.nbytes for value in todo), "values", shown=progress) as advance:
+    with progress_in_bytes(sum(value.nbytes for value in todo), "values", shown=progress) as advance:
         strict = {"strict_shape": strict_shape, "strict_dtype": strict_dtype}
         walk = _Walk(fn, journal, len(before), len(values), advance, strict)
         _for_each(todo, walk.see, workers)
+    journal.finish()
     log.info("%d values replaced, %d unchanged, %d done before", len(walk.replaced), len(walk.kept), len(before))
     return MapReport(tuple(walk.replaced), tuple(walk.kept), tuple(before))
 
@@ -411,12 +415,13 @@ def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool
     journal.resume(name, sources)
     for slot in slots:
         adopt(slot, *journal.key)
-    log.info("resuming %s in %s", journal.run, folder)
+    log.info("resuming %r in %s", name, folder)
     return journal
 
 
 def is_done(slot: Slot, journal: Journal) -> bool:
-    return journal.has(slot.name, marks_on(slot.tensor))
+    """Whether the journal's run has replaced a value."""
+    return not set(journal.key).isdisjoint(marks_on(slot.tensor))
 
 
 def _name_of_run(fn: Function, resume: bool | str) -> str:
@@ -454,7 +459,6 @@ class _Walk:
         log.debug("%s: %s", value.name, "replaced" if is_new else "kept")
         with self.lock:
             (self.replaced if is_new else self.kept).append(value.name)
-            self.journal.note(value.name, replaced=is_new)
             self.advance(nbytes)
         count_freed(nbytes * _TEMPORARIES)
 
@@ -484,8 +488,8 @@ class _Walk:
         return new
 
     def _so_far(self) -> str:
-        done = self.done + len(self.replaced) + len(self.kept)
-        way_on = f"; resume={self.journal.name!r} continues from there" if self.journal.name else ""
+        done, run = self.done + len(self.replaced) + len(self.kept), self.journal.run
+        way_on = "" if run is None else f"; resume={run.name!r} continues from there"
         return f"{done} of {self.most} values were replaced and stay so{way_on}"
 
 
@@ -502,3 +506,135 @@ def _for_each(values: list[Slot], see: Callable[[Slot], None], workers: int) -> 
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+# The record of the runs over a folder's values
+
+
+NAME = ".offload-journal"  # no value's file name begins with a dot
+RUNS = "runs"  # the note in a value's file
+_KIND = Kind(what="a journal", stamp={"version": 1})
+
+
+@dataclass
+class Run:
+    """A function applied to values."""
+
+    name: str
+    key: str  # noted in the files of values that it has replaced
+    sources: dict[str, str | None]  # by value the file that it came from; None if in memory or in the folder
+    finished: bool = False  # whether it has processed all of them
+
+
+class Journal:
+    """The runs over a folder's values, and the current one; without a path, nothing is kept.
+
+    It is only replaced as a whole, and another file of its name is left as it is.
+    """
+
+    def __init__(self, path: Path | None = None, runs: Iterable[Run] = ()) -> None:
+        self.path = path
+        self.runs = list(runs)
+        self.run: Run | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return () if self.run is None else (self.run.key,)
+
+    @classmethod
+    def open(cls, folder: Path) -> Journal:
+        """The journal of a folder, perhaps an empty one. Raises `JournalError` for another file, and `ReadError`."""
+        path = folder / NAME
+        try:
+            return cls(path, [_checked(run) for run in read_state(path, _KIND)["runs"]])
+        except MissingFileError:
+            return cls(path)
+        except (ValueError, KeyError, TypeError) as error:
+            raise JournalError(
+                f"{path} can't be read as a journal ({type(error).__name__}: {short(error)}): remove it to start "
+                "again, or take another offload_dir"
+            ) from error
+
+    def resume(self, name: str, sources: Mapping[str, str | None]) -> None:
+        """Continue the run of that name, or start one; `JournalError` if it had other values, or another is open."""
+        self.run = next((run for run in self.runs if run.name == name), None)
+        if self.run is not None:
+            self._refuse_others(self.run, sources)
+            return
+        unfinished = next((run for run in self.runs if not run.finished), None)
+        if unfinished is not None:
+            raise JournalError(
+                f"{self.path} is the journal of another run, {unfinished.name!r}, and {name!r} can't start before that "
+                "ends: call it again with resume=True, take another offload_dir, or remove the journal to give it up"
+            )
+        self._add(name, sources)
+
+    def begin(
+        self, name: str, sources: Mapping[str, str | None], marks: Iterable[str], *, goes_on: bool = False
+    ) -> None:
+        """Start a run in place of abandoned ones; one of this name `goes_on`, others are a `JournalError`."""
+        seen = set(marks)
+        half = next((run for run in self.runs if not run.finished and run.key in seen), None)
+        if half is not None and goes_on and half.name == name:
+            self.run = half
+            return
+        if half is not None:
+            raise JournalError(
+                f"{self.path} has the unfinished run {half.name!r}, and these values are as it left them: call that "
+                f"one with resume=True to finish it, load the values again to begin {name!r} anew, or remove the "
+                "journal to go on from here"
+            )
+        self.runs = [run for run in self.runs if run.finished and run.name != name]
+        self._add(name, sources)
+
+    def finish(self) -> None:
+        """Note that the run has processed all its values. Raises `WriteError`."""
+        if self.run is not None:
+            self.run.finished = True
+            self._write()
+
+    def _add(self, name: str, sources: Mapping[str, str | None]) -> None:
+        self.run = Run(name, secrets.token_hex(8), dict(sources))
+        self.runs.append(self.run)
+        self._write()
+
+    def _write(self) -> None:
+        assert self.path is not None
+        write_state(self.path, _KIND, {"runs": [asdict(run) for run in self.runs]})
+
+    def _refuse_others(self, run: Run, sources: Mapping[str, str | None]) -> None:
+        """A value that is still in a checkpoint must be in the same one as when the run began."""
+        strangers = sorted(run.sources.keys() ^ sources.keys())
+        both = run.sources.keys() & sources.keys()
+        moved = sorted(name for name in both if sources[name] not in (None, run.sources[name]))
+        if not (strangers or moved):
+            return
+        what = (
+            f"over {len(run.sources)} values, this one is over {len(sources)}: {some(map(repr, strangers), 3)} differ"
+        )
+        if not strangers:
+            was, now = run.sources[moved[0]] or "the folder", sources[moved[0]]
+            what = f"over other files: {moved[0]!r} was in {was}, now it is in {now}"
+        raise JournalError(
+            f"{self.path} is the journal of another run: {run.name!r} is {what}. Take another offload_dir, or another "
+            "name (resume='a name'), or remove the journal to start again"
+        )
+
+
+def words_of(file: TensorFile) -> str:
+    """A file and its state as text that does not change when its folder is moved."""
+    return f"{file.path.name} ({file.identity.size} bytes, modified {file.identity.modified})"
+
+
+def marks_of(file: TensorFile) -> tuple[str, ...]:
+    """The keys of the runs that the value in a file has gone through."""
+    keys = file.notes.get(RUNS)
+    return tuple(key for key in keys if isinstance(key, str)) if isinstance(keys, list) else ()
+
+
+def _checked(raw: Mapping[str, Any]) -> Run:
+    run = Run(**raw)
+    kinds = [type(part) for part in (run.name, run.key, run.sources, run.finished)]
+    if kinds != [str, str, dict, bool] or not all(isinstance(source, str | None) for source in run.sources.values()):
+        raise ValueError("a run is malformed")
+    return run

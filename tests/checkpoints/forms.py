@@ -37,13 +37,11 @@ class Form:
     Attributes:
         write: fills an empty folder.
         plain: loads the folder in memory, dequantized; the reference for every weight.
-        note: what is involved in loading it, and what the pieces are.
         options: for `from_pretrained`, in addition to the path: a GGUF file's name, a dtype.
     """
 
     write: Callable[[Path], None]
     plain: Load
-    note: str
     options: Mapping[str, Any]
 
 
@@ -208,6 +206,16 @@ def rewrite(folder: Path, entry: Entry, quantization: Mapping[str, Any] | None) 
     if quantization is not None:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+
+
+def empty_model(folder: Path) -> Any:
+    """A model on the meta device, as the folder's configuration says."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(config, dtype=config.dtype)
 
 
 def split(folder: Path) -> None:
@@ -475,12 +483,6 @@ def _packed(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range
     return torch.where(words > 2**31 - 1, words - 2**32, words).to(torch.int32)  # type: ignore[arg-type]
 
 
-def _unpacked(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """The 4-bit integers that `_packed` packed."""
-    places = [(words.to(torch.int64) >> (4 * order.index(source))) & 15 for source in range(8)]
-    return torch.stack(places, dim + 1).flatten(dim, dim + 1)
-
-
 def _four_bits(value: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Integers (inputs, outputs), zero points and float16 scales (groups, outputs) for a weight (outputs, inputs)."""
     columns = value.float().T  # (inputs, outputs)
@@ -515,11 +517,21 @@ def _gptq(*, act_order: bool) -> Callable[[Path], None]:
     return write
 
 
-def _gptq_reference(pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
-    """scale x (integer - zero point), in float16."""
-    groups = pieces["g_idx"].long()
-    integers, zeros = _unpacked(pieces["qweight"], 0), (_unpacked(pieces["qzeros"], 1) + 1) % 16
-    return (pieces["scales"][groups] * (integers - zeros[groups]).half()).T
+def integers_in(words: torch.Tensor, dim: int, bits: int = 4, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """The integers in words, from the lowest bits, along a dimension; `order` is the place of each in a word."""
+    places = [(words.to(torch.int64) >> bits * place) & 2**bits - 1 for place in order or range(32 // bits)]
+    return torch.stack(places, dim + 1).flatten(dim, dim + 1)
+
+
+def times_scales(integers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor) -> Any:
+    """In the dtype of the scales."""
+    return (scales[groups] * (integers - zeros[groups]).to(scales.dtype)).T
+
+
+def gptq_weight(pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
+    bits, more = config["bits"], int(config["checkpoint_format"] == "gptq")
+    zeros = (integers_in(pieces["qzeros"], 1, bits) + more) % 2**bits
+    return times_scales(integers_in(pieces["qweight"], 0, bits), zeros, pieces["scales"], pieces["g_idx"].long())
 
 
 def _awq(folder: Path) -> None:
@@ -540,11 +552,11 @@ def _awq(folder: Path) -> None:
     )
 
 
-def _awq_reference(pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
-    """scale x (integer - zero point), in float16."""
-    integers, zeros = (_unpacked(pieces[name], 1, _AWQ_ORDER) for name in ("qweight", "qzeros"))
-    spread = [part.repeat_interleave(config["group_size"], 0) for part in (zeros, pieces["scales"])]
-    return ((integers - spread[0]).half() * spread[1]).T
+def awq_weight(pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
+    order = tuple(map(_AWQ_ORDER.index, range(8)))
+    integers, zeros = (integers_in(pieces[name], 1, order=order) for name in ("qweight", "qzeros"))
+    groups = torch.arange(len(integers)) // (len(integers) // len(zeros))
+    return times_scales(integers, zeros, pieces["scales"], groups)
 
 
 # --- GGUF ---------------------------------------------------------------------------------------------------------
@@ -597,31 +609,26 @@ def _table() -> Iterator[tuple[str, Form]]:
 
 
 def _of_floats() -> Iterator[tuple[str, Form]]:
-    """Unquantized: values are joined, split, transposed or cast."""
-
-    def form(note: str, write: Callable[[Path], None], **options: Any) -> Form:
-        return Form(write, loaded(**options), note, options)
-
-    yield "llama", form("nothing: what is stored is the value", written("llama"))
-    for name in ("mixtral", "qwen3_moe", "deepseek_v3"):
-        yield name, form("MergeModulelist(0), Concatenate(1): experts are stored apart", written(name))
-    yield "gpt_oss", form("nothing: stored joined, (experts, inputs, outputs)", written("gpt_oss"))
-    yield "hrm_text", form("Chunk(0): four projections are stored as one, and gate and up", written("hrm_text"))
-    yield "olmo_hybrid", form("Concatenate(0): three convolutions are stored apart", written("olmo_hybrid"))
-    yield "inkling2_text", form("Interleave(1): rows of gate and up alternate", written("inkling2_text"))
-    for stored, asked in (("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")):
-        for name in ("llama", "qwen3_moe"):
-            write = written(name, getattr(torch, stored))
-            yield f"{name}-{stored}-as-{asked}", form("a cast, at reading", write, dtype=getattr(torch, asked))
+    """Unquantized: values are joined (experts, convolutions), split, transposed, interleaved or cast."""
+    for name in (
+        *("llama", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "hrm_text", "olmo_hybrid", "inkling2_text"),
+    ):
+        yield name, Form(written(name), loaded(), {})
+    for name, stored, asked in (
+        ("llama", "float32", "bfloat16"),
+        ("qwen3_moe", "float32", "bfloat16"),
+        ("qwen3_moe", "bfloat16", "float32"),
+        ("qwen3_moe", "float16", "bfloat16"),
+    ):
+        options = {"dtype": getattr(torch, asked)}
+        yield f"{name}-{stored}-as-{asked}", Form(written(name, getattr(torch, stored)), loaded(**options), options)
 
 
 def _of_fp8() -> Iterator[tuple[str, Form]]:
     """Formats of DeepSeek and Qwen, and variants; gpt-oss."""
 
-    note = "Fp8Dequantize(weight, weight_scale_inv), then what the model joins"
-
     def form(write: Callable[[Path], None]) -> Form:
-        return Form(write, loaded(quantization=_fp8_dequantized), note, {})
+        return Form(write, loaded(quantization=_fp8_dequantized), {})
 
     yield "fp8-llama", form(fp8("llama"))
     yield "fp8-llama-shards", form(fp8("llama", apart=True))
@@ -636,14 +643,12 @@ def _of_fp8() -> Iterator[tuple[str, Form]]:
     # transformers 5.23 derives the block size from the shapes, so it refuses 320 rows in 3 blocks, and DeepSeek-V3's
     # 576 in 5; 192 rows in 2 it decodes with blocks of 96.
     part = fp8("llama", intermediate_size=320)
-    yield "fp8-part-block", Form(part, decoded(_fp8_reference, "weight_scale_inv"), note, {})
-    yield "mxfp4-gpt_oss", Form(_mxfp4, loaded(quantization=_mxfp4_dequantized), "Mxfp4Dequantize(blocks, scales)", {})
+    yield "fp8-part-block", Form(part, decoded(_fp8_reference, "weight_scale_inv"), {})
+    yield "mxfp4-gpt_oss", Form(_mxfp4, loaded(quantization=_mxfp4_dequantized), {})
 
 
 def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
     """Formats of llm-compressor."""
-
-    note = "CompressedTensorsDequantize(every serialized name), then what the model joins"
     by_package = decoded(_compressed_reference, "weight_scale")
 
     def plain(folder: Path) -> nn.Module:
@@ -654,12 +659,12 @@ def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
         return loaded(quantization=_decompressed)(folder)
 
     def form(scheme: str, form: str, model_type: str = "llama", **options: Any) -> Form:
-        return Form(_compressed(scheme, form, model_type, **options), plain, note, {})
+        return Form(_compressed(scheme, form, model_type, **options), plain, {})
 
     group = {"group_size": 32}
     yield "ct-w4a16", form("W4A16", "pack-quantized", **group)
     asym = _compressed("W4A16_ASYM", "pack-quantized", **group)  # its own modules don't support packed zero points
-    yield "ct-w4a16-asym", Form(asym, loaded(quantization=_decompressed), note, {})
+    yield "ct-w4a16-asym", Form(asym, loaded(quantization=_decompressed), {})
     yield "ct-w4a16-channel", form("W4A16", "pack-quantized", group_size=None, strategy="channel")
     yield "ct-w4a16-qwen3_moe", form("W4A16", "pack-quantized", "qwen3_moe", **group)
     yield "ct-w8a16", form("W8A16", "pack-quantized", **group)
@@ -670,9 +675,9 @@ def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
     yield "ct-w8a8", form("INT8", "int-quantized")
     yield "ct-nvfp4a16", form("NVFP4A16", "nvfp4-pack-quantized")
     # transformers 5.23 refuses experts in W8A8, and ignores the global scale of those in NVFP4.
-    yield "ct-w8a8-qwen3_moe", Form(_compressed("INT8", "int-quantized", "qwen3_moe"), by_package, note, {})
+    yield "ct-w8a8-qwen3_moe", Form(_compressed("INT8", "int-quantized", "qwen3_moe"), by_package, {})
     nvfp4 = _compressed("NVFP4A16", "nvfp4-pack-quantized", "qwen3_moe")
-    yield "ct-nvfp4a16-qwen3_moe", Form(nvfp4, by_package, note, {})
+    yield "ct-nvfp4a16-qwen3_moe", Form(nvfp4, by_package, {})
 
 
 def _of_packages() -> Iterator[tuple[str, Form]]:
@@ -683,52 +688,46 @@ def _of_packages() -> Iterator[tuple[str, Form]]:
         "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
         "int8": {"load_in_8bit": True},
     }.items():
-        note = (
-            "Bnb8bitDeserialize(weight, SCB)" if name == "int8" else "Bnb4bitDeserialize(weight, absmax, quant_map...)"
-        )
-        yield f"bnb-{name}", Form(_quantized(_bnb(**options)), _dequantized, note, {})
+        yield f"bnb-{name}", Form(_quantized(_bnb(**options)), _dequantized, {})
     for name, config in {
         "int8": _torchao("Int8WeightOnlyConfig", set_inductor_config=False),
         "int4": _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),
         "float8": _torchao("Float8WeightOnlyConfig", set_inductor_config=False),
     }.items():
-        note = "TorchAoDeserialize(_weight_qdata, _weight_scale...): the value is a subclass"
-        yield f"torchao-{name}", Form(_quantized(config, hidden_size=256), loaded(), note, {})
+        yield f"torchao-{name}", Form(_quantized(config, hidden_size=256), loaded(), {})
     for linear, mode in (("bitlinear", "offline"), ("autobitlinear", "offline"), ("autobitlinear", "online")):
-        note = "BitNetDeserialize(weight)" if mode == "offline" and linear == "autobitlinear" else "a renaming"
-        yield f"bitnet-{linear}-{mode}", Form(_bitnet(linear, mode), loaded(), note, {})
-    note = "the definition: the packages do not install on a CPU"
-    yield "gptq", Form(_gptq(act_order=False), decoded(_gptq_reference, "qweight"), note, {})
-    yield "gptq-act-order", Form(_gptq(act_order=True), decoded(_gptq_reference, "qweight"), note, {})
-    yield "awq", Form(_awq, decoded(_awq_reference, "qweight"), note, {})
+        yield f"bitnet-{linear}-{mode}", Form(_bitnet(linear, mode), loaded(), {})
+    # by definition: the packages do not install on a CPU
+    yield "gptq", Form(_gptq(act_order=False), decoded(gptq_weight, "qweight"), {})
+    yield "gptq-act-order", Form(_gptq(act_order=True), decoded(gptq_weight, "qweight"), {})
+    yield "awq", Form(_awq, decoded(awq_weight, "qweight"), {})
 
 
 def _of_gguf() -> Iterator[tuple[str, Form]]:
-    """Every kind that the gguf package decodes, in a one-layer Llama; and shapes that need special treatment."""
+    """Every kind that the gguf package decodes, in a one-layer Llama; and shapes that need special treatment.
 
-    def form(write: Callable[[Path], None], note: str, **options: Any) -> Form:
+    The last ones are loaded by conversions, as `lfm2`; the others by `gguf.dequantize` in numpy and tensor processors.
+    """
+
+    def form(write: Callable[[Path], None], **options: Any) -> Form:
         given = {"gguf_file": "model.gguf", **options}
-        return Form(write, loaded(**given), note, given)
+        return Form(write, loaded(**given), given)
 
-    old = "no ops: gguf.dequantize in numpy, float32, then transformers' tensor processors"
-    new = "Dequantize(blocks) of integrations.gguf, the model's ops, Cast"
     for kind in KINDS:
-        yield f"gguf-{kind.lower()}", form(_gguf(kind, num_hidden_layers=1), old)
-    yield "gguf-q4_k_m", form(_gguf(_mostly_q4_k), old)
-    yield "gguf-q4_k_m-bfloat16", form(_gguf(_mostly_q4_k), old, dtype=torch.bfloat16)
-    yield "gguf-tied", form(_gguf("Q8_0", tie_word_embeddings=True), old)
-    yield "gguf-qwen2", form(_gguf("Q8_0", "qwen2"), old)
-    yield "gguf-qwen3", form(_gguf("Q8_0", "qwen3", head_dim=128), old)  # the head size is not read from the file
-    yield "gguf-qwen3_moe", form(_gguf("Q8_0", "qwen3_moe", moe_intermediate_size=768), old)  # nor is the experts' size
-    for kind in ("F16", "Q8_0", "Q4_K"):
-        yield f"gguf-lfm2-{kind.lower()}", form(_gguf(kind, "lfm2"), new)
-    yield "gguf-qwen3_5", form(_gguf("Q8_0", "qwen3_5_text"), new)
-    yield "gguf-qwen3_5_moe", form(_gguf("Q8_0", "qwen3_5_moe_text"), new)
-    yield (
-        "gguf-qwen3_5_moe-bfloat16",
-        form(_gguf("Q4_K", "qwen3_5_moe_text", moe_intermediate_size=256), new, dtype=torch.bfloat16),
-    )
-    yield "gguf-qwen3_5-bfloat16", form(_gguf("Q4_K", "qwen3_5_text"), new, dtype=torch.bfloat16)
+        yield f"gguf-{kind.lower()}", form(_gguf(kind, num_hidden_layers=1))
+    yield "gguf-q4_k_m", form(_gguf(_mostly_q4_k))
+    yield "gguf-q4_k_m-bfloat16", form(_gguf(_mostly_q4_k), dtype=torch.bfloat16)
+    yield "gguf-tied", form(_gguf("Q8_0", tie_word_embeddings=True))
+    yield "gguf-qwen2", form(_gguf("Q8_0", "qwen2"))
+    yield "gguf-qwen3", form(_gguf("Q8_0", "qwen3", head_dim=128))  # the head size is not read from the file
+    yield "gguf-qwen3_moe", form(_gguf("Q8_0", "qwen3_moe", moe_intermediate_size=768))  # nor is the experts' size
+    for kind in ("F16", "Q4_K"):
+        yield f"gguf-lfm2-{kind.lower()}", form(_gguf(kind, "lfm2"))
+    yield "gguf-qwen3_5", form(_gguf("Q8_0", "qwen3_5_text"))
+    yield "gguf-qwen3_5_moe", form(_gguf("Q8_0", "qwen3_5_moe_text"))
+    sizes = {"moe_intermediate_size": 256}
+    yield "gguf-qwen3_5_moe-bfloat16", form(_gguf("Q4_K", "qwen3_5_moe_text", **sizes), dtype=torch.bfloat16)
+    yield "gguf-qwen3_5-bfloat16", form(_gguf("Q4_K", "qwen3_5_text"), dtype=torch.bfloat16)
 
 
 FORMS: dict[str, Form] = dict(_table())

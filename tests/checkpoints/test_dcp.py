@@ -8,7 +8,6 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from offload.checkpoints.dcp import Shard, _is_cut_into
 from offload.checkpoints.verify import verify
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.tensor.views import handle_of
-from tests.processes import in_fork, run_script
+from tests.processes import run_script
 
 STATE = {
     "weight": torch.arange(35.0).reshape(5, 7),
@@ -146,49 +145,6 @@ def test_shards_are_a_recipe(sharded: Path) -> None:
         assert not handle_of(found[name]).owned
         assert (handle_of(found[name]).composed is None) == (name == "same")
     assert before == contents(sharded / "saved")
-
-
-def test_a_write_gives_a_sharded_value_a_file_of_its_own(sharded: Path, tmp_path: Path) -> None:
-    before = contents(sharded / "saved")
-    rows = offload.load_file(sharded / "saved", offload_dir=tmp_path)["rows"]
-
-    rows[3] = -1.0
-
-    assert [tmp_path / "rows.safetensors"] == list(tmp_path.iterdir())
-    expected = torch.arange(70.0).reshape(10, 7)
-    expected[3] = -1.0
-    assert torch.equal(expected, load_file(tmp_path / "rows.safetensors")["rows"])
-    assert before == contents(sharded / "saved")
-
-
-def test_a_sharded_value_is_read_in_a_forked_process(sharded: Path) -> None:
-    found, expected = offload.load_file(sharded / "saved"), torch.load(sharded / "whole.pt")
-
-    assert in_fork(lambda: [_assert(same(value, found[name])) for name, value in expected.items()])
-
-
-def _assert(fact: bool) -> None:
-    assert fact
-
-
-def test_another_process_gets_the_reference(sharded: Path, tmp_path: Path) -> None:
-    """For a value with several writers, and for one with a single writer."""
-    found = offload.load_file(sharded / "saved")
-    sent = ForkingPickler.dumps([found["rows"], found["same"]])
-    (tmp_path / "sent").write_bytes(sent)
-
-    told = run_script(
-        """
-        import pickle, sys, offload
-        with open(sys.argv[1], "rb") as file:
-            rows, same = pickle.load(file)
-        print(rows.sum().item(), same.sum().item())
-        """,
-        tmp_path / "sent",
-    )
-
-    assert len(sent) < 10_000
-    assert told.split() == [str(torch.arange(70.0).sum().item()), "15.0"]
 
 
 @pytest.mark.parametrize("nest", [("model",), ("app", "model"), ("state_dict",), ()])
@@ -350,7 +306,7 @@ def _tiles(shape: tuple[int, ...], seed: int) -> list[Shard]:
     return [Shard("file", "key", 0, 1, *box) for box in boxes if 0 not in box[1]]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_shards_tile_a_shape_if_each_element_is_in_one_of_them(seed: int) -> None:
     rng = random.Random(seed)
     shape = (6, 5, 4)[: 1 + seed % 3]

@@ -19,14 +19,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer
 
 import offload
 from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from offload.tensor.views import handle_of
-from tests.checkpoints.forms import FORMS, PROMPT, Form, Outcome, loaded, model_of, outcome
+from tests.checkpoints.forms import FORMS, PROMPT, Form, Outcome, empty_model, loaded, model_of, outcome
 from tests.checkpoints.pieces import losses_of_an_adapter
 from tests.conftest import contents
 from tests.processes import in_fork, run_script
@@ -131,12 +131,6 @@ def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(PROMPT).logits
     return found
-
-
-def empty_model(folder: Path) -> Any:
-    config = AutoConfig.from_pretrained(folder)
-    with offload.init_empty_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=config.dtype)
 
 
 class TestForm:
@@ -281,19 +275,21 @@ class TestForm:
         with torch.no_grad():
             model.model.layers[0].self_attn.o_proj.weight.mul_(2)
         wanted = outcome(model)
-        model.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path / "theirs")
+        offload.save_checkpoint(model, tmp_path / "ours")
 
-        before, after = values_in(written.folder), values_in(tmp_path)
+        before = values_in(written.folder)
         module = "model.layers.0.self_attn.o_proj"
-        assert {one for one in after if one.startswith(module)} == {f"{module}.weight"}
-        assert after[f"{module}.weight"].dtype == torch.bfloat16
         others = {one for one in before if not one.startswith(module)}
-        assert others == after.keys() - {f"{module}.weight"}
-        assert all(same(before[one], after[one]) for one in others)
         method = written.quantization["quant_method"]
         key = {"bitsandbytes": "llm_int8_skip_modules", "compressed-tensors": "ignore"}.get(method)
-        assert {module, "lm_head"} <= set(quantization_in(tmp_path)[key or "modules_to_not_convert"])
-        for again in (written.form.plain(tmp_path), offload.from_pretrained(tmp_path)):
+        for folder in (tmp_path / "theirs", tmp_path / "ours"):
+            after = values_in(folder)
+            assert {*others, f"{module}.weight"} == after.keys()
+            assert after[f"{module}.weight"].dtype == torch.bfloat16
+            assert all(same(before[one], after[one]) for one in others)
+            assert {module, "lm_head"} <= set(quantization_in(folder)[key or "modules_to_not_convert"])
+        for again in (written.form.plain(tmp_path / "theirs"), offload.from_pretrained(tmp_path / "ours")):
             assert torch.equal(outcome(again).logits, wanted.logits)
 
     @each(RELOADED)

@@ -12,6 +12,9 @@ import torch
 import offload
 from offload.checkpoints.forms.formats import unpacked
 from offload.errors import CheckpointError
+from offload.storage.layout import contiguous
+from offload.tensor.recipes import Joined, Piece
+from offload.tensor.views import handle_of
 from tests.checkpoints.pieces import bits_of, random_bytes, random_scales, stored
 
 Pieces = dict[str, torch.Tensor]
@@ -112,3 +115,13 @@ def test_columns_in_another_order_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"layer\.weight_g_idx.*actorder"):
         dense_of(tmp_path, {**pieces, "weight_g_idx": torch.arange(COLUMNS)}, config)
+
+
+def test_a_weight_is_rounded_to_its_own_dtype_before_another_one(tmp_path: Path) -> None:
+    """A float32 model sees the rounding of a bfloat16 scale's products."""
+    weight = dense_of(tmp_path, *words())
+
+    in_float32 = Joined(contiguous(torch.float32, (ROWS, COLUMNS)), [Piece(handle_of(weight))], [(0, 0)]).value()
+
+    assert torch.bfloat16 == weight.dtype
+    assert torch.equal(weight.materialize().to(torch.float32), in_float32)

@@ -111,7 +111,7 @@ KILLED = """
 
 @pytest.mark.parametrize(
     ("name", "to"),
-    [("fp8-llama", "safetensors"), ("bnb-nf4", "safetensors"), ("gguf-q4_k_m", "safetensors"), ("bnb-nf4", "offload")],
+    [("fp8-llama", "safetensors"), ("gguf-q4_k_m", "safetensors"), ("bnb-nf4", "offload")],
 )
 def test_after_a_kill_the_rest_is_dequantized(
     name: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

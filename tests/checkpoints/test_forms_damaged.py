@@ -1,104 +1,72 @@
-"""A checkpoint in FP8 or GGUF that does not fit itself is refused when it is loaded: tensor and file are named."""
+"""A packed checkpoint that does not fit itself is refused when it is loaded: tensor and file are named."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import offload
 from offload.checkpoints.conversion import convert_checkpoint
+from offload.checkpoints.forms.formats import unpacked
 from offload.errors import CheckpointError, CorruptFileError
 from tests.checkpoints.forms import FORMS
-
-Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
-
-
-def written_with(folder: Path, size: Any, change: Change = lambda values, _: None, form: str = "fp8-llama") -> Path:
-    """The file of a checkpoint whose configuration says this block size, after a change."""
-    FORMS[form].write(folder)
-    file, settings = folder / "model.safetensors", folder / "config.json"
-    values, config = load_file(file), json.loads(settings.read_text())
-    change(values, config["quantization_config"])
-    save_file(values, file, {"format": "pt"})
-    config["quantization_config"]["weight_block_size"] = size
-    settings.write_text(json.dumps(config))
-    return file
+from tests.checkpoints.pieces import stored
 
 
-def one_scale(*shape: int) -> Change:
-    """Each weight has a single scale of this shape."""
-    return lambda values, _: values.update(
-        {name: value.flatten()[0].reshape(shape).clone() for name, value in values.items() if "_scale_inv" in name}
-    )
+def fp8(folder: Path, size: Any, rows: int, columns: int, scales: torch.Tensor) -> Any:
+    """A weight of a checkpoint whose configuration says this block size."""
+    weight = torch.ones(rows, columns).to(torch.float8_e4m3fn)
+    pieces = stored(folder, {"w.weight": weight, "w.weight_scale_inv": scales})
+    return unpacked(pieces, {"quant_method": "fp8", "weight_block_size": size})["w.weight"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("size", [[64, 64], [64, 128], [128, 64], [1, 32], [128], [0, 128], [128, 128.5], "128"])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_single_scale_for_more_than_a_block_is_refused(size: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Each weight has 128 columns at least, and 128 rows, or 64 for keys and values."""
-    file = written_with(tmp_path, size, one_scale(*shape))
-
-    with pytest.raises(CheckpointError, match=r"_proj\.weight' can't be made .*do not cover it") as raised:
-        offload.from_pretrained(tmp_path)
-
-    assert str(file) in str(raised.value)
+    with pytest.raises(CheckpointError, match=rf"'w\.weight' can't be made .*{tmp_path}.*do not cover it"):
+        fp8(tmp_path, size, 128, 128, torch.full(shape, 3.0))
 
 
-@pytest.mark.parametrize("size", [None, [256, 256], [1024, 512]])
+@pytest.mark.parametrize("size", [None, [128, 128], [256, 256], [1024, 512]])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_single_scale_that_the_configuration_allows_is_used(
     size: Any, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     """For the whole weight: there are no blocks, or it is not larger than one."""
-    file = written_with(tmp_path, size, one_scale(*shape))
-    stored = load_file(file)
+    assert torch.equal(torch.full((128, 128), 3.0), fp8(tmp_path, size, 128, 128, torch.full(shape, 3.0)).materialize())
 
-    found = offload.from_pretrained(tmp_path).state_dict()
 
-    packed = [name for name in stored if f"{name}_scale_inv" in stored]
-    assert packed
-    for name in packed:
-        expected = (stored[name].float() * stored[f"{name}_scale_inv"]).to(found[name].dtype)
-        assert torch.equal(expected, found[name].materialize())
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+def test_a_single_scale_for_several_experts_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Each has its own."""
+    experts = {"w.weight": torch.ones(2, 64, 64).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(shape)}
+
+    with pytest.raises(CheckpointError, match=r"in blocks of \[128, 128\], they do not cover it"):
+        unpacked(stored(tmp_path, experts), {"quant_method": "fp8", "weight_block_size": [128, 128]})
 
 
 def test_blocks_of_no_stated_size_that_are_not_equal_are_refused(tmp_path: Path) -> None:
     """320 rows with three scales: blocks of 128, 120 or 107 would all do."""
-    file = written_with(tmp_path, None, form="fp8-part-block")
-
-    with pytest.raises(CheckpointError, match="no weight_block_size, and they do not divide it evenly") as raised:
-        offload.from_pretrained(tmp_path)
-
-    assert str(file) in str(raised.value)
+    with pytest.raises(CheckpointError, match="no weight_block_size, and they do not divide it evenly"):
+        fp8(tmp_path, None, 320, 128, torch.ones(3, 1))
 
 
-def _with_kind(stored: bytes, name: bytes, kind: int) -> bytes:
-    """A GGUF file that says another kind of a tensor: after its name, the number of its sides, and these."""
-    at = stored.index(name) + len(name)
-    (sides,) = struct.unpack_from("<I", stored, at)
-    at += 4 + 8 * sides
-    return stored[:at] + struct.pack("<I", kind) + stored[at + 4 :]
+@pytest.mark.parametrize("size", [70, 50, 36, 64])
+def test_awq_whose_groups_do_not_divide_the_inputs_is_refused(size: int, tmp_path: Path) -> None:
+    """Whether the last group is the shorter one, nothing says, and no package packs such weights."""
+    words = torch.zeros(96, 48 // 8, dtype=torch.int32)
+    groups = -(-96 // size)
+    pieces = {"w.qweight": words, "w.qzeros": words[:groups].clone(), "w.scales": torch.ones(groups, 48).half()}
 
-
-@pytest.mark.parametrize("kind", [4, 99], ids=["one that was taken back", "one that never was"])
-def test_a_kind_of_blocks_that_is_not_known_is_refused(kind: int, tmp_path: Path) -> None:
-    FORMS["gguf-q8_0"].write(tmp_path)
-    file = tmp_path / "model.gguf"
-    file.write_bytes(_with_kind(file.read_bytes(), b"blk.0.attn_q.weight", kind))
-
-    with pytest.raises((CheckpointError, CorruptFileError)) as raised:
-        offload.from_pretrained(file)
-
-    assert str(file) in str(raised.value)
+    with pytest.raises(CheckpointError, match=rf"'w.weight' .*96 inputs .*groups of {size}"):
+        unpacked(stored(tmp_path, pieces), {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"})
 
 
 @pytest.mark.parametrize("kind", ["Q8_1", "Q8_K", "Q1_0"])
@@ -147,14 +115,3 @@ def test_bitsandbytes_is_recognised_without_the_methods_name(form: str, tmp_path
     assert {"model.layers.1.mlp.down_proj", "lm_head"} <= set(saved["llm_int8_skip_modules"])
     with pytest.raises(CheckpointError, match=r"quantized \(bitsandbytes\)"):
         convert_checkpoint(tmp_path / "unnamed", tmp_path / "cast", dtype=torch.float32)
-
-
-@pytest.mark.parametrize("name", ["gguf-q8_0", "gguf-q4_k_m"])
-@pytest.mark.parametrize("left", [-1, -100, -5000])
-def test_blocks_that_are_cut_off_are_refused(name: str, left: int, tmp_path: Path) -> None:
-    FORMS[name].write(tmp_path)
-    file = tmp_path / "model.gguf"
-    file.write_bytes(file.read_bytes()[:left])
-
-    with pytest.raises(CorruptFileError, match=str(file)):
-        offload.from_pretrained(file)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from bench.models import fp8_experts, toy_fp8_experts
 from tests.checkpoints.gguf_files import write_gguf
-from tests.checkpoints.pieces import random_bytes, random_scales
 from tests.processes import run_script
-
-Pieces = dict[str, torch.Tensor]
 
 # Arguments: a small model, for imports; a large one; the budget.
 THREE_FORWARDS = """
@@ -41,73 +38,20 @@ THREE_FORWARDS = """
 """
 
 
-def fp8(name: str, rows: int, columns: int) -> Pieces:
-    return {
-        name: (random_bytes(rows, columns) & 0xB7).view(torch.float8_e4m3fn),  # below 2, and finite
-        f"{name}_scale_inv": random_scales(rows // 128, columns // 128),
-    }
+def experts(folder: Path, *, is_small: bool) -> Path:
+    """A mixture in FP8."""
+    sizes = {"vocab_size": 256, "hidden_size": 1024, "intermediate_size": 512, "moe_intermediate_size": 512}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 32}
+    return toy_fp8_experts(folder, 0) if is_small else fp8_experts(folder, 0, layers=2, sizes=sizes)
 
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-
-LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16}
-EXPERTS = {
-    "hidden_size": 1024,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 512,
-    "num_experts": 32,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-
-
-def empty_model(model_type: str, dtype: torch.dtype, **sizes: Any) -> Any:
-    """A model on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(model_type, **sizes, vocab_size=256, tie_word_embeddings=False, dtype=dtype)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-def packed(entry: Callable[[str, int, int], Pieces], quantization: Mapping[str, Any], model_type: str = "llama") -> Any:
-    """A function that writes a model of these sizes, with linear weights from `entry`; experts are separate."""
-
-    def write(folder: Path, **sizes: Any) -> Path:
-        model = empty_model(model_type, torch.bfloat16, **sizes)
-        entries: Pieces = {}
-        for name, value in model.state_dict().items():
-            if value.dim() == 3:
-                entries |= _experts(entry, name, value)
-            elif value.dim() == 2 and "proj" in name:
-                entries |= entry(name, *value.shape)
-            else:
-                entries[name] = random_scales(*value.shape, dtype=value.dtype)
-        folder.mkdir()
-        save_file(entries, folder / "model.safetensors", metadata={"format": "pt"})
-        model.config.save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-        return folder
-
-    return write
-
-
-def _experts(entry: Callable[[str, int, int], Pieces], name: str, value: torch.Tensor) -> Pieces:
-    stem, _, part = name.rpartition(".")
-    count, rows, columns = value.shape
-    parts = {"down_proj": rows} if part == "down_proj" else {"gate_proj": rows // 2, "up_proj": rows // 2}
-    entries: Pieces = {}
-    for number in range(count):
-        for projection, height in parts.items():
-            entries |= entry(f"{stem}.{number}.{projection}.weight", height, columns)
-    return entries
-
-
-def gguf(folder: Path, **sizes: Any) -> Path:
+def gguf(folder: Path, *, is_small: bool) -> Path:
     """A file of Q4_K with random blocks."""
-    model = empty_model("llama", torch.float32, **sizes)
+    width = 256 if is_small else 2048
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": width // 128}
+    config = LlamaConfig(**sizes, vocab_size=256, num_hidden_layers=1 if is_small else 3)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     for module in model.modules():
         for name, value in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.ones(1).expand(value.shape), requires_grad=False))
@@ -115,21 +59,10 @@ def gguf(folder: Path, **sizes: Any) -> Path:
     return write_gguf(model, folder / "model.gguf", "Q4_K")
 
 
-@pytest.mark.parametrize(
-    ("write", "sizes", "layers"),
-    [
-        pytest.param(packed(fp8, FP8), LLAMA, 2, id="FP8"),
-        pytest.param(packed(fp8, FP8, "qwen3_moe"), EXPERTS, 2, id="experts of FP8"),
-        pytest.param(gguf, LLAMA, 3, id="GGUF"),
-    ],
-)
-def test_a_packed_model_past_the_budget_takes_no_more_than_it(
-    write: Callable[..., Path], sizes: dict[str, int], layers: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("write", [experts, gguf])
+def test_a_packed_model_past_the_budget_takes_no_more_than_it(write: Callable[..., Path], tmp_path: Path) -> None:
     """At least 100 MB packed, two to eight times that dense; budget 64 MiB. Nothing is written."""
-    small_sizes = {**sizes, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2}
-    small = write(tmp_path / "small", **{**small_sizes, "num_key_value_heads": 2, "num_hidden_layers": 1})
-    large = write(tmp_path / "large", **sizes, num_hidden_layers=layers)
+    small, large = write(tmp_path / "small", is_small=True), write(tmp_path / "large", is_small=False)
 
     said = json.loads(run_script(THREE_FORWARDS, small, large, "64MiB"))
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import offload
 from offload.checkpoints.forms.formats import unpacked
-from tests.checkpoints.forms import _AWQ_ORDER
+from tests.checkpoints.forms import awq_weight, gptq_weight
 from tests.checkpoints.pieces import bits_of, random_bytes, random_scales, stored
 
 Made = tuple[dict[str, torch.Tensor], dict[str, Any]]  # pieces, and the configuration
@@ -38,30 +38,6 @@ def groups_of(draw: Draw) -> tuple[int, int, int]:
     """The size of a group as a configuration says it, how many there are, and the columns."""
     size, count = GROUPS[draw(0, 4)], draw(1, 4)
     return (size, 1, 32 * count) if size < 0 else (size, count, size * count)
-
-
-def integers_in(words: torch.Tensor, dim: int, bits: int = 4, order: tuple[int, ...] = ()) -> torch.Tensor:
-    """The integers in words, from the lowest bits, along a dimension; `order` is the place of each in a word."""
-    places = [(words.to(torch.int64) >> bits * place) & 2**bits - 1 for place in order or range(32 // bits)]
-    return torch.stack(places, dim + 1).flatten(dim, dim + 1)
-
-
-def times_scales(integers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor) -> Any:
-    """In the dtype of the scales."""
-    return (scales[groups] * (integers - zeros[groups]).to(scales.dtype)).T
-
-
-def gptq_weight(pieces: dict[str, torch.Tensor], config: dict[str, Any]) -> torch.Tensor:
-    bits, more = config["bits"], int(config["checkpoint_format"] == "gptq")
-    zeros = (integers_in(pieces["qzeros"], 1, bits) + more) % 2**bits
-    return times_scales(integers_in(pieces["qweight"], 0, bits), zeros, pieces["scales"], pieces["g_idx"].long())
-
-
-def awq_weight(pieces: dict[str, torch.Tensor], config: dict[str, Any]) -> torch.Tensor:
-    order = tuple(map(_AWQ_ORDER.index, range(8)))
-    integers, zeros = (integers_in(pieces[name], 1, order=order) for name in ("qweight", "qzeros"))
-    groups = torch.arange(len(integers)) // (len(integers) // len(zeros))
-    return times_scales(integers, zeros, pieces["scales"], groups)
 
 
 def gptq(draw: Draw) -> Made:
@@ -292,9 +268,25 @@ def mxfp4(draw: Draw) -> Made:
     experts, outputs, count = draw(1, 3), draw(1, 12), draw(1, 9)
     pieces = {
         "weight_blocks": random_bytes(experts, outputs, count, 16),
-        "weight_scales": random_bytes(experts, outputs, count).clamp(119, 124),
+        "weight_scales": random_bytes(experts, outputs, count),
     }
     return pieces, {"quant_method": "mxfp4"}
+
+
+def fp8_weight(pieces: dict[str, torch.Tensor], config: dict[str, Any]) -> torch.Tensor:
+    weight, scales = (piece.float() for piece in pieces.values())
+    rows, columns = config.get("weight_block_size") or weight.shape
+    if scales.dim() == 2:  # a scale for each block, or row
+        scales = scales.repeat_interleave(rows if len(scales) < len(weight) else 1, 0)[: len(weight)]
+        scales = scales.repeat_interleave(columns, 1)[:, : weight.shape[1]]
+    return weight * scales
+
+
+def fp4_weight(pieces: dict[str, torch.Tensor], config: dict[str, Any]) -> torch.Tensor:
+    """Two numbers per byte, from its low half, of e2m1; blocks of 32 columns."""
+    packed, scales = pieces["weight"].view(torch.uint8).long(), pieces["weight_scale_inv"]
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    return numbers[torch.stack([packed & 15, packed >> 4], -1).flatten(1)] * scales.repeat_interleave(32, 1)
 
 
 FORMS = {
@@ -307,6 +299,10 @@ FORMS = {
 WEIGHTS = {
     "gptq": gptq_weight,
     "awq": awq_weight,
+    "fp8": fp8_weight,
+    "fp8_in_one": fp8_weight,
+    "fp4": fp4_weight,
+    "fbgemm": fp8_weight,
     "four_bits": four_bits_weight,
     "int8": int8_weight,
     "mxfp4": mxfp4_weight,

@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload.errors import CheckpointError
-from tests.checkpoints.forms import FORMS
+from tests.checkpoints.forms import FORMS, empty_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 
@@ -139,13 +139,6 @@ def test_a_weight_beside_scales_that_is_not_packed_so_is_refused_by_name(case: s
     assert str(tmp_path / "model.safetensors") in str(raised.value)
 
 
-def empty_model(folder: Path) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-
-
 def test_a_dense_weight_of_compressed_tensors_that_has_a_scale_for_training_is_dense(tmp_path: Path) -> None:
     FORMS["ct-w8a8"].write(tmp_path)
     rewritten(tmp_path, as_dtype(torch.bfloat16))
@@ -164,7 +157,7 @@ def test_a_dense_weight_of_compressed_tensors_that_has_a_scale_for_training_is_d
 
 def test_the_scale_of_a_norm_is_kept_as_it_is(tmp_path: Path) -> None:
     from offload.checkpoints.checkpoint import open_checkpoint
-    from offload.checkpoints.forms.values import values_in
+    from offload.checkpoints.forms.formats import values_in
 
     stored = {"clip.scale": torch.ones(3), "layer.weight": torch.ones(2, 2), "layer.scale": torch.full((1, 1), 3.0)}
     save_file(stored, tmp_path / "model.safetensors")

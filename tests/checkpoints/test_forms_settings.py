@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 import offload
 from offload.checkpoints.forms.formats import FORMATS, unpacked
 from offload.errors import CheckpointError
-from tests.checkpoints.forms import FORMS
+from tests.checkpoints.forms import FORMS, empty_model
 from tests.checkpoints.pieces import stored
-from tests.checkpoints.test_forms_raw import empty_model, say
+from tests.checkpoints.test_forms_raw import say
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 
@@ -170,18 +170,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: offload.materialize(value) for name, value in offload.from_pretrained(folder).state_dict().items()}
 
 
-def test_a_layer_is_decoded_by_the_group_that_names_it_or_not_at_all(tmp_path: Path) -> None:
+def test_a_layer_that_no_group_fits_or_several_do_is_refused(tmp_path: Path) -> None:
+    """`test_forms_compressed_tensors` has the groups that are meant."""
     FORMS["ct-w4a16"].write(tmp_path)
-    right = weights(tmp_path)
     groups = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"]
     wide = {**groups["group_0"], "weights": {**groups["group_0"]["weights"], "num_bits": 8}}
     attention, others = ["re:.*self_attn.*"], ["re:.*mlp.*"]
-    in_groups = {"a": {**groups["group_0"], "targets": attention}, "b": {**groups["group_0"], "targets": ["re:.*"]}}
-    set_in(tmp_path, ("config_groups",), in_groups)
-
-    found = weights(tmp_path)
-
-    assert not [name for name in right if not torch.equal(right[name], found[name])]
     for one, other in ((attention, others), (["re:nothing"], ["re:nobody"]), (["Linear"], ["Embedding"])):
         in_groups = {"wide": {**wide, "targets": one}, "narrow": {**groups["group_0"], "targets": other}}
         set_in(tmp_path, ("config_groups",), in_groups)
@@ -211,3 +205,15 @@ def test_settings_within_settings_are_looked_at_too(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="rotation"):
         offload.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["aqlm", "auto-round", "eetq", "hqq", "quanto", "quark", "spqr", "vptq", "modelopt"])
+def test_a_form_that_is_not_decoded_is_refused_by_name(method: str, tmp_path: Path) -> None:
+    """Before anything is loaded, so that forward does not fail."""
+    FORMS["llama"].write(tmp_path)
+    say(tmp_path, {"quant_method": method, "bits": 4})
+
+    with pytest.raises(CheckpointError, match=f"packed by '{method}'") as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(tmp_path) in str(raised.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import offload
+from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, outcome
@@ -140,3 +142,34 @@ def test_inner_tensors_that_do_not_fit_are_an_error_at_load(
         offload.from_pretrained(source)
 
     assert "model.safetensors" in str(error.value)
+
+
+NOTES: tuple[dict[str, str], ...] = (
+    {"tensor_names": "["},
+    {"tensor_names": "5"},
+    {"tensor_names": '["a.w"]', "a.w": "3"},
+    {"tensor_names": '["a.w"]'},  # without a note of its own
+)
+
+
+@pytest.mark.parametrize("notes", NOTES, ids=json.dumps)
+def test_metadata_that_does_not_list_tensors_is_refused(notes: dict[str, str], tmp_path: Path) -> None:
+    file = written("torchao-int8", tmp_path / "source") / "model.safetensors"
+    save_file(load_file(file), file, {"format": "pt", **notes})
+
+    with pytest.raises(CheckpointError, match="should list tensors under tensor_names, but does not"):
+        offload.from_pretrained(tmp_path / "source")
+
+
+def test_a_cast_leaves_the_parts_of_weights_as_they_are(tmp_path: Path) -> None:
+    """Scales belong to their numbers; what is whole is cast."""
+    file = written("torchao-int8", tmp_path / "source") / "model.safetensors"
+    file = file.rename(tmp_path / "alone.safetensors")
+
+    convert_checkpoint(file, tmp_path / "cast", dtype=torch.float16)
+
+    before, after = load_file(file), load_file(tmp_path / "cast" / "model.safetensors")
+    parts = {key for key in before if "._weight_" in key}
+    assert len(before) > len(parts) > 0
+    assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in parts)
+    assert {torch.float16} == {after[key].dtype for key in before.keys() - parts}

@@ -12,7 +12,7 @@ from conftest import contents
 from safetensors.torch import save_file
 
 from offload import OffloadedTensor, cli
-from offload.checkpoints.verify import Finding, verify
+from offload.checkpoints.verify import verify
 from offload.errors import CheckpointError, ReadError
 from tests import faults
 
@@ -42,8 +42,8 @@ def folder(tmp_path: Path, suffix: str) -> Path:
     return tmp_path
 
 
-def found(path: Path) -> list[tuple[str, str, bool]]:
-    return [(finding.path.name, finding.what, finding.is_error) for finding in verify(path).findings]
+def found(path: Path) -> list[tuple[str, str]]:
+    return [(finding.path.name, finding.what) for finding in verify(path).findings]
 
 
 def test_a_complete_checkpoint_passes_in_one_line_and_is_not_changed(
@@ -66,10 +66,9 @@ def test_a_cut_file_is_found(folder: Path, suffix: str) -> None:
     os.truncate(path, path.stat().st_size - 20)
 
     for where in (folder, folder / INDEXES[suffix], path):
-        [(name, what, is_error)] = found(where)
+        [(name, what)] = found(where)
         assert path.name == name
         assert "cut off" in what
-        assert is_error
 
 
 def test_a_missing_shard_is_found_and_the_command_fails(
@@ -77,10 +76,9 @@ def test_a_missing_shard_is_found_and_the_command_fails(
 ) -> None:
     (folder / f"one{suffix}").unlink()
 
-    [(name, what, is_error)] = found(folder)
+    [(name, what)] = found(folder)
     assert f"one{suffix}" == name
     assert "missing" in what
-    assert is_error
     assert 1 == cli.main(["verify", str(folder)])
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:2] == ["error", f"one{suffix}"] and "missing" in line for line in lines if line.strip())
@@ -94,35 +92,15 @@ def test_all_defects_are_found_at_once(folder: Path, suffix: str) -> None:
 
     findings = found(folder)
 
-    assert (INDEXES[suffix], f"places 'a' in one{suffix}, which does not have it", True) in findings
-    assert (f"one{suffix}", f"holds 'z', which {INDEXES[suffix]} does not name", False) in findings
-    assert any(name == f"two{suffix}" and "it is empty" in what for name, what, _ in findings)
-    assert any(name == "other.index.json" and "is not an index of shards" in what for name, what, _ in findings)
-
-
-def test_a_tensor_that_the_index_has_elsewhere_or_not_at_all_is_a_warning(
-    folder: Path, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(folder / f"one{suffix}", a=torch.ones(300), b=torch.ones(2), more=torch.ones(1))
-
-    verdict = verify(folder)
-
-    path, index = folder / f"one{suffix}", INDEXES[suffix]
-    assert verdict.is_whole
-    assert [
-        Finding(path, f"holds 'b', which {index} places in two{suffix}", is_error=False),
-        Finding(path, f"holds 'more', which {index} does not name", is_error=False),
-    ] == verdict.findings
-    assert 0 == cli.main(["verify", str(folder)])
-    out = capsys.readouterr().out
-    assert "warning" in out
-    assert out.splitlines()[-1].startswith(f"{folder}: whole (")
+    assert (INDEXES[suffix], f"places 'a' in one{suffix}, which does not have it") in findings
+    assert any(name == f"two{suffix}" and "it is empty" in what for name, what in findings)
+    assert any(name == "other.index.json" and "is not an index of shards" in what for name, what in findings)
 
 
 def test_an_index_that_leads_outside_is_found(folder: Path, suffix: str) -> None:
     (folder / INDEXES[suffix]).write_text(json.dumps({"weight_map": {"a": f"../one{suffix}"}}))
 
-    assert any("outside its folder: refused" in what and is_error for _, what, is_error in found(folder))
+    assert any("outside its folder: refused" in what for _, what in found(folder))
 
 
 def test_a_pickle_with_code_and_a_tensor_that_cannot_be_read_are_found(tmp_path: Path) -> None:
@@ -133,7 +111,7 @@ def test_a_pickle_with_code_and_a_tensor_that_cannot_be_read_are_found(tmp_path:
 
     assert first[0] == "code.bin"
     assert "is a pickle with more than tensors" in first[1]
-    assert ("sparse.bin", "'s' is a sparse_coo tensor: save its to_dense(), or its parts", True) == second
+    assert ("sparse.bin", "'s' is a sparse_coo tensor: save its to_dense(), or its parts") == second
 
 
 def test_files_of_a_training_beside_a_model_are_ignored(folder: Path) -> None:
@@ -151,8 +129,8 @@ def test_an_offload_folder_is_looked_at(tmp_path: Path) -> None:
 
     findings = found(tmp_path)
 
-    assert any(name == kept[1].offload_path.name and "cut off" in what for name, what, _ in findings)
-    assert any("holds 'a/b', as" in what and is_error for _, what, is_error in findings)
+    assert any(name == kept[1].offload_path.name and "cut off" in what for name, what in findings)
+    assert any("holds 'a/b', as" in what for _, what in findings)
 
 
 def test_shards_without_an_index_are_found(tmp_path: Path, suffix: str) -> None:
@@ -162,7 +140,7 @@ def test_shards_without_an_index_are_found(tmp_path: Path, suffix: str) -> None:
         (f"model-0000{n}-of-00002{suffix}", "is one shard of a checkpoint, and there is no index") for n in (1, 2)
     ]
 
-    assert [(*finding, True) for finding in expected] == found(tmp_path)
+    assert expected == found(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +157,7 @@ def test_a_file_with_contradicting_notes_is_found(
     path = tmp_path / "x.safetensors"
     save_file({"w": torch.ones(1)}, path, metadata={"offload": json.dumps({"version": 1, **notes})})
 
-    assert [True] == [words in what and is_error for _, what, is_error in found(tmp_path)]
+    assert [True] == [words in what for _, what in found(tmp_path)]
     assert 1 == cli.main(["inspect", str(tmp_path)])
     assert words in capsys.readouterr().err
 
@@ -189,7 +167,7 @@ def test_an_empty_folder_and_a_missing_file_are_reported(tmp_path: Path, capsys:
         verify(tmp_path)
     assert 1 == cli.main(["verify", str(tmp_path)])
     assert "holds no tensors" in capsys.readouterr().err
-    [(name, what, _)] = found(tmp_path / "nowhere.bin")
+    [(name, what)] = found(tmp_path / "nowhere.bin")
     assert "nowhere.bin" == name
     assert "missing" in what
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import offload
-from offload.models.placing import alone, share_of
+from offload.models.slots import alone, share_of
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.views import handle_of
@@ -71,7 +71,6 @@ def test_shares_of_64_ranks_are_views_that_know_their_own_bytes(tmp_path):
         assert handle_of(rows).extent[1] == rows.nbytes
         form = report.forms["laid out anew"]
         assert (2, whole.nbytes + whole.nbytes // 8) == (form.values, form.nbytes)
-        assert "8.0 times this rank's share" in str(form)
 
     for rank in (0, 27, 63):
         in_a_fake_group(act, rank, 64)

@@ -44,8 +44,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import offload
 from offload.checkpoints.verify import verify
 from offload.errors import OffloadError
-from offload.models.journal import NAME as JOURNAL
-from offload.models.journal import Journal
+from offload.models.values import NAME as JOURNAL
+from offload.models.values import Journal
 from offload.storage.file import TensorFile
 from offload.storage.pickled import _tensors_in
 from tests.conftest import contents

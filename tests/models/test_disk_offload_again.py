@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-from collections.abc import MutableMapping
 from types import SimpleNamespace
 
 import pytest
@@ -99,39 +98,6 @@ def test_the_budget_of_a_model_is_kept(tmp_path):
 
     assert pool is not None
     assert page_state_of(handle_of(model[0].weight)).pool is pool
-
-
-class Copies(MutableMapping):
-    """Returns copies, like a cache of values that are elsewhere."""
-
-    def __init__(self, values):
-        self.values_held = dict(values)
-
-    def __getitem__(self, name):
-        return nn.Parameter(self.values_held[name].detach().clone())
-
-    def __setitem__(self, name, value):
-        self.values_held[name] = value
-
-    def __delitem__(self, name):
-        del self.values_held[name]
-
-    def __iter__(self):
-        return iter(self.values_held)
-
-    def __len__(self):
-        return len(self.values_held)
-
-
-def test_a_module_whose_parameters_are_held_elsewhere_is_refused_by_name(tmp_path):
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
-    model[1]._parameters = Copies(model[1]._parameters)
-
-    with pytest.raises(UnsupportedOpError, match=r"the values of '1' are held by \w+ \(a Copies\)"):
-        offload.disk_offload(model, tmp_path / "kept")
-
-    assert not (tmp_path / "kept").exists()
-    assert not offload.is_offloaded(model[0].weight)
 
 
 def test_a_model_that_compressed_tensors_holds_is_refused_until_it_lets_go(tmp_path):

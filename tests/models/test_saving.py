@@ -241,18 +241,6 @@ def test_an_empty_model_is_an_empty_file(tmp_path):
     assert {} == load_file(tmp_path / SINGLE)
 
 
-def test_a_model_is_dispatched_from_what_was_saved(model, tmp_path):
-    save_checkpoint(model, tmp_path, "300B")
-    with offload.init_empty_weights():
-        empty = Tied()
-    again = offload.load_checkpoint_and_dispatch(empty, tmp_path, strict=False)
-
-    expected = model.state_dict()
-    assert_equal(
-        expected, {name: offload.materialize(value) for name, value in again.state_dict().items()}, strides=False
-    )
-
-
 class Plain(Tied):
     """Tied, without a `tie_weights` to tie it again."""
 
@@ -565,9 +553,7 @@ BOUNDED = """
     ("size", "dtype", "kind"),
     [
         ("10MB", "None", "whole"),
-        ("5GB", "None", "whole"),
-        ("5GB", "bfloat16", "whole"),
-        ("5GB", "None", "views"),
+        ("5GB", "bfloat16", "views"),
         ("", "bfloat16", "one by one"),
     ],
 )

@@ -147,16 +147,3 @@ def test_the_report_says_what_is_a_recipe_and_what_is_read(checkpoint, tmp_path)
     assert {"cast": HeldForm(3, 3 * FLOATS), "referenced": HeldForm(1, FLOATS // 2)} == report.forms
     assert "all match; cast: 3 (144 bytes); referenced: 1 (24 bytes)" == str(report)
     assert not (tmp_path / "values").exists()
-
-
-def test_values_in_an_own_folder_are_reported_by_the_documented_name(tmp_path):
-    model = nn.Linear(3, 2)
-    kept = [offload.OffloadedTensor.from_original_tensor(v, n, tmp_path) for n, v in model.state_dict().items()]
-    assert 2 == len(kept)
-    del kept
-
-    report = offload.load_checkpoint_in_model(nn.Linear(3, 2, device="meta"), tmp_path, offload_dir=tmp_path)
-
-    [form] = report.forms
-    assert "in files of their own" == form
-    assert f'"{form}"' in " ".join(str(offload.models.loader.LoadReport.__doc__).split())

@@ -2,8 +2,7 @@
 
 | module | contents |
 | --- | --- |
-| `values` | a checkpoint's values in the model's form, whatever the form that they are stored in |
-| `formats` | the table of packed formats, and the dense weights of a checkpoint in one of them |
+| `formats` | a checkpoint's values in the model's form, and back in their packed pieces; the table of packed formats |
 | `decoding` | a dense weight as a recipe over packed pieces; what a format says of its pieces |
 | `numbers` | packed numbers as floats, and factors shared by blocks |
 | `bitsandbytes` | NF4, FP4 and 8-bit integers |
@@ -11,7 +10,6 @@
 | `gguf` | llama.cpp files as checkpoints of transformers models |
 | `fp8` | small floats with a scale per block: DeepSeek, Qwen, Mistral; the experts of gpt-oss (MXFP4) |
 | `integers` | GPTQ and AWQ: integers with a scale and a zero point per group; ternary BitNet |
-| `packing` | the packed pieces of a model's values, for saving |
 | `torchao` | torchao's classes over their inner tensors |
 
 Always true:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -62,83 +61,56 @@ def _refuse_other(pieces: Pieces, key: str) -> None:
     pieces.check(not said, f"the quantization_config says {key}, which it is not")
 
 
-@dataclass(frozen=True)
-class _State:
-    """The stored parameters of a 4-bit weight.
+def _state_of(pieces: Pieces, kind: str) -> tuple[tuple[int, ...], torch.dtype, int, int | None, float]:
+    """Of a 4-bit weight: its dense shape and dtype; how many numbers share a scale; how many packed scales share one.
 
-    Attributes:
-        shape, dtype: of the dense weight.
-        block: how many numbers share a scale.
-        scales_block, offset: if the scales are packed, how many of them share one, and what is added; None if not.
+    The last is what is added to packed scales. Raises `CheckpointError` if it can't be parsed.
     """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    block: int
-    scales_block: int | None
-    offset: float
-
-    @classmethod
-    def of(cls, pieces: Pieces, kind: str) -> _State:
-        """Raises `CheckpointError` if it can't be parsed."""
-        written = read_now(pieces[kind])
-        try:
-            if written.dtype != torch.uint8:
-                raise ValueError("it should be text")
-            fields = json.loads(bytes(written.flatten().tolist()))
-            nested = fields.get("nested_blocksize")
-            found = cls(
-                tuple(map(int, fields["shape"])),
-                _DTYPES[fields["dtype"]],
-                int(fields["blocksize"]),
-                None if nested is None else int(nested),
-                float(fields.get("nested_offset", 0.0)),
-            )
-            if min(*found.shape, found.block, 1 if found.scales_block is None else found.scales_block) < 1:
-                raise ValueError(f"no sizes: {fields}")
-            return found
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            why = f"{handle_of(pieces[kind]).name!r} can't be understood ({type(error).__name__}: {short(error)})"
-            raise unfit(pieces.name, list(pieces), why) from error
+    written = read_now(pieces[kind])
+    try:
+        if written.dtype != torch.uint8:
+            raise ValueError("it should be text")
+        fields = json.loads(bytes(written.flatten().tolist()))
+        shape, block = tuple(map(int, fields["shape"])), int(fields["blocksize"])
+        nested = fields.get("nested_blocksize")
+        scales_block = None if nested is None else int(nested)
+        if min(*shape, block, 1 if scales_block is None else scales_block) < 1:
+            raise ValueError(f"no sizes: {fields}")
+        return shape, _DTYPES[fields["dtype"]], block, scales_block, float(fields.get("nested_offset", 0.0))
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        why = f"{handle_of(pieces[kind]).name!r} can't be understood ({type(error).__name__}: {short(error)})"
+        raise unfit(pieces.name, list(pieces), why) from error
 
 
 def _of_4_bits(pieces: Pieces, weight: OffloadedTensor, kind: str) -> OffloadedTensor:
-    state = _State.of(pieces, kind)
-    nested = state.scales_block is not None
+    shape, dtype, block, scales_block, offset = _state_of(pieces, kind)
+    nested = scales_block is not None
     roles = ["absmax", "nested_absmax", "nested_quant_map"] if nested else ["absmax"]
     stored = [weight, *(pieces[role] for role in roles)]
-    count, held = math.prod(state.shape), 2 * weight.dtype.itemsize  # in all, and per packed element
-    counts = [held, state.block, *([state.block * state.scales_block, None] if state.scales_block else [])]
+    count, held = math.prod(shape), 2 * weight.dtype.itemsize  # in all, and per packed element
+    counts = [held, block, *([block * scales_block, None] if scales_block else [])]
     needed = [256 if each is None else -(-count // each) for each in counts]
     dtypes = [weight.dtype, *([torch.uint8, torch.float32, torch.float32] if nested else [torch.float32])]
     fits = all(
         one.numel() == wanted and one.shape[:1] == (wanted,) and one.dtype == dtype
         for one, wanted, dtype in zip(stored, needed, dtypes, strict=True)
     )
-    pieces.check(fits and len(state.shape) == 2, f"that is no weight of {list(state.shape)} in blocks of {state.block}")
+    pieces.check(fits and len(shape) == 2, f"that is no weight of {list(shape)} in blocks of {block}")
     unit = math.lcm(*(each for each in counts if each is not None))
-    granule = min(unit // math.gcd(unit, state.shape[1]), state.shape[0])
-    is_whole = granule == state.shape[0]
-    per = [None if is_whole or each is None else granule * state.shape[1] // each for each in counts]
+    granule = min(unit // math.gcd(unit, shape[1]), shape[0])
+    per = [None if granule == shape[0] or each is None else granule * shape[1] // each for each in counts]
     decode = partial(
         _decode_4_bits,
         numbers=_NUMBERS[kind],
-        columns=state.shape[1],
-        block=state.block,
-        scales_block=state.scales_block,
-        offset=state.offset,
+        columns=shape[1],
+        block=block,
+        scales_block=scales_block,
+        offset=offset,
     )
-    options = {"nested_block": state.scales_block, "nested_offset": state.offset} if nested else {}
-    packed = number_rows(
-        "halves_high", stored, _ROLES[: len(stored)], group=state.block, table=_NUMBERS[kind], **options
-    )
-    return decoded(
-        pieces.name,
-        Decoder(decode, tuple(per), granule, packed=packed if state.shape[1] % state.block == 0 else None),
-        stored,
-        shape=state.shape,
-        dtype=state.dtype,
-    )
+    options = {"nested_block": scales_block, "nested_offset": offset} if nested else {}
+    packed = number_rows("halves_high", stored, _ROLES[: len(stored)], group=block, table=_NUMBERS[kind], **options)
+    decoder = Decoder(decode, tuple(per), granule, packed=packed if shape[1] % block == 0 else None)
+    return decoded(pieces.name, decoder, stored, shape=shape, dtype=dtype)
 
 
 def _decode_4_bits(

@@ -50,24 +50,13 @@ def rebuilt(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, Offloade
 def _notes(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The note on each tensor in the metadata."""
     try:
-        return {name: dict(json.loads(metadata[name])) for name in _names(metadata)}
-    except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise _malformed(error) from error
-
-
-def _names(metadata: Mapping[str, str]) -> list[str]:
-    try:
         names = json.loads(metadata.get(PARTS_NOTE, "[]"))
-        return [str(name) for name in names]
-    except (ValueError, RecursionError, TypeError) as error:
-        raise _malformed(error) from error
-
-
-def _malformed(error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint's metadata should list tensors under {PARTS_NOTE}, but does not ({error}): download or copy "
-        "it again"
-    )
+        return {str(name): dict(json.loads(metadata[str(name)])) for name in names}
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"the checkpoint's metadata should list tensors under {PARTS_NOTE}, but does not ({error}): download or "
+            "copy it again"
+        ) from error
 
 
 def _weight(name: str, note: Mapping[str, object], parts: Mapping[str, OffloadedTensor]) -> OffloadedTensor:
@@ -127,7 +116,7 @@ def _prefix(name: str) -> str:
 
 def prefixes_of_quantized(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[str, ...]:
     """The name prefixes of tensors that are already parts of quantized weights: these stay as they are."""
-    return tuple(_prefix(name) for name in _names(metadata) if name not in tensors)
+    return tuple(_prefix(name) for name in _notes(metadata) if name not in tensors)
 
 
 def _torchaos(name: str, value: torch.Tensor) -> tuple[list[str], str]:
