@@ -1,11 +1,13 @@
 """Budgets with real files: what stays, what is dropped, and that values are always right."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
@@ -202,6 +204,47 @@ def test_the_summary_reports_budget_and_reads(checkpoint):
         line[:24].rstrip() for line in lines[:5]
     ]
     assert all(line == lines[0] or len(line) == len(lines[0]) for line in lines)
+
+
+@needs_page_cache
+def test_a_forward_reads_only_the_experts_that_it_is_routed_to(tmp_path):
+    """Parts of one stored value are read in and dropped separately."""
+    path = tmp_path / "experts.safetensors"
+    save_file({"experts": torch.randn(16, 512, 512)}, path)
+    dropped(path)
+    experts = OffloadedTensor.from_file(path)
+    expected = {index: experts._on_cpu()[index].clone() for index in (3, 9)}
+    offload.budget.evict(experts)
+    [whole] = page_state_of(handle_of(experts)).ranges.values()
+    while whole.cached_bytes() > 2 * 4096:  # a page that the kernel is moving just then stays
+        offload.budget.evict(experts)
+    before = counts().bytes_read
+
+    x = torch.randn(2, 512)
+    for index in (3, 9, 3):
+        assert torch.equal(F.linear(x, expected[index]), F.linear(x, experts[index]))
+
+    assert 2 * MIB == counts().bytes_read - before
+
+
+@needs_page_cache
+def test_threads_with_models_of_their_own_share_a_budget(checkpoint):
+    """Right results in all of them, while their values are read in and dropped."""
+    x = torch.randn(3, 512)
+    expected = in_memory(checkpoint)(x)
+    models = [on_disk(checkpoint) for _ in range(8)]
+    wrong: list[int] = []
+
+    def run(number: int) -> None:
+        with torch.no_grad():
+            for _ in range(5):
+                if not torch.equal(expected, models[number](x)):
+                    wrong.append(number)
+
+    with offload.set_max_memory("8MiB"), offload.budget.set_read_ahead("8MiB"), ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(8)))
+
+    assert [] == wrong
 
 
 @pytest.mark.parametrize(("budget", "expected"), [(0, True), ("1GiB", False)])
