@@ -173,6 +173,17 @@ def test_a_file_cut_or_gone_after_it_was_opened_is_neither_mapped_nor_made_whole
     assert [] == [place for place in tmp_path.iterdir() if place.stat().st_size != 4100]
 
 
+def test_a_file_that_was_written_to_after_it_was_opened_is_mapped_only_if_it_is_shared(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.ones(4))
+    os.utime(path, ns=(1, 1))
+    file = TensorFile.open(path)
+    os.utime(path, ns=(2, 2))
+
+    assert [1, 1, 1, 1] == value_of(file, shared=True).tolist()
+    with pytest.raises(ChangedFileError):
+        value_of(file)
+
+
 def test_a_mapping_keeps_no_descriptor_and_ends_with_the_last_tensor_over_it(tmp_path):
     path = write(tmp_path / "w.safetensors", torch.ones(4))
     before = len(os.listdir("/proc/self/fd"))

@@ -41,8 +41,8 @@ def bytes_of(header: object, *, room: int = 0) -> tuple[bytes, int]:
     return text, 8 + len(text) + room
 
 
-def noted(values: object) -> dict[str, str]:
-    return {MARK: json.dumps({"version": 1, "values": values})}
+def noted(values: object, **said: object) -> dict[str, str]:
+    return {MARK: json.dumps({"version": 1, "values": values, **said})}
 
 
 def entry(word: str, shape: list[int], begin: int, end: int) -> dict[str, object]:
@@ -165,6 +165,12 @@ def test_an_unknown_dtype_is_listed_and_hides_no_other_value():
         ({"__metadata__": {"a": 1}}, 0, "text to text"),
         ({"__metadata__": []}, 0, "text to text"),
         ({"__metadata__": noted([])}, 0, "malformed"),
+        (
+            {"__metadata__": noted({}, name="w"), "v": entry("U8", [1], 0, 1)},
+            1,
+            "says that it holds 'w', and it does not",
+        ),
+        ({"__metadata__": noted({}, name=["w"]), "w": entry("U8", [1], 0, 1)}, 1, "says that it holds"),
         ({"__metadata__": noted({"w": "dtype"}), "w": entry("U8", [1], 0, 1)}, 1, "malformed"),
         ({"__metadata__": noted({"w": {"stride": [1]}}), "w": entry("U8", [1, 1], 0, 1)}, 1, "malformed strides"),
         ({"__metadata__": noted({"w": {"stride": [-1]}}), "w": entry("U8", [2], 0, 2)}, 2, "malformed strides"),

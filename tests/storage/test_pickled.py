@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import pickle
 import random
@@ -11,6 +12,7 @@ import struct
 import sys
 import tracemalloc
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,11 @@ import torch
 from torch import nn
 
 from offload import OffloadedTensor, load_file
-from offload.errors import CheckpointError, CorruptFileError, OffloadError
+from offload.errors import CheckpointError, CorruptFileError, OffloadError, ReadError
 from offload.storage.file import TensorFile
 from offload.storage.layout import MISALIGNED
 from offload.storage.pickled import NESTS
+from tests import faults
 from tests.conftest import contents
 from tests.equal import is_equal
 from tests.storage.test_write import DTYPES
@@ -110,6 +113,46 @@ def test_values_that_cannot_be_mapped_are_named_with_the_way_out_and_the_others_
         if words:
             with pytest.raises(CorruptFileError, match=rf"'{key}' in .*x\.bin .*{words}"):
                 OffloadedTensor.from_file(path, key)
+
+
+class Allowed(torch.Tensor):
+    """A class that torch.load was told to build."""
+
+
+def test_a_class_that_torch_load_may_build_is_named(tmp_path):
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(2).as_subclass(Allowed)})
+
+    with (
+        torch.serialization.safe_globals([Allowed]),
+        pytest.raises(CorruptFileError, match=r"'w' in .*x\.bin is a Allowed: save its parts as plain tensors"),
+    ):
+        OffloadedTensor.from_file(path, "w")
+
+
+def test_archives_that_are_cut_off_or_hold_no_tensor_are_refused(tmp_path):
+    path = saved(tmp_path / "x.distcp", {"w": torch.ones(1)})
+    size = path.stat().st_size
+
+    with pytest.raises(CorruptFileError, match=rf"it is cut off: its archive of 'w' ends at byte {size + 1}"):
+        TensorFile.of_archives(path, {"w": (0, size + 1)})
+    with pytest.raises(CheckpointError, match=r"x\.distcp holds a dictionary of 1 .* in place of 'w'"):
+        TensorFile.of_archives(path, {"w": (0, size)})
+
+
+def test_a_failing_disk_is_not_called_damage(tmp_path):
+    """Wherever it fails: users would remove a good file."""
+    path, number = saved(tmp_path / "x.distcp", torch.ones(1 << 12)), 0
+    while True:
+        with (
+            faults.failing(number, errno.EIO, only=lambda call: call.name == "os.preadv") as fault,
+            suppress(ReadError),
+        ):
+            TensorFile.of_archives(path, {"w": (0, path.stat().st_size)})
+        if fault.call is None:
+            break
+        number += 1
+
+    assert number > 2
 
 
 def test_complex128_that_begins_in_the_middle_of_an_element_is_named(tmp_path):
@@ -389,12 +432,14 @@ def test_a_pickle_that_is_larger_than_any_of_tensors_is_refused_unread(tmp_path,
         TensorFile.open(saved(tmp_path / "x.bin", {"w": torch.ones(4)}))
 
 
-def zip_of_text(path: Path) -> None:
+def zip_of(path: Path, *names: str) -> None:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("readme.txt", "hello")
+        for name in names:
+            archive.writestr(name, pickle.dumps({}, 2))
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+NOT_OF_TORCH = r"zip archive, but torch\.save did not write it"
 OTHERS = {
     "a whole model": (
         lambda path: saved(path, nn.Linear(2, 2)),
@@ -406,7 +451,8 @@ OTHERS = {
         CheckpointError,
         r"TorchScript archive.*state_dict\(\)",
     ),
-    "a zip": (zip_of_text, CheckpointError, r"zip archive, but torch\.save did not write it"),
+    "a zip": (lambda path: zip_of(path, "readme.txt"), CheckpointError, NOT_OF_TORCH),
+    "two in one": (lambda path: zip_of(path, "a/data.pkl", "b/data.pkl"), CheckpointError, NOT_OF_TORCH),
     "a pointer": (lambda path: path.write_text(LFS), CorruptFileError, r"x\.bin.*git-lfs pointer.*git lfs pull"),
     "nothing": (lambda path: path.touch(), CorruptFileError, r"x\.bin can't be used: .*it is empty"),
     "a word": (lambda path: path.write_text("hello"), CorruptFileError, r"x\.bin can't be used: .*it has 5 bytes"),
@@ -455,7 +501,7 @@ CONTRADICTIONS = {
     "a negative size": (storage_of(b"J\xfe\xff\xff\xff"), ["0"], struct.pack("<q", -2), "a storage ends at byte"),
     "another size": (storage_of(b"K\2"), ["0"], struct.pack("<q8x", 1), "has another size than its pickle says"),
     "a part of a storage": (storage_of(b"K\2", b"X\1\0\0\0001K\0K\1\x87"), ["0"], b"", f"before 0.4 did: {CONVERT}"),
-    "a long name": (b"\x8a\4\0\0\0\x20" + b"." * 9, [], b"", "can't be used|cut off or damaged"),
+    "a long text": (b"X\0\0\0\x20", [], b"", "asks for 536870912 bytes at once"),
 }
 
 
