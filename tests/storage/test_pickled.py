@@ -129,6 +129,16 @@ def test_a_class_that_torch_load_may_build_is_named(tmp_path):
         OffloadedTensor.from_file(path, "w")
 
 
+def test_archives_that_are_cut_off_or_hold_no_tensor_are_refused(tmp_path):
+    path = saved(tmp_path / "x.distcp", {"w": torch.ones(1)})
+    size = path.stat().st_size
+
+    with pytest.raises(CorruptFileError, match=rf"it is cut off: its archive of 'w' ends at byte {size + 1}"):
+        TensorFile.of_archives(path, {"w": (0, size + 1)})
+    with pytest.raises(CheckpointError, match=r"x\.distcp holds a dictionary of 1 .* in place of 'w'"):
+        TensorFile.of_archives(path, {"w": (0, size)})
+
+
 def test_a_failing_disk_is_not_called_damage(tmp_path):
     """Wherever it fails: users would remove a good file."""
     path, number = saved(tmp_path / "x.distcp", torch.ones(1 << 12)), 0
@@ -491,7 +501,7 @@ CONTRADICTIONS = {
     "a negative size": (storage_of(b"J\xfe\xff\xff\xff"), ["0"], struct.pack("<q", -2), "a storage ends at byte"),
     "another size": (storage_of(b"K\2"), ["0"], struct.pack("<q8x", 1), "has another size than its pickle says"),
     "a part of a storage": (storage_of(b"K\2", b"X\1\0\0\0001K\0K\1\x87"), ["0"], b"", f"before 0.4 did: {CONVERT}"),
-    "a long name": (b"\x8a\4\0\0\0\x20" + b"." * 9, [], b"", "can't be used|cut off or damaged"),
+    "a long text": (b"X\0\0\0\x20", [], b"", "asks for 536870912 bytes at once"),
 }
 
 
