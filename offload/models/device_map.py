@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +31,7 @@ AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 Word: TypeAlias = "str | int | torch.device"
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
+_WORDS = (ON_DISK, "cpu", "meta", "cuda", "xpu", "mps", *AUTOMATIC)
 DeviceMap: TypeAlias = "Word | Mapping[str, Word] | None"
 
 
@@ -99,9 +101,8 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
         return Place(on_disk, existing(device))
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         where = f" for {module!r}" if module else ""
-        whole = " (it applies to a whole model, in load_checkpoint_and_dispatch and from_pretrained)"
         raise DeviceMapError(
-            f"{word!r}{where} is not a place that a device map can name here{whole if word in AUTOMATIC else ''}: "
+            f"{word!r}{where} is not a place that a device map can name here{_meant(word)}: "
             f"use 'disk', 'disk:<device>', 'cpu', 'meta', or a device that torch has ({str(error).splitlines()[0]})"
         ) from error
 
@@ -136,7 +137,7 @@ def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: It
     if not isinstance(device_map, Mapping):
         return
     known = {*modules, *tensors}
-    strangers = [repr(name) for name in device_map if name and name not in known]
+    strangers = [f"{name!r}{_meant(name, known)}" for name in device_map if name and name not in known]
     if strangers:
         text = f"the device map names modules that this model does not have; they are ignored: {', '.join(strangers)}"
         warnings.warn(text, stacklevel=4)
@@ -158,6 +159,22 @@ def _checked_shares(max_memory: object, word: str) -> dict[int | str, int]:
         except ValueError as error:
             raise DeviceMapError(f"max_memory for {device!r}: {error}") from error
     return shares
+
+
+def _meant(word: object, known: Iterable[str] = _WORDS) -> str:
+    """A suggestion for an unknown word, as text; empty if nothing is similar."""
+    if word in AUTOMATIC:
+        return ": it applies to a whole model, in load_checkpoint_and_dispatch and from_pretrained"
+    near = get_close_matches(word, known, n=1) if isinstance(word, str) and not _is_device(word) else []
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _is_device(word: str) -> bool:
+    try:
+        torch.device(word)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _prefixes(name: str) -> Iterable[str]:
