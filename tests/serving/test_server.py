@@ -97,7 +97,7 @@ def test_requests_at_once_share_the_passes_and_each_gets_its_own_answer(server, 
     assert [words(greedy(model, prompt, 24)) for prompt in prompts] == said
     tokens, passes = (after[name] - before[name] for name in ("offload_tokens_total", "offload_passes_total"))
     assert 16 * 24 == tokens
-    assert passes < tokens / 2
+    assert 0 < passes < tokens / 2
 
 
 # What is asked for
@@ -133,8 +133,9 @@ def test_an_answer_ends_before_a_stop_string(server, model):
     )
 
 
-def test_a_seed_gives_the_same_sample_and_answers_of_one_request_differ(server):
+def test_a_seed_gives_the_same_sample_and_without_one_answers_differ(server):
     asked = {"prompt": "w3", "max_tokens": 8, "temperature": 1.0, "n": 3}
+    one, other = (server.post("/v1/completions", {**asked, "n": 1})[1]["choices"][0]["text"] for _ in range(2))
 
     _, first = server.post("/v1/completions", {**asked, "n": 1, "seed": 7})
     _, again = server.post("/v1/completions", {**asked, "n": 1, "seed": 7})
@@ -143,10 +144,11 @@ def test_a_seed_gives_the_same_sample_and_answers_of_one_request_differ(server):
     assert many["choices"][0]["text"] == first["choices"][0]["text"]
     assert first["choices"][0]["text"] == again["choices"][0]["text"]
     assert 3 == len({choice["text"] for choice in many["choices"]})
+    assert one != other
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.4}, {"repetition_penalty": 30.0}], ids=str
+    "fields", [{}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.9}, {"repetition_penalty": 0.1}], ids=str
 )
 def test_a_sample_is_the_one_that_generate_draws(server, model, fields):
     drawn = {"temperature": 2.0, **fields}
