@@ -255,7 +255,7 @@ def test_a_single_batch_in_flight_keeps_no_results(tmp_path, computed):
 
 @torch.no_grad()
 def test_pieces_of_kept_results_are_not_read_ahead(tmp_path):
-    model, batches = cast_on_disk(tmp_path, 272), batches_of(256, 4)
+    model, batches = cast_on_disk(tmp_path, 272), batches_of(272, 4)
     views: list[int] = []
 
     class Asking(nn.Linear):
