@@ -74,6 +74,7 @@ def offloading(
         ValueError: `min_bytes` is not an amount of memory.
 
     Example:
+        >>> from offload import is_offloaded
         >>> with offloading(min_bytes=1024):
         ...     big, small = torch.ones(16, 16), torch.ones(2)
         >>> is_offloaded(big), is_offloaded(small)
