@@ -106,13 +106,10 @@ def touch_if_resident(views: Views) -> bool:
             return False
         found.append(value)
     for (handle, view_spec), value in zip(views, found, strict=True):
-        if value is UNTRACKED:
+        if value.checked_until < now or value is UNTRACKED:
             ensure_resident(handle, view_spec)
-            continue
-        if value.is_picked:
+        elif value.is_picked:
             value.pool.picked.count(value)
-        if value.checked_until < now:
-            _ENGINE.arrive(value, is_cached=True)
     return True
 
 
@@ -273,23 +270,19 @@ class Engine:
         self.streams = Streams(self.reader)
         self._chance = random.Random()  # separate: the global one belongs to the user
 
-    def arrive(self, value: Value, *, is_cached: bool = False) -> None:
+    def arrive(self, value: Value) -> None:
         """Read `value` if it is not in memory, and start on what comes next.
-
-        Args:
-            value: what is about to be used.
-            is_cached: whether it was seen in memory right before.
 
         Raises:
             ReadError: the disk failed.
         """
         try:
-            self._arrive(value, is_cached=is_cached)
+            self._arrive(value)
         except BaseException:
             self._mend(value)
             raise
 
-    def _arrive(self, value: Value, *, is_cached: bool) -> None:
+    def _arrive(self, value: Value) -> None:
         lock, streams = self.reader.lock, self.streams
         with lock:
             stream = streams.own()
@@ -301,7 +294,7 @@ class Engine:
                 stream.move_to(value)
         for left in leaving:
             left.let_go()
-        found = not expected and (is_cached or value.is_cached())
+        found = not expected and value.is_cached()
         if not expected:
             with lock:
                 if not found and value.kept and value.checked_until > 0 and value.may_ask:
@@ -309,7 +302,7 @@ class Engine:
                 if not (found and (value.kept or value.is_held)):
                     stream.move_to(value)
         if not self.reader.brings(value, found=found):
-            self._make_sure(value, found=found)
+            self._make_sure(value)
         if value.kept or value.is_held:
             lasts = value.is_held or (value.nbytes <= SMALL and (value.is_picked or not value.is_apart))
             calm = _FOREVER if lasts else CHECKED_FOR * self._chance.uniform(0.1, 1)  # some value is always due
@@ -324,10 +317,10 @@ class Engine:
                 self.reader.drop(value)
             self.reader.mend()
 
-    def _make_sure(self, value: Value, *, found: bool) -> None:
+    def _make_sure(self, value: Value) -> None:
         """Read what the reader has not read."""
         reader = self.reader
-        if found or value.is_cached():
+        if value.is_cached():
             with reader.lock:
                 reader.counts.found += 1
             return

@@ -29,7 +29,7 @@ Products (`F.linear`, `mm`, `addmm`) go to `products` first, which multiplies by
 | `arguments` | checks of user input |
 | `materialize` | offloaded tensors, modules and nested containers made plain again |
 | `recipes` `decoded` | values computed from others when they are read: joined, cast; decoded |
-| `small` | such values of up to 512 KiB, which are computed once |
+| `small` | such values of up to 64 KiB, which are computed once |
 | `boxes` | contiguous parts of a value's memory |
 | `runs` | which stored rows make rows of a value: asked for by all that decodes, multiplies or picks them |
 | `backends` | what does so: C, Triton, torch |

@@ -36,7 +36,6 @@ from offload.tensor.boxes import Box, first_row, lies_as, recut, rows_in, start_
 from offload.tensor.guests import CPU, stored_on
 from offload.tensor.runs import RowRun
 from offload.tensor.small import MOST as SMALL
-from offload.tensor.small import MOST_STACKED as SMALL_STACK
 from offload.tensor.small import SmallValue
 from offload.tensor.views import meta_of, meta_of_layout, metadata_of
 
@@ -205,8 +204,7 @@ class Plain(Recipe, InBlocks):
         self.pieces = tuple(pieces)
         self.is_exact = False
         self._runs: dict[object, list[RowRun]] = Noted()
-        most = SMALL if len(layout.shape) <= 2 else SMALL_STACK
-        self.small = SmallValue() if 0 < layout.nbytes <= most else None
+        self.small = SmallValue() if 0 < layout.nbytes <= SMALL else None
 
     def value(self, view_spec: torch.Tensor | None = None, device: torch.device = CPU) -> torch.Tensor:
         """See `Composition`."""

@@ -21,8 +21,7 @@ from offload.system.modes import no_functions, no_modes
 from offload.tensor.boxes import recut
 from offload.torch_api import version_of
 
-MOST = 512 << 10  # bytes of a value: the router of a mixture has as many
-MOST_STACKED = 64 << 10  # of one with more than two dimensions: of a stack of experts, few are used
+MOST = 64 << 10  # bytes of a value
 _ALL = 64 << 20  # bytes of all of them
 
 

@@ -82,7 +82,7 @@ def after_each(model: nn.Sequential, look: Callable[[], int]) -> list[int]:
 @torch.no_grad()
 @pytest.mark.parametrize(("in_flight", "sweeps"), [(1, 8), (3, 3), (4, 2), (8, 1)])
 def test_a_value_is_computed_once_per_sweep(tmp_path, computed, in_flight, sweeps):
-    model, batches = cast_on_disk(tmp_path, 272), batches_of(272)
+    model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
     for batch in batches:
         model(batch)
     assert LAYERS * len(batches) == len(computed)
@@ -92,7 +92,7 @@ def test_a_value_is_computed_once_per_sweep(tmp_path, computed, in_flight, sweep
 
 
 def test_a_value_is_computed_once_per_sweep_with_gradients(tmp_path, computed):
-    model, batches = cast_on_disk(tmp_path, 272).requires_grad_(False), batches_of(272)
+    model, batches = cast_on_disk(tmp_path, 256).requires_grad_(False), batches_of(256)
 
     def fn(batch: torch.Tensor) -> torch.Tensor:
         inputs = batch.clone().requires_grad_()
@@ -109,7 +109,7 @@ def test_a_value_is_computed_once_per_sweep_with_gradients(tmp_path, computed):
 
 @torch.no_grad()
 def test_a_result_is_freed_when_all_batches_have_passed(tmp_path, computed):
-    model, batches = cast_on_disk(tmp_path, 272), batches_of(272)
+    model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
     alive = after_each(model, lambda: sum(one() is not None for one in computed))
     list(map_batches(model, batches, model, in_flight=4))
 
@@ -230,17 +230,20 @@ def test_without_capacity_a_value_is_computed_for_each_batch(tmp_path, computed)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("size", [64, 256])
-def test_values_of_half_a_megabyte_are_computed_once_for_all_sweeps(tmp_path, computed, size):
+@pytest.mark.parametrize(("size", "times"), [(64, 1), (160, 8)])
+def test_small_values_are_computed_once_for_all_batches_and_those_below_half_a_megabyte_for_each(
+    tmp_path, computed, size, times
+):
+    """Memory is taken in blocks of half a MiB."""
     model, batches = cast_on_disk(tmp_path, size), batches_of(size)
-    list(map_batches(model, batches, model, in_flight=2))
+    list(map_batches(model, batches, model, in_flight=8))
 
-    assert LAYERS == len(computed)
+    assert LAYERS * times == len(computed)
 
 
 @torch.no_grad()
 def test_a_single_batch_in_flight_keeps_no_results(tmp_path, computed):
-    model, batches = cast_on_disk(tmp_path, 272), batches_of(272)
+    model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
     alive: list[int] = []
 
     def fn(batch: torch.Tensor) -> torch.Tensor:
@@ -255,7 +258,7 @@ def test_a_single_batch_in_flight_keeps_no_results(tmp_path, computed):
 
 @torch.no_grad()
 def test_pieces_of_kept_results_are_not_read_ahead(tmp_path):
-    model, batches = cast_on_disk(tmp_path, 272), batches_of(272, 4)
+    model, batches = cast_on_disk(tmp_path, 256), batches_of(256, 4)
     views: list[int] = []
 
     class Asking(nn.Linear):
