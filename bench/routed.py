@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import offload
 from bench.apart import run_apart
 from bench.cold import next_token
 from bench.generate import rehearse
@@ -72,8 +73,10 @@ def trial(arm: str, folder: Path, scratch: Path) -> Trial:
         make_cold(files_in(folder, Path(own), *own_folders(model)))
         time.sleep(NOTICED)
         before = read_bytes()
-        token = next_token(model, _INPUT)
-        return Trial(read_bytes() - before, token)
+        next_token(model, _INPUT)
+        read = read_bytes() - before
+        with offload.exact():  # experts are rounded otherwise than in memory, by default
+            return Trial(read, next_token(model, _INPUT))
 
 
 def own_folders(model: Any) -> set[Path]:

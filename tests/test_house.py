@@ -215,6 +215,15 @@ def test_each_campaign_has_the_tests_with_more_cases_in_it():
         assert marked >= set(re.findall(r'\b(?:amount|(?<!mark\.)campaign)\("(\w+)"', text)), path
 
 
+def test_the_page_on_how_it_works_has_the_wings_in_the_order_of_their_floors():
+    page = (ROOT / "tutorials/explanation/how-it-works.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in page.splitlines() if line.startswith("| `")]
+    floors = [FLOOR_OF[name] for names in rows for name in names]
+
+    assert FLOOR_OF.keys() - {"__main__"} == {name for names in rows for name in names}
+    assert sorted(floors) == floors
+
+
 def test_the_places_that_contributing_names_exist():
     found = list(named_places((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
 

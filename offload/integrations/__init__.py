@@ -1,4 +1,4 @@
-"""Third-party libraries: one module each, which imports its library when it is called.
+"""Third-party libraries: each module imports its library when it is called.
 
 | module | what |
 | --- | --- |

@@ -5,7 +5,7 @@ Always true:
 - shape, dtype, strides and target device are known without opening the file
 - a view remembers its strides and offset; writing through it writes the file
 
-How an op is executed, in this order:
+How an op is executed, in this order, unless it is a product or pick with a weight that is bound (`bound`):
 1. a rule of its own, from the tables `FUNCTIONS` (`__torch_function__`) and `RULES` (`__torch_dispatch__`);
 2. an op whose schema says that it returns a view: recorded, nothing is read;
 3. all else: arguments are materialized, the op runs on them, and what the schema says was mutated is written back.
