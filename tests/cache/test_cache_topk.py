@@ -197,6 +197,11 @@ def test_other_values_are_refused_and_nothing_is_written(cache: TensorCache) -> 
     for value, error, said in [
         ((ids, logps.where(ids != ids[0, 2], torch.nan)), CacheError, "there is nan"),
         ((ids, logps.where(ids != ids[0, 0], torch.inf)), CacheError, "there is inf"),
+        (
+            (ids, logps.where(ids != ids[0, 0], 2.5)),
+            CacheError,
+            r"go from -65504 to 0.* there is 2\.5: take log_softmax",
+        ),
         ((ids, logps.where(ids != ids[0, 4], -1e5)), CacheError, "there is -100000"),
         (
             (ids, logps.where(ids != ids[0, 4], -1e5).where(ids != ids[0, 3], -torch.inf)),

@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 
 import offload
 from offload import ON_DISK, OffloadedTensor
-from offload.errors import CheckpointError, DeviceMapError, MetaTensorError, WriteError
+from offload.errors import ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError, WriteError
 
 
 class Net(nn.Module):
@@ -281,6 +282,14 @@ def test_keys_that_differ_are_reported_or_refused_before_anything_is_loaded(chec
     with pytest.raises(CheckpointError, match=rf"{names}; {mismatch}"):
         offload.load_checkpoint_and_dispatch(model, odd)
     assert before is model.first.weight
+
+
+@pytest.mark.parametrize(
+    "load", [offload.disk_offload, partial(offload.load_checkpoint_in_model, checkpoint="x")], ids=["in memory", "file"]
+)
+def test_arguments_of_accelerate_are_refused_with_those_that_are_taken(load):
+    with pytest.raises(ArgumentTypeError, match="does not take 'offload_folder': give offload_dir"):
+        load(nn.Linear(1, 1), offload_folder="kept")
 
 
 @pytest.mark.parametrize("offload_buffers", [False, True])
