@@ -87,7 +87,7 @@ def old_or_new(weight: torch.Tensor) -> None:
     assert torch.equal(value.sum() + 1, weight.sum() + 1)
     assert torch.equal(F.linear(x, value), F.linear(x, weight))
     if weight.offload_dir is not None and weight.offload_path.parent == weight.offload_dir:
-        assert torch.equal(value, offload.load_file(weight.offload_dir)["w"].materialize())
+        assert torch.equal(value, offload.load_file(weight.offload_path)["w"].materialize())
         assert torch.equal(value, load_file(weight.offload_path)["w"])
 
 
