@@ -106,7 +106,7 @@ def size(text: str) -> str:
 
 def memory(text: str) -> str | float:
     """A number of bytes, or a fraction of what is available."""
-    is_fraction = text.replace(".", "", 1).isdecimal() and 0 < float(text) < 1
+    is_fraction = "." in text and text.replace(".", "", 1).isdecimal() and float(text) <= 1
     return float(text) if is_fraction else size(text)
 
 

@@ -183,7 +183,7 @@ def _in_words(tokens: int, figures: dict[str, Any]) -> str:
     read = decimal(int(figures["token_read_bytes"]))
     rate = f"{1 / figures['token_seconds']:.3g} tokens/s"
     per_pass = figures["tokens_per_pass"]
-    drafts = "" if per_pass is None else f"{per_pass:.3g} tokens per pass with drafts, "
+    drafts = "" if per_pass is None else f"{per_pass:.2f} tokens per pass with drafts, "
     return f"{counted(tokens, 'token')}: {rate}, {drafts}{read} read per token, {memory}"
 
 

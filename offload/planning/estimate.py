@@ -238,8 +238,8 @@ def plan(
 
 
 def _options(max_memory: int | float | str | None, device: torch.device | str | None) -> str:
-    """The request as options for the suggested commands, which have none for a fraction of memory."""
-    options = {"--max-memory": None if isinstance(max_memory, float) else max_memory, "--device": device}
+    """The request as options for the suggested commands."""
+    options = {"--max-memory": max_memory, "--device": device}
     return "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items() if value is not None)
 
 

@@ -456,7 +456,9 @@ def test_verify_as_json_lists_the_findings(tmp_path, capsys):
     assert "cut off" in finding["what"]
 
 
-@pytest.mark.parametrize(("text", "meant"), [("8GiB", "8GiB"), ("4096", "4096"), ("0.5", 0.5), (".25", 0.25)])
+@pytest.mark.parametrize(
+    ("text", "meant"), [("8GiB", "8GiB"), ("4096", "4096"), ("0.5", 0.5), (".25", 0.25), ("1.0", 1.0)]
+)
 def test_memory_is_bytes_or_a_fraction(text, meant):
     assert meant == parser().parse_args(["plan", "model", "--max-memory", text]).max_memory
 

@@ -33,7 +33,7 @@ def test_drafts_of_a_fixed_length_give_one_token_more_per_pass(folder, capsys):
     drafted = answer(capsys, folder, "--assistant", folder, "--draft", "3")
 
     assert 0 == cli.main(["generate", folder, "--assistant", folder, "--draft", "3", *ASKED[:-1]])
-    assert ", 4 tokens per pass with drafts, " in capsys.readouterr().err.splitlines()[-1]
+    assert ", 4.00 tokens per pass with drafts, " in capsys.readouterr().err.splitlines()[-1]
     assert plain["tokens"] == drafted["tokens"]
     assert (None, 4.0) == (plain["tokens_per_pass"], drafted["tokens_per_pass"])
 

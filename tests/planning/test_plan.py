@@ -235,6 +235,9 @@ def test_the_commands_of_a_plan_have_the_options_that_it_was_made_with(saved: An
     asked = offload.plan(saved(LlamaConfig(**LARGER)), max_memory="1MiB", device="cpu", disk_rate=1000, context=1)
     plain = offload.plan(folder, disk_rate=1000)
 
+    half = offload.plan(folder, max_memory=0.5, disk_rate=1000)
+
+    assert " --max-memory 0.5" in half.as_it_is.command
     assert 1 == len(asked.ways)
     assert all(" --max-memory 1MiB --device cpu" in way.command for way in (asked.as_it_is, *asked.ways))
     assert f'offload generate {folder} --prompt "..."' == plain.as_it_is.command
