@@ -20,11 +20,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from bench.models import smollm2
+from bench.models import GEMMA, on_meta, smollm2
 
 Value: TypeAlias = "tuple[str, str, tuple[int, ...]]"  # name, kind, shape
 _REPEATED = 16 << 20  # bytes
 _F32 = "F32"
+_SCALES = ("norm.weight", "scale.weight", "freqs.weight")
 _FACTORS = {  # where a block has its factors, and how large they are
     "Q4_K": (slice(0, 4), [2e-4, 1.5e-3]),
     "Q6_K": (slice(208, 210), [1e-5]),
@@ -57,20 +58,30 @@ class Shape:
     is_tied: bool = False
     experts: int = 0
     used: int = 0
-    more: dict[str, float] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def mixture(self) -> str:
         """How it is packed, as its publisher says."""
-        return "MXFP4" if self.architecture == "gpt-oss" else "Q4_K_M"
+        return {"gpt-oss": "MXFP4", "gemma4": "bfloat16"}.get(self.architecture, "Q4_K_M")
 
 
 _QWEN, _MIXTURE = {"rope.freq_base": 1e6}, {"rope.freq_base": 150e3, "attention.sliding_window": 128}
 GPT_OSS = Shape("gpt-oss 20B", "gpt-oss", 24, 2880, 2880, 64, 8, 201_088, 64, experts=32, used=4, more=_MIXTURE)
+# As llama.cpp's converter writes it: `head` is that of the layers with full attention.
+_GEMMA = {
+    "embedding_length_per_layer_input": 256, "attention.shared_kv_layers": 20, "attention.sliding_window": 512,
+    "attention.key_length_swa": 256, "attention.value_length_swa": 256, "rope.dimension_count_swa": 256,
+    "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "final_logit_softcapping": 30.0,
+    "feed_forward_length": [6144] * 15 + [12288] * 20,
+    "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in GEMMA["layer_types"]],
+}  # fmt: skip
+GEMMA_E2B = Shape("Gemma 4 E2B", "gemma4", 35, 1536, 6144, 8, 1, 262_144, 512, is_tied=True, more=_GEMMA)
 NAMED = (
     Shape("Qwen2.5 1.5B", "qwen2", 28, 1536, 8960, 12, 2, 151_936, is_tied=True, more=_QWEN),
     Shape("Qwen2.5 7B", "qwen2", 28, 3584, 18944, 28, 4, 152_064, more=_QWEN),
     Shape("Llama 3.1 8B", "llama", 32, 4096, 14336, 32, 8, 128_256, more={"rope.freq_base": 5e5}),
+    GEMMA_E2B,
     GPT_OSS,
     Shape("Qwen3 30B-A3B", "qwen3moe", 48, 2048, 768, 32, 4, 151_936, experts=128, used=8, more=_QWEN),
 )
@@ -104,7 +115,8 @@ def write_gguf(path: Path, shape: Shape) -> Path:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, kind, sizes in values:
-        block = _ones() if kind == _F32 and len(sizes) == 1 and name.endswith("norm.weight") else _block(kind)
+        is_scale = kind == _F32 and len(sizes) == 1 and name.endswith(_SCALES)
+        block = _ones() if is_scale else _block(kind)
         writer.write_tensor_data(np.resize(block, prod(_bytes_of(kind, sizes))))
     writer.close()
     return path
@@ -117,6 +129,9 @@ def nbytes_of(shape: Shape) -> int:
 
 def _values(shape: Shape) -> Iterator[Value]:
     """All values, in the order of the file."""
+    if shape.architecture == "gemma4":
+        yield from _of_gemma(shape)
+        return
     is_oss = shape.mixture == "MXFP4"
     plain, better = ("Q8_0", "Q8_0") if is_oss else ("Q4_K", "Q6_K")
     table = (shape.vocabulary, shape.hidden)
@@ -128,6 +143,16 @@ def _values(shape: Shape) -> Iterator[Value]:
         kind = better if _is_better(number, shape.layers) else plain
         for name, of, sizes in (*_attention(shape, plain, kind), *_feed_forward(shape, plain, kind)):
             yield f"blk.{number}.{name}", of, sizes
+
+
+def _of_gemma(shape: Shape) -> Iterator[Value]:
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, shape.layers)
+    yield "rope_freqs.weight", _F32, (shape.head // 2,)
+    for name, value in on_meta("Gemma4TextConfig", "bfloat16", GEMMA)[1].items():
+        named = names.get_name(name.removesuffix(".weight"))
+        yield f"{named}.weight", "BF16" if value.dim() > 1 else _F32, tuple(value.shape)
 
 
 def _is_better(layer: int, layers: int) -> bool:
@@ -191,7 +216,7 @@ def _write_header(writer: Any, shape: Shape) -> None:
         experts = {"expert_count": shape.experts, "expert_used_count": shape.used}
         counts |= {**experts, "expert_feed_forward_length": shape.between}
     for name, count in {**counts, "attention.layer_norm_rms_epsilon": 1e-5, **shape.more}.items():
-        add = writer.add_float32 if isinstance(count, float) else writer.add_uint32
+        add = {float: writer.add_float32, list: writer.add_array}.get(type(count), writer.add_uint32)
         add(f"{shape.architecture}.{name}", count)
     for name, kind, of, value in _tokenizer(shape.vocabulary):
         writer.add_key_value(name, value, kind, sub_type=of)
@@ -234,6 +259,8 @@ def _block(kind: str) -> Any:
     if kind == _F32:
         numbers = torch.randn(_REPEATED // 4, generator=torch.Generator().manual_seed(0)).mul_(0.02)
         return numbers.numpy().view(np.uint8)
+    if kind == "BF16":
+        return torch.from_numpy(_block(_F32)).view(torch.float32).bfloat16().view(torch.uint8).numpy()
     [nbytes] = _bytes_of(kind, (256,))
     nbytes = nbytes // 8 if kind in ("Q8_0", "MXFP4") else nbytes
     shape, seeded = (_REPEATED // nbytes, nbytes), torch.Generator().manual_seed(0)

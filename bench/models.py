@@ -92,17 +92,31 @@ def with_values_of(folder: Path, megabytes: float, dtype: str, gigabytes: float)
     return sliced(folder, dtype=dtype, **shape, **heads)
 
 
-def sliced(folder: Path, kind: str = "LlamaConfig", *, dtype: str = "bfloat16", **config: int) -> Path:
+# The text model of Gemma 4 E2B: the last 20 layers use the keys and values of others, and are twice as wide.
+GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 35, "hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8,
+    "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "final_logit_softcapping": 30.0,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+}  # fmt: skip
+
+
+def gemma(folder: Path) -> Path:
+    """Gemma 4 E2B as it is published, without its encoders: half of its 9 GB are a table of embeddings per layer."""
+    return sliced(folder, "Gemma4TextConfig", **GEMMA)
+
+
+def sliced(folder: Path, kind: str = "LlamaConfig", *, dtype: str = "bfloat16", **config: Any) -> Path:
     """A checkpoint whose values are slices of one random block, in shards of 2 GB: written at disk speed.
 
     Raises:
         OSError: the disk is full.
     """
-    made, model = _on_meta(kind, dtype, config)
+    made, values = on_meta(kind, dtype, config)
     made.save_pretrained(folder)
     torch.manual_seed(0)
     block = torch.randn(1 << 24).mul_(0.02).to(getattr(torch, dtype))
-    return _write_shards(folder, model.state_dict(), {block.dtype: block})
+    return _write_shards(folder, values, {block.dtype: block})
 
 
 def fp8_experts(
@@ -129,11 +143,11 @@ def fp8_experts(
     widths = {"vocab_size": 16_000, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
     counts = {"num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4}
     given = {**widths, **counts, "head_dim": 128, "num_hidden_layers": layers, **(sizes or {})}
-    made, model = _on_meta("Qwen3MoeConfig", "bfloat16", given)
+    made, stored = on_meta("Qwen3MoeConfig", "bfloat16", given)
     made.quantization_config = FP8
     made.save_pretrained(folder)
     values: dict[str, torch.Tensor] = {}
-    for name, shape in names_apart(model.state_dict()):
+    for name, shape in names_apart(stored):
         if not name.endswith("_proj.weight"):
             values[name] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
             continue
@@ -176,15 +190,16 @@ def names_apart(values: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, tuple
             yield from ((f"{stem}.{expert}.{part}.weight", (shape[1] // len(parts), shape[2])) for part in parts)
 
 
-def _on_meta(kind: str, dtype: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """A configuration, and its model without values."""
+def on_meta(kind: str, dtype: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A configuration, and the values of its model as a checkpoint has them, without data."""
     import transformers
 
     made = getattr(transformers, kind)(dtype=dtype, **config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(made)
     made.architectures = [type(model).__name__]
-    return made, model
+    tied = {"lm_head.weight"} if made.tie_word_embeddings else set()
+    return made, {name: value for name, value in model.state_dict().items() if name not in tied}
 
 
 def _write_shards(

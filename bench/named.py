@@ -4,7 +4,8 @@ Always true:
 - a file has the true shapes and kinds, and random blocks; SmolLM2 is real
 - one model at a time is on the disk, and none for which there is no room
 - a limit that a file fits in twice is not tried: nothing would differ from all memory
-- both read the same file; only gpt-oss is read as it is published here, and from a GGUF file of the same size there
+- both read the same file; gpt-oss and Gemma are read as they are published here, and from a GGUF file of the same size
+  there
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from bench.gguf_models import GPT_OSS, Shape, nbytes_of, write_gguf
-from bench.models import smollm2
+from bench.gguf_models import GEMMA_E2B, GPT_OSS, Shape, nbytes_of, write_gguf
+from bench.models import gemma, smollm2
 from bench.packed import gpt_oss
 from bench.page_cache import files_in, warm
 from bench.peers import OURS
@@ -26,6 +27,7 @@ from bench.scale import Scale
 from bench.tokens_apart import AS_STORED, LLAMA_CPP, TokensTrial, absent, trial
 
 _MARGIN = 2 << 30  # bytes that stay free on the disk
+_PUBLISHED = {GPT_OSS.name: gpt_oss, GEMMA_E2B.name: gemma}
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
@@ -44,13 +46,14 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
 @contextmanager
 def _made(shape: Shape, scratch: Path) -> Iterator[dict[str, Path]]:
     """The file that each arm reads."""
-    needed = nbytes_of(shape) * (2 if shape == GPT_OSS else 1) + _MARGIN
+    published = _PUBLISHED.get(shape.name)
+    needed = nbytes_of(shape) * (2 if published else 1) + _MARGIN
     free = shutil.disk_usage(scratch).free
     if free < needed:
         raise OSError(f"{needed / 1e9:.0f} GB are needed on the disk, and {free / 1e9:.0f} are free")
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         file = write_gguf(Path(folder) / f"{shape.mixture}.gguf", shape)
-        yield {OURS: gpt_oss(Path(folder) / "published") if shape == GPT_OSS else file, LLAMA_CPP: file}
+        yield {OURS: published(Path(folder) / "published") if published else file, LLAMA_CPP: file}
 
 
 def _of_model(name: str, files: dict[str, Path], memory: tuple[int | None, ...], scale: Scale) -> list[Figure]:

@@ -33,8 +33,8 @@ from offload import OffloadedTensor
 _MAPPED, _IN_MEMORY = "a plain mapping", "rows in memory"
 _WIDTH, _HIDDEN, _LAYERS = 7680, 2048, 24  # numbers in a row, of 30 layers with 256 each, and of the model that uses it
 _CAP = 1024 * MIB  # for the pages of the table, and 220 MB of weights
-_SHAPES = {"a token, 1 row": 1, "a token, 8 rows": 8, "a prompt of 256 tokens": 256}
-_TIMES, _WARM_UP = 40, 5
+_SHAPES = {"a token, 1 row": (1, 40), "a token, 8 rows": (8, 40), "a prompt of 256 tokens": (256, 5)}  # rows, passes
+_WARM_UP = 5
 
 
 class TablesTrial(NamedTuple):
@@ -56,14 +56,14 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
         block = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
         table = torch.empty(rows, _WIDTH, dtype=torch.bfloat16, device="meta")
         write_slices(path, {"table": table}, {block.dtype: block})
-        return [figure for what, picks in _SHAPES.items() for figure in _figures(what, picks, path, scale)]
+        return [figure for what, sizes in _SHAPES.items() for figure in _figures(what, *sizes, path, scale)]
 
 
-def _figures(what: str, picks: int, path: Path, scale: Scale) -> list[Figure]:
+def _figures(what: str, picks: int, times: int, path: Path, scale: Scale) -> list[Figure]:
     def arm(name: str) -> TablesTrial:
         make_cold([path])
         with memory_cap(_CAP) as group:
-            return run_apart(trial, name, path, picks, group)
+            return run_apart(trial, name, path, picks, times, group)
 
     done = in_turn({name: partial(arm, name) for name in (OURS, _MAPPED, _IN_MEMORY)}, scale.rounds, {})
     limits = done.take(_IN_MEMORY)
@@ -75,12 +75,12 @@ def _figures(what: str, picks: int, path: Path, scale: Scale) -> list[Figure]:
 
 
 @torch.inference_mode()
-def trial(arm: str, path: Path, picks: int, group: Group) -> TablesTrial:
+def trial(arm: str, path: Path, picks: int, times: int, group: Group) -> TablesTrial:
     """Passes of a small model in memory, each with rows that no other pass picks."""
     with safe_open(path, framework="pt") as file:
         mapped = file.get_tensor("table")
     numbers = torch.randperm(len(mapped), generator=torch.Generator().manual_seed(0))
-    chosen = numbers.repeat(-(-picks * (_TIMES + _WARM_UP) // len(numbers)))[: picks * (_TIMES + _WARM_UP)]
+    chosen = numbers.repeat(-(-picks * (times + _WARM_UP) // len(numbers)))[: picks * (times + _WARM_UP)]
     weights = [torch.randn(_HIDDEN, _WIDTH).div_(90).bfloat16()]
     weights += [torch.randn(_HIDDEN, _HIDDEN).div_(45).bfloat16() for _ in range(_LAYERS)]
     table = OffloadedTensor.from_file(path, "table") if arm == OURS else mapped

@@ -1,10 +1,12 @@
 """Quantizing a checkpoint with the memory for one weight, killed half-way and resumed."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.processes import run_script
@@ -15,22 +17,21 @@ LAYERS = 4
 SCRIPT = """
     import json, os, sys
     from pathlib import Path
-    from bench.quantize import Trial, asdict, measured, rehearse
     from tests import processes
+    from tests.models.quantized import quantized, rehearse
 
-    def forked(function, *args):
+    def forked(*args):
         into, out = os.pipe()
-        pid = processes.forked(lambda: os.write(out, json.dumps(asdict(function(*args))).encode()))
+        pid = processes.forked(lambda: os.write(out, json.dumps(quantized(*args)).encode()))
         os.close(out)
         status = processes.ended(pid)
-        assert status <= 0
-        if status:
-            raise RuntimeError("it was killed")
-        return Trial(**json.loads(os.read(into, 1 << 16)))
+        return json.loads(os.read(into, 1 << 16)) if status == 0 else status
 
     rehearse()
-    folder, scratch, matrices = sys.argv[1:]
-    print(json.dumps(measured(Path(folder), Path(scratch), int(matrices), forked)))
+    checkpoint, whole, halves, dies_at = sys.argv[1:]
+    once, killed = forked(checkpoint, whole), forked(checkpoint, halves, int(dies_at))
+    left = len([*Path(halves).glob("*.safetensors")])
+    print(json.dumps([once, killed, left, forked(checkpoint, halves)]))
 """
 
 
@@ -49,15 +50,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow(9)
 def test_a_checkpoint_is_quantized_in_little_memory_and_a_killed_run_ends_as_one_that_was_not(checkpoint, tmp_path):
-    """Like `python -m bench.quantize` with 1 GB."""
-    cache = tmp_path / "cache"
-    printed = run_script(SCRIPT, checkpoint, tmp_path / "values", 7 * LAYERS, env={"XDG_CACHE_HOME": str(cache)})
-    said = json.loads(printed.splitlines()[-1])
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    printed = run_script(SCRIPT, checkpoint, whole, halves, 7 * LAYERS // 2, env=env)
+    once, killed, left, resumed = json.loads(printed.splitlines()[-1])
 
-    for run in (said["uninterrupted"], said["resumed"]):
-        assert run["peak_bytes"] < 3 * run["largest_bytes"]
-        assert run["ties_are_kept"]
-    assert 7 * LAYERS + 1 == said["uninterrupted"]["replaced"]
-    assert 7 * LAYERS // 2 - 1 == said["values when it was killed"] == said["resumed"]["before"]
-    assert 7 * LAYERS + 1 == said["resumed"]["before"] + said["resumed"]["replaced"]
-    assert [] == said["files that differ"]
+    assert -signal.SIGKILL == killed
+    for run in (once, resumed):
+        assert run["peak"] < 3 * run["largest"]
+        assert run["ties"]
+    assert 7 * LAYERS + 1 == once["replaced"]
+    assert 7 * LAYERS // 2 - 1 == left == resumed["before"]
+    assert 7 * LAYERS + 1 == resumed["before"] + resumed["replaced"]
+    assert contents(whole) == contents(halves)
+
+
+def contents(folder: Path) -> dict[str, dict[str, bytes]]:
+    """The bytes of each tensor of each file."""
+    files = ((path.name, load_file(path)) for path in folder.glob("*.safetensors"))
+    return {name: {key: tensor.tobytes() for key, tensor in tensors.items()} for name, tensors in files}

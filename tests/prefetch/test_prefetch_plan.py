@@ -81,6 +81,15 @@ def test_values_that_stay_are_spread_evenly(share: float, count: int):
         assert abs(len(kept(values[:done])) - share * done) <= 2
 
 
+@pytest.mark.parametrize(("budget", "stays"), [(300, [40]), (150, [])], ids=["it fits", "it does not fit"])
+def test_a_value_larger_than_the_window_stays_if_it_fits(budget: int, stays: list[int]):
+    """A head, which comes last: while it is used it would take as much memory again, beside what stays."""
+    values = values_of(Pool(budget * MIB), [10 * MIB] * 40 + [200 * MIB])
+
+    assert stays == [index for index in kept(values) if index == 40]
+    assert 0 <= budget * MIB - sum(value.nbytes for value in values if value.kept) < 10 * MIB
+
+
 @given(count=st.integers(4, 60), budgets=st.lists(st.integers(0, 60), min_size=1, max_size=6))
 def test_another_budget_changes_as_little_as_possible(count: int, budgets: list[int]):
     """What is dropped has to be read again, and so has what is new."""
