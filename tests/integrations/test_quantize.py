@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import contents
 from torch import nn
 
@@ -145,26 +146,31 @@ def test_other_configurations_and_filters_do_as_in_memory(folders, way, kind):
     assert torch.equal(logits(expected), logits(found))
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in-memory", "on-disk"])
 @pytest.mark.parametrize("config", ["int8", "int4x-group", "float8", "nvfp4"])
-def test_torchaos_own_form_gives_the_model_back(folder, tmp_path, config):
-    """With `save_checkpoint`; read by torchao in memory, and from tensors on disk."""
+def test_torchao_rebuilds_weights_from_shards_in_its_own_form(tmp_path, config, on_disk):
+    """In memory, and from tensors on disk; a dtype that is asked for does not apply to inner tensors."""
     from safetensors import safe_open
     from safetensors.torch import load_file
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
-    found = offload.from_pretrained(folder)
-    offload.quantize_(found, WEIGHT_ONLY[config]())
-    offload.save_checkpoint(found, tmp_path)
-
-    path = tmp_path / "model.safetensors"
-    with safe_open(path, "pt") as file:
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), torch.randn(2, 256)
+    torchao.quantize_(model, WEIGHT_ONLY[config]())
+    stored = offload.disk_offload(copy.deepcopy(model)) if on_disk else model
+    files = offload.save_checkpoint(stored, tmp_path, 2000, dtype=torch.bfloat16)[:-1]
+    with safe_open(files[0], "pt") as file:
         metadata = file.metadata()
+
+    assert len(files) > 2
     for load in (load_file, offload.load_file):
-        state, rest = unflatten_tensor_state_dict(load(path), metadata)
+        tensors = {name: value for path in files for name, value in load(path).items()}
+        found, rest = unflatten_tensor_state_dict(tensors, metadata)
         assert {} == rest
-        empty = transformers.LlamaForCausalLM(found.config)
-        empty.load_state_dict(state, assign=True)
-        assert torch.equal(logits(found), logits(empty))
+        assert model.state_dict().keys() == found.keys()
+        for layer, name in zip(model, "01", strict=True):
+            assert type(layer.weight.data) is type(found[f"{name}.weight"])
+            assert torch.equal(F.linear(x, layer.weight), F.linear(x, found[f"{name}.weight"]))
+            assert torch.equal(layer.bias.bfloat16(), found[f"{name}.bias"])
 
 
 def test_an_offload_folder_keeps_weights_of_any_class(folder, tmp_path):
@@ -435,9 +441,6 @@ def test_files_hold_the_quantized_value_alone(tmp_path):
     entries = TensorFile.open(tmp_path / "0.weight.safetensors").entries
     assert 1024 * 1024 == entries["0.weight.qdata"].layout.nbytes
     assert (tmp_path / "0.weight.safetensors").stat().st_size < 1.02 * 1024 * 1024
-
-
-# What is refused
 
 
 # Memory

@@ -58,20 +58,12 @@ def values_of(files):
     return {names.get(name, name): data for name, data in files.items() if name.endswith(".dat")}
 
 
+@pytest.mark.parametrize("prepare", [offload.materialize, lambda model: of_page("hand_over")(model)])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_materialized_model_is_exported_as_the_plain_one(name, tmp_path):
+def test_a_model_that_is_materialized_or_handed_over_is_exported_as_the_plain_one(name, prepare, tmp_path):
     model, x = MODELS[name]
     offloaded = offload.disk_offload(copy.deepcopy(model), offload_buffers=True)
-    found = exported(offload.materialize(offloaded), x, tmp_path / "offloaded.nnef")
-
-    assert values_of(exported(copy.deepcopy(model), x, tmp_path / "plain.nnef")) == values_of(found)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_values_that_are_handed_over_are_exported_bit_for_bit(name, tmp_path):
-    model, x = MODELS[name]
-    offloaded = offload.disk_offload(copy.deepcopy(model), offload_buffers=True)
-    of_page("hand_over")(offloaded)
+    prepare(offloaded)
     found = exported(offloaded, x, tmp_path / "offloaded.nnef")
 
     assert values_of(exported(copy.deepcopy(model), x, tmp_path / "plain.nnef")) == values_of(found)

@@ -317,9 +317,7 @@ def test_a_failure_names_the_tensor_and_leaves_what_was_done(checkpoint, plain, 
 def test_a_run_resumes_over_a_checkpoint_that_is_loaded_again(checkpoint, plain, tmp_path, anew):
     """Values in memory are those of the checkpoint after loading, and are processed again."""
     before = contents(checkpoint.parent)
-    model, rest = loaded(checkpoint, tmp_path / "q"), StopAt()
-    with pytest.raises(MapError):
-        map_values(StopAt("layer.bias"), model, resume="double")
+    model, rest = half_done(checkpoint, tmp_path / "q"), StopAt()
     if anew:
         del model
         model = loaded(checkpoint, tmp_path / "q")
@@ -335,7 +333,8 @@ def test_a_run_resumes_over_a_checkpoint_that_is_loaded_again(checkpoint, plain,
     assert contents(checkpoint.parent) == before
 
 
-def test_a_run_that_is_finished_is_not_done_again(checkpoint, plain, tmp_path):
+def test_a_run_that_is_finished_is_not_done_again_and_its_folder_is_an_offload_folder(checkpoint, plain, tmp_path):
+    """Its values are taken, but not while another model uses them."""
     map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
     model = loaded(checkpoint, tmp_path / "q")
     for _ in range(2):
@@ -343,6 +342,11 @@ def test_a_run_that_is_finished_is_not_done_again(checkpoint, plain, tmp_path):
 
     assert NAMES == report.before
     assert_doubled(model, plain)
+    with pytest.raises(NameInUseError, match=r"'table\.weight' is in use"):
+        map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
+    assert verify(tmp_path / "q").is_whole
+    for name, tensor in offload.load_file(tmp_path / "q").items():
+        assert torch.equal(plain.state_dict()[name] * 2, tensor)
 
 
 def test_several_runs_follow_each_other_and_are_resumed_in_their_order(checkpoint, plain, tmp_path):
@@ -432,22 +436,6 @@ def test_a_run_is_not_named_after_a_function_whose_name_others_share(tmp_path):
             map_values(fn, tensors, resume=True)
 
     assert [1] == tensors["w"].tolist()
-
-
-def test_an_own_value_is_not_taken_from_a_folder_that_is_in_use(checkpoint, tmp_path):
-    first = loaded(checkpoint, tmp_path / "q")
-    map_values(double, first, resume=True)
-
-    with pytest.raises(NameInUseError, match=r"'table\.weight' is in use"):
-        map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
-
-
-def test_a_folder_with_a_journal_is_an_offload_folder_still(checkpoint, plain, tmp_path):
-    map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
-
-    assert verify(tmp_path / "q").is_whole
-    for name, tensor in offload.load_file(tmp_path / "q").items():
-        assert torch.equal(plain.state_dict()[name] * 2, tensor)
 
 
 def test_a_full_disk_stops_the_run_with_the_error_of_the_value(tmp_path, monkeypatch):
