@@ -31,7 +31,6 @@ WITH_IT, ALONE, REFUSED = "the model with the adapter", "the model alone", "an e
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of words."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("base")
     LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).save_pretrained(folder)

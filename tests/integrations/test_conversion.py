@@ -199,7 +199,6 @@ def test_saving_takes_experts_apart_and_holds_none_in_memory(folder, tmp_path, t
 
 
 def test_the_current_values_are_saved(folder, tmp_path):
-    """After an in-place change, and after a replacement."""
     model = offload.from_pretrained(folder)
     experts = model.model.layers[0].mlp.experts
     with torch.no_grad():
@@ -280,7 +279,6 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(llama_folder, tmp_
 
 
 def test_no_deferred_tensor_stays_in_the_model(folder):
-    """Not even as a buffer or on meta."""
     model = offload.from_pretrained(folder, device_map={"": "cpu", "model.layers.1": "meta"})
 
     kinds: dict[str, Any] = {name: type(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}

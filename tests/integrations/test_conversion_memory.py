@@ -40,7 +40,6 @@ print(json.dumps(dict(load=load.nbytes, written=loaded, saved=saved, shards=shar
 
 
 def experts(folder: Path, layers: int, width: int) -> Path:
-    """A checkpoint whose file is mostly a hole, with its configuration."""
     folder.mkdir()
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
     config = Qwen3MoeConfig(

@@ -67,7 +67,6 @@ def on_disk(model: nn.Module) -> set[str]:
 
 
 def in_module(model: nn.Module, *modules: str) -> set[str]:
-    """The parameters of some modules."""
     return {f"{module}.{name}" for module in modules for name, _ in model.get_submodule(module).named_parameters()}
 
 

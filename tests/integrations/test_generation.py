@@ -55,7 +55,6 @@ def saved(config: Any, tmp_path: Path, auto: Any = AutoModelForCausalLM) -> Path
 
 
 def both(folder: Path, **options: Any) -> tuple[Any, Any]:
-    """The model in memory, and on disk."""
     return AutoModelForCausalLM.from_pretrained(folder), offload.from_pretrained(folder, **options)
 
 

@@ -72,8 +72,6 @@ def test_an_error_of_the_hub_ends_with_one_full_stop(monkeypatch: pytest.MonkeyP
 
 
 class Own(nn.Module, PyTorchModelHubMixin):
-    """A model that generates, and saves itself, without transformers."""
-
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.layer = nn.Linear(width, width)

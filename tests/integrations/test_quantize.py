@@ -36,7 +36,6 @@ CONFIGS = [name for name in WEIGHT_ONLY if name not in ("int1x", "int2x", "int5x
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny Llama of each kind."""
     made = {}
     for name, (tied, dtype) in MODELS.items():
         torch.manual_seed(0)
@@ -274,7 +273,6 @@ def test_a_module_that_replaces_another_goes_to_disk(tmp_path):
 
 
 def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_rest(folder):
-    """Quantized weights stay as they are."""
     model, expected = offload.from_pretrained(folder), in_memory(folder)
     torchao.quantize_(expected, int8())
     seen: list[str] = []
@@ -326,7 +324,6 @@ def test_a_run_resumes_in_another_process(folders, tmp_path, kind, finished):
 
 
 def test_a_run_that_was_killed_resumes_where_it_was(private_place):
-    """At each call that changes files; the result is the same as without kills."""
     folder = private_place
     torch.manual_seed(0)
     source = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16), nn.Linear(16, 8))

@@ -27,7 +27,6 @@ N = 17
 
 
 def columns(rows: int = N) -> Values:
-    """Columns that every source can hold, by name."""
     numbers = np.arange(rows)
     return {"id": numbers, "score": (numbers / 4).astype(np.float32), "pair": np.stack([numbers, -numbers], axis=1)}
 

@@ -26,7 +26,6 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def on_disk(checkpoint: Path) -> Network:
-    """Over its checkpoint, including buffers."""
     with offload.init_empty_weights():
         empty = Network().eval()
     return offload.load_checkpoint_and_dispatch(empty, checkpoint, offload_buffers=True)
@@ -53,7 +52,7 @@ SAVERS: dict[str, Callable[[Any, Path], Any]] = {
 
 @pytest.mark.parametrize("by", SAVERS)
 def test_a_model_on_disk_is_saved_as_one_in_memory(on_disk, checkpoint, tmp_path, by):
-    """Byte for byte. Network weights are saved once, under the same name."""
+    """Byte for byte. Tied weights are saved once, under the same name."""
     before = contents(checkpoint)
     for name in ("plain", "disk"):
         (tmp_path / name).mkdir()

@@ -44,8 +44,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:tensordict.*", "i
 
 @tensorclass
 class Sample:
-    """A tensorclass with a field of each kind."""
-
     hidden: torch.Tensor
     text: str = "x"
     score: torch.Tensor | None = None
@@ -57,7 +55,6 @@ JAGGED = TensorDict({"x": torch.nested.nested_tensor([torch.ones(2, 3), torch.on
 
 
 def bits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor with arbitrary bits."""
     count = torch.Size(shape).numel() * dtype.itemsize
     return (torch.arange(count) * 37 % (2 if dtype == torch.bool else 63)).to(torch.uint8).view(dtype).reshape(shape)
 
@@ -87,7 +84,6 @@ def rich() -> TensorDict:
 
 
 def assert_same(expected: object, found: object) -> None:
-    """As trees, with batch sizes, names and classes; values bit for bit."""
     assert type(expected) is type(found)
     assert expected.batch_size == found.batch_size
     assert list(expected.names) == list(found.names)

@@ -91,7 +91,6 @@ def test_data_without_rows_is_refused():
 
 
 def test_a_folder_to_be_filled_takes_no_disk_for_what_is_not(tmp_path: Path) -> None:
-    """A million rows of 12 KiB."""
     td = TensorDict(image=torch.empty(1, 3072, device="meta").expand(1_000_000, 3072), batch_size=[1_000_000])
     made = memmap_like(td, tmp_path / "made")
 

@@ -35,7 +35,6 @@ MODELS = {
 
 
 def of_page(name):
-    """A function defined on the page."""
     names: dict = {}
     for fence in fences(PAGE.read_text(encoding="utf-8")):
         if f"def {name}(" in fence.text:
@@ -44,7 +43,6 @@ def of_page(name):
 
 
 def exported(model, x, path):
-    """The files of an exported model, by name."""
     target = torch_to_nnef.KhronosNNEF("1.0.5", check_io=False)
     options = {"input_names": ["x"], "output_names": ["y"], "compression_level": 0, "log_level": 40}
     made = torch_to_nnef.export_model_to_nnef(model.eval(), (x,), path, target, **options)

@@ -150,7 +150,6 @@ def test_a_model_or_a_copy_of_it_without_a_name_saves_itself(llama_folder, tmp_p
 
 
 def test_a_model_without_a_name_is_saved_as_it_was_last(llama_folder, tmp_path):
-    """Including what was replaced in its attributes, not only in its modules."""
     model = offload.from_pretrained(llama_folder)
     model.lm_head = torch.nn.Linear(2, 2, bias=False)
     model.config = copy.deepcopy(model.config)
@@ -223,7 +222,6 @@ def test_a_name_on_the_hub_is_found_in_the_local_cache(llama_folder, in_memory, 
 
 
 def edited(folder: Path, **settings: Any) -> Path:
-    """The folder, with these settings in its configuration."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **settings}))
     return folder

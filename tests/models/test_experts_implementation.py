@@ -57,7 +57,6 @@ def loaded(name: str, folder: Path, **options: Any) -> Any:
 
 @contextmanager
 def only_mapped() -> Iterator[None]:
-    """In this context, nothing is read past the page cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loads, "direct_candidates", lambda _: [])
         yield
@@ -76,7 +75,6 @@ def routed(dtype: torch.dtype, *picks: list[int], width: int = 128) -> tuple[tor
 
 
 def in_float64(experts: Any, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What plain experts give without rounding."""
     experts = copy.deepcopy(experts).double()
     experts.config = copy.copy(experts.config)
     experts.config._experts_implementation = "eager"
@@ -224,7 +222,6 @@ def test_experts_follow_a_shared_layer_and_a_new_value(tmp_path):
 
 
 def assert_fails_by_name(kind: type[Exception], experts: Any, given: Any, folder: Path, name: str) -> None:
-    """The error has the file, the layer and the expert."""
     with pytest.raises(kind) as caught:
         experts(*given)
     text = f"{caught.value} {caught.value.__notes__}"
@@ -277,7 +274,6 @@ def assert_read_past(model: Any, given: Any, past: list[int], least: int) -> Non
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_that_will_not_stay_are_read_past_the_page_cache(name, tmp_path, past):
-    """With the bits of those that do."""
     model = loaded(name, tmp_path, **TIGHT)
     picks = [[number, (number + 1) % 4] for number in (2, 0, 3, 1, 2)] + [[1, 3]] * 40
     given = [routed(model.dtype, *picks, width=getattr(one, "hidden_dim", 128)) for one in experts_of(model)]

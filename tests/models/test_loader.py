@@ -104,8 +104,6 @@ def test_a_write_goes_to_the_offload_dir_and_not_to_the_checkpoint(checkpoint, t
 
 
 class Three(nn.Module):
-    """One parameter with three names."""
-
     def __init__(self) -> None:
         super().__init__()
         for name in "abc":
@@ -422,7 +420,6 @@ def test_a_warning_names_the_parameters_that_torch_does_not_let_change(held, nam
 
 
 def test_the_log_says_what_is_a_recipe_and_why_and_what_is_referenced(tmp_path, caplog):
-    """A line per value, and one for the model."""
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2, dtype=torch.float16)}, path)
     model = nn.Linear(3, 2, device="meta", dtype=torch.float16)

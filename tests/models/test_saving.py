@@ -85,7 +85,6 @@ def test_the_files_hold_what_huggingface_hub_writes(model, tmp_path, max_shard_s
 
 
 def test_every_dtype_of_the_format_comes_back(tmp_path):
-    """Plain, on disk, views with gaps, 0-d and empty."""
     torch.manual_seed(0)
     dtypes = [*WORDS, *([FLOAT4] if FLOAT4 else [])]
     values = {}
@@ -179,7 +178,6 @@ def test_unflushed_writes_of_ops_are_saved(tmp_path):
 
 
 def test_parts_of_one_value_are_each_saved_whole(tmp_path):
-    """They are not tied: each has its own values."""
     whole = OffloadedTensor.from_original_tensor(torch.arange(6.0), "w")
     plain = torch.arange(6.0)
     values = {"a": whole[:4], "b": whole[2:], "c": plain[:4], "d": plain[2:], "e": torch.empty(0), "f": torch.empty(0)}
@@ -335,7 +333,6 @@ def test_a_checkpoint_is_not_replaced_by_what_refers_to_it(tmp_path, size):
 
 
 def test_a_mapped_model_is_saved_over_its_own_file(tmp_path):
-    """Plain tensors over the mapping keep their values."""
     first = {"a": torch.randn(5000), "b": torch.randn(5000)}
     save_checkpoint(first, tmp_path)
     mapped = load_file(tmp_path / SINGLE)
@@ -354,7 +351,6 @@ PAIRS = [(1000, 1000), (1000, 16), (16, 1000), (32, 32)]  # before, and after
 @pytest.mark.parametrize("before", SIZES)
 @pytest.mark.parametrize("after", SIZES)
 def test_an_own_checkpoint_is_replaced_as_a_whole(tmp_path, before, after):
-    """Nothing is left of it; other files are kept."""
     (tmp_path / "config.json").write_text("{}")
     save_file({"x": torch.ones(1)}, tmp_path / "model-00009-of-00009.safetensors")
     others = contents(tmp_path)

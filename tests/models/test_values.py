@@ -227,9 +227,8 @@ def test_another_shape_or_dtype_without_leave_is_refused_and_the_value_stands(tm
 
 
 def test_a_value_that_is_not_a_tensor_is_refused_by_name(tmp_path):
-    with pytest.raises(
-        TypeError, match=r"fn returned None for 'w': .*the same tensor .*0 of 1 values were replaced"
-    ) as caught:
+    words = r"fn returned None for 'w': .*the same tensor .*0 of 1 values were replaced"
+    with pytest.raises(TypeError, match=words) as caught:
         map_values(lambda name, tensor: None, {"w": torch.ones(2)})
     assert isinstance(caught.value, OffloadError)
     with pytest.raises(TypeError, match="a module or a dictionary of tensors is needed, not list"):
@@ -299,11 +298,9 @@ def test_selecting_nothing_is_an_error_that_lists_the_names(plain):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_failure_names_the_tensor_and_leaves_what_was_done(checkpoint, plain, tmp_path, error):
     model, call = loaded(checkpoint, tmp_path / "q"), StopAt("layer.bias", error)
+    words = r"at 'layer.bias'.*: 3 of 4 values were replaced and stay so; resume='double' continues"
 
-    with pytest.raises(
-        (MapError, KeyboardInterrupt),
-        match=r"at 'layer.bias'.*: 3 of 4 values were replaced and stay so; resume='double' continues",
-    ) as caught:
+    with pytest.raises((MapError, KeyboardInterrupt), match=words) as caught:
         map_values(call, model, resume="double")
 
     assert isinstance(caught.value.__cause__, error)
@@ -350,7 +347,6 @@ def test_a_run_that_is_finished_is_not_done_again_and_its_folder_is_an_offload_f
 
 
 def test_several_runs_follow_each_other_and_are_resumed_in_their_order(checkpoint, plain, tmp_path):
-    """The second one stops; both are run again."""
     model = loaded(checkpoint, tmp_path / "q")
     map_values(double, model, resume="first")
     with pytest.raises(MapError):
