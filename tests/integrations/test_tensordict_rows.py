@@ -20,6 +20,7 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.integrations import cache_from
+from tests.equal import assert_equal
 from tests.processes import in_fork
 
 tensordict = pytest.importorskip("tensordict")
@@ -47,14 +48,10 @@ def rows() -> TensorDict:
 
 
 def assert_rows(cache: TensorCache, *, words: bool = True) -> None:
-    found = cache[:]
-    assert {"a", "in.b", "in.deep.c", *(["words", "same"] if words else [])} == set(found)
-    assert torch.equal(rows()["a"], found["a"])
-    assert torch.equal(rows()["in", "b"], found["in.b"])
-    assert torch.equal(rows()["in", "deep", "c"], found["in.deep.c"])
+    expected = {"a": rows()["a"], "in.b": rows()["in", "b"], "in.deep.c": rows()["in", "deep", "c"]}
     if words:
-        assert ["x", "y", "z", "w"] == found["words"]
-        assert ["for all"] * 4 == found["same"]
+        expected |= {"words": ["x", "y", "z", "w"], "same": ["for all"] * 4}
+    assert_equal(expected, dict(cache[:]))
 
 
 @pytest.mark.parametrize("small", [False, True])
