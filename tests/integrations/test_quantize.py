@@ -20,6 +20,7 @@ import offload
 from offload import OffloadedTensor
 from offload.errors import JournalError, MapError, OffloadError, UnknownSubclassError, WriteError
 from offload.integrations import torchao as ours
+from offload.planning.check import tiny_checkpoint
 from offload.storage import subclasses
 from offload.storage.file import TensorFile
 from tests.faults import Call, killed_at_each
@@ -30,22 +31,18 @@ torchao = pytest.importorskip("torchao.quantization")
 transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.arange(8)[None]
-MODELS = {"plain": (False, torch.float32), "tied, of 16 bits": (True, torch.bfloat16)}
+MODELS = {"plain": (False, "float32"), "tied, of 16 bits": (True, "bfloat16")}
 CONFIGS = [name for name in WEIGHT_ONLY if name not in ("int1x", "int2x", "int5x", "int6x", "int7x")]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for name, (tied, dtype) in MODELS.items():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=4, vocab_size=64, tie_word_embeddings=tied, max_position_embeddings=64,
-        )  # fmt: skip
-        made[name] = tmp_path_factory.mktemp("llama")
-        transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(made[name])
-    return made
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_key_value_heads": 4}
+    sizes |= {"vocab_size": 64, "max_position_embeddings": 64, "max_shard_size": "5GB"}
+    return {
+        name: tiny_checkpoint(tmp_path_factory.mktemp("llama"), **sizes, tie_word_embeddings=tied, dtype=dtype)
+        for name, (tied, dtype) in MODELS.items()
+    }
 
 
 @pytest.fixture

@@ -360,8 +360,7 @@ def test_files_that_may_be_written_to_are_read_through_the_page_cache(tmp_path, 
 def test_an_expert_that_is_used_again_and_again_stays(tmp_path, past):
     """And replaces what is used less, which is read past the page cache from then on. Each takes 2.25 MiB."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 768, "num_hidden_layers": 1, "num_experts": 4}
-    sizes |= {"vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny_checkpoint(tmp_path, "qwen3_moe", **sizes, dtype="bfloat16", max_shard_size="1GB")
     options = {"max_memory": "6MiB", "read_ahead": "32MiB", "dtype": torch.bfloat16}
     model = offload.from_pretrained(tmp_path, experts_implementation="offload", **options)
     [experts], given = experts_of(model), [routed(torch.bfloat16, [number], width=512) for number in range(4)]
