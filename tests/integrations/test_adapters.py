@@ -17,13 +17,13 @@ from conftest import contents
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import offload
 from offload import cli
 from offload.errors import CheckpointError, UnsupportedOpError
+from offload.planning.check import tiny_checkpoint
 from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE, adapter_for
-from tests.sizes import SIZES
 
 TOKENS = torch.tensor([[1, 5, 9, 2]])
 WITH_IT, ALONE, REFUSED = "the model with the adapter", "the model alone", "an error with a way out"
@@ -31,9 +31,7 @@ WITH_IT, ALONE, REFUSED = "the model with the adapter", "the model alone", "an e
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).save_pretrained(folder)
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("base"), tie_word_embeddings=False, max_shard_size="5GB")
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(96)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return folder

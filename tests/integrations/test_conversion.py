@@ -8,41 +8,28 @@ import pytest
 import torch
 from conftest import contents
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertModel
 
 import offload
 from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from offload.models import pretrained
+from offload.planning.check import tiny_checkpoint
 from offload.tensor.views import handle_of
 from tests.equal import assert_equal
-from tests.sizes import SIZES
 
-SMALL = {**SIZES, "intermediate_size": 96, "num_experts_per_tok": 2, "max_position_embeddings": 64}
-MODELS = {
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SMALL)),
-    "qwen": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(num_experts=8, moe_intermediate_size=32, head_dim=16, tie_word_embeddings=True, **SMALL)
-    ),
+SMALL: dict[str, Any] = {"intermediate_size": 96, "num_experts_per_tok": 2, "max_position_embeddings": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16, "tie_word_embeddings": True},
 }
 
 
 @pytest.fixture(params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A mixture of experts in float32, one matrix per expert."""
-    torch.manual_seed(0)
-    MODELS[request.param]().save_pretrained(tmp_path / "checkpoint")
-    return tmp_path / "checkpoint"
+    options = {**SMALL, **MODELS[request.param], "max_shard_size": "5GB"}
+    return tiny_checkpoint(tmp_path / "checkpoint", request.param, **options)
 
 
 def keys_of(folder: Path) -> set[str]:

@@ -15,7 +15,7 @@ from conftest import contents
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 import offload
@@ -126,8 +126,7 @@ def test_layers_of_all_kinds_merge_as_in_memory(kind, place, tmp_path):
 
 def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path):
     """`target_parameters`: two in one module."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path / "model")
+    tiny_checkpoint(tmp_path / "model", "mixtral", num_local_experts=4)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     adapter = adapter_for(copy.deepcopy(plain), OF_EXPERTS, tmp_path / "adapter")
     model = offload.from_pretrained(tmp_path / "model", offload_dir=tmp_path / "values")
