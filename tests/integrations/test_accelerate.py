@@ -40,8 +40,6 @@ class Net(nn.Module):
 
 
 class Tied(Net):
-    """Its linear layers share a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linears[1].weight = self.linears[0].weight
@@ -142,8 +140,6 @@ def test_a_model_without_hooks_needs_no_accelerate():
 
 
 class PlusOne(ModelHook):
-    """A user's hook."""
-
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
         return output + 1
 

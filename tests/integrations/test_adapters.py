@@ -17,13 +17,13 @@ from conftest import contents
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import offload
 from offload import cli
 from offload.errors import CheckpointError, UnsupportedOpError
+from offload.planning.check import tiny_checkpoint
 from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE, adapter_for
-from tests.sizes import SIZES
 
 TOKENS = torch.tensor([[1, 5, 9, 2]])
 WITH_IT, ALONE, REFUSED = "the model with the adapter", "the model alone", "an error with a way out"
@@ -31,10 +31,7 @@ WITH_IT, ALONE, REFUSED = "the model with the adapter", "the model alone", "an e
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of words."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).save_pretrained(folder)
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("base"), tie_word_embeddings=False, max_shard_size="5GB")
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(96)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return folder
@@ -87,6 +84,18 @@ TABLE: dict[str, tuple[Callable[[Path, Path], object], dict[str, str]]] = {
 }
 
 
+def command(name: str, folder: Path, adapter: Path, target: Path) -> list[str]:
+    words: dict[str, list[object]] = {
+        "plan": ["plan", folder, "--disk-rate", "1GB"],
+        "generate": ["generate", folder, "--prompt", "w5", "--max-new-tokens", "4"],
+        "merge-lora": ["merge-lora", folder, adapter, target],
+        "quantize": ["quantize", folder, target, "--int8", "--group-size", "32"],
+        "convert": ["convert", folder, target],
+        "convert to an offload folder": ["convert", folder, target, "--to", "offload"],
+    }
+    return [*map(str, words[name])]
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(TOKENS).logits
@@ -102,48 +111,43 @@ def act(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], request:
         plain = load(model)
         return plain if adapter is None else PeftModel.from_pretrained(plain, adapter)
 
-    def written(folder: Path, adapter: Path | None, *words: str, by_transformers: bool = True) -> None:
+    def written(name: str, folder: Path, adapter: Path | None) -> None:
         """The new folder holds the adapter as the old one does, beside the model."""
-        assert 0 == cli.main([words[0], str(folder), str(target), *words[1:]]), capsys.readouterr().err
         ours = offload.from_pretrained(target)
         alone = offload.from_pretrained(target, adapter=False)
         expected = logits(alone if adapter is None else PeftModel.from_pretrained(alone, adapter))
         assert torch.equal(expected, logits(ours))
-        if words[0] == "convert":
+        if name != "quantize":
             assert torch.equal(logits(reference(base, adapter)), expected)
-        if by_transformers:
+        if name == "convert" or (name == "quantize" and adapter is None):
             assert torch.allclose(expected, logits(AutoModelForCausalLM.from_pretrained(target)), atol=1e-5)
         names = {path.name for path in folder.glob("adapter_*")}
         assert names == {path.name for path in target.glob("adapter_*")}
         assert all((folder / name).read_bytes() == (target / name).read_bytes() for name in names)
 
     def done(name: str, folder: Path, adapter: Path | None) -> None:
+        other = adapter_in(tmp_path / "other", base) if name == "merge-lora" and adapter is None else folder
+        if name != "from_pretrained":
+            words = command(name, folder, other, target) + ["--json"] * (name in ("plan", "generate"))
+            assert 0 == cli.main(words), capsys.readouterr().err
+
         if name == "from_pretrained":
             found = offload.from_pretrained(folder)
             assert torch.equal(logits(reference(base, adapter)), logits(found))
             assert LlamaForCausalLM is found.__class__
             assert (adapter is not None) == getattr(found, "_hf_peft_config_loaded", False)
         elif name == "plan":
-            assert 0 == cli.main(["plan", str(folder), "--disk-rate", "1GB", "--json"]), capsys.readouterr().err
             expected = sum(parameter.numel() for parameter in reference(base, None).parameters())
             assert expected == json.loads(capsys.readouterr().out)["model"]["parameters"]
         elif name == "generate":
-            command = ["generate", str(folder), "--prompt", "w5", "--max-new-tokens", "4", "--json"]
-            assert 0 == cli.main(command), capsys.readouterr().err
             tokens = reference(base, adapter).generate(torch.tensor([[5]]), max_new_tokens=4, do_sample=False)
             assert tokens[0, 1:].tolist() == json.loads(capsys.readouterr().out)["tokens"]
         elif name == "merge-lora":
-            other = adapter_in(tmp_path / "other", base) if adapter is None else folder
-            assert 0 == cli.main(["merge-lora", str(folder), str(other), str(target)]), capsys.readouterr().err
             expected = logits(reference(base, other).merge_and_unload())
             assert torch.equal(expected, logits(AutoModelForCausalLM.from_pretrained(target)))
             assert [] == list(target.glob("adapter_*"))
-        elif name == "quantize":
-            written(folder, adapter, "quantize", "--int8", "--group-size", "32", by_transformers=adapter is None)
-        elif name == "convert":
-            written(folder, adapter, "convert")
         else:
-            written(folder, adapter, "convert", "--to", "offload", by_transformers=False)
+            written(name, folder, adapter)
 
     return done
 
@@ -162,20 +166,12 @@ def test_a_folder_with_an_adapter_is_the_model_with_it_or_refused_with_a_way_out
         act(name, folder, folder if outcomes[name] == WITH_IT else None)
         return
 
-    words = {
-        "plan": ["plan", str(folder), "--disk-rate", "1GB"],
-        "generate": ["generate", str(folder), "--prompt", "w5"],
-        "merge-lora": ["merge-lora", str(folder), str(folder), str(target)],
-        "quantize": ["quantize", str(folder), str(target), "--int8"],
-        "convert": ["convert", str(folder), str(target)],
-        "convert to an offload folder": ["convert", str(folder), str(target), "--to", "offload"],
-    }
     if name == "from_pretrained":
         with pytest.raises(CheckpointError, match="adapter") as raised:
             offload.from_pretrained(folder)
         said = str(raised.value)
     else:
-        assert 1 == cli.main(words[name])
+        assert 1 == cli.main(command(name, folder, folder, target))
         said = " ".join(capsys.readouterr().err.split())
     assert before == contents(tmp_path)
     assert "adapter" in said

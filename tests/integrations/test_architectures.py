@@ -14,17 +14,7 @@ import transformers
 
 import offload
 from bench import architectures, equality
-from bench.architectures import (
-    DIFFERS,
-    EQUAL,
-    VALUES,
-    Row,
-    examined,
-    examined_apart,
-    generating,
-    names,
-    prepared,
-)
+from bench.architectures import DIFFERS, EQUAL, VALUES, Row, examined, examined_apart, generating, names, prepared
 from offload.models.pretrained import _kind_from_disk
 from tests.equal import assert_equal
 from tests.processes import run_script
@@ -65,21 +55,6 @@ EXAMINED = """
 def examined_alone(kind: str, name: str) -> Row:
     """In a process that has no file for what is printed: the bytes that are written are those of loading."""
     return Row(**json.loads(run_script(EXAMINED, kind, name).splitlines()[-1]))
-
-
-@pytest.fixture
-def subject(tmp_path):
-    return prepared("mixtral", "MixtralForCausalLM", tmp_path / "source")
-
-
-@pytest.fixture
-def plain(subject):
-    return subject.model_class.from_pretrained(subject.folder)
-
-
-@pytest.fixture
-def model(subject):
-    return offload.from_pretrained(subject.folder, model_class=subject.model_class)
 
 
 @pytest.mark.parametrize(("kind", "name"), [*GENERATING, *ENCODING], ids=lambda value: value)
@@ -160,7 +135,10 @@ CHANGES: dict[str, Any] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("words", CHANGES)
-def test_a_difference_is_found(words, plain, model, subject):
+def test_a_difference_is_found(words, tmp_path):
+    subject = prepared("mixtral", "MixtralForCausalLM", tmp_path)
+    plain = subject.model_class.from_pretrained(subject.folder)
+    model = offload.from_pretrained(subject.folder)
     CHANGES[words](model)
 
     found = equality.differences(plain, model, subject.folder, subject.probe, [])

@@ -1,9 +1,11 @@
 """Memory and disk use when loading and saving fused experts."""
 
 import json
+from itertools import product
 from pathlib import Path
 
-from transformers import Qwen3MoeConfig
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.models.test_loader_memory import hollow_checkpoint
 from tests.processes import run_script
@@ -40,7 +42,6 @@ print(json.dumps(dict(load=load.nbytes, written=loaded, saved=saved, shards=shar
 
 
 def experts(folder: Path, layers: int, width: int) -> Path:
-    """A checkpoint whose file is mostly a hole, with its configuration."""
     folder.mkdir()
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
     config = Qwen3MoeConfig(
@@ -48,19 +49,11 @@ def experts(folder: Path, layers: int, width: int) -> Path:
         moe_intermediate_size=width, intermediate_size=width, dtype="bfloat16", **heads,
     )  # fmt: skip
     config.save_pretrained(folder)
-    shapes = {"model.embed_tokens.weight": (32, width), "lm_head.weight": (32, width), "model.norm.weight": (width,)}
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{prefix}.{norm}.weight"] = (width,)
-        for name, shape in {"q": (16, width), "k": (16, width), "v": (16, width), "o": (width, 16)}.items():
-            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = shape
-        for norm in ("q_norm", "k_norm"):
-            shapes[f"{prefix}.self_attn.{norm}.weight"] = (8,)
-        shapes[f"{prefix}.mlp.gate.weight"] = (EXPERTS, width)
-        for expert in range(EXPERTS):
-            for name in ("gate", "up", "down"):
-                shapes[f"{prefix}.mlp.experts.{expert}.{name}_proj.weight"] = (width, width)
+    with torch.device("meta"):
+        values = Qwen3MoeForCausalLM(config).state_dict()
+    shapes = {name: tuple(value.shape) for name, value in values.items() if ".experts." not in name}
+    for layer, expert, part in product(range(layers), range(EXPERTS), ("gate", "up", "down")):
+        shapes[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"] = (width, width)
     hollow_checkpoint(folder / "model.safetensors", shapes, "BF16", 2)
     return folder
 

@@ -107,7 +107,6 @@ def test_a_model_of_a_folder_runs_on_disk(kind, shard, tmp_path):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_was_in_memory_is_converted_and_saved_from_disk(kind, tmp_path):
-    """It computes, casts and saves as before."""
     plain = made(kind)
     on_disk = offload.disk_offload(copy.deepcopy(plain))
 

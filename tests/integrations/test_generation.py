@@ -55,16 +55,11 @@ def saved(config: Any, tmp_path: Path, auto: Any = AutoModelForCausalLM) -> Path
 
 
 def both(folder: Path, **options: Any) -> tuple[Any, Any]:
-    """The model in memory, and on disk."""
     return AutoModelForCausalLM.from_pretrained(folder), offload.from_pretrained(folder, **options)
 
 
 def in_memory(model: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if not offload.is_offloaded(parameter)}
-
-
-def is_on_disk(model: Any) -> bool:
-    return not in_memory(model)
 
 
 def is_tied(model: Any) -> bool:
@@ -118,7 +113,7 @@ def test_a_text_generation_pipeline_gives_the_same_text(llama):
 
     assert said[0] == said[1]
     assert len(set(said[1][0][0]["generated_text"].split())) > 5
-    assert is_on_disk(model)
+    assert not in_memory(model)
 
 
 def test_a_generation_config_is_used(llama, tokens):
@@ -165,7 +160,7 @@ def test_a_model_that_is_cast_or_moved_stays_on_disk(folder, tokens, cast):
     assert cast(model) is model
     cast(plain)
 
-    assert is_on_disk(model)
+    assert not in_memory(model)
     assert tied == is_tied(model)
     assert_equal(plain, model)
     assert before == contents(folder)
@@ -198,7 +193,7 @@ def test_a_step_with_gradient_checkpointing_is_that_in_memory_and_leaves_the_che
         torch.optim.AdamW(who.parameters(), lr=0.01).step()
 
     assert_equal(plain, model)
-    assert is_on_disk(model)
+    assert not in_memory(model)
     assert tied == is_tied(model)
     assert before == contents(folder)
 

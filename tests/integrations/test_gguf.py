@@ -26,7 +26,6 @@ FILE = "model.gguf"
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A folder with a Llama in Q8_0."""
     write_gguf(model_of("llama", num_hidden_layers=1), tmp_path / FILE, "Q8_0")
     return tmp_path
 
@@ -68,15 +67,8 @@ def test_blocks_of_any_bits_are_decoded_as_by_the_package(kind, tmp_path):
     torch.testing.assert_close(expected, found.materialize(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_file_itself_is_a_model(small):
-    expected = outcome(offload.from_pretrained(small, gguf_file=FILE)).logits
-
-    assert torch.equal(expected, outcome(offload.from_pretrained(small / FILE)).logits)
-
-
 @pytest.mark.parametrize("processor", sorted(_KNOWN))
 def test_values_are_processed_as_by_the_processors_of_transformers(processor, tmp_path):
-    """For matrices and vectors of every name that a processor handles."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
     said = {"num_attention_heads": 4, "num_key_value_heads": 2, "n_head": 4, "hidden_size": 32}
@@ -205,16 +197,17 @@ def in_parts(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "parts").iterdir())
 
 
-def test_a_model_in_parts_is_opened_by_any_of_them(in_parts):
-    whole = offload.from_pretrained(in_parts[0].parent.parent / FILE)
+def test_a_model_in_parts_is_opened_by_any_of_them_and_a_whole_one_by_file_or_folder(in_parts):
+    folder = in_parts[0].parent.parent
+    whole = offload.from_pretrained(folder / FILE)
     assert len(in_parts) > 2
 
-    for given in (in_parts[0], in_parts[-1]):
-        model = offload.from_pretrained(given)
+    for given in (in_parts[0], in_parts[-1], folder):
+        model = offload.from_pretrained(given, gguf_file=FILE if given == folder else None)
 
         assert model.config.to_dict() == {**whole.config.to_dict(), "_name_or_path": model.config._name_or_path}
         assert torch.equal(model(torch.arange(10)[None]).logits, whole(torch.arange(10)[None]).logits)
-    assert offload.load_file(in_parts[1]).keys() == offload.load_file(in_parts[0].parent.parent / FILE).keys()
+    assert offload.load_file(in_parts[1]).keys() == offload.load_file(folder / FILE).keys()
     assert not verify(in_parts[1]).findings
     assert not verify(in_parts[1].parent).findings
 
@@ -254,7 +247,6 @@ STRETCHED: dict[str, dict[str, Any]] = {
 
 
 def _stretched(folder: Path, **rope: Any) -> tuple[Any, Path]:
-    """A model with these parameters, and its file."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
     sizes |= {"vocab_size": 256, "num_key_value_heads": 1, "max_position_embeddings": 512}

@@ -41,13 +41,10 @@ def fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return of
 
 
-def test_bin_files_are_downloaded_if_there_are_no_safetensors(fetch: Any) -> None:
+def test_bin_files_are_downloaded_only_if_there_are_no_safetensors(fetch: Any) -> None:
     weights = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
 
     assert sorted([*BESIDE, *weights]) == fetch(*BESIDE, *weights, *NEVER)
-
-
-def test_bin_files_are_not_downloaded_beside_safetensors(fetch: Any) -> None:
     assert sorted([*BESIDE, "model.safetensors"]) == fetch(*BESIDE, "model.safetensors", "pytorch_model.bin", *NEVER)
 
 
@@ -75,8 +72,6 @@ def test_an_error_of_the_hub_ends_with_one_full_stop(monkeypatch: pytest.MonkeyP
 
 
 class Own(nn.Module, PyTorchModelHubMixin):
-    """A model that generates, and saves itself, without transformers."""
-
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.layer = nn.Linear(width, width)

@@ -38,10 +38,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "sampled beams": {"num_beams": 2, "do_sample": True, "num_return_sequences": 2},
 }
-SPECULATIVE: dict[str, dict[str, Any]] = {
-    "with an assistant": {"assistant": True},
-    "from the prompt": {"prompt_lookup_num_tokens": 3},
-}
 PADDED = torch.ones(2, 13, dtype=torch.long)
 PADDED[0, :5] = 0
 
@@ -61,6 +57,11 @@ def model_of(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     return AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
+def both(model: Any) -> tuple[Any, Any]:
+    """A cache in memory, and one on disk."""
+    return DynamicCache(config=model.config), offload.integrations.kv_cache(model)
+
+
 def ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, 99, shape, generator=torch.Generator().manual_seed(0))
 
@@ -75,6 +76,13 @@ def generated(model: Any, tokens: torch.Tensor, past: Any, **options: Any) -> li
 
 def is_on_disk(past: Any) -> bool:
     return all(offload.is_offloaded(states) for layer in past.layers for states in (layer.keys, layer.values))
+
+
+def assert_on_disk_as_in_memory(plain: Any, past: Any) -> None:
+    assert is_on_disk(past)
+    for other, mine in zip(plain.layers, past.layers, strict=True):
+        assert torch.equal(other.keys, mine.keys.materialize())
+        assert torch.equal(other.values, mine.values.materialize())
 
 
 @pytest.mark.parametrize(
@@ -92,23 +100,19 @@ def test_a_padded_batch_generates_as_with_a_cache_in_memory(config, dtype, optio
     assert is_on_disk(past)
 
 
-@pytest.mark.parametrize("options", SPECULATIVE.values(), ids=SPECULATIVE)
-def test_rejected_draft_tokens_leave_the_cache_as_in_memory(model, options):
-    options = dict(options)
-    if options.pop("assistant", False):
-        options["assistant_model"] = model_of(model.config, seed=3)
-    past, plain = offload.integrations.kv_cache(model), DynamicCache(config=model.config)
+@pytest.mark.parametrize("by", ["an assistant", "the prompt"])
+def test_rejected_draft_tokens_leave_the_cache_as_in_memory(model, by):
+    assistant = {"assistant_model": model_of(model.config, seed=3)}
+    options: dict[str, Any] = assistant if by == "an assistant" else {"prompt_lookup_num_tokens": 3}
+    plain, past = both(model)
 
     assert is_equal(generated(model, ids(1, 13), plain, **options), generated(model, ids(1, 13), past, **options))
-    assert is_on_disk(past)
-    for mine, other in zip(past.layers, plain.layers, strict=True):
-        assert torch.equal(other.keys, mine.keys.materialize())
-        assert torch.equal(other.values, mine.values.materialize())
+    assert_on_disk_as_in_memory(plain, past)
 
 
 def test_a_conversation_goes_on_with_the_same_cache(model):
     """The second call reads its new tokens at once; the first of them follow those of the previous call."""
-    caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
+    caches = both(model)
     said = [generated(model, ids(1, 9), past)[0] for past in caches]
     asked = torch.cat([said[0], ids(1, 15)], dim=1)
     expected, got = (generated(model, asked, past) for past in caches)
@@ -137,7 +141,7 @@ def test_a_cache_that_was_reset_starts_empty_and_takes_another_batch_or_dtype(mo
 def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window():
     """While the past is recorded nothing is dropped from it, even over several calls."""
     model = model_of(CONFIGS["sliding"])
-    caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
+    caches = both(model)
     caches[1].activate_past_recording()
 
     for tokens in ids(1, 40).split([12, 3, 1, 24], dim=1):
@@ -149,8 +153,7 @@ def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window():
 @torch.no_grad()
 def test_the_capacity_grows_and_the_tokens_stay(model):
     """A capacity of 256 tokens at first, then grown by half; a window moves to the start."""
-    caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
-    rooms = set()
+    caches, rooms = both(model), set()
 
     for tokens in ids(1, 800).split([200, 40, 30, 1, 1, 528], dim=1):
         expected, got = (model(tokens, **{CACHE: past}).logits for past in caches)
@@ -197,7 +200,7 @@ def test_a_view_from_before_the_capacity_grew_is_refused_as_stale(llama):
 
 @torch.no_grad()
 def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama):
-    caches = DynamicCache(config=llama.config), offload.integrations.kv_cache(llama)
+    caches = both(llama)
 
     for act in (
         lambda past: llama(ids(2, 20), **{CACHE: past}),
@@ -208,10 +211,7 @@ def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama
         lambda past: llama(ids(3, 4), **{CACHE: past}),
     ):
         plain, mine = (act(past) for past in caches)
-        assert is_on_disk(caches[1])
-        for other, layer in zip(caches[0].layers, caches[1].layers, strict=True):
-            assert torch.equal(other.keys, layer.keys.materialize())
-            assert torch.equal(other.values, layer.values.materialize())
+        assert_on_disk_as_in_memory(*caches)
     assert torch.equal(plain.logits, mine.logits)
 
 
@@ -232,14 +232,12 @@ def test_a_deep_copy_is_independent(model, tmp_path):
 
 
 def test_a_cache_works_inside_and_outside_inference_mode(llama):
-    caches = DynamicCache(config=llama.config), offload.integrations.kv_cache(llama)
-    with torch.inference_mode():
-        expected, got = (llama(ids(1, 9), **{CACHE: past}).logits for past in caches)
-        assert torch.equal(expected, got)
+    caches = both(llama)
 
-    with torch.no_grad():
-        expected, got = (llama(ids(1, 300), **{CACHE: past}).logits for past in caches)
-    assert torch.equal(expected, got)
+    for mode, count in ((torch.inference_mode, 9), (torch.no_grad, 300)):
+        with mode():
+            expected, got = (llama(ids(1, count), **{CACHE: past}).logits for past in caches)
+        assert torch.equal(expected, got)
 
 
 def test_an_encoder_decoder_model_generates_as_in_memory():

@@ -15,12 +15,13 @@ from conftest import contents
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 import offload
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.peft import merge_checkpoint
+from offload.planning.check import tiny_checkpoint
 from tests.faults import Call, killed_at_each
 from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, OF_EXPERTS, ONE, adapter_for
 from tests.sizes import SIZES
@@ -40,20 +41,8 @@ KINDS_THAT_MERGE = KINDS | MORE
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Tiny Llamas: in float32, and in bfloat16 with tied embeddings."""
-    made = {}
-    for tied in (False, True):
-        torch.manual_seed(0)
-        config = LlamaConfig(**SIZES, tie_word_embeddings=tied, dtype="bfloat16" if tied else "float32")
-        made[tied] = tmp_path_factory.mktemp("llama")
-        AutoModelForCausalLM.from_config(config).save_pretrained(made[tied])
-    return made
-
-
-@pytest.fixture
-def folder(folders: dict[bool, Path]) -> Path:
-    return folders[False]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("llama32"), tie_word_embeddings=False, dtype="float32")
 
 
 def merged_in_memory(model: nn.Module, adapter: Path) -> Any:
@@ -69,11 +58,11 @@ def assert_same(expected: nn.Module, found: nn.Module) -> None:
     assert [one.__class__ for one in expected.modules()] == [one.__class__ for one in found.modules()]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["float32", "tied"])
+@pytest.mark.parametrize("of", ["folder", "llama_folder"], ids=["float32", "tied, in bfloat16"])
 @pytest.mark.parametrize("kind", KINDS_THAT_MERGE)
-def test_a_merge_on_disk_is_that_of_peft_in_memory(kind, tied, folders, tmp_path):
+def test_a_merge_on_disk_is_that_of_peft_in_memory(kind, of, request, tmp_path):
     """Bit for bit; changed values are in the user's folder, the checkpoint and the random generator are unchanged."""
-    base = folders[tied]
+    base = request.getfixturevalue(of)
     adapter = adapter_for(AutoModelForCausalLM.from_pretrained(base), KINDS_THAT_MERGE[kind](), tmp_path / "adapter")
     expected = merged_in_memory(AutoModelForCausalLM.from_pretrained(base), adapter)
     stood, random = contents(base), torch.get_rng_state()
@@ -137,8 +126,7 @@ def test_layers_of_all_kinds_merge_as_in_memory(kind, place, tmp_path):
 
 def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path):
     """`target_parameters`: two in one module."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path / "model")
+    tiny_checkpoint(tmp_path / "model", "mixtral", num_local_experts=4)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     adapter = adapter_for(copy.deepcopy(plain), OF_EXPERTS, tmp_path / "adapter")
     model = offload.from_pretrained(tmp_path / "model", offload_dir=tmp_path / "values")
@@ -225,8 +213,6 @@ def failing_after(calls: int) -> Callable[..., Any]:
 
 
 def failing_at(layer: nn.Module, error: BaseException) -> None:
-    """Make reading a layer's weight fail."""
-
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
@@ -300,7 +286,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_adapters_that_peft_does_not_merge_are_refused_by_name(kind, folder, tmp_path):
-    """And the model is unchanged."""
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder), REFUSED[kind]()).save_pretrained(tmp_path / "adapter")
     model = offload.from_pretrained(folder, offload_dir=tmp_path / "values")
     kinds = [type(module) for module in model.modules()]

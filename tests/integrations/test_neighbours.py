@@ -100,18 +100,20 @@ def test_adapters_of_peft_train_over_a_model_on_disk_and_resume(llama_folder, tm
             found.append(loss.item())
         return found
 
-    plain, expected = adapted(transformers.AutoModelForCausalLM.from_pretrained(llama_folder))
-    in_memory = losses(plain, expected, data()[:6])
-    model, optimizer = adapted(offload.from_pretrained(llama_folder))
-    optimizer = offload.training.offload_optimizer(optimizer, offload_dir=tmp_path / "live", model=model, min_bytes=1)
+    def on_disk() -> tuple[Any, torch.optim.Optimizer]:
+        model, optimizer = adapted(offload.from_pretrained(llama_folder))
+        options = {"offload_dir": tmp_path / "live", "model": model, "min_bytes": 1}
+        return model, offload.training.offload_optimizer(optimizer, **options)
+
+    in_memory = losses(*adapted(transformers.AutoModelForCausalLM.from_pretrained(llama_folder)), data()[:6])
+    model, optimizer = on_disk()
     first = losses(model, optimizer, data()[:3])
     offload.training.save_training(model, tmp_path / "run", optimizer, frozen=False)
     second = losses(model, optimizer, data()[3:6])
     names = list(offload.load_tree(tmp_path / "run")["model"])
     del model, optimizer
 
-    model, optimizer = adapted(offload.from_pretrained(llama_folder))
-    offload.training.offload_optimizer(optimizer, offload_dir=tmp_path / "live", model=model, min_bytes=1)
+    model, optimizer = on_disk()
     offload.training.load_training(model, tmp_path / "run", optimizer)
 
     assert in_memory == first + second
@@ -119,14 +121,9 @@ def test_adapters_of_peft_train_over_a_model_on_disk_and_resume(llama_folder, tm
     assert not any("base_layer" in name or "embed_tokens" in name for name in names)
 
 
-pytest.importorskip("transformers")
-
-
 def tiny() -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES)).eval()
 
 
 def test_a_model_made_inside_is_on_disk_and_generates_the_same(tokens):

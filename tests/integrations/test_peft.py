@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import offload
 from offload.memory import anonymous_bytes
+from offload.planning.check import tiny_checkpoint
 from tests.checkpoints.forms import FORMS, PROMPT
 from tests.equal import assert_equal
 from tests.models.test_loader_memory import checkpoint_of_zeros
 from tests.processes import run_script
-from tests.sizes import SIZES
 
 ONE = {"r": 4, "target_modules": ["q_proj"]}
 NOT_NEUTRAL = {"init_lora_weights": False}  # an adapter that changes the output from the start
@@ -70,12 +70,8 @@ def adapter_for(model: Any, config: Any, path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama in float32, without tied embeddings, in several shards."""
-    torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, tie_word_embeddings=False, dtype="float32")
-    folder = tmp_path_factory.mktemp("llama32")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="100KB")
-    return folder
+    options = {"tie_word_embeddings": False, "dtype": "float32", "max_shard_size": "100KB"}
+    return tiny_checkpoint(tmp_path_factory.mktemp("llama32"), **options)
 
 
 def both(folder: Path, wrap: Callable[[Any], Any], **options: Any) -> tuple[Any, Any]:
@@ -105,7 +101,6 @@ def train(model: Any, tokens: torch.Tensor, steps: int = 2) -> list[float]:
 
 
 def test_the_graph_holds_no_copies_of_frozen_weights(tmp_path):
-    """A forward with a graph over 128 MB of weights takes a small part of that in memory."""
     sizes = {"vocab_size": 64, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3}
     AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=8)).save_pretrained(tmp_path)
     model = get_peft_model(offload.from_pretrained(tmp_path), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
@@ -155,7 +150,6 @@ def test_an_adapter_trains_on_disk_as_in_memory_and_merges_into_files_and_out_ag
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
 def test_virtual_tokens_work_before_a_model_on_disk(kind, folder, tmp_path, tokens):
-    """They train, and give the same logits when loaded again."""
     config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
     plain, on_disk = both(folder, lambda model: get_peft_model(model, copy.deepcopy(config)))
 
@@ -261,7 +255,6 @@ def test_an_adapter_over_packed_weights_is_trained_as_over_dense_ones(name, tmp_
 
 
 def _losses(model: Any) -> list[float]:
-    """Of some steps, in which an adapter is trained on a prompt."""
     torch.manual_seed(0)
     trained = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"]))
     optimizer = torch.optim.SGD((one for one in trained.parameters() if one.requires_grad), lr=0.1)

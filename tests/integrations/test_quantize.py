@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import contents
 from torch import nn
 
@@ -19,6 +20,7 @@ import offload
 from offload import OffloadedTensor
 from offload.errors import JournalError, MapError, OffloadError, UnknownSubclassError, WriteError
 from offload.integrations import torchao as ours
+from offload.planning.check import tiny_checkpoint
 from offload.storage import subclasses
 from offload.storage.file import TensorFile
 from tests.faults import Call, killed_at_each
@@ -29,23 +31,18 @@ torchao = pytest.importorskip("torchao.quantization")
 transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.arange(8)[None]
-MODELS = {"plain": (False, torch.float32), "tied, of 16 bits": (True, torch.bfloat16)}
+MODELS = {"plain": (False, "float32"), "tied, of 16 bits": (True, "bfloat16")}
 CONFIGS = [name for name in WEIGHT_ONLY if name not in ("int1x", "int2x", "int5x", "int6x", "int7x")]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny Llama of each kind."""
-    made = {}
-    for name, (tied, dtype) in MODELS.items():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=4, vocab_size=64, tie_word_embeddings=tied, max_position_embeddings=64,
-        )  # fmt: skip
-        made[name] = tmp_path_factory.mktemp("llama")
-        transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(made[name])
-    return made
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_key_value_heads": 4}
+    sizes |= {"vocab_size": 64, "max_position_embeddings": 64, "max_shard_size": "5GB"}
+    return {
+        name: tiny_checkpoint(tmp_path_factory.mktemp("llama"), **sizes, tie_word_embeddings=tied, dtype=dtype)
+        for name, (tied, dtype) in MODELS.items()
+    }
 
 
 @pytest.fixture
@@ -145,26 +142,31 @@ def test_other_configurations_and_filters_do_as_in_memory(folders, way, kind):
     assert torch.equal(logits(expected), logits(found))
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in-memory", "on-disk"])
 @pytest.mark.parametrize("config", ["int8", "int4x-group", "float8", "nvfp4"])
-def test_torchaos_own_form_gives_the_model_back(folder, tmp_path, config):
-    """With `save_checkpoint`; read by torchao in memory, and from tensors on disk."""
+def test_torchao_rebuilds_weights_from_shards_in_its_own_form(tmp_path, config, on_disk):
+    """In memory, and from tensors on disk; a dtype that is asked for does not apply to inner tensors."""
     from safetensors import safe_open
     from safetensors.torch import load_file
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
-    found = offload.from_pretrained(folder)
-    offload.quantize_(found, WEIGHT_ONLY[config]())
-    offload.save_checkpoint(found, tmp_path)
-
-    path = tmp_path / "model.safetensors"
-    with safe_open(path, "pt") as file:
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), torch.randn(2, 256)
+    torchao.quantize_(model, WEIGHT_ONLY[config]())
+    stored = offload.disk_offload(copy.deepcopy(model)) if on_disk else model
+    files = offload.save_checkpoint(stored, tmp_path, 2000, dtype=torch.bfloat16)[:-1]
+    with safe_open(files[0], "pt") as file:
         metadata = file.metadata()
+
+    assert len(files) > 2
     for load in (load_file, offload.load_file):
-        state, rest = unflatten_tensor_state_dict(load(path), metadata)
+        tensors = {name: value for path in files for name, value in load(path).items()}
+        found, rest = unflatten_tensor_state_dict(tensors, metadata)
         assert {} == rest
-        empty = transformers.LlamaForCausalLM(found.config)
-        empty.load_state_dict(state, assign=True)
-        assert torch.equal(logits(found), logits(empty))
+        assert model.state_dict().keys() == found.keys()
+        for layer, name in zip(model, "01", strict=True):
+            assert type(layer.weight.data) is type(found[f"{name}.weight"])
+            assert torch.equal(F.linear(x, layer.weight), F.linear(x, found[f"{name}.weight"]))
+            assert torch.equal(layer.bias.bfloat16(), found[f"{name}.bias"])
 
 
 def test_an_offload_folder_keeps_weights_of_any_class(folder, tmp_path):
@@ -268,7 +270,6 @@ def test_a_module_that_replaces_another_goes_to_disk(tmp_path):
 
 
 def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_rest(folder):
-    """Quantized weights stay as they are."""
     model, expected = offload.from_pretrained(folder), in_memory(folder)
     torchao.quantize_(expected, int8())
     seen: list[str] = []
@@ -320,7 +321,6 @@ def test_a_run_resumes_in_another_process(folders, tmp_path, kind, finished):
 
 
 def test_a_run_that_was_killed_resumes_where_it_was(private_place):
-    """At each call that changes files; the result is the same as without kills."""
     folder = private_place
     torch.manual_seed(0)
     source = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16), nn.Linear(16, 8))
@@ -435,9 +435,6 @@ def test_files_hold_the_quantized_value_alone(tmp_path):
     entries = TensorFile.open(tmp_path / "0.weight.safetensors").entries
     assert 1024 * 1024 == entries["0.weight.qdata"].layout.nbytes
     assert (tmp_path / "0.weight.safetensors").stat().st_size < 1.02 * 1024 * 1024
-
-
-# What is refused
 
 
 # Memory

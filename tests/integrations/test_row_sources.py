@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from offload.errors import CacheError, OffloadError
 from offload.integrations import cache_from
 from offload.integrations.rows import rows_of
+from tests.conftest import contents
 
 h5py = pytest.importorskip("h5py")
 pa = pytest.importorskip("pyarrow")
@@ -27,13 +27,13 @@ N = 17
 
 
 def columns(rows: int = N) -> Values:
-    """Columns that every source can hold, by name."""
     numbers = np.arange(rows)
     return {"id": numbers, "score": (numbers / 4).astype(np.float32), "pair": np.stack([numbers, -numbers], axis=1)}
 
 
 @pytest.fixture(autouse=True)
-def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several batches even for little data."""
     monkeypatch.setattr("offload.cache.incoming._BATCH", 200)  # bytes
 
 
@@ -73,16 +73,15 @@ def hdf5_file(path: Path, values: Values) -> None:
         file.update(values)
 
 
-def arrow_file(path: Path, values: Values, form: Callable[..., Any]) -> None:
-    table = arrow_table(values)
+def arrow_file(path: Path, table: Any, form: Callable[..., Any], **options: int) -> None:
     with pa.OSFile(str(path), "wb") as sink, form(sink, table.schema) as file:
-        file.write_table(table)
+        file.write_table(table, **options)
 
 
-def parquet_folder(path: Path, values: Values) -> None:
+def parquet_folder(path: Path, table: Any) -> None:
     path.mkdir()
-    pq.write_table(arrow_table(values).slice(0, 9), path / "0.parquet")
-    pq.write_table(arrow_table(values).slice(9), path / "1.parquet")
+    pq.write_table(table.slice(0, 9), path / "0.parquet")
+    pq.write_table(table.slice(9), path / "1.parquet")
 
 
 def folder_of_a_dataset(path: Path, values: Values) -> None:
@@ -104,10 +103,10 @@ FILES: dict[str, Make] = {
     "rows.safetensors": lambda path, values: save_file(tensors(values), path),
     "rows.pt": lambda path, values: torch.save(tensors(values), path),
     "rows.h5": hdf5_file,
-    "rows.arrow": lambda path, values: arrow_file(path, values, pa.ipc.new_file),
-    "rows.arrows": lambda path, values: arrow_file(path, values, pa.ipc.new_stream),
+    "rows.arrow": lambda path, values: arrow_file(path, arrow_table(values), pa.ipc.new_file),
+    "rows.arrows": lambda path, values: arrow_file(path, arrow_table(values), pa.ipc.new_stream),
     "rows.parquet": lambda path, values: pq.write_table(arrow_table(values), path, row_group_size=5),
-    "shards": parquet_folder,
+    "shards": lambda path, values: parquet_folder(path, arrow_table(values)),
     "saved": folder_of_a_dataset,
     "memmap": lambda path, values: a_tensordict(values).memmap(path),
 }
@@ -168,28 +167,20 @@ def test_rows_come_in_several_batches(tmp_path: Path, make: Make) -> None:
     assert N // 2 > max(batches)
 
 
-def files_of(path: Path) -> list[Path]:
-    return [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
-
-
-def contents(path: Path) -> dict[Path, str]:
-    return {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(path)}
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_the_files_are_left_as_they_are(tmp_path: Path, name: str) -> None:
     path = made(tmp_path, name)
-    before = contents(path)
+    before = contents(tmp_path)
 
-    cache_from(path, tmp_path / "cache").close()
+    cache_from(path).close()
 
-    assert before == contents(path)
+    assert before == contents(tmp_path)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_truncated_file_is_an_error_and_leaves_no_cache(tmp_path: Path, name: str) -> None:
     path = made(tmp_path, name)
-    largest = max(files_of(path), key=lambda file: file.stat().st_size)
+    largest = max((file for file in (path, *path.rglob("*")) if file.is_file()), key=lambda file: file.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
 
     with pytest.raises(OffloadError, match=path.name):

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from offload.errors import CacheError, CheckpointError, CorruptFileError, DtypeMismatchError
 from offload.integrations import cache_from
 from offload.integrations.rows import rows_of
+from tests.integrations.test_row_sources import arrow_file, hdf5_file, parquet_folder, small_batches  # noqa: F401
 from tests.processes import run_script
 
 h5py = pytest.importorskip("h5py")
@@ -20,12 +21,6 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 N = 17
-
-
-@pytest.fixture(autouse=True)
-def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several batches even for little data."""
-    monkeypatch.setattr("offload.cache.incoming._BATCH", 200)
 
 
 def structured() -> np.ndarray[Any, Any]:
@@ -91,11 +86,9 @@ def test_hdf5(tmp_path: Path) -> None:
 
     assert torch.equal(torch.from_numpy(x), group["x"])
     assert set(found) == set(again)
-    assert torch.equal(torch.from_numpy(x), again["group/x"])
-    assert torch.equal(torch.from_numpy(rows["v"].copy()), again["half"])
-    assert torch.equal(torch.from_numpy(rows["v"].copy()), again["table.v"])
-    assert torch.equal(torch.arange(N), again["table.id"])
-    assert torch.equal(torch.arange(N), again["packed"])
+    numbers = {"group/x": x, "half": rows["v"], "table.v": rows["v"], "table.id": np.arange(N), "packed": np.arange(N)}
+    for name, values in numbers.items():
+        assert torch.equal(torch.from_numpy(values.copy()), again[name])
     assert rows["in"]["ok"].tolist() == again["flag"].tolist()
     assert rows["in"]["name"].tolist() == again["text"]
     assert [raw.decode() for raw in rows["raw"]] == again["fixed"]
@@ -140,25 +133,17 @@ def matches(expected: Any, found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", ["table", "sliced", "parquet", "arrow", "stream", "folder"])
 def test_arrow_and_parquet(tmp_path: Path, form: str) -> None:
-    expected = table()
-    source: Any = expected
+    expected, path = table(), tmp_path / "x"
     if form == "sliced":
-        source = expected = pa.concat_tables([expected.slice(3, 5), expected.slice(1)])
+        expected = pa.concat_tables([expected.slice(3, 5), expected.slice(1)])
     elif form == "parquet":
-        pq.write_table(expected, tmp_path / "x", row_group_size=5)
-        source = tmp_path / "x"
+        pq.write_table(expected, path, row_group_size=5)
     elif form == "folder":
-        (tmp_path / "shards").mkdir()
-        pq.write_table(expected.slice(0, 10), tmp_path / "shards" / "a-0.parquet")
-        pq.write_table(expected.slice(10), tmp_path / "shards" / "a-1.parquet")
-        source = tmp_path / "shards"
+        parquet_folder(path, expected)
     elif form != "table":
-        source = tmp_path / "x.arrow"
-        make = pa.ipc.new_file if form == "arrow" else pa.ipc.new_stream
-        with pa.OSFile(str(source), "wb") as file, make(file, expected.schema) as writer:
-            writer.write_table(expected, max_chunksize=4)
+        arrow_file(path, expected, pa.ipc.new_file if form == "arrow" else pa.ipc.new_stream, max_chunksize=4)
 
-    cache = cache_from(source, tmp_path / "cache")
+    cache = cache_from(path if path.exists() else expected, tmp_path / "cache")
 
     assert expected.num_rows == len(cache)
     matches(expected, cache[:])
@@ -254,9 +239,7 @@ def test_hdf5_data_that_cannot_be_kept_is_refused_or_left_out(tmp_path: Path, ca
 def test_places_outside_of_an_arrow_file_are_an_error(tmp_path: Path, form: str, columns: list[str] | None) -> None:
     """pyarrow itself follows them, which kills the process."""
     table = pa.table({"l": [list(range(7777)), []], "s": ["x" * 7777, ""]})
-    writer = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
-    with pa.OSFile(str(tmp_path / "x"), "wb") as sink, writer(sink, table.schema) as file:
-        file.write_table(table)
+    arrow_file(tmp_path / "x", table, pa.ipc.new_file if form == "file" else pa.ipc.new_stream)
     ends = struct.pack("<2i", 7777, 7777)
     written = (tmp_path / "x").read_bytes()
     assert 2 == written.count(ends)
@@ -267,11 +250,6 @@ def test_places_outside_of_an_arrow_file_are_an_error(tmp_path: Path, form: str,
     assert not (tmp_path / "cache").exists()
 
 
-def _hdf5(path: Path, values: np.ndarray[Any, Any]) -> None:
-    with h5py.File(path, "w") as file:
-        file["inner/x"] = values
-
-
 def _table(values: np.ndarray[Any, Any]) -> Any:
     return pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])})
 
@@ -280,12 +258,12 @@ def _parquet(path: Path, values: np.ndarray[Any, Any]) -> None:
     pq.write_table(_table(values), path, row_group_size=4, use_dictionary=False, compression="none")
 
 
-def _arrow(path: Path, values: np.ndarray[Any, Any]) -> None:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _table(values).schema) as file:
-        file.write_table(_table(values))
-
-
-WRITERS: dict[str, Any] = {"npy": np.save, "h5": _hdf5, "parquet": _parquet, "arrow": _arrow}
+WRITERS: dict[str, Any] = {
+    "npy": np.save,
+    "h5": lambda path, values: hdf5_file(path, {"inner/x": values}),
+    "parquet": _parquet,
+    "arrow": lambda path, values: arrow_file(path, _table(values), pa.ipc.new_file),
+}
 
 
 @pytest.mark.parametrize("form", WRITERS)

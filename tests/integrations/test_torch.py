@@ -77,8 +77,6 @@ EVERY = {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
 
 
 class Doubled(nn.Module):
-    """An invertible parametrization."""
-
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2
 
@@ -122,7 +120,6 @@ def parametrized(change: Callable[[nn.Module], Any]) -> Callable[[nn.Sequential]
     ids=[*PARAMETRIZATIONS, "older weight norm"],
 )
 def test_a_parametrized_weight_trains_and_becomes_one_again(act):
-    """The other parameters stay on disk throughout."""
     model = assert_as_in_memory(act)
 
     assert on_disk_names(model) >= EVERY - {"0.weight"}

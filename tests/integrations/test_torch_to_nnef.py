@@ -35,7 +35,6 @@ MODELS = {
 
 
 def of_page(name):
-    """A function defined on the page."""
     names: dict = {}
     for fence in fences(PAGE.read_text(encoding="utf-8")):
         if f"def {name}(" in fence.text:
@@ -44,7 +43,6 @@ def of_page(name):
 
 
 def exported(model, x, path):
-    """The files of an exported model, by name."""
     target = torch_to_nnef.KhronosNNEF("1.0.5", check_io=False)
     options = {"input_names": ["x"], "output_names": ["y"], "compression_level": 0, "log_level": 40}
     made = torch_to_nnef.export_model_to_nnef(model.eval(), (x,), path, target, **options)
@@ -58,20 +56,12 @@ def values_of(files):
     return {names.get(name, name): data for name, data in files.items() if name.endswith(".dat")}
 
 
+@pytest.mark.parametrize("prepare", [offload.materialize, lambda model: of_page("hand_over")(model)])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_materialized_model_is_exported_as_the_plain_one(name, tmp_path):
+def test_a_model_that_is_materialized_or_handed_over_is_exported_as_the_plain_one(name, prepare, tmp_path):
     model, x = MODELS[name]
     offloaded = offload.disk_offload(copy.deepcopy(model), offload_buffers=True)
-    found = exported(offload.materialize(offloaded), x, tmp_path / "offloaded.nnef")
-
-    assert values_of(exported(copy.deepcopy(model), x, tmp_path / "plain.nnef")) == values_of(found)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_values_that_are_handed_over_are_exported_bit_for_bit(name, tmp_path):
-    model, x = MODELS[name]
-    offloaded = offload.disk_offload(copy.deepcopy(model), offload_buffers=True)
-    of_page("hand_over")(offloaded)
+    prepare(offloaded)
     found = exported(offloaded, x, tmp_path / "offloaded.nnef")
 
     assert values_of(exported(copy.deepcopy(model), x, tmp_path / "plain.nnef")) == values_of(found)

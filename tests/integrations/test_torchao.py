@@ -32,7 +32,6 @@ def weight(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def quantized(config: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A weight, (64, 256), quantized by torchao."""
     from torchao.quantization import quantize_
 
     layer = nn.Linear(256, 64, bias=False)
@@ -79,7 +78,6 @@ def every_class_is_known_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 @BOTH_DTYPES
 @EVERY_CONFIG
 def test_a_quantized_weight_on_disk_does_all_that_it_does_in_memory(config, dtype):
-    """The same result, bit for bit, or the same error as in memory."""
     in_memory = quantized(config, dtype)
     on_disk = OffloadedTensor.from_original_tensor(in_memory, "w")
 
@@ -143,7 +141,6 @@ def untraced() -> Iterator[None]:
 
 
 def layers(config: str) -> tuple[nn.Linear, nn.Linear]:
-    """A quantized layer, in memory and on disk."""
     made = []
     in_memory = quantized(config, torch.bfloat16).detach()
     for value in (in_memory, OffloadedTensor.from_original_tensor(in_memory, "w")):
@@ -182,7 +179,6 @@ def test_an_exported_layer_gives_what_it_gives_in_memory_or_the_error_says_what_
 
 
 def test_the_repr_of_a_module_shows_its_weights():
-    """torchao's own description of a layer is shown."""
     from torchao.quantization import quantize_
 
     layer = nn.Sequential(nn.Linear(256, 64))
@@ -212,7 +208,6 @@ def test_a_view_of_a_plain_weight_is_stale_once_it_is_quantized():
     ("package", "name"), [(package, name) for package, names in subclasses._KNOWN.items() for name in names]
 )
 def test_the_names_on_the_allow_list_are_those_of_classes(package, name):
-    """In the installed versions."""
     found = subclasses._known(f"{package}:{name}")
 
     assert name == found.__qualname__

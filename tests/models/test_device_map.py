@@ -1,7 +1,7 @@
 """Which tensor goes where."""
 
+import re
 import warnings
-from typing import Any
 
 import accelerate
 import pytest
@@ -88,7 +88,7 @@ def test_the_longest_prefix_wins():
 @pytest.mark.parametrize("word", ["dsik", "disk:", "disk:nowhere", "", None, 3.5, "cuda:99", True, "auto", [0], -1])
 def test_an_unknown_word_is_named_with_its_module(word):
     with pytest.raises(DeviceMapError, match=r"'model\.layers'"):
-        places(["model.layers.w"], {"model.layers": word})  # type: ignore[dict-item]
+        places(["model.layers.w"], {"model.layers": word})
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -114,8 +114,8 @@ def test_unknown_words_are_refused_with_a_suggestion(word):
     with pytest.raises(DeviceMapError) as caught:
         places(["w"], word)
 
-    assert (f"did you mean {NEAR[word]!r}?" in str(caught.value)) == (NEAR[word] is not None)
-    assert ("did you mean" in str(caught.value)) == (NEAR[word] is not None)
+    suggested = re.findall("did you mean '(.*?)'", str(caught.value))
+    assert ([NEAR[word]] if NEAR[word] else []) == suggested
     assert str(caught.value).startswith(f"{word!r} is not a place")
 
 
@@ -227,18 +227,6 @@ def test_a_map_over_several_accelerators_is_planned(two_gpus):
     assert [Place(False, GPU_0), Place(False, GPU_1), Place(True, GPU_0)] == [
         *places(["0.weight", "1.weight", "2.weight"], found).values()
     ]
-
-
-def test_classes_that_are_not_to_be_split_stay_together():
-    model = nn.Sequential(small(), small())
-
-    def placed(amount: int, classes: list[str] | None) -> Any:
-        return infer_device_map(
-            model, "sequential", max_memory={"cpu": amount}, no_split_module_classes=classes, dtype=None
-        )
-
-    assert any("." in name for name in placed(300, None))
-    assert not any("." in name for name in placed(500, ["Sequential"]))
 
 
 def test_the_dtype_once_loaded_decides_what_fits():

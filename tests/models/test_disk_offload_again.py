@@ -125,18 +125,15 @@ def test_hooks_of_parameters_are_kept():
     assert ["grad", True, True] == called
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_nothing_on_disk_is_computed_on_the_meta_device():
+    """It would not be a meta tensor, and ops on it would give nothing."""
+    for make in (
         lambda: OffloadedTensor.empty(2, name="w", device="meta"),
         lambda: OffloadedTensor.full((2,), 1.0, name="w", device="meta"),
         lambda: offload.disk_offload(nn.Linear(2, 3), execution_device="meta"),
-    ],
-)
-def test_nothing_on_disk_is_computed_on_the_meta_device(make):
-    """It would not be a meta tensor, and ops on it would give nothing."""
-    with pytest.raises(DeviceError, match="ops can't run on 'meta': use one of cpu"):
-        make()
+    ):
+        with pytest.raises(DeviceError, match="ops can't run on 'meta': use one of cpu"):
+            make()
 
 
 class Saved(nn.Linear):
@@ -147,14 +144,13 @@ class Saved(nn.Linear):
 
 def test_a_shallow_copy_saves_itself(tmp_path):
     model = offload.disk_offload(Saved(2, 3))
-    model.mark = "one"
     shallow = copy.copy(model)
-    shallow.mark = "other"
+    model.mark, shallow.mark = "one", "other"
     shallow.save_pretrained(tmp_path / "other")
     model.save_pretrained(path=tmp_path / "one")
 
-    assert "other" == (tmp_path / "other/mark").read_text(encoding="utf-8")
-    assert "one" == (tmp_path / "one/mark").read_text(encoding="utf-8")
+    for mark in ("one", "other"):
+        assert mark == (tmp_path / mark / "mark").read_text(encoding="utf-8")
 
 
 def test_a_model_that_saves_from_disk_is_still_of_its_class():
@@ -185,11 +181,10 @@ def test_a_model_that_is_parametrized_and_not_any_more_still_looks_before_it_sav
 def test_the_models_of_a_pipeline_go_to_disk_each_to_its_own_folder(tmp_path):
     """As of diffusers, whose pipelines are no modules and have `components`."""
     one, other = nn.Linear(2, 3), nn.Linear(2, 3)
-    expected = one.weight.detach().clone(), other.weight.detach().clone()
+    expected = [part.weight.detach().clone() for part in (one, other)]
     pipeline = SimpleNamespace(components={"unet": one, "vae": other, "scheduler": object(), "safety_checker": None})
 
     assert pipeline is offload.disk_offload(pipeline, tmp_path)
 
     assert [tmp_path / "unet", tmp_path / "vae"] == [part.weight.offload_path.parent for part in (one, other)]
-    assert torch.equal(expected[0], one.weight.materialize())
-    assert torch.equal(expected[1], other.weight.materialize())
+    assert all(map(torch.equal, expected, [part.weight.materialize() for part in (one, other)]))

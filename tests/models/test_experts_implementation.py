@@ -57,7 +57,6 @@ def loaded(name: str, folder: Path, **options: Any) -> Any:
 
 @contextmanager
 def only_mapped() -> Iterator[None]:
-    """In this context, nothing is read past the page cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loads, "direct_candidates", lambda _: [])
         yield
@@ -75,6 +74,22 @@ def routed(dtype: torch.dtype, *picks: list[int], width: int = 128) -> tuple[tor
     return x.to(dtype), numbers, torch.rand(numbers.shape, generator=generator).to(dtype)
 
 
+def in_float64(experts: Any, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    experts = copy.deepcopy(experts).double()
+    experts.config = copy.copy(experts.config)
+    experts.config._experts_implementation = "eager"
+    found: torch.Tensor = experts(x.double(), numbers, weights.double())
+    return found
+
+
+def assert_as_near(true: torch.Tensor, expected: torch.Tensor, found: torch.Tensor) -> None:
+    """A result is no further from the true one than the expected one is."""
+    error, allowed = (found.double() - true).abs(), (expected.double() - true).abs()
+    unit = torch.finfo(expected.dtype).eps * true.abs().max()
+    assert error.max() <= allowed.max() + unit / 2
+    assert error.mean() <= allowed.mean() + unit / 100
+
+
 def refuse(*_: Any) -> None:
     pytest.fail("joined or decoded")
 
@@ -89,19 +104,9 @@ def test_experts_are_multiplied_where_they_lie(name, tmp_path, monkeypatch):
     model = loaded(name, tmp_path)
     experts = experts_of(model)[-1]
     unrounded = FORMS[name.removesuffix("-bfloat16")] if name.startswith("gguf") else FORMS[name]
-    plain = copy.deepcopy(experts_of(unrounded.plain(tmp_path))[-1]).double()
-    plain.config = copy.copy(plain.config)
-    plain.config._experts_implementation = "eager"
-    most = native.most_rows(model.dtype)
-    x, numbers, weights = routed(
-        model.dtype,
-        [0, 1],
-        [2, 1],
-        [1, 0],
-        *[[3, 2]] * min(most - 2, 4),
-        width=experts.hidden_dim if hasattr(experts, "hidden_dim") else 128,
-    )
-    true = plain(x.double(), numbers, weights.double())
+    picks = [[0, 1], [2, 1], [1, 0], *[[3, 2]] * min(native.most_rows(model.dtype) - 2, 4)]
+    given = x, numbers, weights = routed(model.dtype, *picks, width=getattr(experts, "hidden_dim", 128))
+    true = in_float64(experts_of(unrounded.plain(tmp_path))[-1], *given)
 
     with offload.exact():
         exact = experts(x, numbers, weights)
@@ -112,10 +117,7 @@ def test_experts_are_multiplied_where_they_lie(name, tmp_path, monkeypatch):
         alone = experts(x[1:2], numbers[1:2], weights[1:2])
 
     assert torch.equal(found[1:2], alone)
-    error, allowed = (found.double() - true).abs(), (exact.double() - true).abs()
-    unit = torch.finfo(model.dtype).eps * true.abs().max()
-    assert error.max() <= allowed.max() + unit / 2
-    assert error.mean() <= allowed.mean() + unit / 100
+    assert_as_near(true, exact, found)
 
 
 @torch.no_grad()
@@ -219,6 +221,15 @@ def test_experts_follow_a_shared_layer_and_a_new_value(tmp_path):
     torch.testing.assert_close(2 * before, second(*given), rtol=0.01, atol=0.01)
 
 
+def assert_fails_by_name(kind: type[Exception], experts: Any, given: Any, folder: Path, name: str) -> None:
+    with pytest.raises(kind) as caught:
+        experts(*given)
+    text = f"{caught.value} {caught.value.__notes__}"
+    assert str(next(folder.glob("*.safetensors"))) in text
+    assert f"model.layers.1.mlp.experts.{name}" in text
+    assert "expert 2 of" in text
+
+
 @torch.no_grad()
 def test_a_file_that_is_cut_is_an_error_that_names_the_expert(tmp_path):
     model = loaded("qwen3_moe", tmp_path)
@@ -227,12 +238,7 @@ def test_a_file_that_is_cut_is_an_error_that_names_the_expert(tmp_path):
     [path] = tmp_path.glob("*.safetensors")
     os.truncate(path, path.stat().st_size - 64)
 
-    with pytest.raises(ChangedFileError) as caught:
-        experts(*given)
-    text = f"{caught.value} {caught.value.__notes__}"
-    assert str(path) in text
-    assert "model.layers.1.mlp.experts.2." in text
-    assert "expert 2 of" in text
+    assert_fails_by_name(ChangedFileError, experts, given, tmp_path, "2.")
 
 
 @pytest.fixture
@@ -268,7 +274,6 @@ def assert_read_past(model: Any, given: Any, past: list[int], least: int) -> Non
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_that_will_not_stay_are_read_past_the_page_cache(name, tmp_path, past):
-    """With the bits of those that do."""
     model = loaded(name, tmp_path, **TIGHT)
     picks = [[number, (number + 1) % 4] for number in (2, 0, 3, 1, 2)] + [[1, 3]] * 40
     given = [routed(model.dtype, *picks, width=getattr(one, "hidden_dim", 128)) for one in experts_of(model)]
@@ -355,8 +360,7 @@ def test_files_that_may_be_written_to_are_read_through_the_page_cache(tmp_path, 
 def test_an_expert_that_is_used_again_and_again_stays(tmp_path, past):
     """And replaces what is used less, which is read past the page cache from then on. Each takes 2.25 MiB."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 768, "num_hidden_layers": 1, "num_experts": 4}
-    sizes |= {"vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny_checkpoint(tmp_path, "qwen3_moe", **sizes, dtype="bfloat16", max_shard_size="1GB")
     options = {"max_memory": "6MiB", "read_ahead": "32MiB", "dtype": torch.bfloat16}
     model = offload.from_pretrained(tmp_path, experts_implementation="offload", **options)
     [experts], given = experts_of(model), [routed(torch.bfloat16, [number], width=512) for number in range(4)]
@@ -382,13 +386,8 @@ def test_a_failed_read_past_the_page_cache_names_layer_expert_and_file(tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(direct, "_read_into", fail)
-        with pytest.raises(ReadError) as caught:
-            experts(*given)
+        assert_fails_by_name(ReadError, experts, given, tmp_path, "")
 
-    text = f"{caught.value} {caught.value.__notes__}"
-    assert str(next(tmp_path.glob("*.safetensors"))) in text
-    assert "model.layers.1.mlp.experts." in text
-    assert "expert 2 of" in text
     assert torch.equal(expected, experts(*given))
 
 
@@ -501,10 +500,7 @@ def test_dense_experts_are_as_near_to_the_true_result_as_plain_ones(load, dtype,
     hook.remove()
     [(x, numbers, weights)] = given
     expected = inner(x, numbers, weights)
-    inner = copy.deepcopy(inner).double()
-    inner.config = copy.copy(inner.config)
-    inner.config._experts_implementation = "eager"
-    true = inner(x.double(), numbers, weights.double())
+    true = in_float64(inner, x, numbers, weights)
 
     model = LOADERS[load](tmp_path, dtype)
     experts = experts_of(model)[-1]
@@ -512,9 +508,7 @@ def test_dense_experts_are_as_near_to_the_true_result_as_plain_ones(load, dtype,
     found, alone = experts(x, numbers, weights), experts(x[5:6], numbers[5:6], weights[5:6])
 
     assert torch.equal(found[5:6], alone)
-    error, allowed, unit = (found - true).abs(), (expected - true).abs(), torch.finfo(dtype).eps * true.abs().max()
-    assert error.max() <= allowed.max() + unit / 2
-    assert error.mean() <= allowed.mean() + unit / 100
+    assert_as_near(true, expected, found)
     named = offload.from_pretrained(tmp_path, dtype=dtype, experts_implementation="offload")
     assert torch.equal(experts_of(named)[-1](x, numbers, weights), found)
     with offload.exact():

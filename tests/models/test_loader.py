@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,44 +18,24 @@ from torch import nn
 import offload
 from offload import ON_DISK, OffloadedTensor
 from offload.errors import ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError, WriteError
-
-
-class Net(nn.Module):
-    """Two linear layers that share a weight, a norm with running statistics, and a computed buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.last = nn.Linear(8, 8, bias=False)
-        self.last.weight = self.first.weight
-        self.register_buffer("scale", torch.full((1,), 3.0), persistent=False)
-
-    def tie_weights(self) -> None:
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x)).relu()) * self.scale
+from tests.models.networks import Network, network
 
 
 @pytest.fixture
-def net() -> Net:
-    torch.manual_seed(0)
-    made = Net().eval()
-    made.norm.running_mean.normal_()
-    return made
+def net() -> Network:
+    return network()
 
 
 @pytest.fixture
-def checkpoint(net: Net, tmp_path: Path) -> Path:
+def checkpoint(net: Network, tmp_path: Path) -> Path:
     """With tied weights saved once, as in transformers."""
-    state = {name: tensor for name, tensor in net.state_dict().items() if name != "last.weight"}
+    state = {name: tensor for name, tensor in net.state_dict().items() if name != "head.weight"}
     save_file(state, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
 @pytest.fixture(params=["pytorch_model.bin", "pytorch_model.bin.index.json", "legacy.pt", "trainer.ckpt"])
-def pickled(net: Net, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def pickled(net: Network, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """The same from torch.save: one file, shards, the legacy form, and beside training state."""
     path, state = tmp_path / request.param, net.state_dict()
     if path.suffix == ".json":
@@ -69,9 +50,9 @@ def pickled(net: Net, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def empty_net() -> Net:
+def empty_net() -> Network:
     with offload.init_empty_weights():
-        return Net().eval()
+        return Network().eval()
 
 
 def test_a_model_on_disk_computes_what_the_one_in_memory_does_and_loading_writes_nothing(net, checkpoint, tmp_path):
@@ -79,7 +60,7 @@ def test_a_model_on_disk_computes_what_the_one_in_memory_does_and_loading_writes
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, ON_DISK, offload_dir=tmp_path / "values")
 
     assert all(offload.is_offloaded(parameter) for parameter in loaded.parameters())
-    assert loaded.first.weight is loaded.last.weight
+    assert loaded.base.weight is loaded.head.weight
     assert torch.equal(net(x), loaded(x))
     assert before == contents(tmp_path)
 
@@ -87,13 +68,13 @@ def test_a_model_on_disk_computes_what_the_one_in_memory_does_and_loading_writes
 def test_a_model_is_loaded_from_what_torch_save_wrote(net, pickled, tmp_path):
     x, before = torch.randn(4, 8), contents(tmp_path)
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), pickled, offload_buffers=True, strict=True)
-    in_memory = Net().eval()
+    in_memory = Network().eval()
 
     assert "all match" == str(offload.load_checkpoint_in_model(in_memory, pickled, "cpu"))
     assert all(offload.is_offloaded(parameter) for parameter in loaded.parameters())
     assert not any(offload.is_offloaded(parameter) for parameter in in_memory.parameters())
     for model in (loaded, in_memory):
-        assert model.first.weight is model.last.weight
+        assert model.base.weight is model.head.weight
         assert torch.equal(net(x), model(x))
     assert before == contents(tmp_path)
 
@@ -102,11 +83,11 @@ def test_another_dtype_in_a_checkpoint_of_torch_save_is_converted_when_it_is_rea
     half, before = tmp_path / "half", contents(tmp_path)
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), pickled, offload_dir=half, dtype=torch.float16)
 
-    assert torch.equal(net.first.weight.half(), loaded.first.weight.materialize())
+    assert torch.equal(net.base.weight.half(), loaded.base.weight.materialize())
     assert not half.exists()
     with torch.no_grad():
-        loaded.first.weight.zero_()
-    assert half == loaded.first.weight.offload_path.parent
+        loaded.base.weight.zero_()
+    assert half == loaded.base.weight.offload_path.parent
     assert before == {name: found for name, found in contents(tmp_path).items() if not name.startswith("half")}
 
 
@@ -114,17 +95,15 @@ def test_a_write_goes_to_the_offload_dir_and_not_to_the_checkpoint(checkpoint, t
     before = contents(tmp_path)
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_dir=tmp_path / "values")
     with torch.no_grad():
-        loaded.first.weight.zero_()
+        loaded.base.weight.zero_()
 
     after = contents(tmp_path)
     assert before == {name: after[name] for name in before}
-    assert ["values/first.weight.safetensors"] == [name for name in after if name not in before]
-    assert 0 == load_in_memory(tmp_path / "values" / "first.weight.safetensors")["first.weight"].abs().sum()
+    assert ["values/base.weight.safetensors"] == [name for name in after if name not in before]
+    assert 0 == load_in_memory(tmp_path / "values" / "base.weight.safetensors")["base.weight"].abs().sum()
 
 
 class Three(nn.Module):
-    """One parameter with three names."""
-
     def __init__(self) -> None:
         super().__init__()
         for name in "abc":
@@ -206,7 +185,7 @@ def test_a_buffer_that_is_also_kept_under_a_name_of_its_own_is_replaced_under_bo
 def test_values_of_one_shape_share_no_metadata(checkpoint):
     """The meta tensor for their layout is created once for all of them."""
     loaded = offload.load_file(checkpoint)
-    first, other = loaded["first.bias"], loaded["norm.bias"]
+    first, other = loaded["base.bias"], loaded["norm.bias"]
     first.unsqueeze_(0)
 
     assert (1, 8) == first.shape
@@ -252,36 +231,36 @@ def test_another_dtype_is_converted_when_it_is_read(net, checkpoint, tmp_path):
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, dtype=torch.float16, **options)
     by_model = offload.load_checkpoint_and_dispatch(empty_net().to(torch.bfloat16), checkpoint)  # with none given
 
-    assert torch.float16 == loaded.first.weight.dtype
+    assert torch.float16 == loaded.base.weight.dtype
     assert torch.int64 == loaded.norm.num_batches_tracked.dtype
-    assert torch.equal(net.first.weight.half(), loaded.first.weight.materialize())
-    assert torch.equal(net.first.weight.bfloat16(), by_model.first.weight.materialize())
+    assert torch.equal(net.base.weight.half(), loaded.base.weight.materialize())
+    assert torch.equal(net.base.weight.bfloat16(), by_model.base.weight.materialize())
     in_no_checkpoint = ["scale.safetensors"]
     assert in_no_checkpoint == [path.name for path in (tmp_path / "half").iterdir()]
     with torch.no_grad():
-        loaded.first.weight.add_(1)
-    assert tmp_path / "half" / "first.weight.safetensors" == loaded.first.weight.offload_path
-    assert torch.equal(net.first.weight.half() + 1, loaded.first.weight.materialize())
+        loaded.base.weight.add_(1)
+    assert tmp_path / "half" / "base.weight.safetensors" == loaded.base.weight.offload_path
+    assert torch.equal(net.base.weight.half() + 1, loaded.base.weight.materialize())
 
 
 def test_keys_that_differ_are_reported_or_refused_before_anything_is_loaded(checkpoint, tmp_path):
     state, odd = load_in_memory(checkpoint), tmp_path / "odd.safetensors"
-    state["stranger"] = state.pop("first.bias")
+    state["stranger"] = state.pop("base.bias")
     save_file(state, odd)
-    model = Net()
-    before = model.first.weight
-    report = offload.load_checkpoint_in_model(Net(), odd)
+    model = Network()
+    before = model.base.weight
+    report = offload.load_checkpoint_in_model(Network(), odd)
 
-    assert ["first.bias"] == report.missing_keys
+    assert ["base.bias"] == report.missing_keys
     assert ["stranger"] == report.unexpected_keys
-    names = r"odd\.safetensors does not fit this Net: 1 missing: first\.bias; 1 unexpected: stranger"
+    names = r"odd\.safetensors does not fit this Network: 1 missing: base\.bias; 1 unexpected: stranger"
     with pytest.raises(CheckpointError, match=names):
         offload.load_checkpoint_and_dispatch(model, odd, strict=True)
     save_file(state | {"norm.bias": torch.zeros(9)}, odd)
     mismatch = r"1 mismatched: norm\.bias \(checkpoint \(9,\), model \(8,\)\)"
     with pytest.raises(CheckpointError, match=rf"{names}; {mismatch}"):
         offload.load_checkpoint_and_dispatch(model, odd)
-    assert before is model.first.weight
+    assert before is model.base.weight
 
 
 @pytest.mark.parametrize(
@@ -305,23 +284,21 @@ def test_a_folder_without_buffers_says_how_they_come_there(offload_buffers, tmp_
 
 def test_nothing_may_stay_without_data(checkpoint, tmp_path):
     """torch accepts `cpu @ meta` and returns uninitialized memory."""
-    state = load_in_memory(checkpoint)
-    del state["first.bias"]
-    save_file(state, tmp_path / "less.safetensors")
+    save_file({"base.weight": load_in_memory(checkpoint)["base.weight"]}, tmp_path / "less.safetensors")
 
-    with pytest.raises(MetaTensorError, match=r"first\.bias"):
+    with pytest.raises(MetaTensorError, match=r"base\.bias"):
         offload.load_checkpoint_and_dispatch(empty_net(), tmp_path / "less.safetensors")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     save_file({"encoder.w": torch.ones(2)}, tmp_path / "model.safetensors")
 
-    with pytest.raises(CheckpointError, match="belongs to another model than this Net"):
-        offload.load_checkpoint_and_dispatch(Net(), tmp_path)
+    with pytest.raises(CheckpointError, match="belongs to another model than this Network"):
+        offload.load_checkpoint_and_dispatch(Network(), tmp_path)
 
 
 def test_a_buffer_that_the_map_leaves_out_is_named_before_anything_is_loaded(checkpoint):
-    model, device_map = empty_net(), dict.fromkeys(("first", "last", "norm"), "disk")
+    model, device_map = empty_net(), dict.fromkeys(("base", "head", "norm"), "disk")
 
     with pytest.raises(DeviceMapError, match="'scale'"):
         offload.load_checkpoint_and_dispatch(model, checkpoint, device_map=device_map)
@@ -333,14 +310,14 @@ def test_an_offload_dir_that_cannot_be_is_named_at_the_first_write(checkpoint, t
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_dir=tmp_path / "file" / "values")
 
     with pytest.raises(WriteError, match="offload_dir"), torch.no_grad():
-        loaded.first.weight.zero_()
+        loaded.base.weight.zero_()
     assert "mine" == (tmp_path / "file").read_text()
 
 
 @torch.no_grad()
 def test_an_offload_folder_opens_again_with_the_values_as_last_updated(tmp_path):
-    first = offload.disk_offload(Net().eval(), tmp_path, offload_buffers=True)
-    first.first.bias.fill_(2.0)
+    first = offload.disk_offload(Network().eval(), tmp_path, offload_buffers=True)
+    first.base.bias.fill_(2.0)
     x = torch.randn(3, 8)
     expected = first(x)
     del first
@@ -348,8 +325,8 @@ def test_an_offload_folder_opens_again_with_the_values_as_last_updated(tmp_path)
     again = offload.load_checkpoint_and_dispatch(empty_net(), tmp_path, offload_dir=tmp_path)
 
     assert torch.equal(expected, again(x))
-    again.first.bias.fill_(4.0)
-    assert 4.0 == OffloadedTensor.from_file(again.first.bias.offload_path)[0].item()
+    again.base.bias.fill_(4.0)
+    assert 4.0 == OffloadedTensor.from_file(again.base.bias.offload_path)[0].item()
 
 
 def test_disk_offload_moves_a_model_in_memory_to_disk(net, tmp_path):
@@ -359,13 +336,13 @@ def test_disk_offload_moves_a_model_in_memory_to_disk(net, tmp_path):
 
     assert moved is net
     assert all(offload.is_offloaded(parameter) for parameter in net.parameters())
-    assert net.first.weight is net.last.weight
+    assert net.base.weight is net.head.weight
     assert torch.equal(expected, net(x))
-    assert {"first.weight", "first.bias", "norm.weight", "norm.bias"} == set(offload.load_file(tmp_path))
+    assert {"head.weight", "base.bias", "norm.weight", "norm.bias"} == set(offload.load_file(tmp_path))
 
 
 def test_disk_offload_refuses_empty_weights_and_other_objects_than_modules():
-    with pytest.raises(MetaTensorError, match=r"first\.weight"):
+    with pytest.raises(MetaTensorError, match=r"base\.weight"):
         offload.disk_offload(empty_net())
     with pytest.raises(TypeError, match="a dict is not a module: offload its parts"):
         offload.disk_offload({"w": torch.ones(2)})  # type: ignore[type-var]
@@ -396,67 +373,53 @@ def test_a_dtype_may_be_named_and_one_that_would_lose_the_weights_is_an_error(lo
     assert {torch.float16} == {parameter.dtype for parameter in model.parameters()}
 
 
-class Tied(nn.Module):
-    """An embedding tied to the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(6, 4)
-        self.head = nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(tokens))
-
-
 def test_everything_that_holds_a_parameter_follows_it_to_disk():
     """A part is offloaded: tied weights, lists and optimizer state follow, and so does its grad."""
-    torch.manual_seed(0)
-    models = [Tied(), Tied()]
-    models[1].load_state_dict(models[0].state_dict())
+    models, x = [network(), network()], torch.ones(2, 8)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
-        model(torch.tensor([1, 2])).sum().backward()
+        model(x).sum().backward()
         optimizer.step()
     listed = list(models[1].parameters())
-    offload.disk_offload(models[1].embed)
+    offload.disk_offload(models[1].base)
 
-    weight = models[1].embed.weight
+    weight = models[1].base.weight
     assert offload.is_offloaded(weight)
     assert models[1].head.weight is weight
     assert listed[0] is weight
     assert isinstance(weight, nn.Parameter)
-    assert torch.equal(models[0].embed.weight.grad, weight.grad)
+    assert torch.equal(models[0].base.weight.grad, weight.grad)
     for model, optimizer in zip(models, optimizers, strict=True):
-        model(torch.tensor([1, 2])).sum().backward()
+        model(x).sum().backward()
         optimizer.step()
-    assert torch.equal(models[0].embed.weight, weight)
+    assert torch.equal(models[0].base.weight, weight)
 
 
-HOLDERS = {"a graph": lambda model: model(torch.tensor([1, 2])), "weak": lambda model: weakref.ref(model.embed.weight)}
+HOLDERS: dict[str, tuple[Callable[[Network], object], str]] = {
+    "a graph": (lambda model: model(torch.ones(2, 8)), "head.weight, norm.weight"),
+    "weak": (lambda model: weakref.ref(model.base.weight), "head.weight"),
+}
 
 
-@pytest.mark.parametrize("held", HOLDERS.values(), ids=HOLDERS)
-def test_a_warning_names_the_parameters_that_torch_does_not_let_change(held, caplog):
+@pytest.mark.parametrize(("held", "names"), HOLDERS.values(), ids=HOLDERS)
+def test_a_warning_names_the_parameters_that_torch_does_not_let_change(held, names, net, caplog):
     """The model gets a new one, with the grad of the old one; an optimizer made before has the old one."""
-    model = Tied()
-    model(torch.tensor([1, 2])).sum().backward()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    old, holder = model.embed.weight, held(model)
-    offload.disk_offload(model)
+    net(torch.ones(2, 8)).sum().backward()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    old, holder = net.base.weight, held(net)
+    offload.disk_offload(net)
 
-    assert offload.is_offloaded(model.embed.weight)
-    assert model.embed.weight is model.head.weight
-    assert torch.equal(old.grad, model.embed.weight.grad)
+    assert offload.is_offloaded(net.base.weight)
+    assert net.base.weight is net.head.weight
+    assert torch.equal(old.grad, net.base.weight.grad)
     assert old is optimizer.param_groups[0]["params"][0]
     assert not offload.is_offloaded(old)
     warned = [record.args[1:] for record in caplog.records if "Make optimizers of them again" in record.getMessage()]
-    assert [("embed.weight",)] == warned
+    assert [(names,)] == warned
     del holder
 
 
 def test_the_log_says_what_is_a_recipe_and_why_and_what_is_referenced(tmp_path, caplog):
-    """A line per value, and one for the model."""
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2, dtype=torch.float16)}, path)
     model = nn.Linear(3, 2, device="meta", dtype=torch.float16)

@@ -24,7 +24,6 @@ STORED = {
 
 @pytest.fixture(scope="module", params=STORED)
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """A plain model, and the one on disk."""
     form, folder = STORED[request.param], tmp_path_factory.mktemp("mixture")
     form.write(folder)
     return form.plain(folder), offload.from_pretrained(folder, **form.options)

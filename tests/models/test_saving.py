@@ -27,33 +27,16 @@ from offload.storage import write as write_module
 from offload.storage.layout import WORDS, dtype_name
 from tests.equal import assert_equal
 from tests.faults import Call, killed_at_each
+from tests.models.networks import Network, network
 from tests.processes import run_script
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 
-class Tied(nn.Module):
-    """Two layers that share a weight, a norm with statistics, and a buffer that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 8, bias=False)
-        self.base = nn.Linear(8, 8)
-        self.head.weight = self.base.weight
-        self.norm = nn.BatchNorm1d(8)
-        self.register_buffer("computed", torch.ones(3), persistent=False)
-
-    def tie_weights(self) -> None:
-        self.head.weight = self.base.weight
-
-
 @pytest.fixture
-def model() -> Tied:
-    torch.manual_seed(0)
-    made = Tied().eval()
-    made.norm.running_mean.normal_()
-    return made
+def model() -> Network:
+    return network()
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -75,7 +58,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("max_shard_size", ["5GB", "300B", 1])
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in-memory", "on-disk"])
 def test_the_files_hold_what_huggingface_hub_writes(model, tmp_path, max_shard_size, on_disk):
-    """File by file: the same names, values and metadata; the hub's own function gets the model in memory."""
+    """The same names, values and metadata, and tied weights once; the hub's own function gets the model in memory."""
     (tmp_path / "theirs").mkdir()
     save_torch_model(model, tmp_path / "theirs", max_shard_size=300 if max_shard_size == "300B" else max_shard_size)
     if on_disk:
@@ -88,7 +71,12 @@ def test_the_files_hold_what_huggingface_hub_writes(model, tmp_path, max_shard_s
         assert_equal(load_file(theirs), load_file(tmp_path / "ours" / theirs.name), strides=False)
         with safe_open(theirs, "pt") as expected, safe_open(tmp_path / "ours" / theirs.name, "pt") as found:
             assert expected.metadata() == {key: text for key, text in found.metadata().items() if key != "offload"}
-    if len(paths) > 1:
+    if len(paths) == 1:
+        again = Network()
+        assert "head.weight" not in load_file(paths[0])
+        assert (set(), []) == load_model(again, paths[0])
+        assert torch.equal(model.base.weight, again.base.weight)
+    else:
         assert tmp_path / "ours" / INDEX == paths[-1]
         expected, found = (json.loads((tmp_path / whose / INDEX).read_text()) for whose in ("theirs", "ours"))
         assert expected["weight_map"] == found["weight_map"]
@@ -97,7 +85,6 @@ def test_the_files_hold_what_huggingface_hub_writes(model, tmp_path, max_shard_s
 
 
 def test_every_dtype_of_the_format_comes_back(tmp_path):
-    """Plain, on disk, views with gaps, 0-d and empty."""
     torch.manual_seed(0)
     dtypes = [*WORDS, *([FLOAT4] if FLOAT4 else [])]
     values = {}
@@ -190,38 +177,13 @@ def test_unflushed_writes_of_ops_are_saved(tmp_path):
     assert_equal({"w": stored.materialize()}, loaded(tmp_path / "saved"), strides=False)
 
 
-def test_tied_weights_are_saved_once_and_safetensors_loads_them_again(model, tmp_path):
-    offload.disk_offload(model)
-    [path] = save_checkpoint(model, tmp_path)
-
-    assert "head.weight" not in load_file(path)
-    again = Tied()
-    assert (set(), []) == load_model(again, path)
-    assert torch.equal(model.base.weight, again.base.weight)
-    assert again.head.weight is again.base.weight
-
-
 def test_parts_of_one_value_are_each_saved_whole(tmp_path):
-    """They are not tied: each has its own values."""
     whole = OffloadedTensor.from_original_tensor(torch.arange(6.0), "w")
     plain = torch.arange(6.0)
     values = {"a": whole[:4], "b": whole[2:], "c": plain[:4], "d": plain[2:], "e": torch.empty(0), "f": torch.empty(0)}
     save_checkpoint(values, tmp_path)
 
     assert_equal({name: value.clone() for name, value in values.items()}, loaded(tmp_path), strides=False)
-
-
-def test_a_transformers_model_is_tied_as_it_expects(llama_folder, tmp_path, tokens):
-    from transformers import AutoModelForCausalLM
-
-    model = offload.from_pretrained(llama_folder)
-    save_checkpoint(model, tmp_path, "60KB")
-    model.config.save_pretrained(tmp_path)
-
-    assert "lm_head.weight" not in open_checkpoint(tmp_path)
-    assert "model.embed_tokens.weight" in open_checkpoint(tmp_path)
-    expected = AutoModelForCausalLM.from_pretrained(llama_folder)(tokens).logits
-    assert torch.equal(expected, AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits)
 
 
 def test_an_opened_checkpoint_is_saved_with_what_its_files_say(tmp_path):
@@ -241,8 +203,8 @@ def test_an_empty_model_is_an_empty_file(tmp_path):
     assert {} == load_file(tmp_path / SINGLE)
 
 
-class Plain(Tied):
-    """Tied, without a `tie_weights` to tie it again."""
+class Plain(Network):
+    """Without a `tie_weights` to tie it again."""
 
     tie_weights = None
 
@@ -281,42 +243,6 @@ def test_weights_with_data_are_not_tied_by_a_checkpoint(tmp_path):
     assert torch.equal(torch.ones(8, 8), untied.head.weight)
 
 
-# Quantized weights
-
-
-def quantized(width: int = 64) -> nn.Module:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    quantize_(made, Int8WeightOnlyConfig(version=2))
-    return made
-
-
-@pytest.mark.parametrize("on_disk", [False, True], ids=["in-memory", "on-disk"])
-def test_torchao_rebuilds_quantized_weights(tmp_path, on_disk):
-    """Even if another dtype is requested, which does not apply to inner tensors."""
-    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
-
-    model = quantized()
-    expected = model.state_dict()
-    if on_disk:
-        model = offload.disk_offload(quantized(), tmp_path / "values")
-    save_checkpoint(model, tmp_path / "saved", 2000, dtype=torch.bfloat16)
-
-    files = list((tmp_path / "saved").glob("*.safetensors"))
-    assert len(files) > 2
-    with safe_open(files[0], "pt") as file:
-        metadata = file.metadata()
-    found, rest = unflatten_tensor_state_dict(loaded(tmp_path / "saved"), metadata)
-    assert {} == rest
-    assert expected.keys() == found.keys()
-    for name in ("0.weight", "1.weight"):
-        assert type(expected[name]) is type(found[name])
-        assert torch.equal(expected[name].dequantize(), found[name].dequantize())
-    assert torch.equal(expected["0.bias"].bfloat16(), found["0.bias"])
-
-
 # Refused
 
 
@@ -348,7 +274,7 @@ def test_an_invalid_size_or_another_object_is_refused(tmp_path, size):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("theirs", ["single", "shards", "index", "link"])
+@pytest.mark.parametrize("theirs", ["single", "shards", "index", "link", "an offload folder"])
 def test_a_foreign_checkpoint_is_left_as_it_is(tmp_path, theirs, sharded):
     """Even without any common name: readers would take one of the two."""
     if theirs == "index":
@@ -356,33 +282,26 @@ def test_a_foreign_checkpoint_is_left_as_it_is(tmp_path, theirs, sharded):
     elif theirs == "link":
         save_checkpoint({"w": torch.ones(2)}, tmp_path / "elsewhere")
         (tmp_path / SINGLE).symlink_to(tmp_path / "elsewhere" / SINGLE)
+    elif theirs == "an offload folder":
+        OffloadedTensor.from_original_tensor(torch.ones(2), "model", tmp_path)
     else:
         save_torch_state_dict(
             {"w": torch.ones(2), "v": torch.ones(2)}, tmp_path, max_shard_size=8 if theirs == "shards" else "5GB"
         )
     before = contents(tmp_path)
 
-    with pytest.raises(ForeignFileError, match="Save to another folder"):
+    with pytest.raises(
+        ForeignFileError, match="offload" if theirs == "an offload folder" else "Save to another folder"
+    ):
         save_checkpoint({"w": torch.zeros(2), "v": torch.zeros(2)}, tmp_path, 8 if sharded else "5GB")
 
     assert before == contents(tmp_path)
 
 
-def test_an_offload_folder_does_not_become_a_checkpoint(tmp_path):
-    kept = OffloadedTensor.from_original_tensor(torch.ones(2), "model", tmp_path)
-    before = contents(tmp_path)
-
-    with pytest.raises(ForeignFileError, match="offload"):
-        save_checkpoint({"w": torch.ones(2)}, tmp_path)
-
-    assert before == contents(tmp_path)
-    assert [1.0, 1.0] == kept.tolist()
-
-
 @pytest.mark.parametrize("before", [8, "5GB"])
 @pytest.mark.parametrize("size", ["5GB", 8])
 def test_a_checkpoint_that_live_tensors_refer_to_is_not_replaced(tmp_path, before, size):
-    """Even by saving others; garbage does not count."""
+    """By saving others, or these themselves; garbage does not count."""
     save_checkpoint({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path, before)
     live = [offload.load_file(tmp_path)]
     live.append(live)  # a cycle
@@ -390,6 +309,8 @@ def test_a_checkpoint_that_live_tensors_refer_to_is_not_replaced(tmp_path, befor
 
     with pytest.raises(ForeignFileError, match=r"tensors of this process refer to .*another folder"):
         save_checkpoint({"a": torch.zeros(2)}, tmp_path, size)
+    with pytest.raises(ForeignFileError, match=r"'a' refers to .*another folder"):
+        save_checkpoint(live[0], tmp_path, size)
 
     assert stood == contents(tmp_path)
     assert [1.0, 1.0] == live[0]["a"].tolist()
@@ -397,24 +318,10 @@ def test_a_checkpoint_that_live_tensors_refer_to_is_not_replaced(tmp_path, befor
     assert save_checkpoint({"a": torch.zeros(2)}, tmp_path, size)
 
 
-@pytest.mark.parametrize("size", ["5GB", 8])
-def test_a_checkpoint_is_not_replaced_by_what_refers_to_it(tmp_path, size):
-    save_checkpoint({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path, 8)
-    tensors = offload.load_file(tmp_path)
-    before = contents(tmp_path)
-
-    with pytest.raises(ForeignFileError, match=r"'a' refers to .*another folder"):
-        save_checkpoint(tensors, tmp_path, size)
-
-    assert before == contents(tmp_path)
-    assert [1.0, 1.0] == tensors["a"].tolist()
-
-
 # Existing checkpoints
 
 
 def test_a_mapped_model_is_saved_over_its_own_file(tmp_path):
-    """Plain tensors over the mapping keep their values."""
     first = {"a": torch.randn(5000), "b": torch.randn(5000)}
     save_checkpoint(first, tmp_path)
     mapped = load_file(tmp_path / SINGLE)
@@ -433,7 +340,6 @@ PAIRS = [(1000, 1000), (1000, 16), (16, 1000), (32, 32)]  # before, and after
 @pytest.mark.parametrize("before", SIZES)
 @pytest.mark.parametrize("after", SIZES)
 def test_an_own_checkpoint_is_replaced_as_a_whole(tmp_path, before, after):
-    """Nothing is left of it; other files are kept."""
     (tmp_path / "config.json").write_text("{}")
     save_file({"x": torch.ones(1)}, tmp_path / "model-00009-of-00009.safetensors")
     others = contents(tmp_path)
@@ -496,17 +402,19 @@ def test_other_readers_find_a_checkpoint_that_replaced_another(read, tmp_path, b
         assert_equal(values, read(tmp_path), strides=False)
 
 
-def test_transformers_loads_and_replaces_shards_that_replaced_others(llama_folder, tmp_path):
-    """With the same names, and in other numbers; what transformers then saves replaces all of our shards."""
-    plain = AutoModelForCausalLM.from_pretrained(llama_folder)
+@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, offload.from_pretrained])
+def test_transformers_loads_and_replaces_shards_that_replaced_others(load, llama_folder, tmp_path):
+    """With the same names, tied as it expects, in other numbers; what it then saves replaces all of our shards."""
+    model = load(llama_folder)
     for size in ("60KB", "100KB", "100KB"):
-        plain.model.norm.weight.data.add_(1)
-        save_checkpoint(plain, tmp_path, size)
-        plain.config.save_pretrained(tmp_path)
+        model.model.norm.weight.data.add_(1)
+        save_checkpoint(model, tmp_path, size)
+        model.config.save_pretrained(tmp_path)
     found = AutoModelForCausalLM.from_pretrained(tmp_path)
 
     assert any(path.name.startswith("model-2-") for path in tmp_path.iterdir())
-    assert_equal(dict(plain.state_dict()), dict(found.state_dict()), strides=False)
+    assert "lm_head.weight" not in open_checkpoint(tmp_path)
+    assert_equal(model, found, strides=False)
     copy.deepcopy(found).save_pretrained(tmp_path, max_shard_size="100KB")
     shards = {path.name for path in tmp_path.glob("*.safetensors")}
     assert set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()) == shards
@@ -528,47 +436,57 @@ def test_a_full_disk_says_which_file_and_what_to_do(tmp_path, monkeypatch):
 # Memory
 
 BOUNDED = """
-    import json, sys, torch, offload
-    from pathlib import Path
+    import json, os, sys, torch, offload
+    from huggingface_hub import save_torch_model
+    from safetensors.torch import load_model, save_model
+    from torch import nn
     from offload.checkpoints.conversion import convert_checkpoint
     from tests.peak import Peak
 
-    source, target, size, dtype, kind = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
-    dtype = getattr(torch, dtype, None)
-    warm = offload.OffloadedTensor.from_original_tensor(torch.ones(1000, 2000), "warm")  # imports, first calls
-    offload.save_checkpoint({"w": warm, "t": warm.t()}, target / "warm", dtype=dtype)
-    tensors = offload.load_file(source)
-    if kind == "views":
-        tensors = {name: tensor.t() for name, tensor in tensors.items()}
+    def network(source):
+        shapes = [value.shape[::-1] for value in offload.load_file(source).values()]
+        layers = [nn.Linear(*shape, bias=False, device="meta") for shape in shapes]
+        return offload.load_checkpoint_and_dispatch(nn.Sequential(*layers), source)
+
+    def save_by_the_hub(source, to):
+        os.mkdir(to)
+        save_torch_model(network(source), to)
+
+    def turned(source):
+        return {name: value.t() for name, value in offload.load_file(source).items()}
+
+    WAYS = {
+        "in shards": lambda source, to: offload.save_checkpoint(offload.load_file(source), to, "10MB"),
+        "turned": lambda source, to: offload.save_checkpoint(turned(source), to, dtype=torch.bfloat16),
+        "cast": lambda source, to: convert_checkpoint(source, to, dtype=torch.bfloat16, to_offload_folder=True),
+        "save_model": lambda source, to: save_model(network(source), to + ".safetensors"),
+        "save_torch_model": save_by_the_hub,
+        "load_model": lambda source, to: load_model(network(source), source),
+    }
+    small, source, target, way = sys.argv[1:]
+    WAYS[way](small, target + "/warm")  # imports, first calls
     with Peak() as peak:
-        if kind == "one by one":
-            convert_checkpoint(source, target / "saved", dtype=dtype, to_offload_folder=True)
-        else:
-            offload.save_checkpoint(tensors, target / "saved", size, dtype=dtype)
+        WAYS[way](source, target + "/saved")
     print(json.dumps(dict(grown=peak.nbytes, looks=peak.calls)))
 """
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype", "kind"),
-    [
-        ("10MB", "None", "whole"),
-        ("5GB", "bfloat16", "views"),
-        ("", "bfloat16", "one by one"),
-    ],
-)
-def test_memory_stays_flat_whatever_the_shard_size(tmp_path, size, dtype, kind):
+@pytest.mark.parametrize("way", ["in shards", "turned", "cast", "save_model", "save_torch_model", "load_model"])
+def test_a_model_is_saved_and_loaded_in_little_memory_by_safetensors_and_the_hub_too(tmp_path, way):
     """A model of 256 MB in 8 values: less than one of them, plus a few megabytes for the interpreter."""
-    torch.manual_seed(0)
     values = {f"{layer}.weight": torch.full((2000, 4000), layer + 0.5) for layer in range(8)}
     save_file(values, tmp_path / "source.safetensors")
-    measured = json.loads(run_script(BOUNDED, tmp_path / "source.safetensors", tmp_path, size, dtype, kind))
+    save_file({"0.weight": torch.ones(1000, 2000)}, tmp_path / "small.safetensors")
+    given = tmp_path / "small.safetensors", tmp_path / "source.safetensors", tmp_path, way
+    measured = json.loads(run_script(BOUNDED, *given).splitlines()[-1])
 
-    assert measured["looks"] > 10
+    assert measured["looks"] > 5
     assert measured["grown"] < 16e6
-    found = offload.load_file(tmp_path / "saved")
-    assert values.keys() == found.keys()
-    for name, value in values.items():
-        expected = value.t() if kind == "views" else value
-        expected = expected.bfloat16() if dtype == "bfloat16" else expected
-        assert torch.equal(expected, found[name].materialize())
+    for path in tmp_path.glob("saved*"):
+        found = offload.load_file(path)
+        assert values.keys() == found.keys()
+        for name, value in values.items():
+            expected = value.t() if way == "turned" else value
+            assert torch.equal(expected.to(found[name].dtype), found[name].materialize())
+            assert (torch.bfloat16 if way in ("turned", "cast") else torch.float32) == found[name].dtype
+    assert (way == "load_model") == (not list(tmp_path.glob("saved*")))

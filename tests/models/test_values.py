@@ -227,9 +227,8 @@ def test_another_shape_or_dtype_without_leave_is_refused_and_the_value_stands(tm
 
 
 def test_a_value_that_is_not_a_tensor_is_refused_by_name(tmp_path):
-    with pytest.raises(
-        TypeError, match=r"fn returned None for 'w': .*the same tensor .*0 of 1 values were replaced"
-    ) as caught:
+    words = r"fn returned None for 'w': .*the same tensor .*0 of 1 values were replaced"
+    with pytest.raises(TypeError, match=words) as caught:
         map_values(lambda name, tensor: None, {"w": torch.ones(2)})
     assert isinstance(caught.value, OffloadError)
     with pytest.raises(TypeError, match="a module or a dictionary of tensors is needed, not list"):
@@ -299,11 +298,9 @@ def test_selecting_nothing_is_an_error_that_lists_the_names(plain):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_failure_names_the_tensor_and_leaves_what_was_done(checkpoint, plain, tmp_path, error):
     model, call = loaded(checkpoint, tmp_path / "q"), StopAt("layer.bias", error)
+    words = r"at 'layer.bias'.*: 3 of 4 values were replaced and stay so; resume='double' continues"
 
-    with pytest.raises(
-        (MapError, KeyboardInterrupt),
-        match=r"at 'layer.bias'.*: 3 of 4 values were replaced and stay so; resume='double' continues",
-    ) as caught:
+    with pytest.raises((MapError, KeyboardInterrupt), match=words) as caught:
         map_values(call, model, resume="double")
 
     assert isinstance(caught.value.__cause__, error)
@@ -317,9 +314,7 @@ def test_a_failure_names_the_tensor_and_leaves_what_was_done(checkpoint, plain, 
 def test_a_run_resumes_over_a_checkpoint_that_is_loaded_again(checkpoint, plain, tmp_path, anew):
     """Values in memory are those of the checkpoint after loading, and are processed again."""
     before = contents(checkpoint.parent)
-    model, rest = loaded(checkpoint, tmp_path / "q"), StopAt()
-    with pytest.raises(MapError):
-        map_values(StopAt("layer.bias"), model, resume="double")
+    model, rest = half_done(checkpoint, tmp_path / "q"), StopAt()
     if anew:
         del model
         model = loaded(checkpoint, tmp_path / "q")
@@ -335,7 +330,8 @@ def test_a_run_resumes_over_a_checkpoint_that_is_loaded_again(checkpoint, plain,
     assert contents(checkpoint.parent) == before
 
 
-def test_a_run_that_is_finished_is_not_done_again(checkpoint, plain, tmp_path):
+def test_a_run_that_is_finished_is_not_done_again_and_its_folder_is_an_offload_folder(checkpoint, plain, tmp_path):
+    """Its values are taken, but not while another model uses them."""
     map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
     model = loaded(checkpoint, tmp_path / "q")
     for _ in range(2):
@@ -343,10 +339,14 @@ def test_a_run_that_is_finished_is_not_done_again(checkpoint, plain, tmp_path):
 
     assert NAMES == report.before
     assert_doubled(model, plain)
+    with pytest.raises(NameInUseError, match=r"'table\.weight' is in use"):
+        map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
+    assert verify(tmp_path / "q").is_whole
+    for name, tensor in offload.load_file(tmp_path / "q").items():
+        assert torch.equal(plain.state_dict()[name] * 2, tensor)
 
 
 def test_several_runs_follow_each_other_and_are_resumed_in_their_order(checkpoint, plain, tmp_path):
-    """The second one stops; both are run again."""
     model = loaded(checkpoint, tmp_path / "q")
     map_values(double, model, resume="first")
     with pytest.raises(MapError):
@@ -432,22 +432,6 @@ def test_a_run_is_not_named_after_a_function_whose_name_others_share(tmp_path):
             map_values(fn, tensors, resume=True)
 
     assert [1] == tensors["w"].tolist()
-
-
-def test_an_own_value_is_not_taken_from_a_folder_that_is_in_use(checkpoint, tmp_path):
-    first = loaded(checkpoint, tmp_path / "q")
-    map_values(double, first, resume=True)
-
-    with pytest.raises(NameInUseError, match=r"'table\.weight' is in use"):
-        map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
-
-
-def test_a_folder_with_a_journal_is_an_offload_folder_still(checkpoint, plain, tmp_path):
-    map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
-
-    assert verify(tmp_path / "q").is_whole
-    for name, tensor in offload.load_file(tmp_path / "q").items():
-        assert torch.equal(plain.state_dict()[name] * 2, tensor)
 
 
 def test_a_full_disk_stops_the_run_with_the_error_of_the_value(tmp_path, monkeypatch):

@@ -5,10 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
 
+from offload.planning.check import tiny_checkpoint
 from tests.processes import run_script
 
 LAYERS = 4
@@ -38,14 +37,9 @@ SCRIPT = """
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of 84 MB in bfloat16; 32 MiB each for its embedding and its head."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32_768, hidden_size=512, intermediate_size=1024, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=4, dtype="bfloat16",
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("llama")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    sizes = {"vocab_size": 32_768, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": LAYERS}
+    options = {"num_key_value_heads": 4, "dtype": "bfloat16", "max_shard_size": "5GB"}
+    return tiny_checkpoint(tmp_path_factory.mktemp("llama"), **sizes, **options)
 
 
 @pytest.mark.slow(9)
