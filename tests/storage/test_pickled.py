@@ -512,14 +512,15 @@ def test_a_record_given_twice_is_refused(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["nowhere", "at another record", "past the directory"])
 def test_a_directory_that_points_elsewhere_is_refused(tmp_path, wrong):
-    path = saved(tmp_path / "x.bin", {"w": torch.ones(1 << 12), "v": torch.zeros(4)})
-    if wrong == "past the directory":
+    is_long = wrong == "past the directory"
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(1 << 12 if is_long else 4), "v": torch.zeros(4)})
+    if is_long:
         repacked(path, **{"data/0": bytes(16)})
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
         other = archive.getinfo("x/data/1").header_offset
     at = data.rindex(b"x/data/0") - 46  # its directory entry: bytes 20 to 28 are its sizes, and 42 to 46 its offset
-    if wrong == "past the directory":
+    if is_long:
         data[at + 20 : at + 28] = struct.pack("<II", 4 << 12, 4 << 12)
     else:
         data[at + 42 : at + 46] = struct.pack("<I", 5 if wrong == "nowhere" else other)
