@@ -87,6 +87,11 @@ _SIZES = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_h
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
 
+_LATENT = {"q_lora_rank": 128, "kv_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_key_head_dim": 32}
+_SLIDING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 32, "sliding_window_size": 8}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_interleaved": True}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -101,28 +106,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 128,
-        "q_lora_rank": 128,
-        "kv_lora_rank": 96,
-        "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
+        **_LATENT,
         "head_dim": None,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 1, "embedding_scale": 1.0},
-    "olmo_hybrid": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-    },
+    "olmo_hybrid": {**_LINEAR, "linear_num_value_heads": 2, "linear_value_head_dim": 32},
     "inkling2_text": {
         "unpadded_vocab_size": 96,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 32,
-        "sliding_window_size": 8,
+        **_SLIDING,
         "d_rel": 8,
         "rel_extent": 16,
         "moe_intermediate_size": 64,
@@ -132,18 +124,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
+        **_LINEAR,
         "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
         "linear_value_head_dim": 64,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
+        "rope_parameters": {**_ROPE, "mrope_section": [6, 5, 5]},
     },
 }
 
@@ -425,11 +409,13 @@ def _quantized(quantization: Callable[[], Any], model_type: str = "llama", **con
     return write
 
 
-def _bnb(**options: Any) -> Callable[[], Any]:
-    def config() -> Any:
-        from transformers import BitsAndBytesConfig
+def _config(name: str, **options: Any) -> Callable[[], Any]:
+    """A function that makes a quantization configuration of transformers."""
 
-        return BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **options)
+    def config() -> Any:
+        import transformers
+
+        return getattr(transformers, name)(**options)
 
     return config
 
@@ -582,24 +568,6 @@ def _mostly_q4_k(name: str) -> str:
 # --- the table ----------------------------------------------------------------------------------------------------
 
 
-def _fp8_dequantized() -> Any:
-    from transformers import FineGrainedFP8Config
-
-    return FineGrainedFP8Config(dequantize=True)
-
-
-def _mxfp4_dequantized() -> Any:
-    from transformers import Mxfp4Config
-
-    return Mxfp4Config(dequantize=True)
-
-
-def _decompressed() -> Any:
-    from transformers import CompressedTensorsConfig
-
-    return CompressedTensorsConfig(run_compressed=False)
-
-
 def _table() -> Iterator[tuple[str, Form]]:
     yield from _of_floats()
     yield from _of_fp8()
@@ -628,7 +596,7 @@ def _of_fp8() -> Iterator[tuple[str, Form]]:
     """Formats of DeepSeek and Qwen, and variants; gpt-oss."""
 
     def form(write: Callable[[Path], None]) -> Form:
-        return Form(write, loaded(quantization=_fp8_dequantized), {})
+        return Form(write, loaded(quantization=_config("FineGrainedFP8Config", dequantize=True)), {})
 
     yield "fp8-llama", form(fp8("llama"))
     yield "fp8-llama-shards", form(fp8("llama", apart=True))
@@ -644,7 +612,7 @@ def _of_fp8() -> Iterator[tuple[str, Form]]:
     # 576 in 5; 192 rows in 2 it decodes with blocks of 96.
     part = fp8("llama", intermediate_size=320)
     yield "fp8-part-block", Form(part, decoded(_fp8_reference, "weight_scale_inv"), {})
-    yield "mxfp4-gpt_oss", Form(_mxfp4, loaded(quantization=_mxfp4_dequantized), {})
+    yield "mxfp4-gpt_oss", Form(_mxfp4, loaded(quantization=_config("Mxfp4Config", dequantize=True)), {})
 
 
 def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
@@ -656,7 +624,7 @@ def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
 
         if Version(__version__) < Version("5.23"):  # before, transformers rounds activations all the same
             return by_package(folder)
-        return loaded(quantization=_decompressed)(folder)
+        return loaded(quantization=_config("CompressedTensorsConfig", run_compressed=False))(folder)
 
     def form(scheme: str, form: str, model_type: str = "llama", **options: Any) -> Form:
         return Form(_compressed(scheme, form, model_type, **options), plain, {})
@@ -664,7 +632,7 @@ def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
     group = {"group_size": 32}
     yield "ct-w4a16", form("W4A16", "pack-quantized", **group)
     asym = _compressed("W4A16_ASYM", "pack-quantized", **group)  # its own modules don't support packed zero points
-    yield "ct-w4a16-asym", Form(asym, loaded(quantization=_decompressed), {})
+    yield "ct-w4a16-asym", Form(asym, loaded(quantization=_config("CompressedTensorsConfig", run_compressed=False)), {})
     yield "ct-w4a16-channel", form("W4A16", "pack-quantized", group_size=None, strategy="channel")
     yield "ct-w4a16-qwen3_moe", form("W4A16", "pack-quantized", "qwen3_moe", **group)
     yield "ct-w8a16", form("W8A16", "pack-quantized", **group)
@@ -688,7 +656,8 @@ def _of_packages() -> Iterator[tuple[str, Form]]:
         "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
         "int8": {"load_in_8bit": True},
     }.items():
-        yield f"bnb-{name}", Form(_quantized(_bnb(**options)), _dequantized, {})
+        asked = _config("BitsAndBytesConfig", bnb_4bit_compute_dtype=torch.bfloat16, **options)
+        yield f"bnb-{name}", Form(_quantized(asked), _dequantized, {})
     for name, config in {
         "int8": _torchao("Int8WeightOnlyConfig", set_inductor_config=False),
         "int4": _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),

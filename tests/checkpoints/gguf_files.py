@@ -72,11 +72,16 @@ def write_gguf(
             _blocks(array, wanted, generator),
             raw_dtype=quantization,
         )
+    finish(writer)
+    return path
+
+
+def finish(writer: Any) -> None:
+    """Write all that was added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def _stretch(writer: Any, rope: dict[str, Any], head: int) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+import offload
 from offload import OffloadedTensor
 from offload.checkpoints.checkpoint import open_checkpoint
+from tests.checkpoints.forms import FORMS
 
 
 def stored(folder: Path, pieces: Mapping[str, torch.Tensor]) -> Mapping[str, OffloadedTensor]:
@@ -36,6 +38,12 @@ def random_scales(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1
     """Between 0.001 and 0.1."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.rand(shape, generator=generator) * 0.099 + 0.001).to(dtype)
+
+
+def loaded_from_new(folder: Path, form: str) -> Any:
+    """The model on disk of a new checkpoint in that format."""
+    FORMS[form].write(folder)
+    return offload.from_pretrained(folder, **FORMS[form].options)
 
 
 def losses_of_an_adapter(model: Any, prompt: torch.Tensor, steps: int = 3) -> list[float]:

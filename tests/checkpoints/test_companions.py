@@ -18,7 +18,8 @@ import offload
 from offload import save_checkpoint
 from offload.checkpoints import companions
 from offload.errors import ForeignFileError, WriteError
-from tests.checkpoints.forms import FORMS, outcome
+from tests.checkpoints.forms import outcome
+from tests.checkpoints.pieces import loaded_from_new
 
 TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "chat_template.jinja": "{{ messages }}"}
 
@@ -32,13 +33,6 @@ def source(llama_folder: Path, tmp_path: Path) -> Path:
     settings = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**settings, "top_k": 7, "do_sample": True}))
     return folder
-
-
-def written(folder: Path, form: str) -> Any:
-    """A model loaded from a new checkpoint in that format."""
-    folder.mkdir()
-    FORMS[form].write(folder)
-    return offload.from_pretrained(folder, **FORMS[form].options)
 
 
 def said_in(folder: Path) -> dict[str, Any]:
@@ -74,7 +68,7 @@ def test_a_model_is_loaded_again_with_its_tokenizer_and_settings(
 def test_a_model_saved_dense_does_not_claim_to_be_quantized(form: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = written(tmp_path / "source", form)
+    model = loaded_from_new(tmp_path / "source", form)
     offload.map_values(
         lambda _, weight: (weight.dequantize() if hasattr(weight, "dequantize") and weight.ndim > 1 else weight) * 1,
         model,

@@ -27,7 +27,7 @@ from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from offload.tensor.views import handle_of
 from tests.checkpoints.forms import FORMS, PROMPT, Form, Outcome, empty_model, loaded, model_of, outcome
-from tests.checkpoints.pieces import losses_of_an_adapter
+from tests.checkpoints.pieces import loaded_from_new, losses_of_an_adapter
 from tests.conftest import contents
 from tests.processes import in_fork, run_script
 
@@ -393,15 +393,8 @@ def test_modules_of_another_kind_than_the_weights_need_are_not_filled(tmp_path: 
         offload.load_checkpoint_and_dispatch(empty_model(tmp_path), tmp_path)
 
 
-def written_in(folder: Path, form: str) -> Any:
-    """The model of a new checkpoint."""
-    folder.mkdir()
-    FORMS[form].write(folder)
-    return offload.from_pretrained(folder)
-
-
 def test_experts_one_of_which_was_changed_are_dense(tmp_path: Path) -> None:
-    model = written_in(tmp_path / "source", "fp8-qwen3_moe")
+    model = loaded_from_new(tmp_path / "source", "fp8-qwen3_moe")
     with torch.no_grad():
         model.model.layers[1].mlp.experts.gate_up_proj[1].mul_(2)
     wanted = outcome(model)
@@ -414,7 +407,7 @@ def test_experts_one_of_which_was_changed_are_dense(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_saved_as_the_model_is(tmp_path: Path) -> None:
-    model = written_in(source := tmp_path / "source", "fp8-llama")
+    model = loaded_from_new(source := tmp_path / "source", "fp8-llama")
     copied = copy.deepcopy(model)
     with torch.no_grad():
         copied.lm_head.weight.zero_()
@@ -427,7 +420,7 @@ def test_a_copy_is_saved_as_the_model_is(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_values_all_changed_is_not_saved_as_quantized(tmp_path: Path) -> None:
-    model = written_in(tmp_path / "source", "fp8-llama")
+    model = loaded_from_new(tmp_path / "source", "fp8-llama")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1)
@@ -437,7 +430,7 @@ def test_a_model_whose_values_all_changed_is_not_saved_as_quantized(tmp_path: Pa
 
 
 def test_with_a_dtype_save_checkpoint_writes_dense_values(tmp_path: Path) -> None:
-    model = written_in(tmp_path / "source", "fp8-llama")
+    model = loaded_from_new(tmp_path / "source", "fp8-llama")
     offload.save_checkpoint(model, tmp_path / "saved", dtype=torch.float32)
     saved = values_in(tmp_path / "saved")
     assert {value.dtype for value in saved.values()} == {torch.float32}

@@ -65,7 +65,6 @@ def chat_gguf(folder: Path) -> Path:
 
 
 def test_decoded_values_have_the_requested_dtype(tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
     FORMS["fp8-llama"].write(tmp_path / "source")
 
     words = ["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--dequantize", "--dtype", "fp16"]
@@ -77,7 +76,6 @@ def test_decoded_values_have_the_requested_dtype(tmp_path: Path) -> None:
 
 
 def test_one_file_a_value_holds_the_dense_value(tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
     FORMS["bnb-nf4"].write(tmp_path / "source")
     plain = FORMS["bnb-nf4"].plain(tmp_path / "source").state_dict()
 
@@ -110,8 +108,7 @@ KILLED = """
 
 
 @pytest.mark.parametrize(
-    ("name", "to"),
-    [("fp8-llama", "safetensors"), ("gguf-q4_k_m", "safetensors"), ("bnb-nf4", "offload")],
+    ("name", "to"), [("fp8-llama", "safetensors"), ("gguf-q4_k_m", "safetensors"), ("bnb-nf4", "offload")]
 )
 def test_after_a_kill_the_rest_is_dequantized(
     name: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -148,7 +145,6 @@ def test_after_a_kill_the_rest_is_dequantized(
 
 def test_a_run_does_not_resume_with_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
     FORMS["fp8-llama"].write(source)
     words = ["convert", str(source), str(target), "--dequantize", "--max-shard-size", "60KB"]
     run_script(KILLED, *words, 3, expected=-signal.SIGKILL)
@@ -160,16 +156,6 @@ def test_a_run_does_not_resume_with_another_configuration(tmp_path: Path, capsys
     assert not target.exists()
 
 
-def test_resume_needs_dequantize(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "source").mkdir()
-    FORMS["llama"].write(tmp_path / "source")
-
-    assert 1 == cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--resume"])
-
-    assert "resume=True needs dequantize=True" in capsys.readouterr().err
-    assert not (tmp_path / "target").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "words"), [(None, "is not quantized"), ("torchao-int8", "packed for special kernels .*torchao")]
 )
@@ -177,7 +163,6 @@ def test_checkpoints_that_are_dense_or_cannot_be_decoded_are_refused(
     name: str | None, words: str, tmp_path: Path
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
     (written("llama") if name is None else FORMS[name].write)(source)
 
     with pytest.raises(CheckpointError, match=words):

@@ -17,6 +17,7 @@ from offload.checkpoints.conversion import convert_checkpoint
 from offload.checkpoints.forms.formats import unpacked
 from offload.errors import CheckpointError, CorruptFileError
 from tests.checkpoints.forms import FORMS
+from tests.checkpoints.gguf_files import finish
 from tests.checkpoints.pieces import stored
 
 
@@ -76,8 +77,7 @@ def test_blocks_without_a_decoder_are_refused_by_name_when_they_are_opened(kind:
     elements, nbytes = gguf.GGML_QUANT_SIZES[number]
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tensor("w", np.zeros((2, 512 // elements * nbytes), np.uint8), raw_dtype=number)
-    for act in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        act()
+    finish(writer)
 
     with pytest.raises(CheckpointError, match=f"'w' in {tmp_path / 'model.gguf'} is in blocks of the kind {kind}"):
         offload.load_file(tmp_path / "model.gguf")

@@ -30,7 +30,6 @@ EVERY_FORM = pytest.mark.parametrize("name", NAMES)
 
 
 def written(name: str, folder: Path) -> Path:
-    folder.mkdir()
     FORMS[name].write(folder)
     return folder
 

@@ -72,6 +72,11 @@ def test_a_folder_without_files_of_a_run_counts_as_not_there(left, resume, tmp_p
     assert ["new"] == os.listdir(tmp_path)
 
 
+def refused(error: type[Exception], words: str, target: Path, run: object = RUN, *, resume: bool = True) -> None:
+    with pytest.raises(error, match=words), resumable_folder(target, run, resume=resume):
+        pass
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_folder_of_others_is_left_as_it_is(resume: bool, tmp_path: Path) -> None:
     (tmp_path / "new.partial").mkdir()
@@ -81,11 +86,7 @@ def test_a_folder_of_others_is_left_as_it_is(resume: bool, tmp_path: Path) -> No
 
     with pytest.raises(MissingFileError, match="holds no run that could be resumed"):
         resumed(tmp_path, resume=resume)
-    with (
-        pytest.raises(MissingFileError, match="holds no run that could be resumed"),
-        resumable_folder(tmp_path / "link", RUN, resume=resume),
-    ):
-        pass
+    refused(MissingFileError, "holds no run that could be resumed", tmp_path / "link", resume=resume)
 
     assert ["thesis"] == os.listdir(tmp_path / "new.partial")
     assert [] == os.listdir(tmp_path / "elsewhere")
@@ -106,21 +107,13 @@ def test_another_run_does_not_go_on_with_it(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), resumable_folder(tmp_path / "new", RUN, resume=False) as work:
         fail(work)
 
-    with (
-        pytest.raises(JournalError, match="has an unfinished run with another size"),
-        resumable_folder(tmp_path / "new", {**RUN, "size": 4}, resume=True),
-    ):
-        pass
+    refused(JournalError, "has an unfinished run with another size", tmp_path / "new", {**RUN, "size": 4})
 
 
 def test_a_target_that_is_filled_is_refused(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "thesis").write_text("mine")
 
-    with (
-        pytest.raises(ForeignFileError, match="is not an empty folder"),
-        resumable_folder(tmp_path / "new", RUN, resume=True),
-    ):
-        pass
+    refused(ForeignFileError, "is not an empty folder", tmp_path / "new")
 
     assert ["new"] == os.listdir(tmp_path)

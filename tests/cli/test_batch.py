@@ -266,10 +266,6 @@ def test_foreign_files_are_not_written_to(folder, tmp_path, kind, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_missing_requests_are_an_error(folder, tmp_path):
-    assert 1 == main(["batch", str(folder), str(tmp_path / "missing.jsonl"), str(tmp_path / "out")])
-
-
 def test_samples_follow_their_seed_and_end_at_a_stop_string(batch):
     how = {"temperature": 1.5, "top_p": 0.9, "seed": 5, "max_tokens": 8}
     a, b = (batch([request(at, **how) for at in range(2)], "--in-flight", n, name=f"to {n}") for n in "12")

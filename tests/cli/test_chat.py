@@ -115,15 +115,6 @@ def test_a_seed_gives_the_same_answer_again_and_temperatures_give_others(folder,
     assert tokens("--temperature", "5", "--seed", "1") != tokens("--temperature", "5", "--seed", "2")
 
 
-def test_a_model_without_a_chat_template_does_not_chat(folder, capsys, monkeypatch):
-    (folder / "chat_template.jinja").unlink()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\n"))
-
-    assert 1 == cli.main(["chat", str(folder)])
-
-    assert " has no chat template: offload generate continues a text" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "meant"),
     [

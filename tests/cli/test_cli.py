@@ -396,6 +396,15 @@ def _fp8(folder: Path) -> None:
     _one_value(folder, json.dumps({"quantization_config": {"quant_method": "fp8"}}))
 
 
+def _without_layers(folder: Path, **settings: Any) -> None:
+    config = json.loads((tiny_checkpoint(folder / "whole") / "config.json").read_text())
+    _one_value(folder, json.dumps({**config, **settings}))
+
+
+def _quantized(folder: Path) -> None:
+    _without_layers(folder, quantization_config={"quant_method": "fp8"})
+
+
 ON_AN_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="here models run on an accelerator")
 REFUSED = [
     (_without_a_tokenizer, "generate model --prompt x", "model has no tokenizer: put the tokenizer of the model there"),
@@ -411,6 +420,11 @@ REFUSED = [
     (_beside(lambda new: new.symlink_to(tempfile.mkdtemp(dir=new.parent))), "convert x.safetensors new", "new exists"),
     (_torchaos, "convert model new --to offload", "torchao's form"),
     (_fp8, "convert model new --dtype bf16", "quantized (fp8)"),
+    (_quantized, "quantize model new --int8", "quantized already"),
+    (_without_layers, "quantize model new --int8", "no linear layers"),
+    (_with_a_tokenizer, "convert model new --resume", "resume=True needs dequantize=True"),
+    (_with_a_tokenizer, "chat model", " has no chat template: offload generate continues a text"),
+    (_with_a_tokenizer, "batch model missing.jsonl out", "missing.jsonl"),
     (lambda folder: _one_value(folder, "{bad"), "convert model new --dtype bf16", "model/config.json can't be read"),
     pytest.param(
         *(_with_a_tokenizer, "generate model --prompt w3 --device-memory 1GiB"),

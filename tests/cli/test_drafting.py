@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from offload import budget, cli
+from tests.cli.test_batch import with_settings
 from tests.serving.servers import saved, tiny_tokenizer
 
 ASKED = ["--prompt", "w5 w6 w7 w5 w6", "--max-new-tokens", "12", "--json"]
@@ -59,32 +59,27 @@ def test_the_text_is_looked_up_where_a_pass_reads_from_the_disk_or_on_request(
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["alone", "drafted"])
 def test_one_answer_is_generated_where_the_model_s_settings_ask_for_beams(drafts, folder, tmp_path, capsys):
-    beams = shutil.copytree(folder, tmp_path / "beams")
-    with_settings(beams, num_beams=4, num_return_sequences=2, early_stopping=True, length_penalty=2.0)
+    asked = {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True, "length_penalty": 2.0}
+    beams = with_settings(Path(folder), tmp_path / "beams", **asked)
     options = ["--assistant", folder, "--draft", "3"] if drafts else []
 
     assert answer(capsys, folder)["tokens"] == answer(capsys, str(beams), *options)["tokens"]
 
 
-def with_settings(folder: Path, **asked: object) -> str:
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | asked))
-    return str(folder)
-
-
-def test_stop_strings_of_the_model_s_settings_end_an_answer(folder, capsys):
+def test_stop_strings_of_the_model_s_settings_end_an_answer(folder, tmp_path, capsys):
     whole = answer(capsys, folder)["text"].split()
     end = next(at for at, word in enumerate(whole) if at and word not in whole[:at])
 
-    assert whole[:end] == answer(capsys, with_settings(Path(folder), stop_strings=[whole[end]]))["text"].split()
+    stopping = with_settings(Path(folder), tmp_path / "stopping", stop_strings=[whole[end]])
+    assert whole[:end] == answer(capsys, str(stopping))["text"].split()
 
 
 @pytest.mark.parametrize("kind", ["quantized", "offloaded"])
-def test_a_cache_that_can_not_be_had_here_is_an_error_in_a_sentence(kind, folder, capsys, monkeypatch):
+def test_a_cache_that_can_not_be_had_here_is_an_error_in_a_sentence(kind, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optimum", None)
     if kind == "offloaded" and torch.cuda.is_available():
         pytest.skip("a cache can be offloaded from an accelerator here")
-    asked = ["generate", with_settings(Path(folder), cache_implementation=kind), *ASKED]
+    asked = ["generate", str(with_settings(Path(folder), tmp_path / kind, cache_implementation=kind)), *ASKED]
 
     assert 1 == cli.main(asked)
     assert "perhaps because of its generation_config.json" in capsys.readouterr().err

@@ -344,12 +344,3 @@ def test_rows_of_another_size_are_not_taken():
         with pytest.raises(ArgumentError, match="do not take"):
             GgufRows("Q4_K").matrix([wrong], columns)
     assert GgufRows("Q4_K", heads=3).by_role([rows], 512) is None
-
-
-def test_the_switch_takes_the_library_out(monkeypatch):
-    monkeypatch.setenv(native.SWITCH, "off")
-    native.library.cache_clear()
-    try:
-        assert native.library() is None
-    finally:
-        native.library.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,15 +40,28 @@ def test_another_interface_has_another_number():
     assert OF_INTERFACE == {native._INTERFACE: digest}, "count INTERFACE up, here, in kernels.h and in native.py"
 
 
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """The library is looked for again, and again after the test."""
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+@pytest.mark.usefixtures("anew")
 @pytest.mark.parametrize("code", ["int offload_kernels_interface(void) { return 0; }", "int other;"])
 def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch, caplog, code):
     path = tmp_path / "other.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=code.encode(), check=True)
     monkeypatch.setenv(native.SWITCH, str(path))
-    native.library.cache_clear()
-    try:
-        assert native.library() is None
-        assert str(path) in caplog.text
-        assert native.description().startswith("not built")
-    finally:
-        native.library.cache_clear()
+
+    assert native.library() is None
+    assert str(path) in caplog.text
+    assert native.description().startswith("not built")
+
+
+@pytest.mark.usefixtures("anew")
+def test_the_switch_takes_the_library_out(monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "off")
+
+    assert native.library() is None

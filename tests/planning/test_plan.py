@@ -146,9 +146,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_machine")
-def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(
-    saved: Any,
-) -> None:
+def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(saved: Any) -> None:
     """The budget is above the minimum; the rates are scaled accordingly."""
     folder = saved(LlamaConfig(**LARGER))
     sizes = sizes_of(folder)

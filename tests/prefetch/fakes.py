@@ -72,13 +72,7 @@ class Memory:
 
 
 def made(
-    memory: Memory,
-    names: str,
-    *,
-    size: int = MIB,
-    budget: int = 0,
-    window: int = 4 * MIB,
-    is_picked: bool = False,
+    memory: Memory, names: str, *, size: int = MIB, budget: int = 0, window: int = 4 * MIB, is_picked: bool = False
 ) -> list[Made]:
     """Values that stream, unless there is a budget for them."""
     pool = Pool(budget, window)

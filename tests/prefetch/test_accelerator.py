@@ -23,10 +23,7 @@ from offload.prefetch import staging
 from offload.tensor.blocks import decode
 from offload.tensor.wrapper import guest_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")]
 SMALL = gpu.Scale(layers=4, side=512, passes=1, copied=1 << 20)
 
 

@@ -38,16 +38,21 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "_SCRATCH", scratch._Scratch())
 
 
-def stored(path: Path, seed: int = 0, size: int = SIZE) -> tuple[TensorFile, bytes]:
-    """A file without a header, and its bytes."""
-    data = random.Random(seed).randbytes(size)
+def stored(path: Path, data: bytes) -> TensorFile:
+    """A file without a header."""
     path.write_bytes(data)
-    return TensorFile.raw(path, Entry("x", contiguous(torch.uint8, (size,)), 0)), data
+    return TensorFile.raw(path, Entry("x", contiguous(torch.uint8, (len(data),)), 0))
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> tuple[TensorFile, bytes]:
-    return stored(tmp_path / "data")
+def data() -> bytes:
+    return random.Random(0).randbytes(SIZE)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, data: bytes) -> TensorFile:
+    """A file of these bytes."""
+    return stored(tmp_path / "data", data)
 
 
 def text(load: Load, part: FilePart) -> bytes:
@@ -68,12 +73,12 @@ def in_order(loads_: list[Load], capacity: int = 1 << 20) -> Iterator[Load]:
             yield coming.take()
 
 
-def test_parts_of_any_place_and_size_are_what_the_file_holds(file, tmp_path):
-    (first, data), (second, others) = file, stored(tmp_path / "others", 1)
-    texts, chance = {first: data, second: others}, random.Random(2)
+def test_parts_of_any_place_and_size_are_what_the_file_holds(opened, data, tmp_path):
+    others, chance = random.Random(1).randbytes(SIZE), random.Random(2)
+    texts = {opened: data, stored(tmp_path / "others", others): others}
     places = [(0, 1), (SIZE - 1, 1), (0, SIZE), (4095, 2), (4096, 4096), (SIZE - 5000, 5000)]
     places += [(start, chance.randrange(1, SIZE - start + 1)) for start in (chance.randrange(SIZE) for _ in range(30))]
-    parts = [FilePart(chance.choice([first, second]), *place) for place in places]
+    parts = [FilePart(chance.choice([*texts]), *place) for place in places]
     groups = [parts[at : at + 3] for at in range(0, len(parts), 3)]
 
     for load, group in zip(in_order([Load(group) for group in groups]), groups, strict=True):
@@ -81,8 +86,7 @@ def test_parts_of_any_place_and_size_are_what_the_file_holds(file, tmp_path):
             assert texts[part.file][part.start : part.start + part.nbytes] == text(load, part)
 
 
-def test_values_lie_in_memory_as_in_the_file(file):
-    opened, data = file
+def test_values_lie_in_memory_as_in_the_file(opened, data):
     load = Load([FilePart(opened, 1000, 64)])
     like = torch.empty(4, 2, dtype=torch.float32, device="meta").t()
 
@@ -95,8 +99,7 @@ def test_values_lie_in_memory_as_in_the_file(file):
     assert 1000 % 4096 == found.data_ptr() % 4096
 
 
-def test_a_part_that_was_not_read_to_its_end_is_not_found(file):
-    opened, _ = file
+def test_a_part_that_was_not_read_to_its_end_is_not_found(opened):
     load, like = Load([FilePart(opened, 5000, 100)]), torch.empty(200, dtype=torch.uint8, device="meta")
 
     for _ in in_order([load]):
@@ -104,15 +107,12 @@ def test_a_part_that_was_not_read_to_its_end_is_not_found(file):
         assert load.tensor(FilePart(opened, 300_000, 200), like) is None
 
 
-def test_gaps_are_left_out_unless_they_are_small(file):
-    opened, _ = file
-
+def test_gaps_are_left_out_unless_they_are_small(opened):
     assert 8192 == Load([FilePart(opened, 0, 10), FilePart(opened, 5000, 10)]).nbytes
     assert 8192 == Load([FilePart(opened, 0, 10), FilePart(opened, 500_000, 10)]).nbytes
 
 
-def test_no_more_memory_is_taken_than_there_is_room_for(file):
-    opened, _ = file
+def test_no_more_memory_is_taken_than_there_is_room_for(opened):
     parts = [FilePart(opened, 4096 * number, 600_000) for number in range(40)]
     size = 3 * direct._SIZES
 
@@ -122,8 +122,7 @@ def test_no_more_memory_is_taken_than_there_is_room_for(file):
     assert [size] * 5 == [flat.numel() for flat in blocks]
 
 
-def test_memory_that_is_in_use_is_not_handed_out(file):
-    opened, data = file
+def test_memory_that_is_in_use_is_not_handed_out(opened, data):
     parts = [FilePart(opened, 4096 * number, 200_000) for number in range(20)]
     loads_ = [Load([part]) for part in parts]
     with closing(arriving(loads_, 0)) as coming:  # one in use, one that is read
@@ -139,11 +138,11 @@ def readers_end() -> None:
             thread.join(60)
 
 
-def test_unused_memory_is_freed_after_a_while(file, monkeypatch):
+def test_unused_memory_is_freed_after_a_while(opened, monkeypatch):
     """Also if the readers have ended before it is released."""
     monkeypatch.setattr(background, "IDLE", 0.01)
     monkeypatch.setattr(scratch, "_MOST_UNUSED", 1 << 20)
-    loads_ = [Load([FilePart(file[0], 0, 600_000)]) for _ in range(8)]
+    loads_ = [Load([FilePart(opened, 0, 600_000)]) for _ in range(8)]
     coming = arriving(loads_, 8 << 20)
     for load in loads_:
         engine.reader().bring_load(load)
@@ -169,24 +168,21 @@ def change(path: Path) -> None:
     ],
     ids=["changed", "cut", "gone"],
 )
-def test_a_file_that_is_another_one_now_is_an_error(file, act: Callable[[Path], object], error):
-    opened, _ = file
+def test_a_file_that_is_another_one_now_is_an_error(opened, act: Callable[[Path], object], error):
     act(opened.path)
 
     with pytest.raises(error, match=str(opened.path)):
         list(in_order([Load([FilePart(opened, 0, 100)])]))
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_an_error(file, monkeypatch):
-    opened, _ = file
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(opened, monkeypatch):
     monkeypatch.setattr(direct, "_read_into", lambda *_: 4096)
 
     with pytest.raises(CorruptFileError, match="was truncated"):
         list(in_order([Load([FilePart(opened, 0, 5000)])]))
 
 
-def test_an_error_of_the_disk_is_that_of_its_load_alone(file, monkeypatch):
-    opened, _ = file
+def test_an_error_of_the_disk_is_that_of_its_load_alone(opened, monkeypatch):
     read = direct._read_into
 
     def failing(memory: memoryview, fd: int, first: int) -> int:
@@ -202,8 +198,7 @@ def test_an_error_of_the_disk_is_that_of_its_load_alone(file, monkeypatch):
         coming.take()
 
 
-def test_reads_that_a_file_system_refuses_go_through_its_cache(file, monkeypatch):
-    opened, data = file
+def test_reads_that_a_file_system_refuses_go_through_its_cache(opened, data, monkeypatch):
     read = os.preadv
 
     def refusing(fd: int, buffers: list[memoryview], first: int) -> int:
@@ -219,12 +214,11 @@ def test_reads_that_a_file_system_refuses_go_through_its_cache(file, monkeypatch
     assert not can_be_read(opened)
 
 
-def test_without_threads_it_is_read_by_the_caller(file, monkeypatch):
+def test_without_threads_it_is_read_by_the_caller(opened, data, monkeypatch):
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(DirectReader, "wake", refuse)
-    opened, data = file
     parts = [FilePart(opened, 5000 * number, 5000) for number in range(4)]
 
     found = [text(load, part) for load, part in zip(in_order([Load([part]) for part in parts]), parts, strict=True)]
@@ -232,8 +226,7 @@ def test_without_threads_it_is_read_by_the_caller(file, monkeypatch):
     assert data[:20_000] == b"".join(found)
 
 
-def test_memory_that_is_still_written_to_is_not_used_again(file, monkeypatch):
-    opened, _ = file
+def test_memory_that_is_still_written_to_is_not_used_again(opened, monkeypatch):
     reads, goes_on = threading.Event(), threading.Event()
     read = direct._read_into
 
@@ -252,8 +245,7 @@ def test_memory_that_is_still_written_to_is_not_used_again(file, monkeypatch):
     goes_on.set()
 
 
-def test_a_forked_child_reads(file):
-    opened, data = file
+def test_a_forked_child_reads(opened, data):
     list(in_order([Load([FilePart(opened, 0, 100)])]))
 
     def child() -> None:
@@ -263,9 +255,7 @@ def test_a_forked_child_reads(file):
     assert 0 == ended(forked(child))
 
 
-def test_file_systems_without_direct_reads_are_noticed(file, monkeypatch):
-    opened, _ = file
-
+def test_file_systems_without_direct_reads_are_noticed(opened, monkeypatch):
     def refuse(*_: object) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 

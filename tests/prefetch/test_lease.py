@@ -106,9 +106,7 @@ def test_blocks_that_are_expected_have_their_part_of_the_budget_before_they_are_
 
 
 def test_values_that_do_not_fit_are_read_each_time_and_logged_once(
-    engine: Engine,
-    memory: Memory,
-    caplog: pytest.LogCaptureFixture,
+    engine: Engine, memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
     values = made(memory, "abcdefgh", window=2 * MIB)
     lease = Lease(engine.streams)

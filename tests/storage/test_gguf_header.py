@@ -15,6 +15,7 @@ import torch
 import offload
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
 from offload.storage.file import TensorFile
+from tests.checkpoints.gguf_files import finish
 
 _VALUES = np.random.default_rng(0).standard_normal((6, 64), dtype=np.float32)
 
@@ -28,10 +29,7 @@ def written(path: Path, kinds: tuple[str, ...] = ("F32", "F16", "Q8_0", "Q4_0"),
     for kind in kinds:
         number = gguf.GGMLQuantizationType[kind]
         writer.add_tensor(kind, gguf.quants.quantize(_VALUES, number), raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -67,10 +65,7 @@ def test_every_number_of_torch_has_a_kind(tmp_path: Path) -> None:
     kinds = {"F64": np.float64, "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
     for kind, dtype in kinds.items():
         writer.add_tensor(kind, np.arange(5, dtype=dtype))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
     for kind, tensor in offload.load_file(tmp_path / "numbers.gguf").items():
         assert torch.equal(torch.from_numpy(np.arange(5, dtype=kinds[kind])), tensor.materialize())

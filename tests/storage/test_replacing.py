@@ -22,6 +22,7 @@ from offload.storage.replacing import (
     replacing,
     replacing_all,
     replacing_folder,
+    sweep,
 )
 from offload.system.locks import fork_safe_lock
 from tests import faults
@@ -147,6 +148,26 @@ def test_an_interrupt_while_a_folder_is_removed_leaves_nothing_of_it(tmp_path, m
 def tag_of(pid: int) -> str:
     machine = process_tag().partition("-")[0]
     return f"{machine}-{pid}-{module._start(pid)}"
+
+
+def test_a_sweep_removes_only_what_dead_processes_left(tmp_path):
+    machine, pid, _ = process_tag().split("-")
+    kept = [
+        f".offload-tmp-{process_tag()}",
+        f".offload-tmp-{tag_of(os.getppid())}",
+        f".offload-tmp-00000000-{pid}-1",
+        ".offload-tmp-nonsense",
+        f"{machine}-{pid}-1",
+        "mine",
+    ]
+    for name in [*kept, f".offload-tmp-{machine}-{pid}-1"]:
+        (tmp_path / f"{name}-aa").touch()
+        (tmp_path / f"{name}-bb").mkdir()
+        (tmp_path / f"{name}-bb" / "file").touch()
+
+    sweep(tmp_path)
+
+    assert sorted(f"{name}-{end}" for name in kept for end in ("aa", "bb")) == sorted(os.listdir(tmp_path))
 
 
 def test_a_living_process_is_not_dead():

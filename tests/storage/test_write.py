@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from offload.storage import write as write_module
 from offload.storage.file import TensorFile
 from offload.storage.header import ALIGNMENT
 from offload.storage.layout import WORDS, Layout, dtype_name, dtype_named
-from offload.storage.replacing import process_tag, put_file, sweep
+from offload.storage.replacing import put_file
 from offload.storage.write import from_file, from_values, layout_of, of_zeros, put_values
 from tests import faults
 from tests.equal import is_equal
@@ -384,33 +383,3 @@ def test_an_unsyncable_folder_is_accepted_and_a_broken_disk_is_an_error(tmp_path
     with pytest.raises(WriteError, match="power cut"):
         write(tmp_path / "w.safetensors", torch.zeros(3), durable=True)
     assert torch.equal(torch.zeros(3), read(tmp_path / "w.safetensors"))
-
-
-def test_a_sweep_removes_only_what_dead_processes_left(tmp_path):
-    machine, pid, _ = process_tag().split("-")
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = Path(f"/proc/{child.pid}/stat").read_text().split()[21]
-    living, dead = f".offload-tmp-{machine}-{child.pid}-{started}", f".offload-tmp-{machine}-{pid}-1"
-    kept = [
-        f".offload-tmp-{process_tag()}",
-        f".offload-tmp-00000000-{pid}-1",
-        ".offload-tmp-nonsense",
-        f"{machine}-{pid}-1",
-        "mine",
-    ]
-    for name in [*kept, living, dead]:
-        (tmp_path / f"{name}-aa").touch()
-        (tmp_path / f"{name}-bb").mkdir()
-        (tmp_path / f"{name}-bb" / "file").touch()
-
-    def there():
-        return {name.removesuffix("-aa").removesuffix("-bb") for name in os.listdir(tmp_path)}
-
-    sweep(tmp_path)
-    assert {*kept, living} == there()
-
-    child.kill()
-    child.communicate()
-    sweep(tmp_path)
-    assert set(kept) == there()
-    assert 2 * len(kept) == len(os.listdir(tmp_path))
